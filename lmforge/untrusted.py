@@ -217,7 +217,7 @@ def open_file(path: Path) -> Iterator[BinaryIO]:
     """
     try:
         if path.is_char_device() and str(path) != os.devnull:
-            raise OSError(errno.ENODEV, "a device, where a file is expected", str(path))
+            raise OSError(errno.ENODEV, "expected a file, got a device", str(path))
         pipe = os.open(path, os.O_RDONLY | os.O_NONBLOCK) if path.is_fifo() else None
         if pipe is not None:
             os.set_blocking(pipe, True)
@@ -235,7 +235,7 @@ def read_stream(file: BinaryIO, source: str, max_bytes: int, error: Callable[[st
     for chunk in iter(partial(file.read, CHUNK_BYTES), b""):
         content += chunk
         if len(content) > max_bytes:
-            raise error(f"{source}: larger than {max_bytes:,} bytes, which no such file is")
+            raise error(f"{source}: larger than {max_bytes:,} bytes, the most that such a file may have")
     return bytes(content)
 
 

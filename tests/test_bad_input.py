@@ -1053,6 +1053,6 @@ def test_an_environment_without_determinism_is_refused_before_anything_is_touche
     monkeypatch.setenv("NCCL_NVLS_ENABLE", "1")
     message = refused("pretrain", *tiny_options, "--run.folder", tmp_path / "runs", "--run.name", "a", "--deterministic")
     assert message == (
-        "train.deterministic: NCCL_NVLS_ENABLE=1 is set, under which bits differ from run to run; unset it or set it to 0"
+        "train.deterministic: NCCL_NVLS_ENABLE=1 is set, so results can differ from run to run; unset it or set it to 0"
     )
     assert contents(tmp_path) == {}

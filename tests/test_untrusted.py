@@ -90,5 +90,5 @@ def test_a_key_of_many_parts_is_refused_before_it_is_parsed(part: str, line: str
 
 def test_a_device_is_not_read(refused: Refusal) -> None:
     for words in (["pretrain", "/dev/zero"], ["run", "/dev/zero"]):
-        assert refused(*words).endswith(": a device, where a file is expected")
+        assert refused(*words).endswith(": expected a file, got a device")
     assert read_bounded(Path("/dev/null")) == b""

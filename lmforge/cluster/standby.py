@@ -52,7 +52,7 @@ def describe_standby() -> list[str]:
         return []
     ranks = ", ".join(map(str, _standby_ranks))
     count, stand = f"{len(_standby_ranks)} of {_standby_ranks.stop} ranks", "stands" if len(_standby_ranks) == 1 else "stand"
-    return [f"{count} {stand} by ({ranks}): too few for one more of the groups of ranks that the model is split over"]
+    return [f"{count} {stand} by ({ranks}): too few to form another group of ranks that the model is split over"]
 
 
 def stand_by() -> int:
@@ -75,7 +75,7 @@ def stand_by() -> int:
         store.set(_receipt(name), "")
         return 128 + received[0] if received else 0
     except dist.DistNetworkError as problem:
-        raise PeerLost(f"rank {rank}, which stood by: rank 0 is gone ({str(problem).splitlines()[0]})") from None
+        raise PeerLost(f"rank {rank}, on standby: rank 0 is gone ({str(problem).splitlines()[0]})") from None
 
 
 def release_standby(rank: int) -> None:

@@ -39,7 +39,7 @@ class AlignOptions(Options):
         **SCALE,
     )
     label_smoothing: float = option(
-        0.0, "dpo, loss_type sigmoid, robust or exo: fraction of the labels taken to be wrong", ge=0, lt=0.5
+        0.0, "dpo with loss_type sigmoid, robust or exo: assumed fraction of wrong labels", ge=0, lt=0.5
     )
     gamma: float = option(0.5, "simpo: target margin (TRL: simpo_gamma)", **SCALE_OR_0)
     desirable_weight: float = option(1.0, "kto: weight of desirable completions", **SCALE)
@@ -65,28 +65,30 @@ class RolloutOptions(Options):
     """grpo: how completions are sampled and rewarded, and the loss. none leaves a choice to rollout.loss_type."""
 
     loss_type: Literal["grpo", "dr_grpo", "dapo", "gspo", "rloo"] = option(
-        "grpo", "a named setting of the options below; each of them overrides it"
+        "grpo", "a named set of values for the options below; each of these options overrides it"
     )
     num_generations: int = option(8, "completions of each prompt: a group", gt=1, le=2**16)
     max_completion_length: int = option(
-        128, "longest completion, in tokens; data.sequence_length less this is left for prompts", **LENGTH
+        128, "longest completion, in tokens; a prompt may have data.sequence_length minus this many", **LENGTH
     )
     temperature: float = option(1.0, "temperature of the sampling and of the log-probabilities in the loss", **SCALE)
     top_p: float = option(
-        1.0, "sample from the likeliest tokens that hold this probability; below 1 ratios are biased", **NONZERO_FRACTION
+        1.0, "nucleus sampling: the likeliest tokens that add up to this; below 1 ratios are biased", **NONZERO_FRACTION
     )
     decode_batch_size: int = option(
-        64, "completions that a rank decodes at once; fewer need a smaller KV cache, and change nothing else", **SEQUENCES
+        64, "completions that a rank decodes at once; fewer need a smaller KV cache, with the same results", **SEQUENCES
     )
     num_iterations: int = option(1, "optimizer steps on each set of completions", **COUNT)
     reward_functions: tuple[str, ...] = option(
         (),
-        "what is summed up, weighted: FILE.py:FUNCTION, the built-in python_code, or the folder of a reward model",
+        "reward functions, summed with weights: FILE.py:FUNCTION, python_code (built in), or the folder of a reward model",
     )
     reward_weights: tuple[Annotated[float, Field(ge=-1e9, le=1e9)], ...] = option(
         (), "weight of each reward function (default: 1)"
     )
-    reward_timeout_seconds: float = option(60.0, "seconds that a reward function may take; then it is skipped", **DURATION)
+    reward_timeout_seconds: float = option(
+        60.0, "time limit of a reward function, in seconds; after it the function is skipped", **DURATION
+    )
     importance_sampling_level: Literal["token", "sequence", "product"] | None = option(
         None,
         "importance ratio of each token, of the sequence per token (geometric mean), or of the whole sequence (product, not"

@@ -25,7 +25,7 @@ class SourceOptions(Options):
     """What the sources of every stage have in common."""
 
     name: str | None = option(None, "name of the source in metrics and messages (default: that of its folder or first file)")
-    weight: float = option(1.0, "how much of the mixture it is, relative to the weights of the others", **SCALE)
+    weight: float = option(1.0, "weight of the source in the mixture, relative to the weights of the others", **SCALE)
 
     def label_of(self, location: Path) -> str:
         """The name of the source that lies there, or what stands for it."""
@@ -75,10 +75,10 @@ class PhaseOptions(Options):
     """A part of the run with a mixture of its own. Phases follow each other; later ones may be added while a run goes on."""
 
     steps: int | None = option(None, "steps of the phase (default: up to the end of the run)", **COUNT)
-    tokens: int | None = option(None, "instead of steps: its tokens, a multiple of those of a step", **TOKENS)
+    tokens: int | None = option(None, "instead of steps: tokens of the phase, a multiple of the tokens per step", **TOKENS)
     sequence_length: int | None = option(
         None,
-        "tokens in a sequence (default: data.sequence_length, the longest); another one begins new epochs",
+        "tokens in a sequence (default: data.sequence_length, the maximum); another length begins new epochs",
         **LENGTH,
     )
     weights: tuple[str, ...] = option(

@@ -11,7 +11,7 @@ from lmforge.untrusted import quoted
 
 # The launchers whose variables say which rank a process is; `cluster/environment.py` reads them.
 EnvironmentName = Literal["auto", "single", "torchrun", "slurm", "openmpi", "mpich", "pals", "lsf"]
-WHO_STARTED_RANKS = "who started the ranks, where it is not found out; single: nobody, each process is alone"
+WHO_STARTED_RANKS = "launcher that started the ranks, if it is not detected; single: none, each process trains alone"
 MAX_PORT = 65_535
 # Of libraries and trackers that a run may need; schedulers pass on the whole environment by themselves.
 FORWARDED_VARIABLES = ("HF_*", "NCCL_*", "GLOO_*", "TORCH_*", "WANDB_*", "OMP_*", "LMFORGE_*", "PYTHONPATH", "LD_LIBRARY_PATH")
@@ -22,10 +22,10 @@ class LogOptions(Options):
 
     every_steps: int = option(10, "steps between lines of metrics (transformers: logging_steps)", **COUNT)
     trackers: tuple[str, ...] = choice((), "where metrics go besides metrics.jsonl", "tracker")
-    project: str = option("lmforge", "project of the trackers (mlflow: experiment) that the run is in")
-    panel: bool = option(True, "in a terminal: a panel that is drawn again and again, in place of a line per log step")
+    project: str = option("lmforge", "project of the run in the trackers (mlflow: experiment)")
+    panel: bool = option(True, "in a terminal: show a panel that is redrawn, instead of a line per log step")
     profile_steps: str | None = option(
-        None, "trace these steps with torch's profiler, a file a rank: FIRST:LAST, such as 10:13"
+        None, "trace these steps with torch's profiler, one file per rank: FIRST:LAST, such as 10:13"
     )
     calibration: Path | None = option(
         None, "a file of `lmforge bench --calibrate`, from which the speed that is logged at the start is predicted"
@@ -48,10 +48,13 @@ class WatchOptions(Options):
     """The watchdog: what is reported when ranks make no progress, and when a rank that cannot continue ends itself."""
 
     stall_seconds: float = option(
-        30.0, "report which rank is where after so long without progress (or 3 times what the phase takes)", ge=0.5, le=1e6
+        30.0,
+        "without progress for so long (at least 3 times the usual time of the phase), report where ranks are",
+        ge=0.5,
+        le=1e6,
     )
     timeout_seconds: float | None = option(
-        1800.0, "end with status 75, for a launcher to restart, after so long without progress; none for never", **DURATION
+        1800.0, "without progress for so long, end with status 75, for a launcher to restart; none for never", **DURATION
     )
 
     def problems(self) -> Iterator[str]:
@@ -68,29 +71,31 @@ class JobOptions(Options):
     processes: int = option(1, "ranks to start on each node (torchrun: --nproc-per-node); not under torchrun", **RANKS)
     environment: EnvironmentName = option("auto", WHO_STARTED_RANKS)
     on: Literal["local", "ssh", "slurm", "pbs", "mpi"] = option(
-        "local", "who starts them: this machine, the hosts of a file by ssh, sbatch, qsub, or mpiexec"
+        "local", "what starts the ranks: this machine, the hosts of a file by ssh, sbatch, qsub, or mpiexec"
     )
     nodes: int | None = option(None, "nodes to run on (default: 1; with ssh the hosts of launch.hosts)", **RANKS)
     time: str | None = option(None, "time limit of the job: MINUTES, HH:MM:SS or DAYS-HH:MM:SS (default: the scheduler's)")
     account: str | None = option(None, "account that is charged (slurm, pbs)")
     partition: str | None = option(None, "partition of slurm, or queue of pbs")
     gpus: int | None = option(
-        None, "GPUs of a node to ask the scheduler for (default: launch.processes, none with train.device = cpu)", ge=0, le=1024
+        None, "GPUs to request per node (default: launch.processes, none with train.device = cpu)", ge=0, le=1024
     )
-    cpus: int | None = option(None, "CPU cores of a node to ask the scheduler for (default: the scheduler's)", **THREADS)
+    cpus: int | None = option(None, "CPU cores to request per node (default: the scheduler's)", **THREADS)
     directives: tuple[str, ...] = option(
         (),
-        "more for the scheduler, such as constraint=a100 (slurm) or 'l filesystems=home' (pbs), dashes before it or not;"
-        " with ssh and mpi options of ssh and mpiexec",
+        "further options of the scheduler, such as constraint=a100 (slurm) or 'l filesystems=home' (pbs), with or without"
+        " leading dashes; with ssh and mpi: options of ssh and mpiexec",
     )
-    setup: tuple[str, ...] = option((), "shell lines before the run on each node, such as module load cuda")
+    setup: tuple[str, ...] = option((), "shell commands to run first on each node, such as module load cuda")
     container: str | None = option(None, "command in front of Python, such as apptainer exec --nv image.sif")
     python: str | None = option(None, "Python on the nodes (default: the one that runs this command)")
-    hosts: Path | None = option(None, "file with a host a line (ssh, mpi)")
-    address: str | None = option(None, "name or address by which the others reach the first node (default: found)")
-    port: int | None = option(None, "port of the first node at which the nodes meet (default: chosen)", ge=1024, le=MAX_PORT)
+    hosts: Path | None = option(None, "file with one host per line (ssh, mpi)")
+    address: str | None = option(None, "name or address at which the other nodes reach the first one (default: detected)")
+    port: int | None = option(
+        None, "port of the first node, for the others to connect to (default: a free one)", ge=1024, le=MAX_PORT
+    )
     forward: tuple[str, ...] = option(
-        FORWARDED_VARIABLES, "environment variables that the hosts get with ssh; * stands for any characters"
+        FORWARDED_VARIABLES, "ssh: environment variables to forward to the hosts; * matches any characters"
     )
 
     def problems(self) -> Iterator[str]:

@@ -77,8 +77,8 @@ class SequenceOptions(Options):
     sequence_length: int = option(1024, "tokens in a sequence", **LENGTH)
     stage_to: Path | None = option(
         None,
-        "folder on each host's own disk to which token folders and the model of model.source are copied first, where the ones"
-        " of the recipe are on a slower shared disk",
+        "folder on each host's own disk; token folders and the model of model.source are copied there before training, for"
+        " recipes whose data is on a slower shared disk",
     )
 
 
@@ -91,7 +91,7 @@ class ModelOptions(Options):
         "model to start from: a run, a checkpoint, a Hugging Face folder, or a name on the hub (owner/model[@revision])",
     )
     implementation: Literal["lmforge", "transformers"] = option(
-        "lmforge", "with model.source: whose code runs it; transformers (an extra) knows every family, lmforge is faster"
+        "lmforge", "with model.source: the code that runs it; transformers (an extra) supports every family, lmforge is faster"
     )
     load_weights: bool = option(True, "with model.source: load its weights; false takes its config only")
     model_type: str | None = choice(
@@ -224,7 +224,7 @@ class TrainOptions(Options):
     seed: int = option(0, "seed of the initial weights, the data order and dropout", **SEED)
     dtype: DType = option("auto", "compute dtype; auto is bf16 where the hardware supports it")
     master_dtype: Literal["fp32", "bf16"] = option(
-        "fp32", "dtype of parameters and optimizer states between steps; bf16 halves them, and small updates are lost"
+        "fp32", "dtype of parameters and optimizer states between steps; bf16 halves them, but rounds small updates away"
     )
     float8: bool = option(
         False,
@@ -237,7 +237,7 @@ class TrainOptions(Options):
     )
     device: Device = option("auto", "auto is cuda where there is one")
     compile: Literal["auto", "on", "off"] = option(
-        "auto", "torch.compile each block; auto is on where a compiler is found, on a CPU in runs of 200 steps or more"
+        "auto", "torch.compile each block; auto turns it on if a compiler is found, on a CPU only in runs of 200 steps or more"
     )
     deterministic: bool = option(
         False,
@@ -271,7 +271,7 @@ class GroupOptions(Options):
     """A parameter group: parameters chosen by name, and the values that hold for them."""
 
     pattern: str = option(..., "a regular expression searched in parameter names, such as norm|bias or layers\\.0\\.")
-    lr_ratio: float | None = option(None, "learning rate relative to optimizer.lr (default: as without it)", **SCALE_OR_0)
+    lr_ratio: float | None = option(None, "factor on optimizer.lr (default: as without the group)", **SCALE_OR_0)
     weight_decay: float | None = option(None, "weight decay (default: as without the group)", **SCALE_OR_0)
 
     def problems(self) -> Iterator[str]:
@@ -368,10 +368,12 @@ class CheckpointOptions(Options):
     keep_every_steps: int | None = option(
         None, "steps between checkpoints that are kept; only a rollback deletes those after the step it returns to", **COUNT
     )
-    keep_every_minutes: float | None = option(None, "minutes between checkpoints that are kept, likewise", **DURATION)
+    keep_every_minutes: float | None = option(
+        None, "minutes between checkpoints that are kept; a rollback deletes them likewise", **DURATION
+    )
     keep_best: int = option(0, "best checkpoints to keep in addition to the newest", **COUNT_OR_0)
     best_metric: str = option(
-        "val/loss", "metric that says which is best, by its name in metrics.jsonl; for val/… each checkpoint validates"
+        "val/loss", "metric in metrics.jsonl that decides which is best; a val/… metric is measured at each checkpoint"
     )
     best_mode: Literal["min", "max"] = option("min", "whether the lowest or the highest best_metric is best")
     last_save_model_only: bool = option(
@@ -382,7 +384,7 @@ class CheckpointOptions(Options):
         "save checkpoints in FOLDER/NAME: a folder, or an address such as s3://bucket/runs (extra: cloud)"
         " (default: in the run's directory)",
     )
-    async_save: bool = option(True, "write in the background while training goes on; needs host memory for what a rank writes")
+    async_save: bool = option(True, "write in the background; needs host memory for a copy of what a rank writes")
     max_failures: int = option(3, "failed saves in a row after which the run ends; 0 never ends it", **COUNT_OR_0)
     retry_seconds: float = option(60.0, "seconds until a failed save is tried again", **DURATION)
 
@@ -395,6 +397,6 @@ class FaultOptions(Options):
     )
     max_rollbacks: int = option(3, "rollbacks after which the run ends", **COUNT_OR_0)
     spike_sigmas: float | None = option(
-        None, "a loss this many standard deviations above the mean of the steps before it is bad too (try 6)", **SCALE
+        None, "a step is also bad if its loss is this many standard deviations above the mean of earlier steps (try 6)", **SCALE
     )
-    spike_window_steps: int = option(128, "number of those steps", gt=1, le=10**6)
+    spike_window_steps: int = option(128, "earlier steps whose mean and deviation spike_sigmas uses", gt=1, le=10**6)

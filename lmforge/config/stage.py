@@ -151,25 +151,25 @@ class PretrainDataOptions(SequenceOptions):
     quarantine: tuple[str, ...] = option((), QUARANTINE_MEANING)
     packing: Literal["concat", "best-fit"] = option(
         "concat",
-        "concat cuts the documents, one after another, every data.sequence_length tokens; best-fit cuts only longer ones, and"
+        "concat joins the documents and cuts them every data.sequence_length tokens; best-fit cuts only longer documents, and"
         " needs a folder that `lmforge prepare --best_fit_length` packed for that length",
     )
     sources: tuple[TokenSourceOptions, ...] = option((), "several folders with weights, instead of data.folder")
     phases: tuple[PhaseOptions, ...] = option((), "parts of the run with other weights or another sequence length, in order")
     cache_folder: Path | None = option(
-        None, "with an address: where this host keeps what it has read of it (default: ~/.cache/lmforge/shards)"
+        None, "with an address: folder in which this host caches what it has read (default: ~/.cache/lmforge/shards)"
     )
-    cache_gib: float = option(20.0, "with an address: most that cache_folder may hold, in GiB", ge=0.1, le=2**20)
+    cache_gib: float = option(20.0, "with an address: maximum size of cache_folder, in GiB", ge=0.1, le=2**20)
     shuffle_window: int | None = option(
         None,
-        "shuffle within windows of N random stretches of 2M tokens, so that a step reads few places of a slow storage"
-        " (default: all, a global shuffle)",
+        "shuffle within windows of N random chunks of 2M tokens, so that a step reads few places of a slow storage"
+        " (default: a global shuffle)",
         **COUNT,
     )
     num_canonical_nodes: int = option(
         1,
-        "with shuffle_window: give each of N equal parts of the global batch windows of its own, so that a host, whose"
-        " ranks take neighbouring samples, reads about its own part of the shards (name and meaning of MosaicML Streaming)",
+        "with shuffle_window: divide the global batch into N equal parts with windows of their own, so that a host, whose"
+        " ranks take neighbouring samples, reads mostly its own part of the shards (as in MosaicML Streaming)",
         **RANKS,
     )
 

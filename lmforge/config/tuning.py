@@ -182,7 +182,7 @@ class ConversationOptions(ExampleOptions):
 
     sources: tuple[FileSourceOptions, ...] = option((), "several sets of files with weights, instead of data.files")
     weights_by: WeightUnit = option("tokens", "what weights are fractions of: tokens, or samples (sequences)")
-    format: ConversationFormat = option("auto", "format of the records; auto goes by the fields of the first record")
+    format: ConversationFormat = option("auto", "format of the records; auto detects it from the fields of the first record")
     mask: Literal["assistant", "last", "all"] = option(
         "assistant", "tokens that the loss counts: every assistant turn, the last one only, or all tokens"
     )

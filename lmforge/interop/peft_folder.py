@@ -93,7 +93,7 @@ def base_model_of(folder: Path) -> Path:
     if not base:
         raise UserError(f"{path}: base_model_name_or_path does not say which model these adapters belong to; name it")
     if is_peft_folder(Path(base)):
-        raise UserError(f"{path}: belongs to {base}, which is adapters too; merge those into their model first")
+        raise UserError(f"{path}: belongs to {base}, which is itself a folder of adapters; merge those into their model first")
     return Path(f"{base}@{revision}" if revision and is_hub_name(base) else base)
 
 

@@ -35,5 +35,5 @@ def train_model(
     train_stage: Callable[..., int] = getattr(stages, stage)
     path = Run.from_config(config).path
     if status := train_stage(config, OwnCode(objective, callbacks)):
-        raise RunFailed(f"{path}: stopped by signal {status - 128}, and saved; the same call goes on from there")
+        raise RunFailed(f"{path}: stopped by signal {status - 128}, after it saved; the same call continues from there")
     return path

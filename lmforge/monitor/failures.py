@@ -129,7 +129,7 @@ def _names_peer(lines: Sequence[LogLine]) -> bool:
 
 def _vanished(rank: RankStatus) -> Failure:
     """A rank whose process ended without a word."""
-    what = f"no word in its log: killed, out of host memory, or its host is down (process {rank.process} is {rank.state})"
+    what = f"nothing in its log: killed, out of host memory, or its host is down (process {rank.process} is {rank.state})"
     return Failure(
         "vanished",
         rank.heartbeat_time,

@@ -222,7 +222,7 @@ def reference_mismatch_warning(metrics: Mapping[str, float]) -> str | None:
     if gap <= MAX_REFERENCE_GAP:
         return None
     return (
-        f"before the first update policy and reference differ by {gap:.2g} nats a token (loss"
+        f"before the first update policy and reference differ by {gap:.2g} nats per token (loss"
         f" {metrics['loss']:.4f}): the reference has other weights, or computes in another dtype"
     )
 

@@ -311,11 +311,11 @@ STATE_WORDS: dict[RunState, str] = {
     "not started": "No rank runs",
     "running": "Running",
     "stalled": "No rank makes progress",
-    "degraded": "Some ranks cannot go on",
+    "degraded": "Some ranks cannot continue",
     "done": "Finished",
     "interrupted": "Interrupted",
     "failed": "Failed",
-    "lost": "Stopped without saying why",
+    "lost": "Stopped without an error message",
 }
 
 

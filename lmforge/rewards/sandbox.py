@@ -90,7 +90,7 @@ class Sandbox(AbstractContextManager["Sandbox"]):
             left = deadline - time.monotonic()
             allowed = min(seconds, left, left * self.workers / (len(programs) - number))
             if allowed <= 0:
-                return ProgramResult("time", (), (False,) * len(own_checks), "not begun: the time for all was over", "", 0.0)
+                return ProgramResult("time", (), (False,) * len(own_checks), "not started: no time was left", "", 0.0)
             return self.run(code, checks=own_checks, seconds=allowed)
 
         with ThreadPoolExecutor(self.workers) as threads:
@@ -117,7 +117,7 @@ class _CodeServerProcess:
         try:
             result = self._process.request(job, job["seconds"] + GRACE_SECONDS)
         except (ProcessLost, TimeoutError):
-            error = "the process that watched it was lost with it"
+            error = "its supervising process ended too"
             return ProgramResult("killed", (), (False,) * len(job["checks"]), error, "", job["seconds"])
         if result["status"] == "unconfined":
             raise UserError(f"generated code cannot be confined here: {result['error']}")

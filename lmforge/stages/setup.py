@@ -141,7 +141,7 @@ def _log_summary(trainer: Trainer, compile_words: str, dtype_reason: str) -> Non
     device = describe_device(dist_ctx.device)
     log(f"engine     {trainer.parallel_model.description}, {format_count(dist_ctx.world_size, 'rank')} on {device}")
     if not on_gpu and (others := other_trainings()):
-        log(f"shared     other trainings use the cores too, and each is slower: process {', '.join(map(str, others))}")
+        log(f"shared     other trainings use these cores too, so each is slower: process {', '.join(map(str, others))}")
     wrapped = model_config.family == "transformers"
     attention = "transformers', dense mask"
     if not wrapped:

@@ -91,7 +91,7 @@ def note_table(columns: int, heads: Sequence[tuple[str, int, bool]]) -> Table:
 
 
 def omitted(count: int, noun: str) -> list[RenderableType]:
-    return [Text(f"… {format_count(count, noun)} more, in no worse state", QUIET)] if count > 0 else []
+    return [Text(f"… {format_count(count, noun)} more, none in a worse state", QUIET)] if count > 0 else []
 
 
 def clean(text: str) -> str:

@@ -33,7 +33,7 @@ def set_determinism(enabled: bool) -> None:
         for name, values in REQUIRED_ENVIRONMENT.items():
             if os.environ.setdefault(name, values[0]) not in values:
                 raise UserError(
-                    f"train.deterministic: {name}={os.environ[name]} is set, under which bits differ from run to run; unset it"
+                    f"train.deterministic: {name}={os.environ[name]} is set, so results can differ from run to run; unset it"
                     f" or set it to {values[0]}"
                 )
     # torch also fills uninitialized memory: reading it gives NaN instead of other bits each time.
@@ -49,6 +49,6 @@ def explain_nondeterministic_op(problem: BaseException) -> str | None:
     """One line naming the operator that has no deterministic form, if that is the `problem`."""
     match = _NONDETERMINISTIC_PATTERN.search(str(problem)) if isinstance(problem, RuntimeError) else None
     return match and (
-        f"train.deterministic: {match[1]} cannot be computed so that it gives the same bits each time on this device;"
+        f"train.deterministic: {match[1]} has no deterministic implementation on this device;"
         " use another device, or leave the option out"
     )

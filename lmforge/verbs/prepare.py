@@ -57,7 +57,7 @@ def run_prepare(options: PrepareOptions) -> int:
             with _progress() as progress:
                 summary = prepare(options.source, options.out, progress=progress, ranks=ranks, **chosen)
         except OSError as problem:  # such as a folder in the place of a file
-            raise UserError(f"{describe_os_error(problem, options.out)}; mend that, or name another") from problem
+            raise UserError(f"{describe_os_error(problem, options.out)}; fix that, or name another") from problem
         if ranks.rank_info.is_rank0:
             _print_summary(summary, time.perf_counter() - began)
     return 0

@@ -88,7 +88,7 @@ def test_a_folder_without_a_run_is_refused(tmp_path: Path, refused: Refusal) -> 
 @pytest.mark.parametrize(
     ("fault", "what"),
     [
-        ("kill", r"last heartbeat at step \d, \w+; no word in its log: killed, .* \(process \d+ is gone\)"),
+        ("kill", r"last heartbeat at step \d, \w+; nothing in its log: killed, .* \(process \d+ is gone\)"),
         ("abort", "Fatal Python error: Aborted"),
     ],
 )

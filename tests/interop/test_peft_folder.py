@@ -133,7 +133,7 @@ def test_missing_adapters_and_adapters_of_another_model_are_refused_in_one_line(
 
     for folder, complaint in (
         (named("of nothing", None), "base_model_name_or_path does not say which model"),
-        (named("of adapters", str(tuned.adapters)), "which is adapters too"),
+        (named("of adapters", str(tuned.adapters)), "which is itself a folder of adapters"),
         (named("of another", str(tiny_run)), "adapters for another model"),
         (named("of none", str(tmp_path / "none")), "none"),
     ):

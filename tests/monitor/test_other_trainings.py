@@ -74,5 +74,5 @@ def test_a_run_says_that_it_shares_the_machine(
         assert found(other)
         assert run(["pretrain", *tiny_options, "--train.steps", "2", "--run.folder", str(tmp_path), "--run.name", "a"]) == 0
     [line] = [line for line in capsys.readouterr().out.splitlines() if line.startswith("shared ")]
-    assert line.startswith("shared     other trainings use the cores too, and each is slower: process ")
+    assert line.startswith("shared     other trainings use these cores too, so each is slower: process ")
     assert str(other.pid) in line

@@ -269,7 +269,7 @@ def test_of_several_groups_the_first_whose_pattern_is_found_in_a_name_counts() -
     [
         (["up_porj"], "no tensor has up_porj in its name; nearest: model.layers.0.mlp.up_proj.weight, "),
         (["norm", "^norm"], "no tensor has ^norm in its name; nearest: model.norm.weight, "),
-        (["mlp", "up_proj"], "all that has up_proj in its name is in an earlier group; put it before"),
+        (["mlp", "up_proj"], "all tensors with up_proj in their name are in an earlier group; put it before"),
     ],
 )
 def test_a_pattern_without_a_parameter_is_refused_with_the_nearest_names(patterns: list[str], complaint: str) -> None:

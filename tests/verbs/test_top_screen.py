@@ -52,7 +52,7 @@ def test_a_run_of_a_thousand_ranks_fits_and_its_worst_ranks_come_first(columns: 
     assert len("".join(strips)) == 1024
     assert "".join(strips)[700] == "!"
     assert "".join(strips)[33] == "D"
-    assert any("ranks more, in no worse state" in line for line in page)
+    assert any("ranks more, none in a worse state" in line for line in page)
 
 
 def test_what_does_not_answer_is_in_no_mean_and_comes_first() -> None:
@@ -78,7 +78,7 @@ def test_a_gpu_that_is_busy_at_little_power_is_said_to_wait_and_its_rank_is_name
     waiting = replace(HOST, devices=[replace(GPU, power_watts=77.0, utilization_percent=100.0)])
     page = drawn([HostAnswer("node1", waiting, 0.0)], [run_of([RANK])], 160)
     row = next(line for line in page if "H100" in line)
-    assert row.endswith("rank 0     busy at 11% of its power: waits?")
+    assert row.endswith("rank 0     busy at 11% of its power: waiting?")
 
 
 def test_values_that_nothing_is_known_of_are_question_marks() -> None:

@@ -81,11 +81,15 @@ def check_limits(info: RankInfo, uses_gpu: bool) -> Iterator[Finding]:
     shown = ", ".join(f"{name} {_limit(name, soft)}" for name, (soft, _) in limits.items())
     problems = []
     if 0 <= limits["open files"][1] < needed:
-        problems.append((f"at most {limits['open files'][1]:,} open files of {needed:,}", "ulimit -Hn"))
+        problems.append((f"at most {limits['open files'][1]:,} open files, and {needed:,} are needed", "ulimit -Hn"))
     if 0 <= limits["processes"][0] < LOW_PROCESSES and os.geteuid() != 0:
-        problems.append((f"{limits['processes'][0]:,} processes and threads of {LOW_PROCESSES:,}", "ulimit -u"))
+        problems.append(
+            (f"at most {limits['processes'][0]:,} processes and threads, {LOW_PROCESSES:,} are needed", "ulimit -u")
+        )
     if has_infiniband and 0 <= limits["locked memory"][0] < LOW_LOCKED_BYTES:
-        problems.append((f"locked memory {_limit('locked memory', limits['locked memory'][0])}, and InfiniBand", "ulimit -l"))
+        problems.append(
+            (f"locked memory {_limit('locked memory', limits['locked memory'][0])}, InfiniBand needs more", "ulimit -l")
+        )
     for text, command in problems:
         todo = f"raise it where jobs are started ({command}; LimitNOFILE and the like of slurmd or sshd), for all hosts"
         yield Finding("limits", "warn", text, todo)
@@ -142,13 +146,13 @@ def _check_interfaces(facts: Mapping[int, Mapping[str, Any]], hosts: Mapping[int
             names = [name.removeprefix("=") for name in each[library].split(",") if name and not each[library].startswith("^")]
             if names and not any(has.startswith(name) for name in names for has in each["interfaces"]):
                 problems += 1
-                text = f"{library.upper()}_SOCKET_IFNAME = {each[library]}: there is {', '.join(each['interfaces'])}"
+                text = f"{library.upper()}_SOCKET_IFNAME = {each[library]}: there is only {', '.join(each['interfaces'])}"
                 yield Finding(
                     "interface", "fail", text, "name one that every host has, or unset it", (f"rank {rank} on {hosts[rank]}",)
                 )
         if each["gloo"] in ("", "lo"):
             problems += 1
-            text = "gloo would use the loopback, over which no other host is reached"
+            text = "gloo would use the loopback, which reaches no other host"
             yield Finding(
                 "interface", "fail", text, "set GLOO_SOCKET_IFNAME to the interface between the hosts", (hosts[rank],)
             )

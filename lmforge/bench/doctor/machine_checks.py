@@ -128,9 +128,9 @@ def _check_gpus(device: str) -> Iterator[Finding]:
     has_driver = Path("/proc/driver/nvidia/version").exists()
     todo = "install a build of torch for CUDA: https://pytorch.org/get-started" if has_driver and not torch.version.cuda else ""
     if device == "cuda":
-        yield Finding("gpu", "fail", "none that torch can use, and --device cuda wants one", todo or "train with cpu or auto")
+        yield Finding("gpu", "fail", "none that torch can use, and --device cuda needs one", todo or "train with cpu or auto")
     elif has_driver:
-        yield Finding("gpu", "warn", "an NVIDIA driver, and no GPU that torch can use", todo or "see nvidia-smi")
+        yield Finding("gpu", "warn", "an NVIDIA driver, but no GPU that torch can use", todo or "see nvidia-smi")
     else:
         yield Finding("gpu", "pass", "none: training runs on the CPU")
 

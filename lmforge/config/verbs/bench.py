@@ -16,8 +16,8 @@ class BenchOptions(Options):
     warmup_steps: int = option(3, "untimed steps before them, which include compilation", **COUNT)
     sweep: tuple[str, ...] = option((), "section.option=value,value… or recipe=FILE,FILE…: time every combination")
     trace: Path | None = option(None, "write a profiler trace of one step, for Perfetto (.json or .json.gz)")
-    calibrate: bool = option(False, "time no step, but what these ranks can do, for `lmforge plan --calibration`")
-    out: Path = option(Path("calibration.json"), "with --calibrate: the file that is written")
+    calibrate: bool = option(False, "instead of steps, measure what these ranks can do, for `lmforge plan --calibration`")
+    out: Path = option(Path("calibration.json"), "with --calibrate: file to write")
     calibrate_seconds: float = option(
         100.0, "with --calibrate: seconds for products, attention and memory together", **DURATION
     )

@@ -52,12 +52,12 @@ class DoctorOptions(JobOptions):
     recipe: Path | None = argument(None, "recipe whose data, model and checkpoint folder are checked too, on every host")
     parity: bool = option(False, "train a small model with every strategy that fits the ranks, and compare")
     on: Literal["local", "ssh", "slurm", "pbs", "mpi"] | None = option(  # type: ignore[assignment]
-        None, "check the hosts of a job that this starts, as lmforge launch does; what follows is then as with launch"
+        None, "start a job that checks its hosts; takes the options of lmforge launch"
     )
     timeout_seconds: float = option(60.0, "seconds after which a rank that has not answered is named", **DURATION)
     steps: int = option(10, "with --parity: steps with each strategy", gt=1, le=10_000)
     compile: bool = option(False, "with --parity: compiled blocks too")
-    dtype: Literal["fp32", "bf16"] = option("fp32", "with --parity: compute dtype of the strategies and of the one process")
+    dtype: Literal["fp32", "bf16"] = option("fp32", "with --parity: compute dtype of all compared runs")
     seed: int = option(0, "with --parity: seed of weights and data", **SEED)
     device: Device = option("auto", "auto is cuda where there is one")
     output: Literal["text", "json"] = option("text", "output format")

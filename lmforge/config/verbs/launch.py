@@ -20,14 +20,14 @@ class LaunchCommandOptions(Options):
     dry_run: bool = option(False, "print the script that would be submitted, and stop")
     sweep: tuple[str, ...] = option(
         (),
-        "section.option=value,value…: a run for each combination: a job array of slurm or pbs, elsewhere one after another",
+        "section.option=value,value…: a run for each combination, as a job array of slurm or pbs, otherwise one after another",
     )
 
 
 class LaunchVerbOptions(LaunchOptions, LaunchCommandOptions):
     """lmforge launch [VERB] RECIPE.toml [--on slurm]: start a recipe on this machine, hosts or a cluster, and return."""
 
-    recipe: Path = argument(..., "recipe or pipeline; the verb before it, such as sft, where the recipe has no run.stage")
+    recipe: Path = argument(..., "recipe or pipeline; if the recipe has no run.stage, write its verb first, such as sft")
 
 
 class JobsOptions(Options):

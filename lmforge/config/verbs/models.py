@@ -31,7 +31,7 @@ class EvaluateOptions(Options):
     data: Path | None = option(
         None, "token shards, or files: text, jsonl, parquet, conversations (default: what the run was trained on)"
     )
-    split: Literal["validation", "train"] = option("validation", "split of prepared data; of files all is used")
+    split: Literal["validation", "train"] = option("validation", "split of prepared data; files are used whole")
     sequences: int | None = option(None, "sequences to measure, evenly spaced over the split (default: all)", **COUNT)
     sequence_length: int | None = option(None, "tokens in a sequence (default: as in training)", **LENGTH)
     batch_size: int = option(16, "sequences in one forward pass", **SEQUENCES)
@@ -77,7 +77,7 @@ class SamplingOptions(Options):
 
     temperature: float = option(0.8, "sampling temperature; 0 is greedy", **SCALE_OR_0)
     top_k: int = option(0, "sample from the k likeliest tokens; 0 for all", **COUNT_OR_0)
-    top_p: float = option(1.0, "sample from the likeliest tokens that hold this probability", **NONZERO_FRACTION)
+    top_p: float = option(1.0, "nucleus sampling: the likeliest tokens whose probabilities add up to this", **NONZERO_FRACTION)
     seed: int | None = option(None, "seed of the sampling (default: random)", **SEED)
     device: Device = option("auto", "auto is cuda where there is one")
     dtype: DType = option("auto", "compute dtype")
@@ -98,7 +98,7 @@ class ChatOptions(SamplingOptions):
 
     model: Path = argument(..., MODEL)
     system: str | None = option(None, "system message")
-    max_tokens: int | None = option(None, "longest answer, in tokens (default: what there is room for)", **LENGTH)
+    max_tokens: int | None = option(None, "longest answer, in tokens (default: as many as fit)", **LENGTH)
     max_length: int | None = option(
         None, "longest conversation, in tokens (default: what the model was made for, up to 4096)", **LENGTH
     )
@@ -108,17 +108,17 @@ class ServeOptions(Options):
     """lmforge serve MODEL [MODEL …]: an OpenAI-compatible API, and a page to chat on."""
 
     models: tuple[Path, ...] = argument(..., "runs (with all their checkpoints), checkpoints, Hugging Face folders or names")
-    host: str = option("127.0.0.1", "address to listen on; 0.0.0.0 and :: are all of this machine's")
+    host: str = option("127.0.0.1", "address to listen on; 0.0.0.0 and :: are all addresses of this machine")
     port: int = option(8000, "port to listen on; 0 takes a free one", ge=0, le=65535)
-    api_key: str | None = option(None, "key that requests must have (default: the environment's LMFORGE_API_KEY, if set)")
+    api_key: str | None = option(None, "API key that requests must send (default: LMFORGE_API_KEY of the environment)")
     without_key: bool = option(False, "accept requests without a key on an address that other machines reach")
     max_batch_size: int = option(16, "requests that a model decodes at once", **SEQUENCES)
-    max_queue: int = option(64, "further requests that wait for a model; beyond, requests are refused with 429", **COUNT_OR_0)
+    max_queue: int = option(64, "requests that may wait for a model; further ones are refused with status 429", **COUNT_OR_0)
     max_length: int | None = option(
         None, "longest prompt with its answer, in tokens (default: what the model was made for, up to 4096)", **LENGTH
     )
     max_body_bytes: int = option(4 * 2**20, "largest request, in bytes", **BYTES)
-    max_models: int = option(2, "models in memory at once; beyond, the least recently used one is closed", **COUNT)
+    max_models: int = option(2, "models in memory at once; the least recently used one is unloaded for another", **COUNT)
     device: Device = option("auto", "auto is cuda where there is one")
     dtype: DType = option("auto", "compute dtype")
     plugins: tuple[str, ...] = option((), PLUGINS_MEANING)
@@ -134,7 +134,7 @@ class ExportOptions(Options):
     model: Path = argument(..., "a run or a checkpoint")
     out: Path = argument(..., "folder to write")
     adapters: bool = option(False, "write the adapters alone, in PEFT's layout, instead of the model with them merged")
-    dtype: ExportDType = option("fp32", "dtype of the weights; bf16 and fp16 halve them, and round")
+    dtype: ExportDType = option("fp32", "dtype of the weights; bf16 and fp16 halve the size and round the values")
     overwrite: bool = option(False, "replace OUT if it is a folder of a model or of adapters")
     plugins: tuple[str, ...] = option((), PLUGINS_MEANING)
 
@@ -144,9 +144,9 @@ class ImportOptions(Options):
 
     source: Path = argument(..., "nanoGPT's ckpt.pt, a DCP folder of torchtitan, a DCP folder or a .pth of fms-fsdp")
     out: Path = argument(..., "folder to write")
-    layout: Literal["auto", "nanogpt", "torchtitan", "fms"] = option("auto", "whose parameter names it has; auto goes by them")
+    layout: Literal["auto", "nanogpt", "torchtitan", "fms"] = option("auto", "layout of its parameter names; auto detects it")
     config_from: str | None = option(
-        None, "a preset, a Hugging Face folder or a name on the hub, for values of the next five that are not given"
+        None, "a preset, a Hugging Face folder or a name on the hub that gives the next five options, unless they are given"
     )
     num_attention_heads: int | None = option(
         None, "query heads (a nanogpt checkpoint has them)", **MODEL_RANGES["num_attention_heads"]
@@ -175,7 +175,7 @@ class DownloadOptions(Options):
     folder: Path | None = argument(None, "folder to download to (default: the hub's cache, where its name finds it)")
     revision: str | None = option(None, "branch, tag or commit (default: main)")
     dataset: bool = option(False, "NAME is a dataset, for lmforge prepare")
-    weights: bool = option(True, "of a model the weights too; false: its configuration and tokenizer alone")
+    weights: bool = option(True, "download the weights of a model too; false: only its config and tokenizer")
 
     def problems(self) -> Iterator[str]:
         if self.dataset and not self.weights:

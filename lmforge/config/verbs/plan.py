@@ -36,11 +36,11 @@ class PlanOptions(Options):
         50_000.0, "GPU-hours between failures (Llama 3, arXiv 2407.21783: 419 in 54 days on 16,384 GPUs)", **SCALE
     )
     restart_minutes: float = option(10.0, "minutes from a failure to the first new step", **DURATION)
-    search: bool = option(False, "rank the configurations that fit, and say why each other loses")
+    search: bool = option(False, "rank the configurations that fit, and say why each of the others is slower")
     configurations: int = option(10_000, "with --search: configurations to try at most", **CONFIGURATIONS)
     write: Path | None = option(None, "with --search: write the fastest configuration as this recipe")
     finalists: int = option(1, "with --write: write the N fastest, as NAME.toml, NAME-2.toml, …", **FINALIST_RANGE)
-    usable: float = option(USABLE_FRACTION, "part of a GPU's memory that a run may take", **NONZERO_FRACTION)
+    usable: float = option(USABLE_FRACTION, "fraction of a GPU's memory that a run may use", **NONZERO_FRACTION)
     output: Literal["text", "json"] = option("text", "output format")
 
     def problems(self) -> Iterator[str]:

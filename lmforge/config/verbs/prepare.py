@@ -44,7 +44,7 @@ class PrepareOptions(Options):
         None, "FILE.py:FUNCTION that is given each document, as a dict, and returns it, or None to leave it out"
     )
     deduplicate: Literal["exact", "near"] | None = option(
-        None, "keep the first of equal documents; near: of nearly equal ones too"
+        None, "exact: keep only the first of identical documents; near: of near duplicates too"
     )
     decontaminate: tuple[Path, ...] = option(
         (), "files of questions as --tasks of evaluate takes them; documents that contain one are left out"
@@ -59,8 +59,8 @@ class PrepareOptions(Options):
     overwrite: bool = option(False, "delete what another preparation left in OUT")
     environment: EnvironmentName = option("auto", WHO_STARTED_RANKS)
     plugins: tuple[str, ...] = option((), PLUGINS_MEANING)
-    verify: str | None = option(None, "instead: read every block of this token folder, and name the damaged ones")
-    pack: str | None = option(None, "instead: pack this token folder, prepared before, for --best_fit_length")
+    verify: str | None = option(None, "do not prepare: read every block of this token folder, and name the damaged ones")
+    pack: str | None = option(None, "do not prepare: pack this token folder, prepared before, for --best_fit_length")
 
     def problems(self) -> Iterator[str]:
         if self.verify is not None and (given := [name for name in self.changed() if name != "verify"]):

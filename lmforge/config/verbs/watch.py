@@ -13,9 +13,9 @@ class LogsOptions(Options):
     """lmforge logs RUN [--rank N] [--follow] [--errors]: the logs of all ranks in one view, the first error first."""
 
     run: Path = argument(..., "directory of a run")
-    rank: int | None = option(None, "of this rank alone (default: all)", ge=0, lt=RANKS["le"])
-    follow: bool = option(False, "go on with what is written, over restarts, until the run ends")
-    errors: bool = option(False, "only how ranks failed, the cause first; of all attempts unless --attempt names one")
+    rank: int | None = option(None, "show only this rank (default: all)", ge=0, lt=RANKS["le"])
+    follow: bool = option(False, "keep printing new lines, across restarts, until the run ends")
+    errors: bool = option(False, "show only errors of failed ranks, the cause first; of all attempts without --attempt")
     attempt: int | None = option(None, "number of the attempt (default: the last)", **COUNT)
     lines: int | None = option(50, "print the last N lines of all ranks together; none prints all", **COUNT)
 
@@ -24,8 +24,8 @@ class RunsOptions(Options):
     """lmforge runs [FOLDER]: all runs in a folder: state, step, loss, speed, and when they last wrote."""
 
     folder: Path = argument(Path("runs"), "folder that holds the runs")
-    watch: bool = option(False, "go on and show changes every two seconds, until Ctrl-C")
-    output: Literal["text", "json"] = option("text", "what is printed: text, or a JSON object a run")
+    watch: bool = option(False, "update the table every two seconds, until Ctrl-C")
+    output: Literal["text", "json"] = option("text", "output format: text, or one JSON object per run")
 
     def problems(self) -> Iterator[str]:
         if self.watch and self.output == "json":
@@ -36,7 +36,7 @@ class ReportOptions(Options):
     """lmforge report RUN [RUN …]: one HTML page of a run, several side by side, or all stages of a pipeline."""
 
     runs: tuple[Path, ...] = argument(..., "runs, or the TOML file of a pipeline for the runs of its stages")
-    out: Path | None = option(None, "file to write (default: report.html, in the run where it is one)")
+    out: Path | None = option(None, "file to write (default: report.html, of a single run in its directory)")
 
     def problems(self) -> Iterator[str]:
         if not self.runs:
@@ -52,11 +52,11 @@ class TopOptions(Options):
     slurm_job: int | None = option(None, "ask the hosts of this Slurm job too, over srun", **COUNT)
     once: bool = option(False, "print once, as plain text, and end")
     output: Literal["text", "json"] = option(
-        "text", "what is printed: text, or a JSON object, one a line every --interval_seconds without --once"
+        "text", "output format: text, or JSON: without --once one object per line every --interval_seconds"
     )
     interval_seconds: float = option(2.0, "seconds between two samples", ge=0.5, le=3600)
     timeout_seconds: float = option(10.0, "seconds to wait for the first answer of a host", ge=1, le=3600)
     ssh_command: str = option("ssh", "ssh with options of its own, such as `ssh -p 2222`")
     remote_command: str | None = option(
-        None, "command that is lmforge on the other hosts (default: this Python, at the same path there)"
+        None, "command that runs lmforge on the other hosts (default: this Python, at the same path there)"
     )

@@ -85,7 +85,7 @@ class RemoteStorage:
         with self._errors(name):
             content: bytes = self._call("cat_file", f"{self._root}/{name}", start=start, end=stop)
         if len(content) > (MAX_MANIFEST_BYTES if start is None or stop is None else stop - start):
-            raise OSError(errno.EIO, "the store sent more than it was asked for", f"{self.path}/{name}")
+            raise OSError(errno.EIO, "the store sent more bytes than were requested", f"{self.path}/{name}")
         return content
 
     def _call(self, method: str, *args: Any, **kwargs: Any) -> Any:

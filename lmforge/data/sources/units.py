@@ -197,7 +197,7 @@ class TableUnit(FileUnit):
                         continue
                     location = partial("{}, row {}".format, self.path, row_number)
                     if len(row) != len(header):
-                        raise UserError(f"{location()}: {len(row)} fields, but the header names {len(header)}: mend the row")
+                        raise UserError(f"{location()}: {len(row)} fields, but the header names {len(header)}: fix the row")
                     yield record_document(dict(zip(header, row, strict=True)), self.text_field, location)
             except csv.Error as problem:
                 raise UserError(

@@ -55,8 +55,8 @@ class DiskMonitor:
         return lines + self._on_change(
             "inodes",
             few,
-            f"{self._folder}: {stats.f_favail:,} inodes free of {stats.f_files:,}: a full table refuses new files, whatever"
-            " room there is; delete small files",
+            f"{self._folder}: {stats.f_favail:,} inodes free of {stats.f_files:,}: without inodes no file can be created,"
+            " even with free space; delete small files",
             f"{self._folder}: {stats.f_favail:,} inodes free again",
         )
 

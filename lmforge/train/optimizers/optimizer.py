@@ -39,7 +39,7 @@ def build_optimizer(
     needs_matrices = bool(entry.facts.get("needs_matrices"))
     if flat and (needs_matrices or options.state_dtype != "fp32"):
         option = f"name = {options.name}" if needs_matrices else f"state_dtype = {options.state_dtype}"
-        reason = "fsdp1 keeps parameters flat, and what they were is lost on it"
+        reason = "fsdp1 flattens the parameters, and this needs their shapes"
         raise UserError(f"optimizer.{option}: {reason}; use engine = fsdp2")
     groups = _parameter_groups(model, options, shapes, needs_matrices)
     optimizer: torch.optim.Optimizer = entry.build(groups, options, own_options(options, entry))
@@ -113,7 +113,9 @@ def assign_groups(names: Iterable[str], groups: Iterable[GroupOptions]) -> dict[
             )
         left = [name for name in matching if name not in chosen]
         if not left:
-            raise UserError(f"optimizer.groups: all that has {group.pattern} in its name is in an earlier group; put it before")
+            raise UserError(
+                f"optimizer.groups: all tensors with {group.pattern} in their name are in an earlier group; put it before"
+            )
         chosen |= dict.fromkeys(left, group)
     return chosen
 

@@ -165,8 +165,8 @@ def _device_note(device: DeviceUsage) -> str:
         return device.slowdown
     watts, limit, use = device.power_watts, device.power_limit_watts, device.utilization_percent
     if watts is not None and limit and use is not None and use >= BUSY_PERCENT and watts < WAITING_POWER_RATIO * limit:
-        return f"busy at {watts / limit:.0%} of its power: waits?"
-    return "has a process, does nothing" if device.processes and use == 0 else ""
+        return f"busy at {watts / limit:.0%} of its power: waiting?"
+    return "has a process but is idle" if device.processes and use == 0 else ""
 
 
 def _device_style(device: DeviceUsage) -> str:
