@@ -335,12 +335,12 @@ def say(line: str) -> None:
 
 def describe(contest: Contest) -> str:
     """The cell in words: what is trained, in what batches, and what makes it fit."""
-    at_rest = bytes_at_rest(contest.shape, 4 if contest.master_dtype == "fp32" else 2) / GIB
+    state_bytes = bytes_at_rest(contest.shape, 4 if contest.master_dtype == "fp32" else 2) / GIB
     again = ", activations computed again" if contest.activation_checkpointing != "none" else ""
     return (
         f"{parameter_count(contest.shape).total:,} parameters, {contest.rows} × {contest.length} tokens a step in"
         f" {contest.accumulation} micro-batches, {contest.dtype}, masters {contest.master_dtype}"
-        f" ({at_rest:.1f} GiB at rest){again}"
+        f" ({state_bytes:.1f} GiB at rest){again}"
     )
 
 

@@ -13,8 +13,8 @@ __version__ = "0.1.0"
 _PUBLIC = {
     # data
     "prepare_data": "lmforge.data.prepare.prepare:prepare",
-    "open_data": "lmforge.library.own_loop:open_data",
-    "open_batches": "lmforge.library.own_loop:open_batches",
+    "open_data": "lmforge.library.custom_loop:open_data",
+    "open_batches": "lmforge.library.custom_loop:open_batches",
     "open_tokenizer": "lmforge.library.models:open_tokenizer",
     "Batch": "lmforge.data.batch:Batch",
     "IGNORE_INDEX": "lmforge.data.labels:IGNORE_INDEX",
@@ -30,8 +30,8 @@ _PUBLIC = {
     "Objective": "lmforge.objectives.objective:Objective",
     "label_logprobs": "lmforge.objectives.objective:label_logprobs",
     "init_distributed": "lmforge.cluster.distributed:init_distributed",
-    "parallelize": "lmforge.library.own_loop:parallelize",
-    "build_optimizer": "lmforge.library.own_loop:build_optimizer",
+    "parallelize": "lmforge.library.custom_loop:parallelize",
+    "build_optimizer": "lmforge.library.custom_loop:build_optimizer",
     "train_step": "lmforge.train.loop:train_step",
     # extension
     "register": "lmforge.config.builtin_names:register",

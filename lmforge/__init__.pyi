@@ -7,6 +7,7 @@ from lmforge.data.batch import Batch
 from lmforge.data.labels import IGNORE_INDEX
 from lmforge.data.prepare.prepare import prepare as prepare_data
 from lmforge.errors import RunFailed, UserError
+from lmforge.library.custom_loop import build_optimizer, open_batches, open_data, parallelize
 from lmforge.library.models import (
     build_model,
     evaluate_model,
@@ -16,7 +17,6 @@ from lmforge.library.models import (
     open_tokenizer,
     save_model,
 )
-from lmforge.library.own_loop import build_optimizer, open_batches, open_data, parallelize
 from lmforge.library.training import train_model
 from lmforge.objectives.objective import Objective, label_logprobs
 from lmforge.train.loop import train_step

@@ -68,10 +68,10 @@ def format_count(count: int, noun: str) -> str:
     return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"
 
 
-def name_some(names: Sequence[object], most: int = 8, separator: str = ", ") -> str:
-    """The first `most` names, and how many there are besides: `node1, node2 and 3 more`."""
-    shown = separator.join(map(str, names[:most]))
-    return f"{shown} and {len(names) - most:,} more" if len(names) > most else shown
+def name_some(names: Sequence[object], limit: int = 8, separator: str = ", ") -> str:
+    """The first `limit` names, and how many there are besides: `node1, node2 and 3 more`."""
+    shown = separator.join(map(str, names[:limit]))
+    return f"{shown} and {len(names) - limit:,} more" if len(names) > limit else shown
 
 
 def nearest_multiples(value: int, unit: int) -> str:

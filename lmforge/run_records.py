@@ -92,11 +92,11 @@ def completion_tables(run_folder: Path) -> list[str]:
     return sorted(path.name.removesuffix(ending) for path in paths)
 
 
-def read_first_completions(run_folder: Path, table: str, most: int) -> Iterator[CompletionRecord]:
-    """Those of rank 0 in the first `most` lines of a table. Lines that are none are left out; of a missing file there are
+def read_first_completions(run_folder: Path, table: str, limit: int) -> Iterator[CompletionRecord]:
+    """Those of rank 0 in the first `limit` lines of a table. Lines that are none are left out; of a missing file there are
     none."""
     path = completions_path(run_folder, table, 0)
     with suppress(OSError), open_file(path) as file:
-        for line in islice(read_lines(file, MAX_COMPLETION_LINE_BYTES), most):
+        for line in islice(read_lines(file, MAX_COMPLETION_LINE_BYTES), limit):
             with suppress(UserError):
                 yield parse_json(line, CompletionRecord, path.name)

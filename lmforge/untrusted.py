@@ -182,9 +182,9 @@ def quoted(value: Any) -> str:
         return f"a value of type {type(value).__name__} that is too large to print"
 
 
-def cut(text: str, most: int = MAX_QUOTED) -> str:
-    """`text` with what exceeds `most` characters left out: for values that came from outside, in messages."""
-    return text if len(text) <= most else f"{text[:most]}… ({len(text):,} characters)"
+def cut(text: str, limit: int = MAX_QUOTED) -> str:
+    """`text` with what exceeds `limit` characters left out: for values that came from outside, in messages."""
+    return text if len(text) <= limit else f"{text[:limit]}… ({len(text):,} characters)"
 
 
 def name_problem(name: str) -> str | None:

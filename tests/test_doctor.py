@@ -16,9 +16,9 @@ import pytest
 import torch
 
 from lmforge.bench.doctor import machine_checks
-from lmforge.bench.doctor.device_checks import judge_devices, read_gpu_health
+from lmforge.bench.doctor.device_checks import check_devices, read_gpu_health
 from lmforge.bench.doctor.host_checks import compare_clocks, compare_hosts, describe_host, name_ranks
-from lmforge.bench.doctor.network_checks import judge_network, rounds_of_pairs
+from lmforge.bench.doctor.network_checks import check_network, rounds_of_pairs
 from lmforge.bench.parity import strategy_cases
 from lmforge.cli import run
 from lmforge.cluster import host_memory
@@ -287,11 +287,11 @@ def test_what_hosts_have_in_different_versions_is_named_with_the_host() -> None:
 def test_the_slow_link_the_slow_device_and_the_wrong_clock_are_named() -> None:
     hosts = dict(enumerate(f"node{number}" for number in range(4)))
     links = [[a, b, 1e7 if (a, b) == (2, 1) else 1e10] for a in range(4) for b in range(4) if a != b]
-    findings = list(judge_network({rank: {"links": [each for each in links if each[0] == rank]} for rank in hosts}, hosts))
+    findings = list(check_network({rank: {"links": [each for each in links if each[0] == rank]} for rank in hosts}, hosts))
     assert [(finding.status, finding.where) for finding in findings] == [("warn", ("node2 → node1",))]
     names = name_ranks(hosts, range(4))
     speeds: Any = {rank: {"tflops": 10.0 if rank == 3 else 100.0} for rank in range(4)}
-    assert [finding.where for finding in judge_devices(speeds, names, "cuda")] == [("rank 3 on node3",)]
+    assert [finding.where for finding in check_devices(speeds, names, "cuda")] == [("rank 3 on node3",)]
     assert compare_clocks({0: 100.0, 1: 100.01, 2: 97.0}, names).where == ("rank 2 on node2",)
 
 
@@ -312,6 +312,6 @@ def test_what_the_driver_says_of_sick_gpus_is_told(tmp_path: Path, monkeypatch: 
     program.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     reports: Any = {0: {"tflops": 1.0, "gpus": read_gpu_health()}}
-    findings = [finding for finding in judge_devices(reports, {0: "rank 0 on node1"}, "cuda") if finding.name == "gpu health"]
+    findings = [finding for finding in check_devices(reports, {0: "rank 0 on node1"}, "cuda") if finding.name == "gpu health"]
     assert [(finding.status, finding.where) for finding in findings] == [("fail", ("node1",))]
     assert findings[0].description == "GPU 1: too hot, 3 uncorrected ECC errors since the driver was loaded, 88 °C"

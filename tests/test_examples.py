@@ -97,8 +97,8 @@ def test_text_becomes_a_model_that_is_loaded_measured_and_exported(place: Path) 
 
 def test_an_objective_of_ones_own_is_trained_and_its_metrics_are_logged(place: Path) -> None:
     lmforge.prepare_data(str(place / "text"), place / "prepared", vocab_size=400)
-    run_example(place, "own_objective.py", "prepared", output="4")
-    last = json.loads((place / "runs/own-objective/metrics.jsonl").read_text().splitlines()[-1])
+    run_example(place, "custom_objective.py", "prepared", output="4")
+    last = json.loads((place / "runs/custom-objective/metrics.jsonl").read_text().splitlines()[-1])
     assert last["step"] == 3
     assert 0 < last["val/capped"] <= last["val/loss"]
 

@@ -45,7 +45,7 @@ def test_a_preset_is_shown_with_config_cost_and_memory() -> None:
     assert "vocabulary 128,256, untied; positions 8,192" in shown
     assert "8,030,261,248 parameters" in shown
     assert "at length 4,096" in shown
-    assert "29.9 GiB of fp32 weights; 89.7 GiB at rest in training" in shown
+    assert "29.9 GiB of fp32 weights; 89.7 GiB with the states of adamw" in shown
 
 
 def test_showing_a_preset_needs_no_torch() -> None:

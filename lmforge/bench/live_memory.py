@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 
-def held_bytes() -> int:
+def live_bytes() -> int:
     """Bytes of all tensors on the CPU that Python can see between two steps.
 
     The buckets of DDP are among them: its reducer keeps the gradients that are views of them, and a gradient that Python has
@@ -23,11 +23,11 @@ def held_bytes() -> int:
     return sum(storages.values())
 
 
-def peak_bytes(events: Sequence[Any], held: int) -> int:
-    """The most that was live, from the events of a profiler that recorded memory; `held` bytes were there before."""
+def peak_bytes(events: Sequence[Any], live_before: int) -> int:
+    """The most that was live, from the events of a profiler that recorded memory; `live_before` bytes were live before."""
     changes = sorted((event.start_ns(), event.nbytes()) for event in events if event.name() == "[memory]")
-    live = most = held
+    live = peak = live_before
     for _, nbytes in changes:
         live += nbytes
-        most = max(most, live)
-    return most
+        peak = max(peak, live)
+    return peak

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from lmforge.bench.live_memory import held_bytes, peak_bytes
+from lmforge.bench.live_memory import live_bytes, peak_bytes
 from lmforge.bench.random_batches import RandomBatches
 from lmforge.cluster.distributed import DistributedContext, init_distributed
 from lmforge.config.verbs.bench import BenchConfig
@@ -174,7 +174,7 @@ class _Trial:
         on_gpu = self._device.type == "cuda"
         activities = [ProfilerActivity.CPU] + ([ProfilerActivity.CUDA] if torch.cuda.is_available() else [])
         self._synchronize()
-        held = 0 if on_gpu else held_bytes()
+        live_before = 0 if on_gpu else live_bytes()
         if on_gpu:
             torch.cuda.reset_peak_memory_stats()
         with profile(activities=activities, profile_memory=not on_gpu) as profiled:
@@ -184,7 +184,8 @@ class _Trial:
             trace_file.parent.mkdir(parents=True, exist_ok=True)
             profiled.export_chrome_trace(str(trace_file))
         spans = [event.time_range for event in profiled.events() or [] if event.name.startswith(COLLECTIVE_NAMES)]
-        live = torch.cuda.max_memory_allocated() if on_gpu else peak_bytes(profiled.profiler.kineto_results.events(), held)
+        results = profiled.profiler.kineto_results
+        live = torch.cuda.max_memory_allocated() if on_gpu else peak_bytes(results.events(), live_before)
         communication_seconds = _union_length([(span.start, span.end) for span in spans]) / 1e6
         return {"communication_seconds": communication_seconds, "live_gib": live / 2**30}
 

@@ -284,12 +284,12 @@ def _missing(names: tuple[str, ...], launcher: Launcher) -> UserError:
     )
 
 
-def read_number(environ: Mapping[str, str], name: str, least: int, most: int) -> int:
-    """A variable as a whole number from `least` to `most`. Raises UserError."""
+def read_number(environ: Mapping[str, str], name: str, minimum: int, maximum: int) -> int:
+    """A variable as a whole number from `minimum` to `maximum`. Raises UserError."""
     text = environ[name]
     number = int(text) if re.fullmatch(r"-?[0-9]{1,18}", text) else None
-    if number is None or not least <= number <= most:
-        raise UserError(f"environment: {name}: expected a whole number up to {most}, got {quoted(text)}")
+    if number is None or not minimum <= number <= maximum:
+        raise UserError(f"environment: {name}: expected a whole number up to {maximum}, got {quoted(text)}")
     return number
 
 

@@ -256,7 +256,7 @@ class _Attempt:
 
     def _decide(self, may_restart: bool, store: Any) -> tuple[int, bool]:
         """What `agree` returns on all nodes, from the status of each; on the first node."""
-        meeting, num_nodes, beats = self._meeting, len(self._group.names), _Beats()
+        meeting, num_nodes, heartbeats = self._meeting, len(self._group.names), _PeerHeartbeats()
         statuses = {0: self.status}
         store.set(f"{self._prefix}/status/0", str(self.status))
 
@@ -264,7 +264,7 @@ class _Attempt:
             for rank in set(range(num_nodes)) - statuses.keys():
                 if store.check([key := f"{self._prefix}/status/{rank}"]):
                     statuses[rank] = int(store.get(key))
-                elif rank in meeting.lost or beats.is_lost(store, rank):
+                elif rank in meeting.lost or heartbeats.is_lost(store, rank):
                     meeting.lost.add(rank)
                     statuses[rank] = EXIT_PEER_LOST
             return len(statuses) == num_nodes
@@ -280,10 +280,10 @@ class _Attempt:
 
     def _watch(self) -> None:
         """Tell the others that this node is there; end its ranks when another one's have failed or it is lost."""
-        beats, failed_at = _Beats(), None
+        heartbeats, failed_at = _PeerHeartbeats(), None
         while not self._stop.wait(BEAT_SECONDS):
             try:
-                lost, has_failed = self._meeting.call(partial(self._look, beats))
+                lost, has_failed = self._meeting.call(partial(self._look, heartbeats))
             except PeerLost as problem:
                 self._end_ranks(str(problem))
                 return
@@ -296,12 +296,12 @@ class _Attempt:
                 self._end_ranks("")
                 return
 
-    def _look(self, beats: "_Beats", store: Any) -> tuple[list[int], bool]:
+    def _look(self, heartbeats: "_PeerHeartbeats", store: Any) -> tuple[list[int], bool]:
         """(nodes that are lost, whether ranks of another node have failed)."""
         group, prefix = self._group, self._prefix
         store.set(f"beat/{group.rank}", str(time.monotonic()))
         others = [rank for rank in range(len(group.names)) if rank != group.rank]
-        if group.rank == 0 and (lost := [rank for rank in others if beats.is_lost(store, rank)]):
+        if group.rank == 0 and (lost := [rank for rank in others if heartbeats.is_lost(store, rank)]):
             self._meeting.lost |= set(lost)
             store.set(f"{prefix}/lost", json.dumps(lost))
         if store.check([f"{prefix}/lost"]):
@@ -323,7 +323,7 @@ class _Attempt:
                     os.kill(process, signal.SIGKILL)
 
 
-class _Beats:
+class _PeerHeartbeats:
     """When the other nodes were last heard of, by this node's clock."""
 
     def __init__(self) -> None:

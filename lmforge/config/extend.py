@@ -40,7 +40,7 @@ def extended_section(options_class: type[OptionsT], name: str) -> type[Options]:
     return section_class
 
 
-def own_options(chosen: Options, entry: Entry) -> Any:
+def entry_options(chosen: Options, entry: Entry) -> Any:
     """The options of an entry itself, in the section where it was chosen; None where it has none."""
     return getattr(chosen, entry.option_name) if entry.options is not None else None
 

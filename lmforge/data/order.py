@@ -87,8 +87,8 @@ class Lanes:
                 f" {MAX_LANE_CYCLE:,}; leave it out, or make train.global_batch_size smaller"
             )
 
-    def deal(self, start: int, stop: int) -> tuple[np.ndarray, Callable[[np.ndarray], tuple[np.ndarray, np.ndarray]]]:
-        """Deal the positions start … stop − 1 to the lanes.
+    def assign(self, start: int, stop: int) -> tuple[np.ndarray, Callable[[np.ndarray], tuple[np.ndarray, np.ndarray]]]:
+        """Assign the positions start … stop − 1 to the lanes.
 
         Returns how many each lane gets, int64 [count], and a function of positions counted from `start` that gives their lanes
         and how many positions of its lane come before each.
@@ -132,7 +132,7 @@ def windowed_permutation(
     if lanes is None and num_chunks <= window:
         return permutation(n, key)
     chunk_order = permutation(max(1, num_chunks), derive_key(key, "chunks"))
-    lane_sizes, assign = (lanes or Lanes(1, Fraction(1))).deal(start, start + n)
+    lane_sizes, assign = (lanes or Lanes(1, Fraction(1))).assign(start, start + n)
     lane_starts = np.cumsum(lane_sizes) - lane_sizes
     num_windows = np.maximum(1, -(-(lane_sizes // chunk) // window))
 

@@ -149,16 +149,16 @@ def _resolve_tied_head(model: nn.Module, expected: Mapping[str, nn.Parameter], f
 
 def _reject_differences(folder: Path, expected: Mapping[str, nn.Parameter], files: StoredFiles) -> None:
     if missing := [name for name in expected if name not in files]:
-        raise _mismatch(folder, f"missing {name_some(missing, most=3)}")
+        raise _mismatch(folder, f"missing {name_some(missing, limit=3)}")
     if unexpected := [name for name in files if name not in expected]:
-        raise _mismatch(folder, f"unexpected {name_some(unexpected, most=3)}")
+        raise _mismatch(folder, f"unexpected {name_some(unexpected, limit=3)}")
     misshaped = [
         f"{name} is {list(shape)} and should be {list(expected[name].shape)}"
         for name, (file, stored) in files.items()
         if (shape := file.entries[stored].shape) != expected[name].shape
     ]
     if misshaped:
-        raise _mismatch(folder, name_some(misshaped, most=3, separator="; "))
+        raise _mismatch(folder, name_some(misshaped, limit=3, separator="; "))
 
 
 def _reject_quantized(dtype: torch.dtype, where: str) -> None:

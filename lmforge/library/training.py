@@ -9,7 +9,7 @@ from lmforge.errors import RunFailed
 from lmforge.objectives.objective import Objective
 from lmforge.runs import Run
 from lmforge.stages import run as stages
-from lmforge.stages.own_code import OwnCode
+from lmforge.stages.custom_code import CustomCode
 
 
 def train_model(
@@ -34,6 +34,6 @@ def train_model(
     config = build_config(stage, options or {}, Path(recipe) if recipe else None)
     train_stage: Callable[..., int] = getattr(stages, stage)
     path = Run.from_config(config).path
-    if status := train_stage(config, OwnCode(objective, callbacks)):
+    if status := train_stage(config, CustomCode(objective, callbacks)):
         raise RunFailed(f"{path}: stopped by signal {status - 128}, after it saved; the same call continues from there")
     return path

@@ -129,14 +129,14 @@ class MemoryEstimator:
         """Bytes of a rank that do not depend on the batch: weights, optimizer states, gradients, and weights of a step."""
         setting, counts = self.setting, self.counts
         master, options = DTYPE_BYTES[setting.master_dtype], setting.options
-        at_rest = checkpoint_bytes(setting.optimizer, setting.master_dtype, counts)
-        at_rest += (counts.trained + (counts.total if setting.has_reference else 0)) * master
+        state_bytes = checkpoint_bytes(setting.optimizer, setting.master_dtype, counts)
+        state_bytes += (counts.trained + (counts.total if setting.has_reference else 0)) * master
         if options.cpu_offload and setting.on_gpu:
-            at_rest = 0
+            state_bytes = 0
         working = 0
         if not setting.is_fsdp and setting.dtype_bytes < master:
             working = counts.total * setting.dtype_bytes
-        return (at_rest / setting.shards + working) / (options.tensor_parallel_degree * options.pipeline_parallel_degree)
+        return (state_bytes / setting.shards + working) / (options.tensor_parallel_degree * options.pipeline_parallel_degree)
 
     def check(self, dist_ctx: DistributedContext) -> None:
         """Raise UserError where this rank cannot hold the run, whatever a prediction leaves out: asked before it is built.

@@ -74,9 +74,9 @@ def read_run(run: Run, state: str | None = None) -> dict[str, Any]:
         "last": newest_values(records),
         "prediction": _prediction(records),
         "axis": _axis(records),
-        "step_times": _thinned(_step_times(records), MAX_POINTS),
+        "step_times": _downsample(_step_times(records), MAX_POINTS),
         "events": [event for event in events if event["kind"] not in NOT_LISTED],
-        "samples": _thinned(samples, MAX_SAMPLES),
+        "samples": _downsample(samples, MAX_SAMPLES),
         "tables": _completion_tables(run),
         "checkpoints": _checkpoints(run),
         "sources": _sources(config) if isinstance(config, PretrainConfig) else _files(config),
@@ -132,7 +132,7 @@ def _series(records: list[dict[str, Any]]) -> dict[str, list[list[float]]]:
             left_out = name in ("step", "tokens", "seconds_left") or name.startswith(PREDICTION_PREFIXES)
             if not left_out and isinstance(value, int | float):
                 series.setdefault(name, []).append([record["step"], value])
-    return {name: _thinned(points, MAX_POINTS) for name, points in series.items()}
+    return {name: _downsample(points, MAX_POINTS) for name, points in series.items()}
 
 
 def _prediction(records: list[dict[str, Any]]) -> dict[str, float]:
@@ -147,7 +147,7 @@ def _axis(records: list[dict[str, Any]]) -> dict[str, list[float]]:
     for before, record in pairwise([_begin(records), *records]):
         seconds.append(seconds[-1] + (record.get("step_seconds") or 0.0) * (record["step"] - before["step"]))
     rows = [[each["step"], each.get("tokens"), each_seconds] for each, each_seconds in zip(records, seconds[1:], strict=True)]
-    columns = zip(*_thinned(rows, MAX_POINTS), strict=True) if rows else ([], [], [])
+    columns = zip(*_downsample(rows, MAX_POINTS), strict=True) if rows else ([], [], [])
     return dict(zip(("step", "tokens", "seconds"), map(list, columns), strict=True))
 
 
@@ -171,11 +171,11 @@ def _step_times(records: list[dict[str, Any]]) -> list[list[float]]:
     return rows
 
 
-def _thinned(points: list[Any], most: int) -> list[Any]:
-    """At most `most` points, evenly spaced, the first and the last among them."""
-    if len(points) <= most:
+def _downsample(points: list[Any], limit: int) -> list[Any]:
+    """At most `limit` points, evenly spaced, the first and the last among them."""
+    if len(points) <= limit:
         return points
-    return [points[index] for index in np.linspace(0, len(points) - 1, most).round().astype(int).tolist()]
+    return [points[index] for index in np.linspace(0, len(points) - 1, limit).round().astype(int).tolist()]
 
 
 def _ranks(status: RunStatus) -> dict[str, Any]:
@@ -201,7 +201,7 @@ def _completion_tables(run: Run) -> list[dict[str, Any]]:
     sampled = [name for name in names if name.startswith("set-")]
     validated = [name for name in names if name not in sampled]
     tables = []
-    for name in [*_thinned(validated, MAX_TABLES // 2), *_thinned(sampled, MAX_TABLES)]:
+    for name in [*_downsample(validated, MAX_TABLES // 2), *_downsample(sampled, MAX_TABLES)]:
         rows = [
             row.model_dump() | {"prompt": row.prompt_text[:MAX_TEXT], "completion": row.completion[:MAX_TEXT]}
             for row in read_first_completions(run.path, name, MAX_TABLE_ROWS)

@@ -10,7 +10,7 @@ from typing import Any, get_args
 
 from lmforge import registry
 from lmforge.config.align import AlignConfig, Method
-from lmforge.config.extend import own_options
+from lmforge.config.extend import entry_options
 from lmforge.config.mixture import AnySourceOptions
 from lmforge.config.stage import PretrainConfig, StageConfig
 from lmforge.config.tuning import SftConfig
@@ -32,7 +32,7 @@ def build_objective(config: StageConfig) -> Objective:
     if name == "next-token" and name != default:
         raise UserError(f"objective.name = {name}: it reads texts, and this is an alignment; use pretrain or sft")
     entry = registry.get("objective", name)
-    objective = entry.build(config, own_options(config.objective, entry))
+    objective = entry.build(config, entry_options(config.objective, entry))
     return check_objective(objective, f"{entry.origin}: objective {name}")
 
 

@@ -14,9 +14,9 @@ from lmforge.parallel.validate import check_parallel
 from lmforge.stages.alignment.align import build_preference_batches, build_rollouts
 from lmforge.stages.alignment.prompt_inputs import open_prompt_inputs, prepare_prompts
 from lmforge.stages.check_model import check_model
+from lmforge.stages.custom_code import NO_CUSTOM_CODE, CustomCode
 from lmforge.stages.dataset_batches import DatasetBatches
 from lmforge.stages.examples import open_example_inputs, prepare_examples
-from lmforge.stages.own_code import NO_OWN_CODE, OwnCode
 from lmforge.stages.pretrained import (
     check_has_weights,
     download_pretrained,
@@ -29,30 +29,30 @@ from lmforge.stages.training_data import TokenSources
 from lmforge.train.inputs import RunInputs
 
 
-def pretrain(config: PretrainConfig, own: OwnCode = NO_OWN_CODE) -> int:
+def pretrain(config: PretrainConfig, custom: CustomCode = NO_CUSTOM_CODE) -> int:
     """Train a model on token shards: from random or given weights, or from this run's newest checkpoint.
 
-    Every rank calls it, with objective and callbacks of the program that calls it in `own`. Returns the exit status: 0, or
+    Every rank calls it, with objective and callbacks of the program that calls it in `custom`. Returns the exit status: 0, or
     128 + signal where the run was interrupted and saved. Raises UserError before anything of the run is written, and RunFailed
     after that.
     """
     spec = StageSpec(download_pretrained, open_pretrain_inputs, DatasetBatches)
-    return run_stage(config, spec, own)
+    return run_stage(config, spec, custom)
 
 
-def sft(config: SftConfig, own: OwnCode = NO_OWN_CODE) -> int:
+def sft(config: SftConfig, custom: CustomCode = NO_CUSTOM_CODE) -> int:
     """Fine-tune a model on conversations. See `pretrain`."""
     spec = StageSpec(prepare_examples, open_example_inputs, DatasetBatches)
-    return run_stage(config, spec, own)
+    return run_stage(config, spec, custom)
 
 
-def align(config: AlignConfig, own: OwnCode = NO_OWN_CODE) -> int:
+def align(config: AlignConfig, custom: CustomCode = NO_CUSTOM_CODE) -> int:
     """Align a model with preferences, or optimize it for a reward. See `pretrain`."""
     if config.align.method == "grpo":
         spec = StageSpec(prepare_prompts, open_prompt_inputs, build_rollouts)
     else:
         spec = StageSpec(prepare_examples, open_example_inputs, build_preference_batches)
-    return run_stage(config, spec, own)
+    return run_stage(config, spec, custom)
 
 
 def open_pretrain_inputs(config: PretrainConfig, world_size: int) -> RunInputs:

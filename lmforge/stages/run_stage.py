@@ -21,8 +21,8 @@ from lmforge.plan.out_of_memory import MemoryEstimator, explain_out_of_memory
 from lmforge.runs import Run
 from lmforge.stages.alignment.align import has_frozen_reference
 from lmforge.stages.attempt import describe_failure, end_attempt, explain_failures, start_attempt
+from lmforge.stages.custom_code import NO_CUSTOM_CODE, CustomCode, OpenedCode
 from lmforge.stages.enter_run import enter_run
-from lmforge.stages.own_code import NO_OWN_CODE, OpenedCode, OwnCode
 from lmforge.stages.setup import build_trainer
 from lmforge.train.determinism import set_determinism
 from lmforge.train.inputs import ResumePoint, RunContext, RunInputs
@@ -45,7 +45,7 @@ class StageSpec:
     build_batches: Callable[[Trainer], BatchSource]
 
 
-def run_stage(config: StageConfig, spec: StageSpec, own: OwnCode = NO_OWN_CODE) -> int:
+def run_stage(config: StageConfig, spec: StageSpec, custom: CustomCode = NO_CUSTOM_CODE) -> int:
     """Run a stage on the ranks that are there. Returns the exit status. See `run.pretrain`."""
     set_determinism(config.train.deterministic)
     if leave_out_ranks(config.parallel.model_parallel_size):
@@ -62,7 +62,7 @@ def run_stage(config: StageConfig, spec: StageSpec, own: OwnCode = NO_OWN_CODE) 
                 )
                 if point.step < config.train.steps:
                     estimator.check(dist_ctx)
-                code = own.open(config)
+                code = custom.open(config)
             ctx = start_attempt(config, run, dist_ctx)
             final_phase, error = "failed", None
             try:

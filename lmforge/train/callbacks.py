@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lmforge import registry
-from lmforge.config.extend import own_options
+from lmforge.config.extend import entry_options
 from lmforge.config.stage import StageConfig
 from lmforge.errors import RunFailed, UserError
 from lmforge.python_files import describe_exception
@@ -56,7 +56,7 @@ class Callbacks:
         callbacks = {}
         for name in config.train.callbacks:
             entry = registry.get("callback", name)
-            callbacks[name] = entry.build(own_options(config.train, entry))
+            callbacks[name] = entry.build(entry_options(config.train, entry))
             _check_methods(callbacks[name], f"{entry.origin}: callback {name}")
         for number, callback in enumerate(own, start=1):
             name = f"{type(callback).__name__} ({number})"

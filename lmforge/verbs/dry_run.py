@@ -50,20 +50,20 @@ def describe_recipe(config: StageConfig, everything: bool = False) -> str:
     optimizer, master_dtype = config.optimizer, config.train.master_dtype
     lines.append(describe_cost(model, config.data.sequence_length, optimizer, master_dtype))
     flops = float(flops_per_token(model, config.data.sequence_length))
-    at_rest = _at_rest_bytes(model, optimizer, master_dtype)
+    state_bytes = _state_bytes(model, optimizer, master_dtype)
     if isinstance(config, TunedConfig) and config.lora.rank is not None:
         from lmforge.plan import parameter_counts  # with torch, which knows the layers
 
         counts = parameter_counts.count_parameters(config, model)
         flops = parameter_counts.training_flops_per_token(config, model, config.data.sequence_length)
-        at_rest = checkpoint_bytes(optimizer, master_dtype, counts)
+        state_bytes = checkpoint_bytes(optimizer, master_dtype, counts)
         added = counts.total - parameter_count(model).total
         lines.append(
             f"adapters   {added:,} more parameters; {counts.trained:,} are trained, so {flops:.3g} FLOPs per token"
-            f" and {format_bytes(at_rest)} at rest"
+            f" and {format_bytes(state_bytes)} of weights and optimizer states"
         )
     check_parallel(config.parallel, model, plan)
-    lines += _describe_sharding(config, ranks, at_rest)
+    lines += _describe_sharding(config, ranks, state_bytes)
     if passes is None:
         total_flops = (
             flops * total if not phases else sum(flops_per_token(model, length) * tokens for length, tokens in by_length)
@@ -85,7 +85,7 @@ def resolve_model(config: StageConfig, vocab_size: int | None = None) -> ModelCo
     return replace(model, reward=True) if isinstance(config, AlignConfig) and config.align.method == "reward" else model
 
 
-def _describe_sharding(config: StageConfig, world_size: int, at_rest: int) -> list[str]:
+def _describe_sharding(config: StageConfig, world_size: int, state_bytes: int) -> list[str]:
     """How FSDP distributes the model over the ranks. Raises UserError where it does not fit them."""
     parallel = config.parallel
     if choose_engine(parallel, world_size) in ("single", "ddp"):
@@ -96,22 +96,22 @@ def _describe_sharding(config: StageConfig, world_size: int, at_rest: int) -> li
     where = "host memory" if parallel.cpu_offload else "its memory"
     ranks = dims.fsdp_degree * parallel.tensor_parallel_degree * parallel.pipeline_parallel_degree
     average = ", on average" if parallel.splits_model else ""  # the ranks with embedding or head hold more
-    where = f"{format_bytes(at_rest / ranks)} in {where} at rest{average}"
+    where = f"{format_bytes(state_bytes / ranks)} of weights and optimizer states in {where}{average}"
     return [f"sharding   {dims}: {copies} over {ranks} of {world_size} ranks; each holds {where}"]
 
 
 def describe_cost(model: ModelConfig, sequence_length: int, optimizer: OptimizerOptions, master_dtype: str) -> str:
-    """Parameters, FLOPs per token and memory at rest of a model that `optimizer` trains."""
+    """Parameters, FLOPs per token and memory of weights and optimizer states of a model that `optimizer` trains."""
     count = parameter_count(model)
     return (
         f"model      {count.total:,} parameters ({count.active_matmul:,} multiply each token),"
         f" {flops_per_token(model, sequence_length):.3g} FLOPs per token at length {sequence_length:,}\n"
         f"memory     {format_bytes(count.total * DTYPE_BYTES[master_dtype])} of {master_dtype} weights;"
-        f" {format_bytes(_at_rest_bytes(model, optimizer, master_dtype))} at rest in training"
-        f" (with the states of {optimizer.name}), over all ranks that shard it"
+        f" {format_bytes(_state_bytes(model, optimizer, master_dtype))} with the states of {optimizer.name},"
+        " over all ranks that shard it"
     )
 
 
-def _at_rest_bytes(model: ModelConfig, optimizer: OptimizerOptions, master_dtype: str) -> int:
+def _state_bytes(model: ModelConfig, optimizer: OptimizerOptions, master_dtype: str) -> int:
     count = parameter_count(model)
     return checkpoint_bytes(optimizer, master_dtype, ParameterCounts(count.total, count.total, count.block_matrices))

@@ -206,7 +206,7 @@ def test_positions_are_dealt_to_lanes_as_their_definition_says_and_none_is_lost(
     for _ in range(300):
         period = Fraction(rng.randint(1, 60), rng.choice([1, 1, 2, 7, 30]))
         lanes, start, n = Lanes(rng.randint(1, 9), period), rng.randrange(10**6), rng.randint(1, 200)
-        sizes, assign = lanes.deal(start, start + n)
+        sizes, assign = lanes.assign(start, start + n)
         expected = slow_lanes(lanes, start, start + n)
         of_positions, ranks = assign(np.arange(n))
         assert of_positions.tolist() == expected
@@ -240,7 +240,7 @@ def test_a_period_of_a_long_cycle_is_rounded_and_stays_a_bijection(seed: int) ->
     lanes = Lanes(5, Fraction(1_000_003, 997) * Fraction(123_457, 99_991))
     values = windowed_permutation(200_000, seed, chunk=64, window=20, lanes=lanes)(np.arange(200_000))
     assert np.array_equal(np.sort(values), np.arange(200_000))
-    sizes, assign = lanes.deal(0, 200_000)
+    sizes, assign = lanes.assign(0, 200_000)
     assert max(sizes) - min(sizes) < 600
     drift = np.abs(assign(np.arange(200_000))[0] - np.array(slow_lanes(lanes, 0, 200_000)))
     assert np.isin(drift, (0, 1, 4)).all()
@@ -250,7 +250,7 @@ def test_a_period_of_a_long_cycle_is_rounded_and_stays_a_bijection(seed: int) ->
 def test_a_batch_of_more_samples_than_lanes_can_count_is_refused() -> None:
     largest = Lanes(8, Fraction(65_536))
     positions = np.array([0, 65_535, 65_536, 3 * 8192, 10**6])
-    assert largest.deal(0, 10**7)[1](positions)[0].tolist() == [0, 7, 0, 3, 10**6 % 65_536 // 8192]
+    assert largest.assign(0, 10**7)[1](positions)[0].tolist() == [0, 7, 0, 3, 10**6 % 65_536 // 8192]
     for period in (Fraction(131_073, 2), Fraction(131_072), Fraction(10**9)):
         with pytest.raises(
             UserError, match=f"a global batch has {math.ceil(period):,} samples of a source, more than 65,536; "

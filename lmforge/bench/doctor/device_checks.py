@@ -70,7 +70,7 @@ def _parse_gpu(line: str) -> dict[str, Any]:
     return {"gpu": index, "problem": ", ".join(dict.fromkeys(problems))}
 
 
-def judge_devices(reports: Mapping[int, Mapping[str, Any]], names: Mapping[int, str], kind: str) -> Iterator[Finding]:
+def check_devices(reports: Mapping[int, Mapping[str, Any]], names: Mapping[int, str], kind: str) -> Iterator[Finding]:
     """Findings about the speed of each rank beside the others', and the health of GPUs. `names` are those of ranks."""
     rates = {rank: report["tflops"] for rank, report in reports.items() if "tflops" in report}
     if not rates:

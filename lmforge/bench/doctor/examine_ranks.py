@@ -13,10 +13,10 @@ from typing import Any
 
 import torch
 
-from lmforge.bench.doctor.device_checks import judge_devices, measure_device
+from lmforge.bench.doctor.device_checks import check_devices, measure_device
 from lmforge.bench.doctor.finding import Finding
 from lmforge.bench.doctor.host_checks import check_limits, compare_clocks, compare_hosts, describe_host, name_ranks
-from lmforge.bench.doctor.network_checks import judge_network, measure_network
+from lmforge.bench.doctor.network_checks import check_network, measure_network
 from lmforge.bench.doctor.rank_reports import RankReports, run_bounded
 from lmforge.bench.doctor.storage_checks import check_storage, checkpoint_folder, compare_contents
 from lmforge.cluster.distributed import choose_device
@@ -161,7 +161,7 @@ class Examination:
         yield from _check_devices_differ(usable, names, kinds)
         reports = self._carry_out("device")
         yield from self._failures("device", reports, names)
-        yield from judge_devices(reports, names, "cuda" if kinds == {"cuda"} else "cpu")
+        yield from check_devices(reports, names, "cuda" if kinds == {"cuda"} else "cpu")
         if info.world_size == 1 or len(kinds) > 1:
             return
         if len(usable) < info.world_size or self.reports.missing:
@@ -171,7 +171,7 @@ class Examination:
         failures = list(self._failures("network", reports, names))
         yield from failures
         if not failures:
-            yield from judge_network(reports, hosts)
+            yield from check_network(reports, hosts)
 
     def _judge_joining(self, hosts: dict[int, str], began: float) -> Iterator[Finding]:
         info = self.info

@@ -138,7 +138,7 @@ def _time_link(sender: int, receiver: int, rank: int, device: torch.device) -> f
     return speed
 
 
-def judge_network(reports: Mapping[int, Mapping[str, Any]], hosts: Mapping[int, str]) -> Iterator[Finding]:
+def check_network(reports: Mapping[int, Mapping[str, Any]], hosts: Mapping[int, str]) -> Iterator[Finding]:
     """Findings about the collectives of all ranks, and about the links between hosts. `hosts` by rank."""
     timed, world_size = reports[0].get("collectives", {}), len(hosts)
     for name, results in timed.items():

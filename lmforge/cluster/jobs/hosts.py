@@ -114,6 +114,6 @@ def raise_for_hosts(answers: Sequence[Answer], after: str) -> None:
     """Raise UserError where a host has refused; `after` says what follows from it."""
     failed = [answer for answer in answers if answer.status != 0]
     if failed:
-        shown = name_some([f"{answer.host or 'this machine'}: {answer.message}" for answer in failed], most=3, separator="; ")
+        shown = name_some([f"{answer.host or 'this machine'}: {answer.message}" for answer in failed], limit=3, separator="; ")
         count = f" ({len(failed)} of {len(answers)} hosts)" if len(answers) > 1 else ""
         raise UserError(f"{shown}{count}; {after}")

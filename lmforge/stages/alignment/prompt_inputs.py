@@ -14,7 +14,7 @@ import xxhash
 from lmforge import registry
 from lmforge.cluster.distributed import DistributedContext
 from lmforge.config.align import AlignConfig, RolloutOptions
-from lmforge.config.extend import own_options
+from lmforge.config.extend import entry_options
 from lmforge.config.sections import ModelOptions
 from lmforge.data.chat.examples import hash_files, select_validation
 from lmforge.data.chat.preferences import PromptCounts, TokenizedPrompt, encode_completions, read_prompt_columns, read_prompts
@@ -77,7 +77,7 @@ def _check_prompts_and_rewards(config: AlignConfig) -> None:
 def reward_options(rollout: RolloutOptions) -> dict[str, str]:
     """The options of reward functions of plugins, as JSON by name."""
     entries = [entry for entry in registry.entries("reward") if entry.options is not None]
-    return {entry.name: own_options(rollout, entry).model_dump_json() for entry in entries}
+    return {entry.name: entry_options(rollout, entry).model_dump_json() for entry in entries}
 
 
 def _read_split(config: AlignConfig, tokenizer: Tokenizer, files_option: str) -> tuple[list[TokenizedPrompt], PromptCounts]:

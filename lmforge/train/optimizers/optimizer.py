@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from lmforge import registry
-from lmforge.config.extend import own_options
+from lmforge.config.extend import entry_options
 from lmforge.config.sections import GroupOptions, OptimizerOptions, ScheduleOptions
 from lmforge.errors import UserError
 from lmforge.model.layers import LanguageModel
@@ -42,7 +42,7 @@ def build_optimizer(
         reason = "fsdp1 flattens the parameters, and this needs their shapes"
         raise UserError(f"optimizer.{option}: {reason}; use engine = fsdp2")
     groups = _parameter_groups(model, options, shapes, needs_matrices)
-    optimizer: torch.optim.Optimizer = entry.build(groups, options, own_options(options, entry))
+    optimizer: torch.optim.Optimizer = entry.build(groups, options, entry_options(options, entry))
     if not isinstance(optimizer, torch.optim.Optimizer):
         kind = type(optimizer).__name__
         raise UserError(f"{entry.origin}: optimizer {entry.name} returned {kind}, not a torch.optim.Optimizer")
@@ -168,7 +168,7 @@ def learning_rate(step: int, steps: int, options: ScheduleOptions, peak_lr: floa
     if step < warmup:
         return peak_lr * (step + 1) / (warmup + 1)
     entry = registry.get("schedule", options.name)
-    shape = entry.build(step, steps, options, own_options(options, entry))
+    shape = entry.build(step, steps, options, entry_options(options, entry))
     if not isinstance(shape, int | float) or not 0 <= shape < math.inf:
         raise UserError(f"{entry.origin}: schedule {entry.name} returned {shape!r} at step {step}, not a number from 0 on")
     if shape == 1:

@@ -14,7 +14,7 @@ from lmforge.train.inputs import RunContext
 
 
 @dataclass(frozen=True)
-class OwnCode:
+class CustomCode:
     """What a program that calls a stage gives it: an objective instead of the recipe's, and callbacks besides the recipe's."""
 
     objective: Objective | None = None
@@ -26,7 +26,7 @@ class OwnCode:
         return OpenedCode(objective, Callbacks.of_run(config, self.callbacks))
 
 
-NO_OWN_CODE = OwnCode()
+NO_CUSTOM_CODE = CustomCode()
 
 
 @dataclass(frozen=True)

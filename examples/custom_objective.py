@@ -1,5 +1,5 @@
 """Train with an objective of one's own: next-token prediction that is not paid for being sure. Any strategy, resume and
-checkpoints come with it. `python examples/own_objective.py PREPARED_FOLDER`
+checkpoints come with it. `python examples/custom_objective.py PREPARED_FOLDER`
 """
 
 import os
@@ -38,7 +38,7 @@ run = lmforge.train_model(
         "train.compile": "off",  # for so few steps it takes longer than it saves
         "train.global_batch_size": 16,
         "schedule.warmup_steps": STEPS // 10,
-        "run.name": "own-objective",
+        "run.name": "custom-objective",
     },
     objective=CappedConfidence(cap=0.9),
 )
