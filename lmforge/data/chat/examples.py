@@ -4,6 +4,7 @@ An example is one sequence of tokens, or several that belong together, such as b
 written once for each set of files and options, and verified when it is opened. What the tokens mean is not known here.
 """
 
+import hashlib
 import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -30,7 +31,6 @@ EXAMPLES_MANIFEST = "examples.json"
 SPLITS = ("train", "validation")
 # Raised whenever the same files and options would give other sequences.
 EXAMPLES_VERSION = 2
-READ_BLOCK_BYTES = 16 << 20
 Count = Annotated[int, Field(ge=0)]
 
 
@@ -60,8 +60,7 @@ def hash_files(files: Sequence[Path]) -> str:
     for path in (file for each in files for file in find_record_files(each)):
         try:
             with open(path, "rb") as file:
-                while block := file.read(READ_BLOCK_BYTES):
-                    digest.update(block)
+                hashlib.file_digest(file, lambda: digest)
         except OSError as problem:
             raise UserError(f"{path}: cannot be read: {problem.strerror}") from None
         digest.update(b"\0file")

@@ -21,25 +21,18 @@ EVALUATION_NGRAMS = "evaluation-ngrams.npz"  # in the unfinished folder, for the
 @contextmanager
 def lock_output_folder(out: Path, plan: dict[str, Any], overwrite: bool) -> Iterator[bool]:
     """Hold a folder for one plan. Yields whether it is finished already."""
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise _no_folder(out, error) from None
     with lock_folder(out):
         yield _open_plan(out, plan, overwrite)
 
 
-def _no_folder(out: Path, error: OSError) -> UserError:
-    return UserError(f"{out}: cannot be made a token folder: {error.strerror}; name another")
-
-
 @contextmanager
 def lock_folder(out: Path) -> Iterator[None]:
-    """Hold a folder that exists: nobody else writes to it. Raises UserError if another process does."""
+    """Hold a folder, which is made where there is none: nobody else writes to it. Raises UserError if another process does."""
     try:
+        out.mkdir(parents=True, exist_ok=True)
         descriptor = os.open(out, os.O_RDONLY)
     except OSError as error:
-        raise _no_folder(out, error) from None
+        raise UserError(f"{out}: cannot be made a token folder: {error.strerror}; name another") from None
     held = None
     try:
         held = try_lock(descriptor, out.with_name(f".{out.name}.held"))

@@ -30,6 +30,7 @@ from lmforge.data.shards.folder import TokenFolder
 from lmforge.data.shards.format import SHARDS_MANIFEST, UNFINISHED
 from lmforge.data.sources.open_source import Source, open_source
 from lmforge.data.sources.plugin_unit import NO_READERS, PluginReaders
+from lmforge.data.sources.token_files import TokenSource
 from lmforge.data.tokenizer import Tokenizer, byte_tokenizer
 from lmforge.errors import UserError
 
@@ -107,7 +108,7 @@ class PreparationOptions:
             subset=self.subset,
             readers=self.readers,
         )
-        if corpus.is_tokenized and (document_hook or ngrams or self.deduplicate == "near"):
+        if isinstance(corpus, TokenSource) and (document_hook or ngrams or self.deduplicate == "near"):
             raise UserError(f"{source}: tokens: a hook, near duplicates and decontamination need text; leave them out")
         plan = PreparationPlan(
             corpus.fingerprint(),

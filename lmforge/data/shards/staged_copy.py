@@ -5,6 +5,7 @@ and compared before it takes its name; a marker, written last, says that all are
 """
 
 import errno
+import hashlib
 import json
 import os
 import shutil
@@ -128,10 +129,7 @@ def _copy_file(source: Path, target: Path) -> None:
 
 
 def _digest_on_disk(written: BinaryIO) -> int:
-    digest = xxhash.xxh3_64()
     with open(written.name, "rb") as file:
         if hasattr(os, "posix_fadvise"):  # from the disk, not from memory
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-        while block := file.read(BLOCK_BYTES):
-            digest.update(block)
-    return digest.intdigest()
+        return hashlib.file_digest(file, xxhash.xxh3_64).intdigest()

@@ -8,12 +8,12 @@ from dataclasses import dataclass
 from functools import lru_cache, partial
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import xxhash
 
 from lmforge.data.sources.records import ReadProgress
-from lmforge.data.sources.text_sources import SourceFile, list_files, stat_file
+from lmforge.data.sources.text_sources import FileSource, SourceFile, list_files, stat_files
 from lmforge.data.sources.units import TEXT_FIELD_HINT, Document, SourceUnit, record_document
 from lmforge.errors import UserError, how_to_install
 from lmforge.hub import (
@@ -108,26 +108,15 @@ class DatasetUnit(SourceUnit):
 
 
 @dataclass(frozen=True)
-class DatasetSource:
+class DatasetSource(FileSource):
     """One split of a dataset. `files` are those of a local folder; of one on the hub the revision says what is in it."""
 
-    spec: str
     location: DatasetLocation
     text_field: str
-    files: tuple[SourceFile, ...]
-
-    is_tokenized: ClassVar[bool] = False
-    skipped_kinds: ClassVar[tuple[tuple[str, int], ...]] = ()
-
-    @property
-    def size(self) -> int:
-        """Bytes of the files of a local folder; 0 for one on the hub."""
-        return sum(file.size for file in self.files)
 
     def fingerprint(self) -> str:
         """A hash that changes with the files or the revision, and with what is read of them."""
-        files = [(file.name, file.size, file.modified_ns) for file in self.files]
-        where = self.location
+        files, where = self.file_versions, self.location
         content = [self.text_field, where.spec if not files else "", where.subset, where.split, where.revision, files]
         return xxhash.xxh3_128_hexdigest(json.dumps(content).encode())
 
@@ -159,15 +148,16 @@ def open_dataset_source(spec: str, text_field: str, split: str | None, subset: s
     if find_spec("datasets") is None:
         raise UserError(f"{spec}: a Hugging Face dataset needs the package datasets: {how_to_install('hf')}")
     os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")
-    path, files, revision = Path(spec).expanduser(), [], None
+    path, revision = Path(spec).expanduser(), None
+    files: tuple[SourceFile, ...] = ()
     if path.is_dir():
-        files = sorted((stat_file(file, path) for file in list_files(path)), key=lambda file: file.name)
+        files = stat_files(list_files(path), path)
     else:
         with _library_errors(spec):
             name, requested = parse_model_name(spec)
             downloaded = find_cached_dataset(name, requested)
             revision = downloaded.name if downloaded else _find_commit(name, requested)
-    return DatasetSource(spec, DatasetLocation(spec, subset, split or DEFAULT_SPLIT, revision), text_field, tuple(files))
+    return DatasetSource(spec, files, DatasetLocation(spec, subset, split or DEFAULT_SPLIT, revision), text_field)
 
 
 def _find_commit(name: str, revision: str) -> str:

@@ -7,10 +7,10 @@ import json
 import os
 import sysconfig
 from collections import Counter
-from collections.abc import Collection, Iterator
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import xxhash
 
@@ -73,24 +73,34 @@ class SourceFile:
 
 
 @dataclass(frozen=True)
-class TextSource:
-    """The files of a corpus, sorted. `skipped_kinds` counts those of a folder that are not read, by suffix."""
+class FileSource:
+    """The files of a corpus, sorted by name. `skipped_kinds` counts those of a folder that are not read, by suffix."""
 
     spec: str
     files: tuple[SourceFile, ...]
-    text_field: str
-    skipped_kinds: tuple[tuple[str, int], ...] = ()
-    readers: PluginReaders = NO_READERS
-
-    is_tokenized: ClassVar[bool] = False
+    skipped_kinds: tuple[tuple[str, int], ...] = field(default=(), kw_only=True)
 
     @property
     def size(self) -> int:
+        """Bytes on the disk, 0 where no files are known."""
         return sum(file.size for file in self.files)
 
+    @property
+    def file_versions(self) -> list[tuple[str, int, int]]:
+        """What differs when a file was added, removed, resized or touched."""
+        return [(file.name, file.size, file.modified_ns) for file in self.files]
+
+
+@dataclass(frozen=True)
+class TextSource(FileSource):
+    """A corpus of text."""
+
+    text_field: str
+    readers: PluginReaders = NO_READERS
+
     def fingerprint(self) -> str:
-        """A hash that changes when a file is added, removed, resized or touched, or another field is read."""
-        content: list[Any] = [self.text_field, [(file.name, file.size, file.modified_ns) for file in self.files]]
+        """A hash that changes with the files, or when another field is read."""
+        content: list[Any] = [self.text_field, self.file_versions]
         if any(self.readers.reads(content_suffix(file.name)) for file in self.files):
             content.append(self.readers.identity())
         return xxhash.xxh3_128_hexdigest(json.dumps(content).encode())
@@ -167,10 +177,10 @@ def open_text_source(
         root, paths = root.parent, [root]
     else:
         raise UserError(f'{spec}: no such file or folder: give a path, or "stdlib"')
-    files = [stat_file(path, root) for path in paths]
+    files = stat_files(paths, root)
     if not any(file.size for file in files):
         raise UserError(f"{spec}: empty: there is no text in it")
-    return TextSource(spec, tuple(sorted(files, key=lambda file: file.name)), text_field, tuple(skipped.most_common()), readers)
+    return TextSource(spec, files, text_field, readers, skipped_kinds=tuple(skipped.most_common()))
 
 
 def _check_is_text(path: Path) -> None:
@@ -184,10 +194,14 @@ def _check_is_text(path: Path) -> None:
             raise UserError(f"{path}: a binary file: {way}")
 
 
-def stat_file(path: Path, root: Path) -> SourceFile:
-    """A file of a corpus that is in the folder `root`."""
-    status = path.stat()
-    return SourceFile(str(path.absolute()), path.relative_to(root).as_posix(), status.st_size, status.st_mtime_ns)
+def stat_files(paths: Iterable[Path], root: Path) -> tuple[SourceFile, ...]:
+    """The files of a corpus that is in the folder `root`, sorted by name."""
+    stats = [(path, path.stat()) for path in paths]
+    files = [
+        SourceFile(str(path.absolute()), path.relative_to(root).as_posix(), stat.st_size, stat.st_mtime_ns)
+        for path, stat in stats
+    ]
+    return tuple(sorted(files, key=lambda file: file.name))
 
 
 def list_files(root: Path, excluded: frozenset[str] = frozenset()) -> Iterator[Path]:
