@@ -30,7 +30,7 @@ from lmforge.plan.out_of_memory import MemoryEstimator
 from lmforge.plan.peak_flops import rank_peak_flops
 from lmforge.stages.build_model import build_model_and_optimizer, fill_weights
 from lmforge.stages.dataset_batches import build_loader
-from lmforge.stages.pretrained import find_pretrained, loads_pretrained_weights, resolve_model_config
+from lmforge.stages.pretrained import find_pretrained, resolve_model_config
 from lmforge.stages.training_data import TokenSources, find_missing_folders
 from lmforge.train.determinism import set_determinism
 from lmforge.train.loop import train_step
@@ -68,7 +68,7 @@ class _Trial:
         self._dtype, _ = choose_dtype(config.train.dtype, self._device)
         self._compiled, _ = choose_compile(config, self._device, config.train.steps)
         self._objective = NextTokenObjective(z_loss=config.train.z_loss)
-        load_weights = pretrained.load_weights if pretrained and loads_pretrained_weights(config) else None
+        load_weights = pretrained.load_weights if pretrained and config.model.load_weights else None
         fill = partial(fill_weights, config, dist_ctx, load_weights)
         self._model, self._optimizer = build_model_and_optimizer(
             config,

@@ -109,7 +109,7 @@ class Watchdog:
         """Step and phase, in words."""
         return f"step {self._heartbeat.current.step}, {self._heartbeat.current.phase}"
 
-    def check_step_times(self, step: int, step_seconds: float, pipeline_rank: int = 0) -> list[str]:
+    def check_step_times(self, step: int, step_seconds: float, pipeline_rank: int) -> list[str]:
         """Lines about stragglers and drift. Every rank calls it at the same steps, and none waits.
 
         `step_seconds` is the mean since the last log step, of training alone. Ranks of the same `pipeline_rank` do equal work.

@@ -155,9 +155,6 @@ class Calibration(BaseModel):
         table = self.table(what)
         return None if table is None else table.at()
 
-    def has_dtype(self, dtype: str) -> bool:
-        return self.table("product", dtype) is not None
-
     @property
     def ranks_per_host(self) -> int:
         return -(-self.ranks // self.hosts)

@@ -1,6 +1,7 @@
 """What a report shows of one run, read from its directory as values that JSON has. Everything but the recipe may be missing."""
 
 from collections import Counter
+from collections.abc import Iterator
 from contextlib import suppress
 from itertools import pairwise
 from pathlib import Path
@@ -81,7 +82,7 @@ def read_run(run: Run, state: str | None = None) -> dict[str, Any]:
         "checkpoints": _checkpoints(run),
         "sources": _sources(config) if isinstance(config, PretrainConfig) else _files(config),
         "options": dict(flat_options(config)),
-        "changed": [name for name, value in flat_options(config) if value != _defaults(type(config)).get(name)],
+        "changed": list(_changed(config)),
         "environment": _environment(run),
         "ranks": _ranks(status),
     }
@@ -245,6 +246,7 @@ def _files(config: StageConfig) -> list[dict[str, Any]]:
     return [{"name": str(file)} for file in getattr(config.data, "files", ())]
 
 
+<<<<<<< HEAD
 def _defaults(options: type[Options], prefix: str = "") -> dict[str, Any]:
     """The default values of the options of a class by section.name."""
     values: dict[str, Any] = {}
@@ -256,6 +258,16 @@ def _defaults(options: type[Options], prefix: str = "") -> dict[str, Any]:
             default = field.get_default(call_default_factory=True)
             values[f"{prefix}{name}"] = list(default) if isinstance(default, tuple) else default
     return values
+=======
+def _changed(options: Options, prefix: str = "") -> Iterator[str]:
+    """section.name of each option that does not have its default value."""
+    for name in options.changed():
+        value = getattr(options, name)
+        if isinstance(value, Options):
+            yield from _changed(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}"
+>>>>>>> h-onceB
 
 
 def _environment(run: Run) -> dict[str, str]:

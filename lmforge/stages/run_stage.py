@@ -9,20 +9,24 @@ from datetime import timedelta
 from functools import partial
 from typing import Any
 
-from lmforge.cluster import distributed as cluster
-from lmforge.cluster.distributed import DistributedContext
+from lmforge.cluster.distributed import CONTROL_TIMEOUT, DistributedContext, destroy_distributed, init_distributed
 from lmforge.cluster.memory import record_memory, write_memory_snapshot
 from lmforge.cluster.rank_info import threads_per_rank
 from lmforge.cluster.standby import describe_standby, leave_out_ranks, stand_by
 from lmforge.config.stage import StageConfig
 from lmforge.errors import RunFailed, UserError, format_duration, typed_command
 from lmforge.monitor.loss_curve import draw_loss_curve
+from lmforge.objectives.objective import Objective
 from lmforge.plan.out_of_memory import MemoryEstimator, explain_out_of_memory
 from lmforge.runs import Run
 from lmforge.stages.alignment.align import has_frozen_reference
 from lmforge.stages.attempt import describe_failure, end_attempt, explain_failures, start_attempt
 from lmforge.stages.custom_code import NO_CUSTOM_CODE, CustomCode, OpenedCode
 from lmforge.stages.enter_run import enter_run
+<<<<<<< HEAD
+=======
+from lmforge.stages.own_code import OwnCode, copy_plugins
+>>>>>>> h-onceB
 from lmforge.stages.setup import build_trainer
 from lmforge.train.determinism import set_determinism
 from lmforge.train.inputs import ResumePoint, RunContext, RunInputs
@@ -45,12 +49,16 @@ class StageSpec:
     build_batches: Callable[[Trainer], BatchSource]
 
 
+<<<<<<< HEAD
 def run_stage(config: StageConfig, spec: StageSpec, custom: CustomCode = NO_CUSTOM_CODE) -> int:
+=======
+def run_stage(config: StageConfig, spec: StageSpec, own: OwnCode) -> int:
+>>>>>>> h-onceB
     """Run a stage on the ranks that are there. Returns the exit status. See `run.pretrain`."""
     set_determinism(config.train.deterministic)
     if leave_out_ranks(config.parallel.model_parallel_size):
         return stand_by()
-    dist_ctx = cluster.init_distributed(config.train.device, config.train.threads, collective_timeout(config))
+    dist_ctx = init_distributed(config.train.device, config.train.threads, collective_timeout(config))
     run = Run.from_config(config)
     try:
         with explain_failures(run):
@@ -62,26 +70,31 @@ def run_stage(config: StageConfig, spec: StageSpec, custom: CustomCode = NO_CUST
                 )
                 if point.step < config.train.steps:
                     estimator.check(dist_ctx)
+<<<<<<< HEAD
                 code = custom.open(config)
             ctx = start_attempt(config, run, dist_ctx)
+=======
+                objective, callbacks = own.open(config)
+            ctx = start_attempt(config, run, dist_ctx, callbacks)
+>>>>>>> h-onceB
             final_phase, error = "failed", None
             try:
-                ctx = code.enter(ctx)
-                status = _train(ctx, spec, inputs, point, estimator, code)
+                copy_plugins(ctx)
+                status = _train(ctx, spec, inputs, point, estimator, objective)
                 final_phase = "interrupted" if status else "done"
                 return status
             except BaseException as problem:
                 error = describe_failure(problem)
                 if isinstance(problem, Exception):
                     ctx.log.write_failure(problem, ctx.watch.describe_progress())
-                code.callbacks.run_failed(ctx)
+                callbacks.run_failed(ctx)
                 if isinstance(problem, RunFailed):
                     raise type(problem)(f"{problem}; {last_checkpoint_message(run)}; log: {ctx.log.path}") from problem
                 raise
             finally:
                 end_attempt(ctx, final_phase, error)
     finally:
-        cluster.destroy_distributed()
+        destroy_distributed()
         run.unlock()
 
 
@@ -91,7 +104,7 @@ def _train(
     inputs: RunInputs,
     point: ResumePoint,
     estimator: MemoryEstimator,
-    code: OpenedCode,
+    objective: Objective,
 ) -> int:
     config, steps = ctx.config, ctx.config.train.steps
     if point.step >= steps:
@@ -108,7 +121,7 @@ def _train(
     if config.log.memory_snapshot:
         record_memory(ctx.dist_ctx.device)
     with explain_out_of_memory(estimator, ctx.dist_ctx, ctx.watch.describe_progress, snapshot):
-        trainer = build_trainer(ctx, inputs, point, code.objective, estimator)
+        trainer = build_trainer(ctx, inputs, point, objective, estimator)
         began = time.perf_counter()
         try:
             trainer.batch_source = spec.build_batches(trainer)
@@ -127,7 +140,7 @@ def _train(
 
 def collective_timeout(config: StageConfig) -> timedelta:
     """Longer than the watchdog waits: it reports who hangs and ends the ranks with their status, which NCCL would abort."""
-    return max(cluster.CONTROL_TIMEOUT, timedelta(seconds=2 * (config.watch.timeout_seconds or 0.0)))
+    return max(CONTROL_TIMEOUT, timedelta(seconds=2 * (config.watch.timeout_seconds or 0.0)))
 
 
 def _notes_on_ranks(dist_ctx: DistributedContext) -> list[str]:

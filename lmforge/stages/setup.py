@@ -71,7 +71,7 @@ def build_trainer(
         optimizer,
         detector,
         checkpointer,
-        _open_metrics_file(ctx),
+        MetricsFile(ctx.run.metrics_path) if dist_ctx.is_rank0 else None,
         flops_per_token=cache(partial(training_flops_per_token, config, inputs.model_config)),
         peak_flops=rank_peak_flops(dist_ctx, dtype),
         compiled=compiled,
@@ -86,10 +86,6 @@ def build_trainer(
     if parallel_model.engine != "fsdp1":  # to list its tensors FSDP1 makes a step of the optimizer
         checkpointer.prepare(parallel_model.state_dict(optimizer, named_optimizer_state))
     return trainer
-
-
-def _open_metrics_file(ctx: RunContext) -> MetricsFile | None:
-    return MetricsFile(ctx.run.metrics_path) if ctx.dist_ctx.is_rank0 else None
 
 
 def _build_checkpointer(

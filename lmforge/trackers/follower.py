@@ -181,33 +181,29 @@ def _completions(run_folder: Path, table: str, step: int) -> Iterator[tuple[Any,
         yield step, *texts, row.reward, row.tokens, row.ended
 
 
-class _Training:
-    """What the training process says on our standard input: nothing, and at its end the state in which it ended."""
+def _final_state(training_process: int, wait_seconds: float) -> str | None:
+    """The state in which the training process ended, which it says on our standard input; None while it goes on.
 
-    def __init__(self, process: int) -> None:
-        self._process = process
-
-    def state(self, wait_seconds: float) -> str | None:
-        """None while it goes on; waits so long for its end."""
-        deadline = time.monotonic() + wait_seconds
-        while True:
-            left = max(0.0, deadline - time.monotonic())
-            if select.select([0], [], [], min(left, POLL_SECONDS))[0]:
-                words = os.read(0, 64).decode(errors="replace").split()
-                return words[0] if words else "failed"
-            # Its end of the pipe may be open in a process that it started.
-            if os.getppid() != self._process:
-                return "failed"
-            if left == 0.0:
-                return None
+    Waits so long for its end.
+    """
+    deadline = time.monotonic() + wait_seconds
+    while True:
+        left = max(0.0, deadline - time.monotonic())
+        if select.select([0], [], [], min(left, POLL_SECONDS))[0]:
+            words = os.read(0, 64).decode(errors="replace").split()
+            return words[0] if words else "failed"
+        # Its end of the pipe may be open in a process that it started.
+        if os.getppid() != training_process:
+            return "failed"
+        if left == 0.0:
+            return None
 
 
 def follow(options: FollowerOptions, output: int) -> None:
     """Send until the training has ended. The first problem is said on `output`, a descriptor, and where the run can be seen."""
-    training, follower = _Training(options.process), Follower(options)
-    wait_seconds, state, has_complained = POLL_SECONDS, None, False
+    follower, wait_seconds, state, has_complained = Follower(options), POLL_SECONDS, None, False
     while state is None:
-        state = training.state(wait_seconds)
+        state = _final_state(options.process, wait_seconds)
         if state is not None:
             _end_this_process_after(options.last_seconds)
         try:

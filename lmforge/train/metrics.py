@@ -71,14 +71,12 @@ class MetricsFile:
     """Appends one JSON object a log step."""
 
     def __init__(self, path: Path) -> None:
-        self._file = open(path, "a", encoding="utf-8")  # noqa: SIM115
-        with open(path, "rb") as written:
-            is_torn = has_torn_end(written)
-        if is_torn:
-            self._file.write("\n")
+        self._file = open(path, "a+b")  # noqa: SIM115
+        if has_torn_end(self._file):
+            self._file.write(b"\n")
 
     def write(self, record: dict[str, Any]) -> None:
-        self._file.write(json.dumps(without_non_finite(record)) + "\n")
+        self._file.write(json.dumps(without_non_finite(record)).encode() + b"\n")
         self._file.flush()
 
     def close(self) -> None:

@@ -73,7 +73,7 @@ def describe_recipe(config: StageConfig, everything: bool = False) -> str:
     return "\n".join([*lines, "", f"# {shown}", to_toml(config, changed_only=not everything).rstrip()])
 
 
-def resolve_model(config: StageConfig, vocab_size: int | None = None) -> ModelConfig:
+def resolve_model(config: StageConfig, vocab_size: int | None) -> ModelConfig:
     """The model config of a recipe, also where it begins from a checkpoint. Raises UserError."""
     source = config.model.source
     if source is None or is_hub_name(source) or (source / "config.json").exists():

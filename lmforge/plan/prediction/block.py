@@ -82,7 +82,7 @@ def block_products(config: ModelConfig, tensor: int) -> tuple[Product, ...]:
     return tuple(Product(*size, kept=number % 2 == 0) for number, size in enumerate(sizes))
 
 
-def compiled_saved_bytes(config: ModelConfig, tokens: int, dtype_bytes: int, tensor: int = 1) -> int:
+def compiled_saved_bytes(config: ModelConfig, tokens: int, dtype_bytes: int, tensor: int) -> int:
     """What a compiled block keeps without checkpointing: its input, both norms' outputs, queries, keys, values, attention's
     output with its log-sum-exps, the sum of attention's branch, and the feed-forward's wide arrays."""
     width, inner = config.hidden_size, config.intermediate_size // tensor

@@ -5,7 +5,7 @@ no single device but for all is a constant here, with where it comes from. None 
 """
 
 import math
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 from lmforge.plan.calibration import COLLECTIVES, Calibration, RateTable
 from lmforge.plan.hardware import GB, GPU, Network
@@ -66,8 +66,8 @@ class Measured:
     float8_products: RateTable | None
     attention: tuple[RateTable, RateTable]
     element_wise: RateTable
-    collectives: dict[str, RateTable] = field(default_factory=dict)
-    group: Group | None = None
+    collectives: dict[str, RateTable]
+    group: Group
 
 
 @dataclass(frozen=True)
@@ -176,7 +176,7 @@ class Rates:
             seconds += casts * (2 if backward else 1)
         return seconds
 
-    def attention_seconds(self, flops: float, head_dim: int, length: int, *, backward: bool = False) -> float:
+    def attention_seconds(self, flops: float, head_dim: int, length: int, *, backward: bool) -> float:
         """For so many FLOPs of a forward or a backward pass."""
         if self.measured is None:
             return flops / self.attention_flops[backward]
@@ -225,7 +225,7 @@ class Rates:
 
         Bytes that each link carries grow as (ranks - 1) / ranks, in a group of any size.
         """
-        if self.measured is None or self.measured.group is None or name not in self.measured.collectives:
+        if self.measured is None or name not in self.measured.collectives:
             return None
         timed = self.measured.group
         if (timed.hosts > 1) != (group.hosts > 1) or group.hosts > timed.hosts:

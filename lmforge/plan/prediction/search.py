@@ -13,7 +13,6 @@ from itertools import product
 from typing import Any
 
 from lmforge.config.batch_plan import BatchPlan, divisors
-from lmforge.config.sections import ParallelOptions
 from lmforge.config.verbs.plan import FINALISTS
 from lmforge.errors import UserError
 from lmforge.model.config import ModelConfig
@@ -32,13 +31,12 @@ MAX_DEGREE, MAX_MICRO_BATCH = 16, 64
 
 @dataclass(frozen=True)
 class Candidate:
-    """A configuration; `device_bytes` and `step_seconds` are estimates until `prediction` is there."""
+    """A configuration, with what it needs by estimate. parts: `Prediction.parts`."""
 
     setting: Setting
     device_bytes: float
     step_seconds: float
     parts: dict[str, float]
-    prediction: Prediction | None = None
 
     def describe(self) -> str:
         """What it chooses, in options."""
@@ -53,13 +51,20 @@ class Candidate:
 
 
 @dataclass(frozen=True)
+class Finalist(Candidate):
+    """A configuration that was predicted in full."""
+
+    prediction: Prediction
+
+
+@dataclass(frozen=True)
 class SearchResult:
     """best: what fits, the fastest first, predicted in full. fitting: all estimates that fit, the fastest first.
 
     too_large: the smallest estimates that do not fit. refused: how many the checks of a run refuse.
     """
 
-    best: list[Candidate]
+    best: list[Finalist]
     fitting: list[Candidate]
     too_large: list[Candidate]
     tried: int
@@ -89,12 +94,18 @@ def search(
     too_large.sort(key=lambda each: each.device_bytes)
     finalists = []
     for each in fitting[:FINALISTS]:
+<<<<<<< HEAD
         prediction = predict(resolve_reduction(each.setting, gpu.memory_bytes, usable), gpu, rates)
         if prediction.device_bytes <= budget:
             finalist = Candidate(
                 prediction.setting, prediction.device_bytes, prediction.step_seconds, _parts(prediction), prediction
             )
             finalists.append(finalist)
+=======
+        full = predict(resolve_reduction(each.setting, gpu.memory_bytes, usable), gpu, rates)
+        if full.device_bytes <= budget:
+            finalists.append(Finalist(full.setting, full.device_bytes, full.step_seconds, full.parts, full))
+>>>>>>> h-onceB
     finalists.sort(key=lambda each: each.step_seconds)
     return SearchResult(finalists, fitting, too_large, tried, refused, left_out)
 
@@ -158,9 +169,20 @@ def _shorter(model: ModelConfig, layers: int) -> ModelConfig:
 
 
 def estimate(setting: Setting, gpu: GPU, rates: Rates, usable: float) -> Candidate:
+    """Memory and time by estimate, gradients being reduced once a step where that surely fits."""
+    if can_reduce_once(setting):
+        once = _on_straight_line(setting.with_options(reduce_every_micro_batch=False), gpu, rates)
+        if surely_fits(once.device_bytes, gpu.memory_bytes, usable):
+            return once
+        setting = setting.with_options(reduce_every_micro_batch=True)
+    return _on_straight_line(setting, gpu, rates)
+
+
+def _on_straight_line(setting: Setting, gpu: GPU, rates: Rates) -> Candidate:
     """Memory and time by the straight line through two models of few blocks."""
     layers = setting.model.num_hidden_layers
     few, more = (count * setting.pipeline for count in FEW_BLOCKS)
+<<<<<<< HEAD
     options: ParallelOptions = setting.options
     once = can_reduce_once(setting)
     for waits in (True, False) if once else (False,):
@@ -171,27 +193,20 @@ def estimate(setting: Setting, gpu: GPU, rates: Rates, usable: float) -> Candida
         else:
             low, high = (predict(replace(setting, model=_shorter(setting.model, count)), gpu, rates) for count in (few, more))
             times = (layers - more) / (more - few)
+=======
+    if layers <= more:
+        whole = predict(setting, gpu, rates)
+        return Candidate(setting, whole.device_bytes, whole.step_seconds, whole.parts)
+    low, high = (predict(replace(setting, model=_shorter(setting.model, count)), gpu, rates) for count in (few, more))
+>>>>>>> h-onceB
 
-            def line(below: float, above: float, times: float = times) -> float:
-                return above + times * (above - below)
+    def line(below: float, above: float) -> float:
+        return above + (layers - more) / (more - few) * (above - below)
 
-            parts_low, parts_high = _parts(low), _parts(high)
-            parts = {name: line(parts_low.get(name, 0.0), value) for name, value in parts_high.items()}
-            seconds = line(low.step_seconds, high.step_seconds)
-            result = Candidate(setting, line(low.device_bytes, high.device_bytes), seconds, parts)
-        if not waits or surely_fits(result.device_bytes, gpu.memory_bytes, usable):
-            break
-    return replace(result, setting=replace(result.setting, options=options if not once else result.setting.options))
-
-
-def _parts(prediction: Prediction) -> dict[str, float]:
-    """Seconds that the device spends, by kind, those in which it waits included."""
-    hidden = ("all-gather", "reduce-scatter", "all-reduce", "compute", "network")
-    parts = {name: seconds for name, seconds in prediction.seconds.items() if name not in hidden}
-    parts["exposed communication"] = prediction.exposed_seconds
-    parts["pipeline bubble"] = prediction.bubble_seconds
-    parts["waiting for the host"] = prediction.host_seconds
-    return parts
+    low_parts = low.parts
+    parts = {name: line(low_parts.get(name, 0.0), seconds) for name, seconds in high.parts.items()}
+    memory, seconds = line(low.device_bytes, high.device_bytes), line(low.step_seconds, high.step_seconds)
+    return Candidate(setting, memory, seconds, parts)
 
 
 def why_slower(candidate: Candidate, winner: Candidate) -> str:

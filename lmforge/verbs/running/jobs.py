@@ -22,9 +22,7 @@ STYLES = {JobState.RUNNING: "green", JobState.FAILED: "red", JobState.REFUSED: "
 
 def run_jobs(options: JobsOptions) -> int:
     """Print a row for each run that was launched. Raises UserError where a run was named that was not."""
-    jobs = _launched(options.folder)
-    if options.name is not None:
-        jobs = {_find(options.name, options.folder): read_job(options.folder / options.name)}
+    jobs = _launched(options.folder) if options.name is None else dict([_find(options.name, options.folder)])
     if not jobs:
         print(f"{options.folder}: nothing was launched from here; lmforge launch RECIPE starts a run")
         return 0
@@ -33,7 +31,6 @@ def run_jobs(options: JobsOptions) -> int:
     for title in ("run", "launcher", "job", "state", "step", "launched", "log"):
         table.add_column(title, overflow="fold")
     for path, job in jobs.items():
-        assert job is not None
         try:
             state, detail = job_state(job)
         except UserError as problem:
@@ -49,9 +46,7 @@ def run_jobs(options: JobsOptions) -> int:
 
 def run_stop(options: StopOptions) -> int:
     """Stop a run, or all of a sweep by the sweep's name. Raises UserError where it was not launched or does not answer."""
-    path = _find(options.name, options.folder)
-    job = read_job(path)
-    assert job is not None
+    _, job = _find(options.name, options.folder)
     state, _ = job_state(job)
     if not state.is_active:
         print(f"{options.name}: {state} already")
@@ -62,20 +57,19 @@ def run_stop(options: StopOptions) -> int:
     return 0
 
 
-def _launched(folder: Path) -> dict[Path, Job | None]:
+def _launched(folder: Path) -> dict[Path, Job]:
     """The runs that were launched, by directory; of a sweep each of its runs."""
     paths = sorted(file.parent.parent for file in folder.glob(f"*/{LAUNCH_FOLDER}/{JOB_FILE}"))
-    jobs = {path: read_job(path) for path in paths}
-    return {path: job for path, job in jobs.items() if job is not None and job.num_runs == 1}
+    return {path: job for path in paths if (job := read_job(path)) is not None and job.num_runs == 1}
 
 
-def _find(name: str, folder: Path) -> Path:
-    """The directory of a run that was launched. Raises UserError."""
+def _find(name: str, folder: Path) -> tuple[Path, Job]:
+    """The directory of a run that was launched, and its job. Raises UserError."""
     path = folder / name
-    if Path(name).name != name or read_job(path) is None:
+    if Path(name).name != name or (job := read_job(path)) is None:
         names = ", ".join(each.name for each in _launched(folder)) or "none"
         raise UserError(f"{path}: no run that was launched; there are: {names} (--folder names another folder of runs)")
-    return path
+    return path, job
 
 
 def _progress(path: Path) -> str:

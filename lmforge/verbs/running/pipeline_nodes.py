@@ -8,9 +8,7 @@ import json
 import os
 import signal
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import FrameType
 
@@ -35,13 +33,6 @@ ANSWER_SECONDS = VISIBLE_SECONDS + 60.0
 LAUNCHER_PREFIXES = ("SLURM_STEP", "PMI_", "PMIX_", "OMPI_", "MPI_LOCAL", "PALS_", NODES_VARIABLE, ADDRESS_VARIABLE)
 
 RunCommand = Callable[[list[str], dict[str, str]], tuple[int, int]]
-
-
-@dataclass
-class PipelineOutcome:
-    """The exit status of a pipeline."""
-
-    status: int = 0
 
 
 class PipelineNodes:
@@ -104,22 +95,22 @@ class PipelineNodes:
         wait_until(lambda: self._meeting.call(lambda store: bool(store.add("ended", 0) >= others)), READ_SECONDS)
 
 
-@contextmanager
-def lead(group: NodeGroup | None, folder: Path) -> Iterator[tuple[PipelineNodes | None, "PipelineOutcome"]]:
-    """A block in which the first node carries out a pipeline, and sets its status; no nodes where there are no others, which
-    end as the block does."""
-    nodes, outcome = None, PipelineOutcome()
+def lead(group: NodeGroup | None, folder: Path, run_stages: Callable[[PipelineNodes | None], int]) -> int:
+    """Carry out a pipeline, on the first node: `run_stages` gets None where there are no others. Returns its status, with
+    which the others end too."""
+    nodes, status = None, 1
     try:
         nodes = PipelineNodes(group, folder) if group is not None and len(group.names) > 1 else None
-        yield nodes, outcome
-    except BaseException as problem:
-        outcome.status = problem.exit_status if isinstance(problem, (UserError, RunFailed)) else 1
+        status = run_stages(nodes)
+        return status
+    except (UserError, RunFailed) as problem:
+        status = problem.exit_status
         raise
     finally:
         if nodes is not None:
-            nodes.end(outcome.status)
+            nodes.end(status)
         if group is not None:
-            write_status(group, outcome.status)
+            write_status(group, status)
 
 
 def follow(group: NodeGroup, run_command: RunCommand) -> int:
