@@ -246,19 +246,6 @@ def _files(config: StageConfig) -> list[dict[str, Any]]:
     return [{"name": str(file)} for file in getattr(config.data, "files", ())]
 
 
-<<<<<<< HEAD
-def _defaults(options: type[Options], prefix: str = "") -> dict[str, Any]:
-    """The default values of the options of a class by section.name."""
-    values: dict[str, Any] = {}
-    for name, field in options.model_fields.items():
-        kind = field.annotation
-        if isinstance(kind, type) and issubclass(kind, Options):
-            values |= _defaults(kind, f"{prefix}{name}.")
-        else:
-            default = field.get_default(call_default_factory=True)
-            values[f"{prefix}{name}"] = list(default) if isinstance(default, tuple) else default
-    return values
-=======
 def _changed(options: Options, prefix: str = "") -> Iterator[str]:
     """section.name of each option that does not have its default value."""
     for name in options.changed():
@@ -267,7 +254,6 @@ def _changed(options: Options, prefix: str = "") -> Iterator[str]:
             yield from _changed(value, f"{prefix}{name}.")
         else:
             yield f"{prefix}{name}"
->>>>>>> h-onceB
 
 
 def _environment(run: Run) -> dict[str, str]:

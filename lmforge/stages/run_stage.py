@@ -21,12 +21,8 @@ from lmforge.plan.out_of_memory import MemoryEstimator, explain_out_of_memory
 from lmforge.runs import Run
 from lmforge.stages.alignment.align import has_frozen_reference
 from lmforge.stages.attempt import describe_failure, end_attempt, explain_failures, start_attempt
-from lmforge.stages.custom_code import NO_CUSTOM_CODE, CustomCode, OpenedCode
+from lmforge.stages.custom_code import CustomCode, copy_plugins
 from lmforge.stages.enter_run import enter_run
-<<<<<<< HEAD
-=======
-from lmforge.stages.own_code import OwnCode, copy_plugins
->>>>>>> h-onceB
 from lmforge.stages.setup import build_trainer
 from lmforge.train.determinism import set_determinism
 from lmforge.train.inputs import ResumePoint, RunContext, RunInputs
@@ -49,11 +45,7 @@ class StageSpec:
     build_batches: Callable[[Trainer], BatchSource]
 
 
-<<<<<<< HEAD
-def run_stage(config: StageConfig, spec: StageSpec, custom: CustomCode = NO_CUSTOM_CODE) -> int:
-=======
-def run_stage(config: StageConfig, spec: StageSpec, own: OwnCode) -> int:
->>>>>>> h-onceB
+def run_stage(config: StageConfig, spec: StageSpec, custom: CustomCode) -> int:
     """Run a stage on the ranks that are there. Returns the exit status. See `run.pretrain`."""
     set_determinism(config.train.deterministic)
     if leave_out_ranks(config.parallel.model_parallel_size):
@@ -70,13 +62,8 @@ def run_stage(config: StageConfig, spec: StageSpec, own: OwnCode) -> int:
                 )
                 if point.step < config.train.steps:
                     estimator.check(dist_ctx)
-<<<<<<< HEAD
-                code = custom.open(config)
-            ctx = start_attempt(config, run, dist_ctx)
-=======
-                objective, callbacks = own.open(config)
+                objective, callbacks = custom.open(config)
             ctx = start_attempt(config, run, dist_ctx, callbacks)
->>>>>>> h-onceB
             final_phase, error = "failed", None
             try:
                 copy_plugins(ctx)

@@ -94,18 +94,9 @@ def search(
     too_large.sort(key=lambda each: each.device_bytes)
     finalists = []
     for each in fitting[:FINALISTS]:
-<<<<<<< HEAD
-        prediction = predict(resolve_reduction(each.setting, gpu.memory_bytes, usable), gpu, rates)
-        if prediction.device_bytes <= budget:
-            finalist = Candidate(
-                prediction.setting, prediction.device_bytes, prediction.step_seconds, _parts(prediction), prediction
-            )
-            finalists.append(finalist)
-=======
         full = predict(resolve_reduction(each.setting, gpu.memory_bytes, usable), gpu, rates)
         if full.device_bytes <= budget:
             finalists.append(Finalist(full.setting, full.device_bytes, full.step_seconds, full.parts, full))
->>>>>>> h-onceB
     finalists.sort(key=lambda each: each.step_seconds)
     return SearchResult(finalists, fitting, too_large, tried, refused, left_out)
 
@@ -182,23 +173,10 @@ def _on_straight_line(setting: Setting, gpu: GPU, rates: Rates) -> Candidate:
     """Memory and time by the straight line through two models of few blocks."""
     layers = setting.model.num_hidden_layers
     few, more = (count * setting.pipeline for count in FEW_BLOCKS)
-<<<<<<< HEAD
-    options: ParallelOptions = setting.options
-    once = can_reduce_once(setting)
-    for waits in (True, False) if once else (False,):
-        setting = setting.with_options(reduce_every_micro_batch=not waits)
-        if layers <= more:
-            prediction = predict(setting, gpu, rates)
-            result = Candidate(setting, prediction.device_bytes, prediction.step_seconds, _parts(prediction))
-        else:
-            low, high = (predict(replace(setting, model=_shorter(setting.model, count)), gpu, rates) for count in (few, more))
-            times = (layers - more) / (more - few)
-=======
     if layers <= more:
-        whole = predict(setting, gpu, rates)
-        return Candidate(setting, whole.device_bytes, whole.step_seconds, whole.parts)
+        prediction = predict(setting, gpu, rates)
+        return Candidate(setting, prediction.device_bytes, prediction.step_seconds, prediction.parts)
     low, high = (predict(replace(setting, model=_shorter(setting.model, count)), gpu, rates) for count in (few, more))
->>>>>>> h-onceB
 
     def line(below: float, above: float) -> float:
         return above + (layers - more) / (more - few) * (above - below)
