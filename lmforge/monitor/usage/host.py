@@ -98,12 +98,12 @@ class HostSampler:
 
     def _busiest(self) -> list[ProcessUsage]:
         """psutil keeps its Process objects, and in each the times of the last call of `cpu_percent`."""
-        usages = []
+        loads = []
         for process in psutil.process_iter():
             with suppress(psutil.Error):
-                usages.append((process.cpu_percent(), process))
+                loads.append((process.cpu_percent(), process))
         usages = []
-        busy = [(percent, process) for percent, process in usages if percent > 0]
+        busy = [(percent, process) for percent, process in loads if percent > 0]
         for percent, process in sorted(busy, key=lambda each: -each[0])[: self._num_processes]:
             with suppress(psutil.Error):
                 usages.append(ProcessUsage(process.pid, process.name(), percent, process.memory_info().rss))
