@@ -110,7 +110,7 @@ def _summary_line(row: dict[str, Any]) -> str:
         return f"{_words(row['swept'])}: {row['failed']}"
     step, mfu = row["step_seconds"]["median"], f", MFU {row['mfu']:.0%}" if row["mfu"] else ""
     beside = f" (predicted {_interval(speeds)})" if (speeds := row["predicted"].get("tokens_per_second_interval")) else ""
-    rates = f"{row['tokens_per_second']:,.0f} tokens/s{beside}, {1e3 * step:.0f} ms a step{mfu}, {row['memory_gib']:.2f} GiB"
+    rates = f"{row['tokens_per_second']:,.0f} tokens/s{beside}, {1e3 * step:.0f} ms per step{mfu}, {row['memory_gib']:.2f} GiB"
     return f"{_words(row['swept'])}: {rates}"
 
 
@@ -148,7 +148,7 @@ def _print_table(console: Console, rows: list[dict[str, Any]]) -> None:
     swept = list(rows[0].get("swept", {}))
     short = {name: name.rpartition(".")[2] for name in swept}
     options = list(short.values()) if len(set(short.values())) == len(swept) else swept
-    rates = ("tokens/s", "predicted", "ms a step", "TFLOP/s", "MFU", "GiB", "predicted")
+    rates = ("tokens/s", "predicted", "ms per step", "TFLOP/s", "MFU", "GiB", "predicted")
     titles, table, lines = [*options, *rates, *TIMED_PHASES, "comm."], Table(), list[str]()
     for at, name in enumerate(titles):
         table.add_column(name, justify="left" if at < len(swept) else "right")

@@ -277,7 +277,7 @@ class MixedDataset:
         return [SourceUse(int(a), int(b), float(c)) for a, b, c in zip(samples, tokens, epochs, strict=True)]
 
     def describe_phases(self) -> list[str]:
-        """A line a phase: its steps, mixture and sequence length, and what its change of length leaves unread."""
+        """A line per phase: its steps, mixture and sequence length, and what its change of length leaves unread."""
         lines = []
         for number, (phase, start) in enumerate(zip(self.phases, self._starts, strict=True)):
             first = start.sample // self._unit

@@ -64,7 +64,7 @@ class TokenSources:
             sequences = self._train_split(source, length).sequences_per_epoch
             masked = folder.split("train").quarantined.num_tokens
             words = f", {masked:,} of them in quarantine: sequences with any of those are padding" if masked else ""
-            lines.append(f"{folder.path}: {num_tokens:,} tokens{words}, {sequences:,} sequences an epoch")
+            lines.append(f"{folder.path}: {num_tokens:,} tokens{words}, {sequences:,} sequences per epoch")
         return "; ".join(lines)
 
     def training(self, global_batch_size: int) -> MixedDataset:

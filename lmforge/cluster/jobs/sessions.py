@@ -71,7 +71,7 @@ def find_hosts(plan: JobPlan) -> Hosts:
     if options.on != "ssh":
         return Hosts((None,), ((options.address or "localhost", options.port or free_port()),))
     if options.hosts is None:
-        raise UserError("launch.hosts: missing; with ssh give a file with a host a line, such as --hosts hosts.txt")
+        raise UserError("launch.hosts: missing; with ssh give a file of hosts, one per line: --hosts hosts.txt")
     names = read_hosts(options.hosts)
     if plan.nodes > len(names):
         raise UserError(f"launch.nodes = {plan.nodes}: {options.hosts} names {len(names)} hosts")
