@@ -1,6 +1,6 @@
 """`lmforge bench`: what a step of a recipe costs, for one recipe or a sweep over options or recipes; `trial.py` measures it.
 
-Beside what was measured stands what `lmforge plan` predicts for these ranks.
+The prediction of `lmforge plan` for these ranks is printed beside the measurement.
 """
 
 import json
@@ -22,7 +22,7 @@ from lmforge.config.verbs.sweep import sweep_combinations
 from lmforge.errors import RunFailed, UserError
 
 OUT_OF_MEMORY = "out of memory"
-# What a sweep may go over beside options: the recipe.
+# What a sweep may vary besides options: the recipe.
 RECIPE = "recipe"
 # Columns where standard output is no terminal: nothing is cut off, as two paths that begin alike would look the same.
 FILE_WIDTH = 10_000

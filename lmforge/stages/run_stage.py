@@ -126,7 +126,8 @@ def _train(
 
 
 def collective_timeout(config: StageConfig) -> timedelta:
-    """Longer than the watchdog waits: it reports who hangs and ends the ranks with their status, which NCCL would abort."""
+    """Longer than the watchdog waits: it reports which rank hangs and ends the ranks with its status, where NCCL would abort
+    them."""
     return max(cluster.CONTROL_TIMEOUT, timedelta(seconds=2 * (config.watch.timeout_seconds or 0.0)))
 
 

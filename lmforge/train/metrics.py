@@ -155,7 +155,7 @@ class ConsoleLogger:
             self._log_file.flush()
 
     def warn(self, line: str) -> None:
-        """One line for the reader that is not to be overlooked: on standard error too, where that is another place."""
+        """One line that must not be overlooked: printed on standard error too, if that goes elsewhere."""
         self.info(line)
         if self._is_rank0 and not self._console.is_terminal:
             print(f"lmforge: {line}", file=terminal_stderr(), flush=True)

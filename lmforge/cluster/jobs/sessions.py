@@ -214,7 +214,7 @@ def state(job: Job) -> tuple[JobState, str]:
 def stop(job: Job, now: JobState, kill: bool) -> None:
     """Have the job save and end on all hosts, or end it at once. Raises UserError naming hosts that do not answer.
 
-    Of a sweep, a run that is named by itself is ended or passed over, and the others go on; with `kill` they end too.
+    In a sweep, a run that is named individually is ended or skipped, and the others go on; with `kill` they end too.
     """
     if job.number is not None:
         atomic_write_text(_stop_file(job), "")
@@ -241,7 +241,8 @@ def _signal(sessions: Sequence[Session], ssh_options: Sequence[str], name: str) 
 
 
 def mpi_command(plan: JobPlan, hosts: Hosts) -> list[str]:
-    """The mpiexec that starts every rank, in the words of whose it is. Raises UserError where there is none."""
+    """The mpiexec command that starts every rank, with the options of its implementation. Raises UserError where there is
+    none."""
     options = plan.options
     mpiexec = shutil.which("mpiexec")
     if mpiexec is None:
