@@ -133,7 +133,7 @@ def _run(python: str, folder: Path, verb: str, name: str, *numbers: str) -> tupl
 
 
 ROWS = {
-    "samples a second": ("samples_a_second", 0),
+    "samples per second": ("samples_a_second", 0),
     "CPU s, main thread": ("main_thread_cpu", 4),
     "CPU s, all": ("all_cpu", 3),
     "start-up, s": ("start_seconds", 2),
@@ -155,13 +155,13 @@ def loaders_table(loaders: dict[str, Any]) -> list[str]:
 
 
 def lead(loaders: dict[str, Any]) -> str:
-    """What lmforge's samples a CPU second are of the best other that gives all that it gives."""
+    """What lmforge's samples per CPU second are of the best other that gives all that it gives."""
     cpu = {name: row["figures"]["all_cpu"]["median"] for name, row in loaders.items() if "figures" in row}
     others = {name: cpu[name] for name in cpu if name not in ("lmforge", FLOOR)}
     best = min(others, key=lambda name: others[name])
     main = loaders["lmforge"]["figures"]["main_thread_cpu"]["median"]
     share = main / 1000 * BATCH_SIZE / 0.1
     return (
-        f"lmforge gives {others[best] / cpu['lmforge']:.2f} times the samples a CPU second of {best}, the best that gives"
+        f"lmforge gives {others[best] / cpu['lmforge']:.2f} times the samples per CPU second of {best}, the best that gives"
         f" document ids, positions and a resumable order, and takes {share:.2%} of a main thread's step of 100 ms"
     )

@@ -338,7 +338,7 @@ def describe(contest: Contest) -> str:
     state_bytes = bytes_at_rest(contest.shape, 4 if contest.master_dtype == "fp32" else 2) / GIB
     again = ", activations computed again" if contest.activation_checkpointing != "none" else ""
     return (
-        f"{parameter_count(contest.shape).total:,} parameters, {contest.rows} × {contest.length} tokens a step in"
+        f"{parameter_count(contest.shape).total:,} parameters, {contest.rows} × {contest.length} tokens per step in"
         f" {contest.accumulation} micro-batches, {contest.dtype}, masters {contest.master_dtype}"
         f" ({state_bytes:.1f} GiB at rest){again}"
     )

@@ -1,4 +1,4 @@
-"""What `lmforge plan` predicts for this CPU beside what `lmforge bench` measures: tokens a second and live tensors at the peak.
+"""What `lmforge plan` predicts for this CPU beside what `lmforge bench` measures: tokens/s and live tensors at the peak.
 
 A round calibrates for one rank and for two, and then measures each configuration once, so that a prediction and what it is
 compared with come from the same minutes. Each is a process of its own. Medians over the rounds are reported.
@@ -155,7 +155,7 @@ def main() -> int:
         rounds = [one_round(Path(name), number, *measure, tiny=chosen.tiny) for number in range(chosen.rounds)]
     what = (
         f"{chosen.rounds} rounds of a calibration for one rank and for two ({chosen.seconds:g} s each) and of {chosen.steps}"
-        f" steps of each configuration; {chosen.threads} threads a rank; nothing compiled; MiB: resident memory of the process;"
+        f" steps of each configuration; {chosen.threads} threads per rank; nothing compiled; MiB: resident memory;"
         f" {time.perf_counter() - began:,.0f} s in all"
     )
     record = {"benchmark": "plan_cpu", "machine": about, "what": what, "rows": summarize_rounds(rounds)}

@@ -128,7 +128,7 @@ def main() -> int:
         tokens_of_stdlib(folder, files=20 if chosen.tiny else None, vocab_size=shape.vocab_size)
         what = (
             f"Llama of {parameter_count(shape).total:,} parameters, {shape.num_hidden_layers} layers of {shape.hidden_size},"
-            f" vocabulary {shape.vocab_size}; {rows} × {length} tokens a step, {chosen.threads} threads;"
+            f" vocabulary {shape.vocab_size}; {rows} × {length} tokens per step, {chosen.threads} threads;"
             f" {chosen.rounds} interleaved rounds of {chosen.seconds:g} s after {WARM_UP_STEPS} steps of warm-up;"
             " median (low–high), ratios in a round"
         )

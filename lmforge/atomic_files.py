@@ -1,8 +1,9 @@
-"""Atomic writes: a file or a folder appears under its name whole, or not at all, and outlives a power cut once it is there.
+"""Atomic writes: a file or a folder appears under its name complete or not at all, and survives a power failure once it is
+there.
 
-Every file that another process may read, or that a crash may not spoil, is written through this module. Heartbeats
-(monitor/heartbeat.py, overwritten in place) and resumable downloads (hub.py) are the exceptions and say why. Object stores
-have no rename: checkpoint/ writes the manifest last there. No torch here.
+Every file that another process may read, or that a crash must not damage, is written through this module. Heartbeats
+(monitor/heartbeat.py, overwritten in place) and resumable downloads (hub.py) are the exceptions and say why. Object stores have
+no rename: checkpoint/ writes the manifest last there. No torch here.
 """
 
 import errno

@@ -97,8 +97,8 @@ def _leave(status: int) -> NoReturn:
 
 
 def run(arguments: list[str]) -> int:
-    """Carry out a command line. Returns its exit status: 0; 1 for a failed run, or an exception that nobody foresaw; 2 for bad
-    input; 75 for a lost rank; 128 + signal."""
+    """Carry out a command line. Returns its exit status: 0; 1 for a failed run, or an unexpected exception; 2 for bad input; 75
+    for a lost rank; 128 + signal."""
     if "--debug" in arguments:
         os.environ[DEBUG_VARIABLE] = "1"
     debug = bool(os.environ.get(DEBUG_VARIABLE))
@@ -121,7 +121,7 @@ def run(arguments: list[str]) -> int:
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
     except BrokenPipeError:
-        # The reader of our output is gone (`| head`), and nothing more can be said: not on leaving either.
+        # The reader of our output is gone (`| head`): nothing more can be printed, not even at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 128 + signal.SIGPIPE
     except Exception as problem:
@@ -255,7 +255,7 @@ def _launch(command: list[str], chosen: Any, processes: int, group: NodeGroup | 
 
 
 def _foreseen(problem: Exception) -> UserError | RunFailed | None:
-    """What a library or the system refused, in words for the user; None where nobody foresaw it."""
+    """What a library or the system refused, in words for the user; None for an unexpected exception."""
     if isinstance(problem, OSError) and problem.errno in FILE_ERRNOS and problem.filename:
         return UserError(describe_os_error(problem, ""))
     if "torch" in sys.modules:
@@ -283,7 +283,7 @@ def _reports_errors() -> bool:
 def _print_error(line: str) -> None:
     """One line on standard error, from one rank only."""
     if _reports_errors():
-        # Values that came from outside are cut where they are named; what is left is bounded, and drives no terminal, here.
+        # Values from outside are truncated where they are named. Here the rest is bounded, and control characters are removed.
         printable = "".join(each if each.isprintable() else " " for each in line)
         printable = LONG_WORD.sub(lambda word: cut(word[0], MAX_WORD), printable)
         if len(printable) > MAX_LINE:

@@ -1,5 +1,5 @@
-"""The errors that a command ends with, and how messages write commands, sizes and numbers. Any other exception that escapes is
-a defect of ours (see `cli.run`)."""
+"""The errors that end a command, and how messages format commands, sizes and numbers. Any other exception that escapes is a
+defect of ours (see `cli.run`)."""
 
 import shlex
 import shutil

@@ -1,8 +1,8 @@
 """A lock that one process holds at a time, on any file system. No torch here.
 
 `flock` where the file system has it: the kernel releases it with the process, however that ends. Lustre and NFS may be mounted
-without it. There a file beside, which its holder touches again and again, is the lock; one that has not been touched for
-a while belongs to a process that has ended.
+without it. There the lock is a second file, which its holder touches repeatedly; one that has not been touched for a while
+belongs to a process that has ended.
 """
 
 import errno

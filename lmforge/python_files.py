@@ -1,5 +1,5 @@
-"""Python files of the user's own, of hooks and reward functions: imported by path, and what went wrong in them. Modules of
-ours that run in a process of their own."""
+"""Python files of the user, such as hooks and reward functions: imported by path, with their errors described. Also how modules
+of lmforge are started in a process of their own."""
 
 import importlib.util
 import sys

@@ -1,8 +1,8 @@
-"""Everything that a recipe chooses by name: one table for what lmforge brings and for what plugins add.
+"""Everything that a recipe chooses by name: one table for built-in names and for those of plugins.
 
 An entry has a kind (objective, optimizer, …), a name, an implementation that is imported when it is first used, and, if it has
-any, a class of options. Nothing here imports torch or knows what an entry does: `config/builtin_names.py` registers what
-lmforge brings, `plugins.py` loads files and packages of users, `config/extend.py` puts their options into the config classes.
+any, a class of options. Nothing here imports torch or knows what an entry does: `config/builtin_names.py` registers the
+built-in names, `plugins.py` loads files and packages of users, `config/extend.py` puts their options into the config classes.
 """
 
 import difflib
@@ -140,12 +140,12 @@ def register(kind: str, name: str, implementation: Any = None, *, options: type[
 
 
 def names(kind: str) -> list[str]:
-    """The names of a kind: first those that lmforge brings, each in the order of registration."""
+    """The names of a kind: first the built-in ones, each in the order of registration."""
     return [entry.name for entry in entries(kind)]
 
 
 def entries(kind: str | None = None) -> list[Entry]:
-    """Everything that is registered, or what is of a kind; what lmforge brings comes first."""
+    """Everything that is registered, or everything of a kind; built-in entries come first."""
     chosen = [entry for entry in _entries.values() if kind in (None, entry.kind)]
     return sorted(chosen, key=lambda entry: entry.origin != BUILT_IN)
 

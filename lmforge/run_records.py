@@ -93,8 +93,7 @@ def completion_tables(run_folder: Path) -> list[str]:
 
 
 def read_first_completions(run_folder: Path, table: str, limit: int) -> Iterator[CompletionRecord]:
-    """Those of rank 0 in the first `limit` lines of a table. Lines that are none are left out; of a missing file there are
-    none."""
+    """Those of rank 0 in the first `limit` lines of a table. Invalid lines are left out; a missing file has none."""
     path = completions_path(run_folder, table, 0)
     with suppress(OSError), open_file(path) as file:
         for line in islice(read_lines(file, MAX_COMPLETION_LINE_BYTES), limit):

@@ -2,7 +2,7 @@
 
     runs/NAME/
       recipe.toml        resolved and re-runnable       environment.json   versions, hardware, commit, command
-      metrics.jsonl      one object a log step          logs/attempt-1/    a file per rank
+      metrics.jsonl      one object per log step          logs/attempt-1/    a file per rank
       events.jsonl       starts, samples, faults, …     health/            a heartbeat per rank
       loss.png           the loss curve                 bad/               the samples of skipped steps
       report.html        all of it, to look at          checkpoints/step-00000100/, unless they are kept elsewhere

@@ -1,4 +1,4 @@
-"""The one door for what comes from outside: JSON and TOML that a user, a disk or the network hands in.
+"""The one reader of content from outside: JSON and TOML from a user, a disk or the network.
 
 `read_json`, `parse_json`, `read_toml` and `parse_toml` bound the size and the nesting of the content before they parse it,
 check it against a declared schema, and fail in one line that names the file and the field. A schema is anything that
@@ -152,7 +152,7 @@ def describe(problem: ValidationError) -> str:
 
 
 def first_error(problem: ValidationError) -> dict[str, Any]:
-    """The error to report. Where a required key is misspelt, that it is missing is the lesser half of the news."""
+    """The error to report. If a required key is misspelt, the unknown key is reported rather than the missing one."""
     return dict(min(problem.errors(), key=lambda error: error["type"] == "missing"))
 
 
@@ -188,7 +188,7 @@ def cut(text: str, limit: int = MAX_QUOTED) -> str:
 
 
 def name_problem(name: str) -> str | None:
-    """Why a run, whose directory has its name, cannot be called so; None where it can."""
+    """Why a run, whose directory has its name, cannot have this name; None if it can."""
     fits = len(name) <= MAX_NAME and len(name.encode()) <= MAX_NAME_BYTES
     if fits and re.fullmatch(r"\w[^/\\\x00-\x1f\x7f]*", name):
         return None

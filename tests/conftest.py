@@ -232,7 +232,7 @@ def without_shape(options: list[str]) -> list[str]:
 
 @pytest.fixture(scope="session")
 def tiny_options(tiny_tokens: Path) -> list[str]:
-    """Options of a run of 6 steps of 4 sequences of 48 tokens: 2 layers of width 32, grouped heads, fp32, one line a step."""
+    """Options of a run of 6 steps of 4 sequences of 48 tokens: 2 layers of width 32, grouped heads, fp32, one line per step."""
     chosen = {
         "data.folder": tiny_tokens,
         "data.sequence_length": 48,

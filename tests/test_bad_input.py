@@ -935,7 +935,7 @@ INTERLEAVED = "--parallel.pipeline_parallel_degree 2 --launch.processes 2 --para
         ),
         (
             INTERLEAVED + " --train.micro_batch_size 32",
-            "1 micro-batch a step, and its schedule needs a multiple of 2; use train.micro_batch_size = 16",
+            "1 micro-batch per step, and its schedule needs a multiple of 2; use train.micro_batch_size = 16",
         ),
         (
             "--parallel.pipeline_parallel_degree 4 --launch.processes 4 --train.micro_batch_size 16",

@@ -64,7 +64,7 @@ def test_a_sweep_has_a_row_for_every_combination_and_says_what_was_refused(lmfor
     rows = json.loads(done.stdout)
     lines = [line for line in done.stderr.splitlines() if " of 4  " in line]
     assert len(lines) == 8
-    assert re.fullmatch(r"1 of 4  .*: [\d,]+ tokens/s, \d+ ms a step, MFU \d+%, [\d.]+ GiB", lines[1])
+    assert re.fullmatch(r"1 of 4  .*: [\d,]+ tokens/s, \d+ ms per step, MFU \d+%, [\d.]+ GiB", lines[1])
     assert "5" in lines[3]
     swept = [tuple(row["swept"].values()) for row in rows]
     assert swept == [("1", "4"), ("1", "5"), ("2", "4"), ("2", "5")]
@@ -217,7 +217,7 @@ def test_in_a_narrow_terminal_rows_are_lines_of_text(
     assert any(line.startswith("│ a.toml") for line in wide)
     lines = printed(monkeypatch, capsys, rows, columns=80)
     assert not [line for line in lines if line.startswith("│")]
-    assert "recipe a.toml, tokens/s 1,000, predicted 900–1,300 (1.10), ms a step 100" in " ".join(lines)
+    assert "recipe a.toml, tokens/s 1,000, predicted 900–1,300 (1.10), ms per step 100" in " ".join(lines)
     assert "recipe b.toml, tokens/s out of memory" in lines
 
 

@@ -223,7 +223,7 @@ def test_a_dry_run_prints_the_recipe_and_the_arithmetic_and_touches_nothing(tmp_
     resolved = validate_options(PretrainConfig, tomllib.loads(recipe))
     assert (resolved.run.name, resolved.train.micro_batch_size, resolved.launch.processes) == ("a", 3, 2)
     assert (
-        "24 sequences × 64 tokens = 1,536 tokens a step = 2 data-parallel ranks × 4 micro-batches × 3 sequences" in arithmetic
+        "24 sequences × 64 tokens = 1,536 tokens per step = 2 data-parallel ranks × 4 micro-batches × 3 sequences" in arithmetic
     )
     assert "1,000 steps = 1,536,000 tokens" in arithmetic
     assert [entry.name for entry in tmp_path.iterdir()] == ["a.toml"]

@@ -78,7 +78,7 @@ def test_an_option_beyond_its_bound_is_refused_by_name(
             "model, gradients, optimizer and activations",
         ),
         (["--train.global_batch_size", 2**24, "--data.sequence_length", 2**12], "; use a smaller "),
-        (["--train.global_batch_size", 2**24, "--data.sequence_length", 2**26], "more than 68,719,476,736 tokens a step"),
+        (["--train.global_batch_size", 2**24, "--data.sequence_length", 2**26], "more than 68,719,476,736 tokens per step"),
         (["--train.threads", 4096], "train.threads = 4096: this process may use"),
         (["--launch.processes", 2**20, "--train.global_batch_size", 2**20], "1,048,576 processes: this machine has"),
     ],

@@ -61,7 +61,7 @@ def test_a_recipe_is_shown_resolved_with_its_batch_arithmetic(tmp_path: Path, ti
     tokens = TokenFolder.open(tiny_tokens).split("train").num_tokens
     assert (
         line(shown, "batch")
-        == "batch      10 sequences × 50 tokens = 500 tokens a step = 1 data-parallel rank × 1 micro-batches × 10 sequences"
+        == "batch      10 sequences × 50 tokens = 500 tokens per step = 1 data-parallel rank × 1 micro-batches × 10 sequences"
     )
     assert line(shown, "run   ") == "run        200 steps = 100,000 tokens"
     assert line(shown, "data   ") == f"data       {tiny_tokens}: {tokens:,} tokens, so {100_000 / tokens:.2f} epochs"

@@ -2,9 +2,9 @@
 
 Begin with `step_timing.py` (`lmforge bench`; `trial.py` times one recipe); `doctor/` is `lmforge doctor`: what this machine
 has. `parity.py` trains a small model under each strategy and compares it with one process, `parity_table.py` prints that
-(`lmforge doctor --parity`); `calibrate.py` measures what plans take in the place of data sheets (`lmforge bench --calibrate`);
-`live_memory.py` counts live tensors at the peak of a step; `activation_tracker.py` measures the activations that a forward
-pass leaves.
+(`lmforge doctor --parity`); `calibrate.py` measures the constants that plans use instead of data sheets (`lmforge bench
+--calibrate`); `live_memory.py` counts live tensors at the peak of a step; `activation_tracker.py` measures the activations that
+a forward pass leaves.
 
 For others: `bench`, `doctor/`. The tests of the strategies use `parity` and `activation_tracker` too.
 

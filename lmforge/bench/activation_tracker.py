@@ -19,8 +19,8 @@ _COLLECTIVE_NAMESPACES = ("c10d", "fsdp")
 class ActivationTracker(TorchDispatchMode):
     """Tracks the memory that operators allocate inside this context, without keeping it alive.
 
-    Parameters, batches and everything else that existed before do not count, nor do gathered parameters. Operators in
-    compiled code are not seen: of FlexAttention, which is compiled in any case, the output counts, and the log-sum-exp not.
+    Parameters, batches and everything else that existed before do not count, nor do gathered parameters. Operators in compiled
+    code are not seen: of FlexAttention, which is always compiled, the output counts, but not the log-sum-exp.
     """
 
     # FlexAttention is one.

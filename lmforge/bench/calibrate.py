@@ -1,7 +1,7 @@
 """`lmforge bench --calibrate`: measures what `lmforge plan --calibration` takes, in about two minutes, and writes one file.
 
-All ranks measure at the same time: on a CPU they share cores and memory, as ranks that train do. What is measured of
-collectives and disks is measured as `lmforge doctor` does. The form of the file is in plan/calibration.py.
+All ranks measure at the same time: on a CPU they share cores and memory, as ranks that train do. Collectives and disks are
+measured in the same way as by `lmforge doctor`. The form of the file is in plan/calibration.py.
 """
 
 import math
@@ -27,7 +27,7 @@ from lmforge.plan.activations import num_mask_elements
 from lmforge.plan.calibration import COLLECTIVES, UNITS, VERSION, Calibration, Measurement
 from lmforge.runs import describe_environment, is_local, processor_name
 
-# With fewer seconds for everything the largest of each size are left out.
+# With less time than this in all, the largest sizes are left out.
 FEW_SECONDS = 10.0
 # What is computed in turn lies in more memory than caches hold: in a step, operands come from memory too. With two small
 # operands in a CPU's caches, products were 15 % and element-wise operators 5 times faster than in a step.
@@ -146,7 +146,7 @@ def _measurement(what: str, value: float, dtype: str | None = None, **sizes: int
 
 
 def _measure_disk(config: BenchConfig) -> dict[str, float]:
-    """Bytes/s to and from where checkpoints of the recipe go; nothing of an object store."""
+    """Bytes/s written to and read from the recipe's checkpoint folder; nothing for an object store."""
     folder = checkpoint_folder(config)
     if not is_local(folder):
         return {}
@@ -189,8 +189,8 @@ class _Stopwatch:
         yield from self._memory()
 
     def _time(self, call: Callable[[], object]) -> float:
-        """Seconds of a call: the median of many. On a CPU with one thread only the time in which it ran counts, for what other
-        programs take is not the device's."""
+        """Seconds of a call: the median of many. On a CPU with one thread only the time in which it ran counts, without the
+        time that other programs take."""
         clock = time.thread_time if not self._on_gpu and torch.get_num_threads() == 1 else time.perf_counter
         call()
         self._synchronize()

@@ -1,5 +1,5 @@
-"""Bytes of live tensors at the peak of a step on a CPU, as its allocator is asked for them: without what it keeps, and without
-the process. For GPUs torch counts them itself."""
+"""Bytes of live tensors at the peak of a step on a CPU, as requested from its allocator: without memory that the allocator
+caches, and without the rest of the process. For GPUs torch counts them itself."""
 
 import gc
 from collections.abc import Sequence

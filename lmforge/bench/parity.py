@@ -84,7 +84,7 @@ class ParityResult:
 
 @dataclass(frozen=True)
 class ParityData:
-    """Random data from a seed: `sequences` of `sequence_length` tokens a step, ragged; some have no label at all."""
+    """Random data from a seed: `sequences` of `sequence_length` tokens per step, ragged; some have no label at all."""
 
     sequences: int
     sequence_length: int = 64

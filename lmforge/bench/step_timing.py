@@ -1,6 +1,6 @@
 """`lmforge bench`: what a step of a recipe costs, for one recipe or a sweep over options or recipes; `trial.py` measures it.
 
-Beside what was measured stands what `lmforge plan` predicts for these ranks.
+The prediction of `lmforge plan` for these ranks is printed beside the measurement.
 """
 
 import json
@@ -22,7 +22,7 @@ from lmforge.config.verbs.sweep import sweep_combinations
 from lmforge.errors import RunFailed, UserError
 
 OUT_OF_MEMORY = "out of memory"
-# What a sweep may go over beside options: the recipe.
+# What a sweep may vary besides options: the recipe.
 RECIPE = "recipe"
 # Columns where standard output is no terminal: nothing is cut off, as two paths that begin alike would look the same.
 FILE_WIDTH = 10_000
@@ -110,7 +110,7 @@ def _summary_line(row: dict[str, Any]) -> str:
         return f"{_words(row['swept'])}: {row['failed']}"
     step, mfu = row["step_seconds"]["median"], f", MFU {row['mfu']:.0%}" if row["mfu"] else ""
     beside = f" (predicted {_interval(speeds)})" if (speeds := row["predicted"].get("tokens_per_second_interval")) else ""
-    rates = f"{row['tokens_per_second']:,.0f} tokens/s{beside}, {1e3 * step:.0f} ms a step{mfu}, {row['memory_gib']:.2f} GiB"
+    rates = f"{row['tokens_per_second']:,.0f} tokens/s{beside}, {1e3 * step:.0f} ms per step{mfu}, {row['memory_gib']:.2f} GiB"
     return f"{_words(row['swept'])}: {rates}"
 
 
@@ -148,7 +148,7 @@ def _print_table(console: Console, rows: list[dict[str, Any]]) -> None:
     swept = list(rows[0].get("swept", {}))
     short = {name: name.rpartition(".")[2] for name in swept}
     options = list(short.values()) if len(set(short.values())) == len(swept) else swept
-    rates = ("tokens/s", "predicted", "ms a step", "TFLOP/s", "MFU", "GiB", "predicted")
+    rates = ("tokens/s", "predicted", "ms per step", "TFLOP/s", "MFU", "GiB", "predicted")
     titles, table, lines = [*options, *rates, *TIMED_PHASES, "comm."], Table(), list[str]()
     for at, name in enumerate(titles):
         table.add_column(name, justify="left" if at < len(swept) else "right")

@@ -62,7 +62,7 @@ class DetectorState(TypedDict):
 
 @dataclass(frozen=True)
 class Manifest:
-    """What a checkpoint says of itself.
+    """The manifest of a checkpoint.
 
     plan_hash           of what the sequences before that depend on (MixedDataset.plan_at)
     data_plan           what it is a hash of

@@ -42,7 +42,7 @@ class CorruptCheckpoint(UserError):
 
 
 def unreadable(problem: OSError, path: Path) -> CorruptCheckpoint:
-    """What is raised where the file `path` of a checkpoint cannot be read. It is called by its name alone."""
+    """The error for a file of a checkpoint that cannot be read; it gives the name of `path` without its folder."""
     return CorruptCheckpoint(describe_os_error(problem, path).removeprefix(f"{path.parent}/"))
 
 

@@ -106,7 +106,7 @@ SLURM = Launcher(
     ("SLURM_NODEID",),
 )
 LAUNCHERS = {launcher.name: launcher for launcher in (TORCHRUN, LSF, OPENMPI, MPICH, SLURM, PALS)}
-# Launchers that are recognised and not understood: the variable that shows them → who sets it, and its number of processes.
+# Launchers that are recognized but not supported: the variable that shows them → who sets it, and its number of processes.
 UNKNOWN_LAUNCHERS = {
     "MV2_COMM_WORLD_RANK": ("mpirun of MVAPICH2", "MV2_COMM_WORLD_SIZE"),
     "FLUX_TASK_RANK": ("flux run", "FLUX_JOB_SIZE"),
@@ -118,7 +118,7 @@ UNKNOWN_LAUNCHERS = {
 
 
 def read_environment(environ: Mapping[str, str], requested: str = "auto") -> RankInfo:
-    """Who this process is, by the variables of its launcher: of the `requested` one, or of the one that is found.
+    """The rank of this process, by the variables of its launcher: of the `requested` one, or of the one that is found.
 
     Raises UserError where variables are missing, contradict each other, or are those of a launcher that is not understood.
     """

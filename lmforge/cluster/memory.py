@@ -82,7 +82,7 @@ def check_fits(
 
     `way` says what to do, or computes it from the number of free bytes. `num_ranks` of this host ask at the same time.
 
-    Asked before anything is built: the kernel would let it begin, and then kill the process without a word.
+    Asked before anything is built: the kernel would let it begin, and then kill the process without a message.
     """
     available = available_memory(device, num_ranks)
     swap = 0 if device.type == "cuda" else read_kib_table(Path("/proc/meminfo")).get("SwapFree", 0)

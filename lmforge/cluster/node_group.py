@@ -31,7 +31,7 @@ from lmforge.errors import EXIT_PEER_LOST, PeerLost, UserError, name_some
 from lmforge.untrusted import cut, quoted
 
 JOIN_SECONDS = 600.0
-# A node whose launcher has not been heard of for so long is lost, and so is the first one that does not answer.
+# A node whose launcher has sent no heartbeat for so long is lost, and so is the first node if it does not answer.
 LOST_AFTER_SECONDS = 60.0
 BEAT_SECONDS = 2.0
 # What ranks have to end by themselves once another node's have failed; and again, after SIGTERM.

@@ -14,7 +14,7 @@ RESTARTS_VARIABLE = "TORCHELASTIC_RESTART_COUNT"
 
 
 def read_rank_info(environ: Mapping[str, str] = os.environ) -> RankInfo:
-    """Who this process is, by its launcher's variables, or those of the launcher that `--environment` names.
+    """The rank of this process, by its launcher's variables, or those of the launcher that `--environment` names.
 
     Raises UserError where they are incomplete, contradict each other, or are not understood.
     """

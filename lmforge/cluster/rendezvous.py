@@ -1,8 +1,8 @@
 """Where the ranks of Slurm, MPI and LSF meet: the hosts of the job, and the free port that rank 0 tells the others.
 
 torchrun sets MASTER_ADDR and MASTER_PORT. Elsewhere rank 0 takes a free port for the store, and answers on one of a few ports
-that follow from the job's identity; the others ask there, on the first hosts of the job. Who answers for another job is passed
-over, so two jobs on one host do not meet. Both variables are used as they are where a batch script has set them. No torch here.
+that follow from the job's identity; the others ask there, on the first hosts of the job. Answers for other jobs are ignored, so
+two jobs on one host do not meet. Both variables are used as they are where a batch script has set them. No torch here.
 """
 
 import hashlib

@@ -20,7 +20,7 @@ CONNECT_SECONDS = 5.0
 
 
 def wait_until(reached: Callable[[], bool], seconds: float = math.inf, report: Callable[[float], str] | None = None) -> bool:
-    """Ask `reached` again and again until it says so. Returns False where it has not after `seconds`.
+    """Poll `reached` until it returns True. Returns False if it has not after `seconds`.
 
     report: gives a line for standard error from the seconds waited so far. It is printed after REPORT_AFTER_SECONDS, and again
         each time the wait has doubled.

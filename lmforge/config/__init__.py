@@ -1,4 +1,4 @@
-"""Every option of every command: its type, default, bounds and meaning. To read this package is to read the manual.
+"""Every option of every command: its type, default, bounds and meaning.
 
 Begin with `sections.py` (the sections that all training stages share), then `stage.py` (the stages, pretraining), `tuning.py`
 (fine-tuning), `align.py` (alignment), and `verbs/` (the other commands). `options.py` declares, parses and

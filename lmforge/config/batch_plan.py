@@ -33,7 +33,7 @@ class BatchPlan:
         ranks = f"{self.data_parallel_size} data-parallel {'rank' if self.data_parallel_size == 1 else 'ranks'}"
         padding = self.data_parallel_size * self.local_batch_size - self.global_batch_size
         return (
-            f"{self.global_batch_size} sequences × {self.sequence_length} tokens = {self.tokens:,} tokens a step"
+            f"{self.global_batch_size} sequences × {self.sequence_length} tokens = {self.tokens:,} tokens per step"
             f" = {ranks} × {self.accumulation} micro-batches × {self.micro_batch_size} sequences"
             + (f", of which {padding} {'is' if padding == 1 else 'are'} padding" if padding else "")
         )

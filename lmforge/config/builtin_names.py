@@ -1,7 +1,7 @@
-"""The names that lmforge brings, and what each stands for, which is imported when it is first used. No torch here.
+"""The built-in names, and the implementation of each, which is imported when it is first used. No torch here.
 
-They go through the same door as those of plugins: `registry.register`. Which kinds there are, and what an implementation is
-called with, is in docs/extending.md.
+They are registered in the same way as those of plugins, with `registry.register`. Which kinds there are, and what an
+implementation is called with, is in docs/extending.md.
 """
 
 from typing import Any
@@ -63,7 +63,7 @@ BUILT_IN_NAMES: dict[str, dict[str, str]] = {
     },
     "reward": {"python_code": "lmforge.rewards.builtin:python_code"},
 }
-# What others have to know of a name without importing what it stands for (docs/extending.md).
+# What must be known about a name without importing its implementation (docs/extending.md).
 FACTS: dict[tuple[str, str], dict[str, Any]] = {
     ("optimizer", "adamw"): {"reads_found_inf": True},
     ("optimizer", "muon"): {"reads_found_inf": True, "needs_matrices": True},

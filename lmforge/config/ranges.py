@@ -1,4 +1,4 @@
-"""How large each kind of number may be, in options and in model configs: wider than on any machine there is, and never open.
+"""How large each kind of number may be, in options and in model configs: wider than any machine needs, and never unbounded.
 
 A number without a bound is a job without an end, or a size that overflows where sizes are multiplied. Each range is a dict of
 pydantic's bounds: `steps: int = option(1000, "…", **COUNT)`. Whether sizes fit together into memory is checked later, by

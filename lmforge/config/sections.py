@@ -337,7 +337,7 @@ class ValidationOptions(Options):
     sequences: int = option(64, "validation sequences, evenly spaced over the split and always the same", **COUNT)
     at_start: bool = option(False, "validate before the first step too")
     tasks: tuple[Path, ...] = option(
-        (), "files of questions, one JSON object a line, scored at each validation, as by `lmforge evaluate --tasks`"
+        (), "files of questions, one JSON object per line, scored at each validation, as by `lmforge evaluate --tasks`"
     )
     task_limit: int | None = option(None, "use only the first N questions of each task (default: all)", **COUNT)
     num_fewshot: int = option(0, "examples before each question: the first others of its file", **COUNT_OR_0)

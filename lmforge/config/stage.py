@@ -99,7 +99,7 @@ class StageConfig(Options):
             yield f"train.global_batch_tokens = {tokens} is not a multiple of data.sequence_length = {length}; nearest: {near}"
         size, most = self.train.global_batch_size or DEFAULT_GLOBAL_BATCH_SIZE, TOKENS["le"]
         if not tokens and size * length > most:
-            yield f"train.global_batch_size = {size} x data.sequence_length = {length}: more than {most:,} tokens a step"
+            yield f"train.global_batch_size = {size} x data.sequence_length = {length}: more than {most:,} tokens per step"
         warmup = self.schedule.warmup(self.train.steps)
         decay = (self.schedule.decay_steps or 0) if self.schedule.name == "warmup-stable-decay" else 0
         if self.train.epochs is None and warmup + decay > self.train.steps:

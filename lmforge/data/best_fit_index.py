@@ -41,7 +41,7 @@ from lmforge.untrusted import MAX_MANIFEST_BYTES, parse_json
 
 # Raised whenever the same tokens would give other sequences, or other files.
 BEST_FIT_VERSION = 1
-# What a group holds, about: enough that hardly a place of its sequences stays empty, 16 MB of tokens at 2,048.
+# Approximate size of a group: large enough that its sequences have hardly any padding. 16 MB of tokens at a length of 2,048.
 GROUP_SEQUENCES = 4096
 
 
@@ -93,7 +93,7 @@ def best_fit_lengths(folder: TokenFolder) -> list[int]:
 
 
 def describe_best_fit(folder: TokenFolder, sequence_length: int) -> str:
-    """What there is of an index, or what is wrong with it, in a line. It is optional: a folder is used without it too."""
+    """A line that describes an index, or says what is wrong with it. A folder can be used without an index."""
     try:
         return BestFitIndex.open(folder, sequence_length).describe()
     except UserError as problem:
@@ -242,12 +242,12 @@ class BestFitIndex:
 
     @property
     def fill(self) -> float:
-        """The part of all places in sequences that holds a token."""
+        """The fraction of all positions in sequences that hold a token."""
         placed = self._first_tokens[-1] - sum(entry.documents for entry in self.folder.manifest.splits[TRAIN_SPLIT])
         return placed / max(1, self.num_sequences * self.manifest.sequence_length)
 
     def describe(self) -> str:
-        """What there is of it, in words."""
+        """A description, in words."""
         length = self.manifest.sequence_length
         return f"{self.num_sequences:,} sequences of {length:,} tokens, {self.fill:.2%} filled"
 

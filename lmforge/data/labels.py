@@ -1,4 +1,4 @@
-"""What the whole project agrees on about labels: which value is not scored, and how many are scored at a time. No torch."""
+"""Conventions for labels: which value is not scored, and how many labels are scored at a time. No torch."""
 
 # torch's own default: a label of this value adds nothing to a loss.
 IGNORE_INDEX = -100

@@ -33,8 +33,8 @@ class BatchLoader(AbstractContextManager["BatchLoader"]):
     The global batch of step k is the samples k·B … (k + 1)·B − 1 of the dataset, B = `global_batch_size`. Data-parallel rank r
     of W (`data_parallel_rank_and_size` in parallel/dims.py) takes the r-th of W contiguous parts of it, in micro-batches of
     `micro_batch_size`. So the global batch is the same for any number of ranks. Where it does not divide, the first parts have
-    one sequence more, and all ranks as many micro-batches of one size: the rest is padding, of which nothing is scored. With
-    `rng_seed` batches have keys to draw randomness from. Raises ValueError for a rank without a sequence.
+    one sequence more, and all ranks have the same number of micro-batches of one size; the rest is padding, which is not
+    scored. With `rng_seed` batches have keys to draw randomness from. Raises ValueError for a rank without a sequence.
 
     `data_wait_seconds` is the total time for which callers of `batches` waited. Close it, or use it in a `with`.
     """

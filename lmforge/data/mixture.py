@@ -277,7 +277,7 @@ class MixedDataset:
         return [SourceUse(int(a), int(b), float(c)) for a, b, c in zip(samples, tokens, epochs, strict=True)]
 
     def describe_phases(self) -> list[str]:
-        """A line a phase: its steps, mixture and sequence length, and what its change of length leaves unread."""
+        """A line per phase: its steps, mixture and sequence length, and what its change of length leaves unread."""
         lines = []
         for number, (phase, start) in enumerate(zip(self.phases, self._starts, strict=True)):
             first = start.sample // self._unit
@@ -308,7 +308,7 @@ class MixedDataset:
     # --- what a checkpoint remembers -----------------------------------------------------------------------------------
 
     def plan_at(self, n: int) -> DataPlan:
-        """All that the samples before n depend on, as JSON: the phases that they belong to, and no later ones; and names."""
+        """All that the samples before n depend on, as JSON: their phases, without later ones, and the names of sources."""
         digests = [dataset.name for dataset in self.phases[0].datasets]
         plan = DataPlan(version=MIXTURE_VERSION, seed=self._seed, unit=self._unit, phases=[])
         for number, first, last in self._pieces(0, n):
@@ -332,7 +332,7 @@ TrainingDataset = PackedDataset | MixedDataset
 
 
 def describe_plan_change(then: DataPlan, now: DataPlan) -> str | None:
-    """What of the phases up to a sample is another than in an earlier `plan_at` of that sample; None where that is the same."""
+    """How the phases up to a sample differ from an earlier `plan_at` of that sample; None if they are the same."""
     if "phases" not in then or "phases" not in now or [then.get(name) for name in FIXED] != [now.get(name) for name in FIXED]:
         return None
     for number, (old, new) in enumerate(zip(then["phases"], now["phases"], strict=False), start=1):

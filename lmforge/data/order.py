@@ -119,7 +119,7 @@ class Lanes:
 def windowed_permutation(
     n: int, key: int, *, chunk: int, window: int, lanes: Lanes | None = None, start: int = 0
 ) -> Permutation:
-    """A bijection of 0..n-1 as `permutation` gives one, whose neighbouring positions are near each other in few places.
+    """A bijection of 0..n-1 as `permutation` gives one, whose neighbouring positions have values that are close together.
 
     The values are cut into chunks of `chunk`, and the chunks permuted. Each `window` of them that come after one another are
     permuted as a whole, so that `window` · `chunk` positions need only these. What is left over from whole chunks belongs to

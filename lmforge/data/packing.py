@@ -5,7 +5,7 @@ n·L … n·L + L. The last of them is only a label here and the first input of 
 exactly once. Attention, positions and labels stop at each document's end.
 
 Best-fit packing: whole documents, or spans of those that are longer than a sequence. Which of them share a sequence is chosen
-so that hardly a place stays empty. The token after a span is only a label, so here too every transition within a document is
+so that there is hardly any padding. The token after a span is only a label, so here too every transition within a document is
 scored exactly once. Only the algorithm is here; for token shards its result is stored (best_fit_index.py).
 """
 
@@ -178,7 +178,7 @@ def best_fit(sizes: np.ndarray, capacity: int) -> tuple[np.ndarray, np.ndarray]:
 
 @dataclass(frozen=True)
 class ConcatPacking(Packing):
-    """The sequences of a split under concat packing. Those that `overlap_damage` of their tokens is true of are all padding."""
+    """The sequences of a split under concat packing. A sequence is all padding if `overlap_damage` is true for its tokens."""
 
     split: TokenReader
     sequence_length: int

@@ -174,7 +174,8 @@ class Tokenizer:
 
     @contextmanager
     def _library_errors(self, what: str) -> Iterator[None]:
-        """What the library raises as UserError: nothing narrower than Exception, and panics of Rust, which are none."""
+        """What the library raises as UserError: nothing narrower than Exception, and panics of Rust, which are not derived from
+        it."""
         try:
             yield
         except BaseException as error:

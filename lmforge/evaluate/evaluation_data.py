@@ -25,8 +25,8 @@ def open_evaluation_dataset(
 ) -> tuple[PackedDataset, str]:
     """Sequences of `sequence_length` tokens of one or more sources, by name, and the name of the split. Raises UserError.
 
-    A token folder gives `split`. Several are joined, less those without it. Files give all of their content (split "all"),
-    tokenized with the model's tokenizer; attention stays within a document or conversation.
+    A token folder gives `split`. Several folders are joined, without those that lack it. Files give all of their content (split
+    "all"), tokenized with the model's tokenizer; attention stays within a document or conversation.
     """
     if len(sources) == 1:
         data = next(iter(sources.values()))

@@ -89,7 +89,7 @@ def load_task(path: str | Path) -> QuestionTask:
     """The task of a file. Raises UserError, with file and record, for one that is not as described above."""
     questions = [_parse_question(record, number, where) for number, (where, record) in enumerate(read_records(path), start=1)]
     if not questions:
-        raise UserError(f"{path}: no questions; give one JSON object a line")
+        raise UserError(f"{path}: no questions; give one JSON object per line")
     for each in questions:
         if bool(each.choices) != bool(questions[0].choices):
             first, other = ("choices", "none") if questions[0].choices else ("no choices", "some")

@@ -1,4 +1,4 @@
-"""Load a trained model by its name alone: a run, a checkpoint, a Hugging Face folder or hub name, or a PEFT folder."""
+"""Load a trained model by name: a run, a checkpoint, a Hugging Face folder or hub name, or a PEFT folder."""
 
 from collections.abc import Callable, Mapping
 from contextlib import suppress

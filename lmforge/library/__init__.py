@@ -1,4 +1,4 @@
-"""The functions of `import lmforge` for programs: each is a thin door to what the command line uses too.
+"""The functions of `import lmforge` for programs: each is a thin layer over what the command line uses too.
 
 `models.py`: models, text, evaluation and files; `training.py`: a whole stage; `custom_loop.py`: its parts for a loop of one's
 own. What is public, and what its versions promise, is in docs/library.md. `lmforge/__init__.py` names it, and imports these

@@ -1,4 +1,4 @@
-"""Models and what is done with them, for programs: build, load, generate, evaluate, save, export."""
+"""Functions on models, for programs: build, load, generate, evaluate, save, export."""
 
 from collections.abc import Sequence
 from functools import partial
@@ -72,7 +72,8 @@ def generate_text(
     top_p: float = 1.0,
     seed: int = 0,
 ) -> list[str]:
-    """What the model writes after each prompt, without the prompt. A seed always gives the same; temperature 0 is greedy."""
+    """The text that the model generates after each prompt, without the prompt. The same seed gives the same text; temperature 0
+    is greedy."""
     completions = engine.generate(
         model.model,
         model.tokenizer,
@@ -122,7 +123,7 @@ def save_model(
     dtype: str | None = None,
     overwrite: bool = False,
 ) -> None:
-    """Write a model that is in memory as a Hugging Face folder, whole or not at all.
+    """Write a model that is in memory as a Hugging Face folder, complete or not at all.
 
     model      of a `ParallelModel` every rank calls it, and rank 0 writes; not of engine fsdp1 or a pipeline
     tokenizer  of `open_tokenizer`, written beside the weights; None: of a `LoadedModel` its own, else none

@@ -1,8 +1,8 @@
 """Which rank of an attempt failed first, and with what: by cause, then by the clock.
 
-When one rank fails, all others fail too: they lose it, or time out. Their errors come later and are more. So the error of a
-rank that failed by itself goes before that of a rank that says it lost another, whatever the clocks of the hosts say. A rank
-that was killed says nothing: its heartbeat stops.
+When one rank fails, all others fail too: they lose it, or time out. Their errors come later, and there are more of them. So the
+error of a rank that failed by itself comes before that of a rank that lost another one, whatever the clocks of the hosts say. A
+rank that was killed says nothing: its heartbeat stops.
 """
 
 import os
@@ -128,7 +128,7 @@ def _names_peer(lines: Sequence[LogLine]) -> bool:
 
 
 def _vanished(rank: RankStatus) -> Failure:
-    """A rank whose process ended without a word."""
+    """A rank whose process ended without a message in its log."""
     what = f"nothing in its log: killed, out of host memory, or its host is down (process {rank.process} is {rank.state})"
     return Failure(
         "vanished",

@@ -41,7 +41,7 @@ def rank_logs(attempt_folder: Path) -> dict[int, Path]:
 
 
 def printable(line: bytes) -> str:
-    """A line as text that drives no terminal: without escape sequences, other control characters as dots.
+    """A line as text that is safe to print on a terminal: without escape sequences, other control characters as dots.
 
     Of what was written over itself with carriage returns, such as a progress bar, the last state is left.
     """

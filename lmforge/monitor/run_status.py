@@ -1,6 +1,6 @@
 """The state of a run, from its directory alone: heartbeats, the end of metrics.jsonl, what its hosts publish.
 
-For whatever shows a run, on any machine that sees the directory. Nothing is written, and no rank is asked.
+It serves every command that shows a run, on any machine that sees the directory. Nothing is written, and no rank is asked.
 """
 
 import time

@@ -1,9 +1,9 @@
 """Stragglers: ranks whose own work in a phase takes clearly longer than that of the others.
 
-Fast ranks wait for slow ones inside the same phases, so that phase times alone accuse the wrong rank. A rank's own
-seconds are compared. On a CPU, waiting is measured in torch's `Work.wait` and subtracted. On a GPU, events time the phases of
-one step in each interval; there `forward` and `backward` include waiting in the all-gathers of sharding, which makes
-ranks look alike, but never a fast one slow.
+Fast ranks wait for slow ones inside the same phases, so that phase times alone point to the wrong rank. A rank's own seconds
+are compared. On a CPU, waiting is measured in torch's `Work.wait` and subtracted. On a GPU, events time the phases of one step
+in each interval; there `forward` and `backward` include waiting in the all-gathers of sharding, which makes ranks look alike,
+but never a fast one slow.
 """
 
 import statistics

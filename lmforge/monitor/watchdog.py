@@ -52,7 +52,7 @@ class _Stall:
 class Watchdog:
     """Watches this rank. `folder` is for heartbeats; reports go to standard error and to `log_path`, stacks beside it.
 
-    `add_event(kind, step, **fields)` keeps what the rank that reports a stall says of it.
+    `add_event(kind, step, **fields)` keeps what the rank that reports a stall says about it.
     """
 
     def __init__(

@@ -75,7 +75,7 @@ class FSDP2Model(ParallelModel):
             block.set_modules_to_backward_prefetch(blocks[max(0, number - num_blocks) : number][::-1])
 
     def micro_batch_context(self, is_last: bool) -> AbstractContextManager[Any]:
-        # Copies of the model sum their gradients once a step, whatever is reduced within a copy.
+        # Copies of the model sum their gradients once per step, whatever is reduced within a copy.
         self._root.set_requires_all_reduce(is_last)
         if self._reduces_once:
             self._root.set_requires_gradient_sync(is_last)

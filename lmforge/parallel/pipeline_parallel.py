@@ -107,7 +107,7 @@ class PipelineModel(FSDP2Model):
 
     @property
     def description(self) -> str:
-        schedule = "1F1B" if len(self._stages) == 1 else f"interleaved 1F1B with {len(self._stages)} stages a rank"
+        schedule = "1F1B" if len(self._stages) == 1 else f"interleaved 1F1B with {len(self._stages)} stages per rank"
         return f"{super().description}, {schedule}"
 
     def _apply_fsdp(self, root: nn.Module) -> None:

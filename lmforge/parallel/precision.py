@@ -106,7 +106,7 @@ def choose_compile(config: StageConfig, device: torch.device, steps: int) -> tup
         return False, reason
     if device.type == "cpu" and steps < MIN_STEPS_TO_COMPILE:
         return False, f"fewer than {MIN_STEPS_TO_COMPILE} steps would not repay the compilation"
-    return True, "one graph a block"
+    return True, "one graph per block"
 
 
 def compiled_graph_count() -> int:

@@ -165,5 +165,5 @@ def _check_pipeline_parallel(config: ModelConfig, degree: int, stages_per_rank: 
     fitting = [size for size in sizes if not is_interleaved or local_batch // size % degree == 0]
     way = f"use train.micro_batch_size = {fitting[-1]}" if fitting else f"use a global batch of {degree} or more sequences"
     needed = f"a multiple of {degree}" if is_interleaved else f"at least {degree}"
-    count = f"{plan.accumulation} micro-batch{'' if plan.accumulation == 1 else 'es'} a step"
+    count = f"{plan.accumulation} micro-batch{'' if plan.accumulation == 1 else 'es'} per step"
     raise UserError(f"{requested}: {count}, and its schedule needs {needed}; {way}")

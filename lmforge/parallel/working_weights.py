@@ -1,7 +1,7 @@
 """bf16 working weights beside fp32 masters, for the engines without a mixed precision of their own: `single` and DDP.
 
 Under autocast alone, every micro-batch casts every matrix again, and widens its gradient. Here the weights of linear layers
-are cast once a step. Embeddings are looked up in fp32; autocast casts what is left: biases and the head.
+are cast once per step. Embeddings are looked up in fp32; autocast casts what is left: biases and the head.
 """
 
 from collections.abc import Callable, Iterable, Iterator

@@ -1,4 +1,5 @@
-"""What would fit where a setting does not, in words: one change of the options if that is enough, else several. No torch."""
+"""Which settings would fit where one does not, in words: with one changed option if that is enough, else with several. No
+torch."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import replace

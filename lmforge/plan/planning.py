@@ -251,5 +251,5 @@ def predict_phases(config: StageConfig, prediction: Prediction, machine: Machine
 
 
 def suggest_fit(setting: Setting, machine: Machine, usable: float) -> str:
-    """What would make a setting fit that does not; what nothing does, in words."""
+    """Which changes would make a setting fit, in words, or that none would."""
     return suggest_what_fits(setting, lambda other: sum(peak_memory(other).values()), usable * machine.gpu.memory_bytes)

@@ -1,6 +1,5 @@
-"""What a training says about itself before its first step: the memory and the speed that `lmforge plan` would predict.
-
-And beside them what was measured, once there is something to measure. Hardware that is not known gets no speed.
+"""What a run logs before its first step: the memory and the speed that `lmforge plan` predicts. Later it logs the measured
+values beside them. Hardware that is not known gets no speed.
 """
 
 from dataclasses import dataclass

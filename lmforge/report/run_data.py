@@ -91,7 +91,7 @@ def read_run(run: Run, state: str | None = None) -> dict[str, Any]:
 def read_events(run: Run) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     """The events of a run in time order, without its samples, and some of these, the last among them.
 
-    Lines that are none are left out, and those that announce tables of completions.
+    Invalid lines are left out, and those that announce tables of completions.
     """
     events: list[dict[str, Any]] = []
     samples: list[dict[str, Any]] = []
@@ -180,7 +180,7 @@ def _downsample(points: list[Any], limit: int) -> list[Any]:
 
 
 def _ranks(status: RunStatus) -> dict[str, Any]:
-    """What ranks did when they last said so: how many are in each phase, and those in the worst state."""
+    """What ranks did by their last heartbeats: how many are in each phase, and those in the worst state."""
     ranks = sorted(status.ranks, key=lambda rank: rank.severity)
     worst = [
         {
@@ -212,7 +212,7 @@ def _completion_tables(run: Run) -> list[dict[str, Any]]:
 
 
 def _checkpoints(run: Run) -> list[dict[str, Any]]:
-    """Those that are there: step, bytes, and what was measured when they were saved."""
+    """The existing checkpoints: step, bytes, and the metrics when they were saved."""
     checkpoints = []
     with suppress(UserError):
         for step in run.checkpoint_steps():
@@ -300,7 +300,7 @@ def _short_count(count: int) -> str:
 
 
 def _from_to(points: list[list[float]]) -> str:
-    """The first and the last value of a series; the only one where there is one."""
+    """The first and the last value of a series; a single value if it has only one."""
     values = [f"{value:.3f}" for _, value in points]
     return values[0] if len(values) == 1 else f"{values[0]} → {values[-1]}"
 

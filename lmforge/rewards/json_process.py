@@ -1,4 +1,4 @@
-"""A child process that is spoken to by lines of JSON: requests on its standard input, responses on its standard output."""
+"""A child process that exchanges lines of JSON: requests on its standard input, responses on its standard output."""
 
 import json
 import os

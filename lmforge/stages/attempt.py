@@ -74,7 +74,7 @@ def _write_report(ctx: RunContext, final_phase: str) -> None:
 
 
 def describe_failure(problem: BaseException) -> str:
-    """What ended the run, in one line: the text of an error that was foreseen, and the type of any other."""
+    """What ended the run, in one line: the text of an expected error, and the type of any other."""
     is_foreseen = isinstance(problem, RunFailed | UserError)
     text = str(problem) if is_foreseen else traceback.format_exception_only(problem)[-1]
     return cut(" ".join(text.split()), MAX_ERROR_CHARACTERS)

@@ -209,7 +209,7 @@ def _describe_examples(folder: ExampleFolder, train: PackedDataset) -> str:
     in_train, in_validation = splits["train"], splits["validation"]
     left_out = [f"; {counts[name]:,} {words}" for name, words in COUNT_LABELS.items() if counts.get(name)]
     return (
-        f"{folder.path}: {in_train['examples']:,} examples in {train.sequences_per_epoch:,} sequences an epoch,"
+        f"{folder.path}: {in_train['examples']:,} examples in {train.sequences_per_epoch:,} sequences per epoch,"
         f" {in_train['scored']:,} of {in_train['tokens']:,} tokens scored; {in_validation['examples']:,} for validation"
         f"{''.join(left_out)}"
     )

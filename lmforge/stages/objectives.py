@@ -37,7 +37,7 @@ def build_objective(config: StageConfig) -> Objective:
 
 
 def check_objective(objective: Any, what: str = "objective") -> Objective:
-    """The objective itself. Raises UserError for what is none."""
+    """The objective itself. Raises UserError if it is not an objective."""
     if missing := [method for method in ("num_items", "loss") if not callable(getattr(objective, method, None))]:
         raise UserError(f"{what}: {type(objective).__name__} has no method {missing[0]}")
     return objective

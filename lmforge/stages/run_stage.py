@@ -126,7 +126,7 @@ def _train(
 
 
 def collective_timeout(config: StageConfig) -> timedelta:
-    """Longer than the watchdog waits: it reports who hangs and ends the ranks with their status, which NCCL would abort."""
+    """Twice what the watchdog waits: it must report which rank hangs and end the ranks, before NCCL aborts them."""
     return max(CONTROL_TIMEOUT, timedelta(seconds=2 * (config.watch.timeout_seconds or 0.0)))
 
 

@@ -118,7 +118,7 @@ def _build_checkpointer(
 
 
 def _log_summary(trainer: Trainer, compile_words: str, dtype_reason: str) -> None:
-    """Log what is about to be trained, on what, and how."""
+    """Log the model, the data and how it will be trained."""
     ctx, inputs, log = trainer.ctx, trainer.inputs, trainer.ctx.console.info
     config, model_config, dist_ctx = ctx.config, inputs.model_config, ctx.dist_ctx
     counts = count_parameters(config, model_config)

@@ -64,7 +64,7 @@ class TokenSources:
             sequences = self._train_split(source, length).sequences_per_epoch
             masked = folder.split("train").quarantined.num_tokens
             words = f", {masked:,} of them in quarantine: sequences with any of those are padding" if masked else ""
-            lines.append(f"{folder.path}: {num_tokens:,} tokens{words}, {sequences:,} sequences an epoch")
+            lines.append(f"{folder.path}: {num_tokens:,} tokens{words}, {sequences:,} sequences per epoch")
         return "; ".join(lines)
 
     def training(self, global_batch_size: int) -> MixedDataset:
@@ -129,7 +129,7 @@ class TokenSources:
 
 
 def find_missing_folders(config: PretrainConfig) -> list[str]:
-    """The recipe's folders on this machine that are not prepared yet. What lies in an object store is not looked at."""
+    """The recipe's folders on this machine that are not prepared yet. Folders in an object store are not checked."""
     folders = [source.folder for source in config.data.all_sources if not is_remote(source.folder)]
     return [folder for folder in folders if not (parse_location(folder) / SHARDS_MANIFEST).exists()]
 

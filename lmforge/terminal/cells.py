@@ -95,7 +95,7 @@ def omitted(count: int, noun: str) -> list[RenderableType]:
 
 
 def clean(text: str) -> str:
-    """Text from outside, which must not drive the terminal."""
+    """Text from outside, without what would control the terminal."""
     return text if text.isprintable() else "".join(each if each.isprintable() else "·" for each in text)
 
 

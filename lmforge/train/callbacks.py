@@ -1,7 +1,7 @@
 """Callbacks: objects of plugins whose methods are called at named points of a run, on every rank.
 
 A callback has one or more of the methods of `CallbackPoints`. Each is called at the same step on all ranks, and must not
-communicate between them. What one raises ends the run on all ranks.
+communicate between them. An exception in one ends the run on all ranks.
 """
 
 from collections.abc import Sequence

@@ -1,4 +1,5 @@
-"""What is known before the model is built: who runs it (RunContext), on what (RunInputs), and from where on (ResumePoint).
+"""What is known before the model is built: the run and its ranks (RunContext), the inputs (RunInputs), and where it resumes
+(ResumePoint).
 
 stages/ opens it. The inputs are opened before anything of the run is written.
 """

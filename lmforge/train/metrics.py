@@ -57,7 +57,7 @@ class MetricsAccumulator:
 
 def describe_device(device: torch.device) -> str:
     """The name of the GPU, or how many threads of the CPU a rank has."""
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else f"cpu, {torch.get_num_threads()} threads a rank"
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else f"cpu, {torch.get_num_threads()} threads per rank"
 
 
 def peak_memory_gib(device: torch.device) -> float:
@@ -68,7 +68,7 @@ def peak_memory_gib(device: torch.device) -> float:
 
 
 class MetricsFile:
-    """Appends one JSON object a log step."""
+    """Appends one JSON object per log step."""
 
     def __init__(self, path: Path) -> None:
         self._file = open(path, "a+b")  # noqa: SIM115
@@ -153,7 +153,7 @@ class ConsoleLogger:
             self._log_file.flush()
 
     def warn(self, line: str) -> None:
-        """One line for the reader that is not to be overlooked: on standard error too, where that is another place."""
+        """One line that must not be overlooked: printed on standard error too, if that goes elsewhere."""
         self.info(line)
         if self._is_rank0 and not self._console.is_terminal:
             print(f"lmforge: {line}", file=terminal_stderr(), flush=True)

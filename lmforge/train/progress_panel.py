@@ -1,4 +1,4 @@
-"""What a person sees of a training in a terminal: progress, the curve of the loss, speed, validation and the last sample.
+"""The panel of a training run in a terminal: progress, the curve of the loss, speed, validation and the last sample.
 
 Only numbers that were logged anyway: drawing asks neither the model nor the device for anything.
 """

@@ -1,4 +1,4 @@
-"""What is measured of the model while it trains: validation, scores of tasks, and text that it writes.
+"""Measurements of the model while it trains: validation, scores of tasks, and generated samples.
 
 Scores are those that `lmforge evaluate --tasks` gives of the checkpoint of the same step.
 """

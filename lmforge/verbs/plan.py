@@ -45,14 +45,14 @@ def run_plan(config: AnyPlanConfig) -> int:
     options = prediction.setting.options
     where = f"{config.plan.gpus} × {machine.gpu.name}"
     if machine.network is not None:
-        where += f", {machine.gpus_per_host} a host, {machine.network.name}"
+        where += f", {machine.gpus_per_host} per host, {machine.network.name}"
     console.print(escape(f"{where}; {machine.describe_constants(setting.dtype)}"), soft_wrap=True)
     once = can_reduce_once(prediction.setting) and options.reduce_every_micro_batch is False
-    reduced = "; gradients reduced once a step (reduce_every_micro_batch = false), which takes memory" if once else ""
+    reduced = "; gradients reduced once per step (reduce_every_micro_batch = false), which takes memory" if once else ""
     engine = options.engine if not prediction.setting.is_fsdp else f"{options.engine} {prediction.setting.dims}"
     console.print(
         f"{engine}; {prediction.setting.accumulation} × {prediction.setting.micro_batch_size} sequences of"
-        f" {prediction.setting.sequence_length:,} tokens a rank; activation checkpointing:"
+        f" {prediction.setting.sequence_length:,} tokens per rank; activation checkpointing:"
         f" {options.activation_checkpointing}; {'compiled' if prediction.setting.compiled else 'not compiled'}{reduced}",
         soft_wrap=True,
     )

@@ -1,4 +1,4 @@
-"""`lmforge plan --search`: prints the configurations that fit, and why the others lose; writes the fastest as recipes."""
+"""`lmforge plan --search`: prints the configurations that fit, and why the others are slower; writes the fastest as recipes."""
 
 import json
 import shlex
@@ -104,7 +104,7 @@ def _print(result: SearchResult, config: AnyPlanConfig, budget: float) -> None:
 
 
 def other_choices(result: SearchResult) -> list[tuple[str, Candidate, str]]:
-    """For each value of an option that the winner does not have: the best candidate with it, and why it loses."""
+    """For each value of an option that the winner does not have: the best candidate with it, and why it is slower."""
     winner, rows = result.best[0], list[tuple[str, Candidate, str]]()
     seen: set[tuple[str, Any]] = {(name, getattr(winner.setting.options, name)) for name in CHOICES}
     seen.add(("micro_batch_size", winner.setting.micro_batch_size))

@@ -24,4 +24,4 @@ def test_a_plan_of_many_shards_and_loaders_are_measured(tmp_path: Path) -> None:
     # Of these none needs a package of its own; that each gives what it should is checked where it is measured.
     assert list(record["loaders"]) == ["lmforge", "memory map, raw slices", "memory map, by hand"]
     assert all(row["figures"]["samples_a_second"]["median"] > 0 for row in record["loaders"].values()), record["loaders"]
-    assert "times the samples a CPU second of memory map, by hand" in table
+    assert "times the samples per CPU second of memory map, by hand" in table

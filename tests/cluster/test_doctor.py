@@ -162,7 +162,7 @@ def test_an_interrupted_doctor_ends_its_job(laboratory: Laboratory, login: Desk)
     [
         ("--nodes 2", "--nodes: applies to --on ssh, slurm, pbs and mpi only; add one of them, or leave it out"),
         ("--on local --hosts hosts", "--hosts: applies to --on ssh, slurm, pbs and mpi only; add one of them, or leave it out"),
-        ("--on ssh", "launch.hosts: missing; with ssh give a file with a host a line, such as --hosts hosts.txt"),
+        ("--on ssh", "launch.hosts: missing; with ssh give a file of hosts, one per line: --hosts hosts.txt"),
         ("--on slurm", "sbatch refuses the job: sbatch is not installed here; use a login node of the cluster"),
         ("--on pbs", "qsub refuses the job: qsub is not installed here; use a login node of the cluster"),
         ("--on mpi", "mpiexec is not installed here; load the cluster's module for MPI first"),

@@ -389,7 +389,10 @@ def test_a_dry_run_prints_scripts_that_bash_reads_and_starts_nothing(
         ("--partition gpu", "launch.partition = gpu has no effect with --on local; choose --on slurm or pbs"),
         ("--time soon", 'recipe.toml: launch.time = "soon": expected minutes, HH:MM:SS or DAYS-HH:MM:SS'),
         ("--time 1", "recipe.toml: launch.time = 1: not longer than the 120 s of launch.signal_seconds, which are left for"),
-        ("--account a;b --on ssh", "launch.hosts: missing; with ssh give a file with a host a line, such as --hosts hosts.txt"),
+        (
+            "--account a;b --on ssh",
+            "launch.hosts: missing; with ssh give a file of hosts, one per line: --hosts hosts.txt",
+        ),
         ("--partition -x", 'recipe.toml: launch.partition = "-x": expected one word, without quotes'),
         ("--on ssh --hosts absent", "absent: No such file or directory"),
         ("--on ssh --hosts twice", "twice: line 3: node1 is named twice; a host is started once"),

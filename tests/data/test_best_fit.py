@@ -517,5 +517,5 @@ def test_a_run_trains_on_packed_documents_shows_them_and_refuses_to_resume_with_
     assert losses[-1] < losses[0]
     shown = lmforge("show", "data", tmp_path / "a", "--num_samples", 2).stdout
     assert "── document 1: " in shown
-    assert "sequences an epoch" in done.stdout
+    assert "sequences per epoch" in done.stdout
     assert "(data.packing best-fit → concat)" in refused("pretrain", *words)

@@ -321,7 +321,7 @@ def test_a_reference_in_another_dtype_is_warned_of() -> None:
     _, metrics = OBJECTIVES["dpo"].loss(model, batch)
     warning = reference_mismatch_warning({name: float(sum_ / count) for name, (sum_, count) in metrics.items()})
     assert warning is not None
-    assert "nats a token" in warning
+    assert "nats per token" in warning
 
 
 def test_metrics_are_of_the_pairs() -> None:

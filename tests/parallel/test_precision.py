@@ -116,4 +116,4 @@ def test_angles_of_positions_stay_fp32_where_sharding_casts_what_blocks_are_give
 def test_a_gpu_compiles_and_multiplies_bf16_from_ampere_on() -> None:
     device = torch.device("cuda", 0)
     assert has_native_bf16(device) == (torch.cuda.get_device_capability(device) >= (8, 0))
-    assert compiled("auto", device, 1) == (True, "one graph a block")
+    assert compiled("auto", device, 1) == (True, "one graph per block")

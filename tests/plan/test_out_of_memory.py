@@ -257,7 +257,7 @@ def test_gradients_are_reduced_once_a_step_where_a_gpu_holds_them_whole_until_th
     assert reduces_once(enough)
     assert not reduces_once(enough - 20)
     assert not reduces_once(None)  # on a CPU
-    assert not reduces_once(enough, "--train.micro_batch_size", "16")  # one micro-batch a step
+    assert not reduces_once(enough, "--train.micro_batch_size", "16")  # one micro-batch per step
     assert not reduces_once(enough, "--parallel.sharding", "no-shard")
     # Where memory runs out all the same, the other way is suggested.
     failed = estimator(enough)

@@ -268,7 +268,7 @@ def test_entries_of_ones_own_may_have_brackets_and_the_name_of_a_network_leaves_
     file.write_text(f"[[gpus]]\n{table}source = 'a page [/specs]'\n[[networks]]\nname = 'h200'\ngb_s = 20\n")
     words = ["plan", str(RECIPE), "--gpus", "16", "--hardware", str(file), "--network", "h200", "--gpu_type"]
     assert run([*words, "mine"]) == 0
-    assert "16 × mine, 8 a host, h200; constants from data sheets: a page [/specs]" in capfd.readouterr().out
+    assert "16 × mine, 8 per host, h200; constants from data sheets: a page [/specs]" in capfd.readouterr().out
     assert run([*words, "h200"]) == 0
 
 
@@ -393,9 +393,9 @@ def test_a_plan_of_adapters_has_frozen_weights_without_gradients_and_optimizer_s
 def test_a_plan_says_where_gradients_are_reduced_once_a_step(capfd: pytest.CaptureFixture[str]) -> None:
     words = ["plan", str(RECIPE), "--gpus", "8", "--train.micro_batch_size", "1", "--train.global_batch_size", "16"]
     assert run(words) == 0
-    assert "gradients reduced once a step (reduce_every_micro_batch = false)" in capfd.readouterr().out
+    assert "gradients reduced once per step (reduce_every_micro_batch = false)" in capfd.readouterr().out
     assert run([*words, "--parallel.reduce_every_micro_batch", "true"]) == 0
-    assert "once a step" not in capfd.readouterr().out
+    assert "once per step" not in capfd.readouterr().out
 
 
 def test_a_wrapped_model_is_refused_in_one_line(tmp_path: Path, refused: Refusal) -> None:

@@ -1,4 +1,4 @@
-"""`lmforge runs`: one line a run, of what the run's files say."""
+"""`lmforge runs`: one line per run, of what the run's files say."""
 
 import json
 import os

@@ -173,7 +173,7 @@ def test_between_log_steps_the_host_never_waits_for_the_gpu(
     loader = BatchLoader(dataset, global_batch_size=4, micro_batch_size=2, device=torch.device("cuda", 0))
 
     def learning_rate(trainer: Trainer, step: int) -> float:
-        # Called once a step: from the third on, whatever waits raises. The last step logs.
+        # Called once per step: from the third on, whatever waits raises. The last step logs.
         torch.cuda.set_sync_debug_mode("error" if 3 <= step < 8 else "default")
         return 1e-3
 

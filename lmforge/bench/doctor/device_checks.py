@@ -23,7 +23,8 @@ THROTTLE_REASONS = {0x08: "slowed by hardware", 0x20: "too hot", 0x40: "too hot"
 
 
 def measure_device(device: torch.device, asks_driver: bool) -> dict[str, Any]:
-    """TFLOP/s of matrix products on this rank's device, and the driver's words about the GPUs of this host where asked."""
+    """TFLOP/s of matrix products on this rank's device, and with `asks_driver` what the driver reports about this host's
+    GPUs."""
     size, dtype, seconds = PRODUCTS[device.type]
     if device.type == "cuda":
         torch.cuda.set_device(device)  # of this thread
@@ -59,7 +60,8 @@ def read_gpu_health() -> list[dict[str, Any]]:
 
 
 def _parse_gpu(line: str) -> dict[str, Any]:
-    """A line of nvidia-smi. What a GPU does not know is [N/A] there, and what it fails to read some other word in brackets."""
+    """A line of nvidia-smi. A value that the GPU does not support is [N/A], and one that cannot be read another word in
+    brackets."""
     index, temperature, reasons, ecc_errors = (word.strip() for word in line.split(","))
     bits = int(reasons, 16) if reasons.startswith("0x") else 0
     problems = [words for bit, words in THROTTLE_REASONS.items() if bits & bit]

@@ -1,7 +1,7 @@
 """`lmforge doctor`: whether this machine, or all ranks of a launcher, have what a run needs: a line each, before it starts.
 
-With `--parity` it compares the strategies instead: see `parity_table.py`. Everything that one machine can be asked is in
-`machine_checks.py`; what ranks are asked together in `examine_ranks.py`.
+With `--parity` it compares the strategies instead: see `parity_table.py`. Checks of one machine are in `machine_checks.py`,
+checks of all ranks together in `examine_ranks.py`.
 """
 
 import json

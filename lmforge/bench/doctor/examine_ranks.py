@@ -1,4 +1,4 @@
-"""What `lmforge doctor` asks all ranks, phase after phase: hosts, storage, devices, network. Rank 0 judges the answers.
+"""What `lmforge doctor` asks all ranks, phase after phase: hosts, storage, devices, network. Rank 0 evaluates the answers.
 
 A phase that a rank does not finish in time ends without it: the rank is named, and the rest is examined without what needs it.
 """

@@ -1,6 +1,7 @@
-"""What the ranks tell rank 0 where they cannot be sure of each other yet: through the store where they meet, in bounded time.
+"""Reports of the ranks to rank 0 before they have joined: through the store of the rendezvous, in bounded time.
 
-No process group is needed: a rank that is missing, stuck or cut off costs the others a time-out, and is known by its number.
+No process group is needed: a rank that is missing, stuck or disconnected costs the others a time-out, and is named by its
+number.
 """
 
 import json
@@ -113,7 +114,7 @@ def _connect(info: RankInfo, timeout_seconds: float) -> dist.Store:
 
 
 def run_bounded(fn: Callable[[], dict[str, Any]], seconds: float) -> dict[str, Any]:
-    """What `fn` returns, or {"error": reason} where it raises, or is not done in time: it goes on in a thread then."""
+    """What `fn` returns, or {"error": reason} where it raises, or is not done in time; it then continues in a thread."""
     try:
         return call_bounded(fn, seconds)
     except TimeoutError as problem:

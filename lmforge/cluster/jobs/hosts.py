@@ -78,7 +78,7 @@ def ssh_command(
 ) -> list[str]:
     """The command that runs a shell line on a host, and never asks for a password: nobody is there to type it.
 
-    program: ssh with options of the user's own, which count before our others.
+    program: ssh with the user's options, which take precedence over ours.
     """
     ssh, *own = program
     options = [f"ConnectTimeout={max(1, int(connect_seconds))}"]

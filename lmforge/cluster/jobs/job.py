@@ -18,7 +18,7 @@ STOP_FILE = "stop"
 
 
 class JobState(StrEnum):
-    """Where a job is, in the words of `lmforge jobs`; those of `monitor.run_status` where a run has them too."""
+    """The state of a job, as `lmforge jobs` prints it; the words of `monitor.run_status` where a run has the same states."""
 
     PENDING = "pending"
     RUNNING = "running"

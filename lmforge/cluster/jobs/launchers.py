@@ -1,4 +1,4 @@
-"""Which of the modules beside this one carries out what, by `launch.on`."""
+"""Selects the module that submits, finds and stops a job, by `launch.on`."""
 
 from collections.abc import Callable
 from pathlib import Path

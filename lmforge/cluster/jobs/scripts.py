@@ -1,6 +1,6 @@
 """The scripts of a job: `job.sh`, which a launcher runs once (ssh: on each host), and `node.sh`, which it runs on each node.
 
-They are written to be read: whoever would write such a script by hand finds its usual lines, and may submit it by hand.
+They are meant to be read: they have the usual lines of a script written by hand, and may be submitted by hand.
 """
 
 import shlex
@@ -16,8 +16,8 @@ from lmforge.errors import EXIT_PEER_LOST
 IMPORT_CHECK = 'import importlib.util, lmforge.cli; importlib.util.find_spec("torch") or exit("torch is not installed")'
 # What doctor prints on each node, and its status there.
 PRINTED_PREFIX, STATUS_PREFIX = "printed", "ended"
-# With which status the first rank of mpiexec has ended that failed. mpiexec's own says little: some give that of a rank which
-# they have ended because of it, or 0 after a signal.
+# The status of the first rank of mpiexec that failed. mpiexec's own status is unreliable: with some it is that of another rank,
+# which mpiexec ended because of the failure, or 0 after a signal.
 FIRST_STATUS_FILE = "first-status"
 # Of a shell's command that SIGABRT, SIGBUS, SIGFPE, SIGKILL or SIGSEGV has ended.
 KILLED_STATUSES = "134 | 135 | 136 | 137 | 139"
@@ -244,7 +244,7 @@ folder={shlex.quote(str(plan.folder))}
 def _session_runs(plan: JobPlan, line: str) -> list[str]:
     """The lines that run one recipe, or those of a sweep until all of it is stopped; each leaves its status.
 
-    Of a sweep on hosts by ssh, each group of them takes every n-th run. A run that was stopped by itself is passed over.
+    In a sweep on hosts by ssh, each group of hosts takes every n-th run. A run that was stopped individually is skipped.
     """
     # Of several hosts the first one's counts: the launchers of all end with the same.
     is_first = f'[ "${{{NODE_RANK_VARIABLE}:-0}}" = 0 ]'

@@ -71,7 +71,7 @@ def find_hosts(plan: JobPlan) -> Hosts:
     if options.on != "ssh":
         return Hosts((None,), ((options.address or "localhost", options.port or free_port()),))
     if options.hosts is None:
-        raise UserError("launch.hosts: missing; with ssh give a file with a host a line, such as --hosts hosts.txt")
+        raise UserError("launch.hosts: missing; with ssh give a file of hosts, one per line: --hosts hosts.txt")
     names = read_hosts(options.hosts)
     if plan.nodes > len(names):
         raise UserError(f"launch.nodes = {plan.nodes}: {options.hosts} names {len(names)} hosts")
@@ -209,7 +209,7 @@ def state(job: Job) -> tuple[JobState, str]:
 def stop(job: Job, now: JobState, kill: bool) -> None:
     """Have the job save and end on all hosts, or end it at once. Raises UserError naming hosts that do not answer.
 
-    Of a sweep, a run that is named by itself is ended or passed over, and the others go on; with `kill` they end too.
+    In a sweep, a run that is named individually is ended or skipped, and the others go on; with `kill` they end too.
     """
     if job.number is not None:
         atomic_write_text(_stop_file(job), "")
@@ -236,7 +236,8 @@ def _signal(sessions: Sequence[Session], ssh_options: Sequence[str], name: str) 
 
 
 def mpi_command(plan: JobPlan, hosts: Hosts) -> list[str]:
-    """The mpiexec that starts every rank, in the words of whose it is. Raises UserError where there is none."""
+    """The mpiexec command that starts every rank, with the options of its implementation. Raises UserError where there is
+    none."""
     options = plan.options
     mpiexec = shutil.which("mpiexec")
     if mpiexec is None:

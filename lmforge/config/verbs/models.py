@@ -35,7 +35,7 @@ class EvaluateOptions(Options):
     sequences: int | None = option(None, "sequences to measure, evenly spaced over the split (default: all)", **COUNT)
     sequence_length: int | None = option(None, "tokens in a sequence (default: as in training)", **LENGTH)
     batch_size: int = option(16, "sequences in one forward pass", **SEQUENCES)
-    tasks: tuple[str, ...] = option((), "files of questions, one JSON object a line: print their scores instead of the loss")
+    tasks: tuple[str, ...] = option((), "files of questions, one JSON object per line: print their scores instead of the loss")
     lm_eval: tuple[str, ...] = option((), "tasks of lm-evaluation-harness by name: print their scores instead of the loss")
     lm_eval_include_path: Path | None = option(None, "folder with more tasks for the harness, as YAML files")
     num_fewshot: int | None = option(

@@ -1,4 +1,4 @@
-"""The options of the verbs that go the whole way, and the contents of a pipeline file."""
+"""The options of `quickstart` and `run`, and the contents of a pipeline file."""
 
 import re
 from collections.abc import Iterator

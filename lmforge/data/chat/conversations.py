@@ -113,9 +113,9 @@ def read_conversations(
 ) -> Iterator[TokenizedExample]:
     """The conversations of a file or folder, in order, as they are read.
 
-    `format` "auto" goes by the fields of the first record; `fields` gives the file's names of a format's fields, such as
-    {"messages": "chat"}. Prompts and completions that are strings, and plain text, are encoded as they are, without a template,
-    and end with the end-of-text token. Raises UserError naming a record that is not of the format.
+    `format` "auto" detects it from the fields of the first record; `fields` gives the file's names of a format's fields, such
+    as {"messages": "chat"}. Prompts and completions that are strings, and plain text, are encoded as they are, without a
+    template, and end with the end-of-text token. Raises UserError naming a record that is not of the format.
     """
     encoder = RecordEncoder(tokenizer, fields)
 

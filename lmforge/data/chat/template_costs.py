@@ -109,7 +109,7 @@ def _items(value: Any) -> Any:
 
 
 def _number(value: Any) -> Any:
-    """The size of a number; 0 for what is none, which the call itself refuses: a list times a number is a longer list."""
+    """The size of a number; 0 for anything else, which the call itself refuses: a list times a number is a longer list."""
     return abs(value) if isinstance(value, int | float) else 0
 
 

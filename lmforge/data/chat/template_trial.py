@@ -1,7 +1,7 @@
 """The first rendering of a foreign chat template, in a child process with limits of time and memory.
 
-What takes forever, takes all memory or crashes the interpreter does so there. The child is a bare interpreter that imports
-jinja2 and jinja_sandbox.py, whose own bounds hold in both processes.
+A template that takes forever, takes all memory or crashes the interpreter does so in the child. The child is a bare interpreter
+that imports jinja2 and jinja_sandbox.py, whose own bounds hold in both processes.
 """
 
 import json

@@ -54,7 +54,7 @@ def _open_plan(out: Path, plan: dict[str, Any], overwrite: bool) -> bool:
         _remove_preparation(out)
         finished = begun = False
     elif not begun:
-        # Ended before it wrote more than its plan, or while it was removed, a preparation leaves nothing that could be used.
+        # A preparation that ended before it wrote more than its plan, or while it was removed, leaves nothing usable.
         if _is_interrupted_preparation(out / UNFINISHED):
             _remove_preparation(out)
         if os.listdir(out):

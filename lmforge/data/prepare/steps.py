@@ -91,7 +91,7 @@ class Selection:
 
 @dataclass(frozen=True)
 class Preparation:
-    """A preparation of `corpus` in the folder `out`, with the tokenizer `given` or one that follows from the documents."""
+    """A preparation of `corpus` in the folder `out`, with the tokenizer `given`, or one made from the documents."""
 
     out: Path
     corpus: Source

@@ -7,7 +7,7 @@ import numpy as np
 from lmforge.data.shards.folder import ShardReader, TokenFolder
 from lmforge.errors import UserError, format_count
 
-# Of one source; each has a file of 8 bytes a document, which is read whole.
+# Of one source; each has a file of 8 bytes per document, which is read whole.
 MAX_SHARDS_READ = 20
 BAR_WIDTH = 40
 

@@ -1,4 +1,4 @@
-"""Every block of a token folder read and compared with its checksum: what is damaged, and what a run could do without."""
+"""Every block of a token folder read and compared with its checksum: what is damaged, and what a run can leave out."""
 
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor

@@ -1,4 +1,4 @@
-"""The text of a page of HTML: what a reader sees, a line a block, without scripts, styles and markup."""
+"""The text of a page of HTML: what a reader sees, a line per block, without scripts, styles and markup."""
 
 import re
 from html.parser import HTMLParser

@@ -1,4 +1,5 @@
-"""Records of files: JSON lines, one JSON list, or parquet, compressed or not. Everyone reads these formats here.
+"""Records of files: JSON lines, one JSON list, or parquet, compressed or not. All other modules read these formats through this
+one.
 
 What the fields mean is the caller's business: `text_sources.py` takes one text of each record, `chat/` whole conversations.
 """

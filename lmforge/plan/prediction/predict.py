@@ -1,4 +1,4 @@
-"""Memory and time of a step of a setting: `predict` runs the step's operations and adds what no operation shows."""
+"""Memory and time of a step of a setting: `predict` runs the step's operations and adds memory that belongs to no operation."""
 
 from dataclasses import dataclass
 
@@ -16,7 +16,7 @@ ROUNDING_FRACTION = 0.03
 CONTEXT_BYTES, COMMUNICATOR_BYTES = int(0.6 * 2**30), int(0.35 * 2**30)
 # A process on a CPU, whatever it trains, with the pages that the C library keeps.
 HOST_BYTES = 320 * 2**20
-# How far truth may be from a prediction with constants from data sheets, below and above.
+# How far the true value may be below and above a prediction with constants from data sheets.
 SPEED_INTERVAL = (0.70, 1.20)
 MEMORY_INTERVAL = (0.92, 1.10)
 # The kind of memory that is no tensor's.

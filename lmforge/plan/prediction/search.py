@@ -102,7 +102,7 @@ def search(
 
 
 def candidates(base: Setting, global_batch_size: int, float8: bool) -> Iterator[Setting]:
-    """All configurations, those that split the model least first."""
+    """All configurations, first those that split the model least."""
     world = base.world_size
     sizes_of_groups = [each for each in divisors(world) if each <= MAX_DEGREE]
     splits = [(t, c, p) for t, c, p in product(sizes_of_groups, repeat=3) if world % (t * c * p) == 0]
@@ -126,7 +126,7 @@ def candidates(base: Setting, global_batch_size: int, float8: bool) -> Iterator[
 
 
 def _engines(base: Setting, splits: int) -> Iterator[tuple[str, str | None, bool]]:
-    """(engine, sharding, cpu_offload) that are worth a try."""
+    """(engine, sharding, cpu_offload) that are worth trying."""
     if base.world_size == 1:
         yield "single", None, False
         if base.on_gpu:
@@ -142,7 +142,7 @@ def _engines(base: Setting, splits: int) -> Iterator[tuple[str, str | None, bool
 
 
 def check_setting(setting: Setting) -> None:
-    """Raise UserError where the run itself would refuse."""
+    """Raise UserError where a run with this setting would be refused."""
     data_parallel, size = setting.world_size // setting.options.model_parallel_size, setting.micro_batch_size
     global_batch_size = data_parallel * size * setting.accumulation
     plan = BatchPlan(global_batch_size, setting.sequence_length, data_parallel, size, setting.accumulation)

@@ -55,7 +55,7 @@ class CompletionScorer:
     ) -> tuple[Tensor, Tensor]:
         """Rewards, fp64 [completions], NaN where there is none, and the fraction of functions that failed, fp32 [completions].
 
-        Writes the table called `table`, one JSON object a line, unless that is None.
+        Writes the table called `table`, one JSON object per line, unless that is None.
         """
         if not prompts:
             return torch.zeros(0, dtype=torch.float64), torch.zeros(0)

@@ -1,4 +1,4 @@
-"""A pipeline on several nodes: the first one carries out the stages, and says to the others which of them to start with it.
+"""A pipeline on several nodes: the first one carries out the stages, and tells the others which of them to start with it.
 
 A stage that trains is started on all nodes, whose launchers then meet by themselves (`cluster/node_group.py`). Any other verb
 runs on the first node. What stages hand over are files, so before a stage all nodes compare what they see of its inputs.

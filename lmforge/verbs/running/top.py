@@ -1,7 +1,7 @@
 """`lmforge top`: what hosts, GPUs and the ranks of runs do, as a live page, as text once, or as JSON.
 
-A run is read from its directory, where its ranks and hosts publish what they do; nothing is asked of them. A host that is
-named is asked over ssh, and those of a Slurm job over srun.
+A run is read from its directory, where its ranks and hosts publish what they do; the ranks are not asked. A host that is named
+is asked over ssh, and those of a Slurm job over srun.
 """
 
 import json
@@ -88,7 +88,7 @@ def _sort_names(names: Sequence[str]) -> tuple[list[Run], list[str]]:
 
 @dataclass
 class _Sources:
-    """Where what is shown comes from."""
+    """The sources of what is shown."""
 
     sampler: HostSampler | None
     remote_hosts: list[RemoteHost]

@@ -1,4 +1,4 @@
-"""What `lmforge show` says of a model config: its shape, and what it costs to train."""
+"""What `lmforge show` says about a model config: its sizes, and what it costs to train."""
 
 from lmforge.config.sections import OptimizerOptions
 from lmforge.model.config import ModelConfig, get_preset
