@@ -4,20 +4,18 @@ The first rank of each host publishes it beside the heartbeats, from a thread of
 heartbeats. So `lmforge top RUN` needs nothing but the run's directory. `lmforge top HOST` samples where it runs.
 """
 
-import json
 import os
 import platform
 import threading
 import time
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
 
-from lmforge.errors import UserError
+from lmforge.monitor.heartbeat import overwrite, read_overwritten
 from lmforge.monitor.usage.devices import DeviceReader, DeviceUsage
-from lmforge.untrusted import read_json
 
 PUBLISH_SECONDS = 5.0
 # What is older than this is marked in `top`: the host has missed two samples.
@@ -128,11 +126,7 @@ class HostPublisher:
             sampler, longest = HostSampler(), 0
             while True:
                 with suppress(OSError):
-                    # In place and padded, as heartbeats are.
-                    text = json.dumps(asdict(sampler.sample())).encode()
-                    longest = max(longest, len(text))
-                    with open(os.open(self._path, os.O_WRONLY | os.O_CREAT, 0o644), "wb", buffering=0) as file:
-                        file.write(text.ljust(longest) + b"\n")
+                    longest = overwrite(self._path, sampler.sample(), longest)  # in place and padded, as heartbeats are
                 if self._stopped.wait(PUBLISH_SECONDS):
                     return
 
@@ -141,9 +135,7 @@ def read_published(folder: Path) -> list[HostUsage]:
     """What the hosts of a run have published, by name; a file that cannot be read is left out."""
     found: dict[str, HostUsage] = {}
     for path in folder.glob("host-of-rank-*.json"):
-        for _ in range(3):  # it may be read half-written
-            with suppress(UserError, OSError):
-                usage = read_json(path, HostUsage)
-                found[usage.host] = max(usage, found.get(usage.host, usage), key=lambda each: each.time)
-                break
+        if (content := read_overwritten(path, HostUsage)) is not None:
+            usage = content[1]
+            found[usage.host] = max(usage, found.get(usage.host, usage), key=lambda each: each.time)
     return [found[name] for name in sorted(found)]
