@@ -8,6 +8,7 @@ import os
 import platform
 import threading
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -108,27 +109,22 @@ class HostSampler:
         return usages
 
 
-class HostPublisher:
-    """Publishes this host's usage as `host-of-rank-R.json` in the folder of heartbeats, until it is stopped."""
+def publish_usage(folder: Path, rank: int) -> Callable[[], None]:
+    """Publish this host's usage as `host-of-rank-R.json` in the folder of heartbeats, in a thread, until the function that is
+    returned is called. That does not wait for a sample: a driver may hang in it."""
+    path, stopped = folder / f"host-of-rank-{rank}.json", threading.Event()
 
-    def __init__(self, folder: Path, rank: int) -> None:
-        self._path = folder / f"host-of-rank-{rank}.json"
-        self._stopped = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="host usage", daemon=True)
-        self._thread.start()
-
-    def stop(self) -> None:
-        """Do not wait for a sample: a driver may hang in it."""
-        self._stopped.set()
-
-    def _run(self) -> None:
+    def publish() -> None:
         with suppress(Exception):  # what watches a run must not end it
             sampler, longest = HostSampler(), 0
             while True:
                 with suppress(OSError):
-                    longest = overwrite(self._path, sampler.sample(), longest)  # in place and padded, as heartbeats are
-                if self._stopped.wait(PUBLISH_SECONDS):
+                    longest = overwrite(path, sampler.sample(), longest)  # in place and padded, as heartbeats are
+                if stopped.wait(PUBLISH_SECONDS):
                     return
+
+    threading.Thread(target=publish, name="host usage", daemon=True).start()
+    return stopped.set
 
 
 def read_published(folder: Path) -> list[HostUsage]:
