@@ -15,6 +15,8 @@ from datetime import datetime
 from pathlib import Path
 from typing import NamedTuple
 
+from lmforge.terminal.cells import clean
+
 CHUNK_BYTES = 2**16
 # A longer line is read as several.
 MAX_LINE_BYTES = 2**14
@@ -50,7 +52,7 @@ def printable(line: bytes) -> str:
         return text
     states = [state for state in ESCAPES.sub("", text).split("\r") if state.strip()]
     text = (states[-1] if states else "").expandtabs(4)
-    return text if text.isprintable() else "".join(each if each.isprintable() else "·" for each in text)
+    return clean(text)
 
 
 @dataclass
