@@ -26,7 +26,7 @@ from lmforge.objectives.language import NextTokenObjective
 from lmforge.parallel.dims import data_parallel_rank_and_size, plan_batches
 from lmforge.parallel.precision import choose_compile, choose_dtype
 from lmforge.parallel.validate import check_parallel
-from lmforge.plan.out_of_memory import MemoryEstimator
+from lmforge.plan.out_of_memory import MemoryEstimator, min_gpu_bytes
 from lmforge.plan.peak_flops import rank_peak_flops
 from lmforge.stages.build_model import build_model_and_optimizer, fill_weights
 from lmforge.stages.dataset_batches import build_loader
@@ -61,8 +61,9 @@ class _Trial:
         pretrained = find_pretrained(config.model.source) if config.model.source else None
         self._model_config = resolve_model_config(config, pretrained, tokens.tokenizer.vocab_size if tokens else None)
         check_parallel(config.parallel, self._model_config, self._plan)
+        gpu_bytes = min_gpu_bytes(dist_ctx)
         with dist_ctx.raise_on_all():
-            estimator = MemoryEstimator.of_run(config, self._model_config, self._plan, dist_ctx)
+            estimator = MemoryEstimator.of_run(config, self._model_config, self._plan, dist_ctx, gpu_bytes)
             estimator.check(dist_ctx)
         self._prediction = estimator.predict_run(config, self._device)
         self._dtype, _ = choose_dtype(config.train.dtype, self._device)

@@ -17,7 +17,7 @@ from lmforge.config.stage import StageConfig
 from lmforge.errors import RunFailed, UserError, format_duration, typed_command
 from lmforge.monitor.loss_curve import draw_loss_curve
 from lmforge.objectives.objective import Objective
-from lmforge.plan.out_of_memory import MemoryEstimator, explain_out_of_memory
+from lmforge.plan.out_of_memory import MemoryEstimator, explain_out_of_memory, min_gpu_bytes
 from lmforge.runs import Run
 from lmforge.stages.alignment.align import has_frozen_reference
 from lmforge.stages.attempt import describe_failure, end_attempt, explain_failures, start_attempt
@@ -46,7 +46,7 @@ class StageSpec:
 
 
 def run_stage(config: StageConfig, spec: StageSpec, custom: CustomCode) -> int:
-    """Run a stage on the ranks that are there. Returns the exit status. See `run.pretrain`."""
+    """Run a stage on the ranks that are there. Returns the exit status. See `pretrain` in run.py."""
     set_determinism(config.train.deterministic)
     if leave_out_ranks(config.parallel.model_parallel_size):
         return stand_by()
@@ -55,10 +55,16 @@ def run_stage(config: StageConfig, spec: StageSpec, custom: CustomCode) -> int:
     try:
         with explain_failures(run):
             config, inputs, point = enter_run(config, run, dist_ctx, spec.prepare_data, spec.open_inputs)
+            gpu_bytes = min_gpu_bytes(dist_ctx)
             with dist_ctx.raise_on_all():
-                has_reference = has_frozen_reference(config)
                 estimator = MemoryEstimator.of_run(
-                    config, inputs.model_config, inputs.batch_plan, dist_ctx, has_reference, point.step
+                    config,
+                    inputs.model_config,
+                    inputs.batch_plan,
+                    dist_ctx,
+                    gpu_bytes,
+                    has_reference=has_frozen_reference(config),
+                    step=point.step,
                 )
                 if point.step < config.train.steps:
                     estimator.check(dist_ctx)
@@ -131,7 +137,7 @@ def collective_timeout(config: StageConfig) -> timedelta:
 
 
 def _notes_on_ranks(dist_ctx: DistributedContext) -> list[str]:
-    """Lines about ranks that stand by, and about several that share the cores of one machine, which one would use better."""
+    """Lines about ranks that stand by, and a hint where several share one machine's cores: one process would be faster."""
     ranks = dist_ctx.world_size
     if dist_ctx.device.type != "cpu" or ranks == 1 or dist_ctx.rank_info.local_world_size < ranks:
         return describe_standby()

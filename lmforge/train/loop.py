@@ -65,7 +65,7 @@ def train_step(
 def train(trainer: Trainer) -> tuple[int, int]:
     """Train to `train.steps`. Returns the number of steps done, and the signal that stopped it or 0.
 
-    Between log steps the host does not wait for the device.
+    Between log steps the host runs at most one step ahead of the device, and does not wait for it.
     """
     config, watch, console = trainer.ctx.config, trainer.ctx.watch, trainer.ctx.console
     detector, schedule = trainer.bad_step_detector, trainer.checkpoint_schedule
