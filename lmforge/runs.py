@@ -108,7 +108,8 @@ def read_checkpoint_manifest(folder: Path, schema: type[T], error: Callable[[str
 def remove_checkpoint(folder: Path) -> None:
     """Delete a checkpoint folder, local or remote, if it exists.
 
-    The manifest is deleted first, so that an interrupted deletion leaves nothing that counts as a checkpoint.
+    An interrupted deletion leaves nothing that counts as a checkpoint: a local folder is renamed first, and of a remote one the
+    manifest is deleted first.
     """
     if not folder.exists():
         return

@@ -42,6 +42,10 @@ class MetricsAccumulator:
                 total = torch.where(skip_if, 0.0, total)
             self._sums[name] = self._sums[name] + total if name in self._sums else total
 
+    def reset(self) -> None:
+        """Forget what was added since the last log step."""
+        self._sums = {}
+
     def reduce_and_reset(self) -> dict[str, float]:
         """The mean of each metric over all ranks and micro-batches since the last call; the host waits.
 
@@ -51,7 +55,7 @@ class MetricsAccumulator:
             return {}
         names = sorted(self._sums)
         table = self._dist_ctx.all_reduce_sum(torch.stack([self._sums[name] for name in names])).tolist()
-        self._sums = {}
+        self.reset()
         return {name: total / count for name, (total, count) in zip(names, table, strict=True) if count}
 
 

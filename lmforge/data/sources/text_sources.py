@@ -16,7 +16,6 @@ from typing import Any
 import xxhash
 
 from lmforge import registry
-from lmforge.config.builtin_names import TEXT
 from lmforge.data.sources.plugin_unit import NO_READERS, PluginReaders, PluginUnit
 from lmforge.data.sources.records import (
     COMPRESSION_SUFFIXES,
@@ -26,7 +25,6 @@ from lmforge.data.sources.records import (
     open_parquet,
 )
 from lmforge.data.sources.units import (
-    HTML_SUFFIXES,
     TABLE_DELIMITERS,
     TEXT_FIELD_HINT,
     JsonlUnit,
@@ -39,7 +37,6 @@ from lmforge.data.sources.units import (
 )
 from lmforge.errors import UserError
 
-TEXT_SUFFIXES = frozenset(f".{suffix}" for suffix in TEXT.split())
 # fmt: off
 # What to do with files that are not read.
 CONVERSIONS = {
@@ -50,8 +47,6 @@ CONVERSIONS = {
     "unpack it: of packed files .gz, .zst and .tar are read": (".zip", ".tgz", ".bz2", ".xz", ".7z", ".rar", ".lz4"),
 }
 # fmt: on
-RECORD_SUFFIXES = JSON_SUFFIXES | {".parquet", *TABLE_DELIMITERS, ".tar"}
-KNOWN_SUFFIXES = TEXT_SUFFIXES | HTML_SUFFIXES | RECORD_SUFFIXES
 OTHER_CONVERSION = "if it is plain text, name its suffix in --text_suffixes; if not, extract its text"
 TEXT_UNIT_BYTES = 2 << 20
 JSONL_UNIT_BYTES = 16 << 20
@@ -145,7 +140,7 @@ class TextSource(FileSource):
 
 def known_suffixes() -> frozenset[str]:
     """Suffixes of files whose documents can be read, those of plugins included."""
-    return KNOWN_SUFFIXES | {f".{name}" for name in registry.names("document_source")}
+    return frozenset(f".{name}" for name in registry.names("document_source"))
 
 
 def open_text_source(
