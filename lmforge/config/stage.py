@@ -119,10 +119,12 @@ class StageConfig(Options):
             yield f"optimizer.name = {optimizer.name}: {reason}"
 
     def with_name(self, name: str) -> Self:
-        """The same options with their stage recorded, for a run called `name` unless they name it. Raises UserError."""
+        """The same options as a run records them: with their stage, the paths of plugins absolute, and `name` as that of the
+        run unless they name it. Raises UserError."""
         if not self.run.name and (problem := name_problem(name)):
             raise UserError(f"the recipe's file name names the run: {problem}; give a --run.name")
-        return self._with_run(name=self.run.name or name, stage=self.of_stage)
+        plugins = tuple(str(Path(path).expanduser().absolute()) for path in self.plugins)
+        return self.model_copy(update={"plugins": plugins})._with_run(name=self.run.name or name, stage=self.of_stage)
 
     def again(self) -> Self:
         """The same options for ranks that are restarted: overwriting was done once, and the run is resumed."""

@@ -15,10 +15,6 @@ FINALISTS = 24
 FINALIST_RANGE: Range = {"gt": 0, "le": FINALISTS}
 # Of a GPU's memory, what a run may take by default: its own memory pool leaves the rest to others.
 USABLE_FRACTION = 0.94
-PLAN_OPTIONS = (
-    *("gpus", "gpu_type", "gpus_per_host", "network", "hardware", "calibration", "price", "disk_gb_s", "failure_gpu_hours"),
-    *("restart_minutes", "search", "configurations", "write", "finalists", "output"),
-)
 
 
 class PlanOptions(Options):
@@ -50,6 +46,8 @@ class PlanOptions(Options):
             yield "--finalists: only with --write, which names the files; add it, or leave this out"
 
 
+# Those that may be typed without their section.
+PLAN_OPTIONS = tuple(name for name in PlanOptions.model_fields if name != "usable")
 ESSENTIAL = (
     "plan.gpus",
     "plan.gpu_type",
