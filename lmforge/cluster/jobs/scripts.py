@@ -206,27 +206,15 @@ esac
 
 def session_script(plan: JobPlan) -> str:
     """What runs without a terminal on this machine, or on each host that ssh reaches: one run, or those of a sweep in order."""
-    lines = [
-        "#!/bin/bash",
-        f"# Written by lmforge {__version__} launch. It starts the ranks of this node ({NODE_SCRIPT}).",
-        f"folder={shlex.quote(str(plan.folder))}",
-        "",
-        _forward_signals(),
-    ]
-    lines += _session_runs(plan, f'run bash "$folder/{NODE_SCRIPT}" "$recipe"')
-    return "\n".join(lines) + "\n"
+    start = f'run bash "$folder/{NODE_SCRIPT}" "$recipe"'
+    return _without_scheduler(plan, "It starts the ranks of this node", _forward_signals(), start)
 
 
 def mpi_script(plan: JobPlan, command: list[str]) -> str:
     """What runs without a terminal on this machine: mpiexec (`command`) starts every rank itself, and again if one is lost."""
     most = plan.options.max_restarts
-    lines = [
-        "#!/bin/bash",
-        f"# Written by lmforge {__version__} launch. mpiexec starts every rank ({NODE_SCRIPT}).",
-        f"folder={shlex.quote(str(plan.folder))}",
-        "",
-        _forward_signals(MPI_STOP_SIGNAL),
-        f"""\
+    functions = f"""\
+{_forward_signals(MPI_STOP_SIGNAL)}
 start() {{
     for number_of_start in $(seq {most + 1}); do
         rm -f "$folder/{FIRST_STATUS_FILE}"
@@ -237,10 +225,20 @@ start() {{
         [ $number_of_start -le {most} ] && echo "lmforge: all ranks are started again ($number_of_start of {most})" >&2
     done
 }}
-""",
-    ]
-    lines += _session_runs(plan, "start")
-    return "\n".join(lines) + "\n"
+"""
+    return _without_scheduler(plan, "mpiexec starts every rank", functions, "start")
+
+
+def _without_scheduler(plan: JobPlan, what: str, functions: str, start: str) -> str:
+    """A script that says `what` it does, defines functions of the shell, and starts each run by one line."""
+    return f"""\
+#!/bin/bash
+# Written by lmforge {__version__} launch. {what} ({NODE_SCRIPT}).
+folder={shlex.quote(str(plan.folder))}
+
+{functions}
+{chr(10).join(_session_runs(plan, start))}
+"""
 
 
 def _session_runs(plan: JobPlan, line: str) -> list[str]:
