@@ -12,7 +12,7 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -61,25 +61,26 @@ class NodeGroup:
         return PeerLost(f"{self.names[rank]} does not answer: lost, or its launcher has ended")
 
 
-def read_node_group(environ: Mapping[str, str] = os.environ) -> NodeGroup | None:
+def read_node_group() -> NodeGroup | None:
     """The nodes as a launcher script says; None where there is no such script, or this is a rank already.
 
     Raises UserError where the variables do not fit together.
     """
-    if NODES_VARIABLE not in environ or "TORCHELASTIC_RUN_ID" in environ:
+    if NODES_VARIABLE not in os.environ or "TORCHELASTIC_RUN_ID" in os.environ:
         return None
-    names = tuple(name for name in environ[NODES_VARIABLE].split(",") if name)
-    host, _, port = environ.get(ADDRESS_VARIABLE, "").rpartition(":")
+    nodes, address = os.environ[NODES_VARIABLE], os.environ.get(ADDRESS_VARIABLE, "")
+    names = tuple(name for name in nodes.split(",") if name)
+    host, _, port = address.rpartition(":")
     if not names or not host or not port.isdecimal() or not 0 < int(port) <= MAX_PORT:
         raise UserError(
-            f"environment: {NODES_VARIABLE} = {cut(environ[NODES_VARIABLE])!r}, {ADDRESS_VARIABLE} ="
-            f" {cut(environ.get(ADDRESS_VARIABLE, ''))!r}: expected names with commas between them, and HOST:PORT"
+            f"environment: {NODES_VARIABLE} = {cut(nodes)!r}, {ADDRESS_VARIABLE} = {cut(address)!r}: expected names with commas"
+            " between them, and HOST:PORT"
         )
-    return NodeGroup(names, _node_rank(names, environ), host, int(port))
+    return NodeGroup(names, _node_rank(names), host, int(port))
 
 
-def _node_rank(names: tuple[str, ...], environ: Mapping[str, str]) -> int:
-    text = environ.get(NODE_RANK_VARIABLE, environ.get("SLURM_NODEID", ""))
+def _node_rank(names: tuple[str, ...]) -> int:
+    text = os.environ.get(NODE_RANK_VARIABLE, os.environ.get("SLURM_NODEID", ""))
     if text:
         if not text.isdecimal() or int(text) >= len(names):
             raise UserError(f"environment: {NODE_RANK_VARIABLE} = {quoted(text)}: expected a number below {len(names)}")

@@ -21,18 +21,18 @@ def read_rank_info(environ: Mapping[str, str] = os.environ) -> RankInfo:
     return read_environment(environ, requested_environment(environ))
 
 
-def count_restarts(environ: Mapping[str, str] = os.environ) -> int:
+def count_restarts() -> int:
     """How often the launcher has restarted these ranks; 0 without a launcher. Raises UserError."""
-    return read_number(environ, RESTARTS_VARIABLE, 0, MAX_RANKS) if environ.get(RESTARTS_VARIABLE) else 0
+    return read_number(os.environ, RESTARTS_VARIABLE, 0, MAX_RANKS) if os.environ.get(RESTARTS_VARIABLE) else 0
 
 
-def launcher_identity(environ: Mapping[str, str] = os.environ) -> str | None:
+def launcher_identity() -> str | None:
     """The process of torchrun that started this rank, the same when it starts it anew; None without torchrun.
 
     How often it has restarted the ranks, each of several torchruns counts by itself, and none of them counts a start that a
     host made by joining or leaving.
     """
-    if "TORCHELASTIC_RUN_ID" not in environ:
+    if "TORCHELASTIC_RUN_ID" not in os.environ:
         return None
     parent = os.getppid()
     stat = read_process_stat(parent)
