@@ -135,13 +135,6 @@ def _matches_target(target: str, name: str) -> bool:
         raise UserError(f"lora.target_modules: {target} is neither a name nor a regular expression ({problem})") from None
 
 
-def lora_layers(model: nn.Module) -> Iterator[tuple[str, LoraLinear]]:
-    """The adapted layers of a model, by name."""
-    for name, module in model.named_modules():
-        if isinstance(module, LoraLinear):
-            yield name, module
-
-
 def adapter_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
     """The tensors of a model's adapters, by name."""
     return {name: parameter for name, parameter in model.named_parameters() if name.endswith(LORA_SUFFIXES)}
@@ -150,7 +143,7 @@ def adapter_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
 @contextmanager
 def disable_adapters(model: nn.Module) -> Iterator[None]:
     """Inside, `model` computes without its adapters, for forward passes without gradients: the reference of alignment."""
-    layers = [layer for _, layer in lora_layers(model)]
+    layers = [module for module in model.modules() if isinstance(module, LoraLinear)]
     for layer in layers:
         layer.enabled = False
     try:

@@ -24,7 +24,7 @@ from lmforge.interop.weights import load_folder, merge_adapters
 from lmforge.model import build_model
 from lmforge.model.init_weights import init_adapters, init_weights
 from lmforge.model.layers import LanguageModel
-from lmforge.model.lora import LoraConfig, adapter_parameters, add_lora, disable_adapters, lora_layers
+from lmforge.model.lora import LoraConfig, LoraLinear, adapter_parameters, add_lora, disable_adapters
 from lmforge.objectives.language import NextTokenObjective
 from lmforge.parallel.activation_checkpointing import apply_activation_checkpointing
 from lmforge.parallel.validate import check_lora
@@ -141,7 +141,7 @@ def test_adapters_that_peft_made_are_opened(kind: str, draw: random.Random, tmp_
     set_adapters(model, tensors)
     batch = one_document(2, 11, shape.vocab_size)
     assert_close(logits(model, batch), theirs(batch.tokens).logits)
-    assert len(list(lora_layers(model))) == (4 if kind == "mistral" else 12)
+    assert sum(isinstance(module, LoraLinear) for module in model.modules()) == (4 if kind == "mistral" else 12)
 
 
 def test_a_wrapped_model_is_adapted_and_merged_as_ours_is(tmp_path: Path) -> None:
@@ -338,7 +338,7 @@ def test_dropout_of_adapters_zeroes_what_goes_into_them_and_nothing_else() -> No
     noise = model.make_token_rng(batch.rng_keys, batch.document_ids)
     assert noise is not None
     masks = []
-    for number, (_, layer) in enumerate(lora_layers(model)):
+    for number, layer in enumerate(module for module in model.modules() if isinstance(module, LoraLinear)):
         torch.nn.init.eye_(layer.lora_A.weight)
         torch.nn.init.eye_(layer.lora_B.weight)
         x = torch.rand(*batch.tokens.shape, width) + 1
