@@ -1,6 +1,5 @@
 """Hugging Face datasets as sources of text: by name, streamed from the hub, or a local folder. They need the extra `hf`."""
 
-import json
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -9,8 +8,6 @@ from functools import lru_cache, partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
-
-import xxhash
 
 from lmforge.data.sources.records import ReadProgress
 from lmforge.data.sources.text_sources import FileSource, SourceFile, list_files, stat_files
@@ -114,11 +111,9 @@ class DatasetSource(FileSource):
     location: DatasetLocation
     text_field: str
 
-    def fingerprint(self) -> str:
-        """A hash that changes with the files or the revision, and with what is read of them."""
-        files, where = self.file_versions, self.location
-        content = [self.text_field, where.spec if not files else "", where.subset, where.split, where.revision, files]
-        return xxhash.xxh3_128_hexdigest(json.dumps(content).encode())
+    def _identity(self, files: list[tuple[str, int, int]]) -> list[Any]:
+        where = self.location
+        return [self.text_field, where.spec if not files else "", where.subset, where.split, where.revision, files]
 
     def units(self) -> list[SourceUnit]:
         """All units of work, in a fixed order. Raises UserError for a dataset without the column."""

@@ -11,7 +11,7 @@ from lmforge.data.sources.token_files import TokenSource, find_token_files, open
 from lmforge.data.tokenizer import Tokenizer
 from lmforge.errors import UserError
 
-# Each has `units()`, all units of work in a fixed order, and `fingerprint()`, a hash that changes with what is read.
+# Each has `units()`, all units of work in a fixed order.
 Source = TextSource | TokenSource | DatasetSource
 
 

@@ -6,6 +6,7 @@ A source knows names, sizes and times; the text is read by its units (`units.py`
 import json
 import os
 import sysconfig
+from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, field
@@ -73,7 +74,7 @@ class SourceFile:
 
 
 @dataclass(frozen=True)
-class FileSource:
+class FileSource(ABC):
     """The files of a corpus, sorted by name. `skipped_kinds` counts those of a folder that are not read, by suffix."""
 
     spec: str
@@ -85,10 +86,14 @@ class FileSource:
         """Bytes on the disk, 0 where no files are known."""
         return sum(file.size for file in self.files)
 
-    @property
-    def file_versions(self) -> list[tuple[str, int, int]]:
-        """What differs when a file was added, removed, resized or touched."""
-        return [(file.name, file.size, file.modified_ns) for file in self.files]
+    def fingerprint(self) -> str:
+        """A hash that changes when a file is added, removed, resized or touched, or when it is read in another way."""
+        files = [(file.name, file.size, file.modified_ns) for file in self.files]
+        return xxhash.xxh3_128_hexdigest(json.dumps(self._identity(files)).encode())
+
+    @abstractmethod
+    def _identity(self, files: list[tuple[str, int, int]]) -> list[Any]:
+        """All that the documents depend on, as JSON has it; `files` say which version of each file it is."""
 
 
 @dataclass(frozen=True)
@@ -98,12 +103,9 @@ class TextSource(FileSource):
     text_field: str
     readers: PluginReaders = NO_READERS
 
-    def fingerprint(self) -> str:
-        """A hash that changes with the files, or when another field is read."""
-        content: list[Any] = [self.text_field, self.file_versions]
-        if any(self.readers.reads(content_suffix(file.name)) for file in self.files):
-            content.append(self.readers.identity())
-        return xxhash.xxh3_128_hexdigest(json.dumps(content).encode())
+    def _identity(self, files: list[tuple[str, int, int]]) -> list[Any]:
+        has_plugins = any(self.readers.reads(content_suffix(file.name)) for file in self.files)
+        return [self.text_field, files, *([self.readers.identity()] if has_plugins else [])]
 
     def units(self) -> list[SourceUnit]:
         """All units of work, in a fixed order."""

@@ -9,17 +9,15 @@ The last two say nowhere where documents end. In all of them an end-of-text or b
 out, and `prepare` ends each document with the tokenizer's own end-of-text id.
 """
 
-import json
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import xxhash
 
 from lmforge.data.sources.records import ReadProgress
 from lmforge.data.sources.text_sources import FileSource, list_files, stat_files
@@ -229,10 +227,8 @@ class TokenSource(FileSource):
     separators: tuple[int, ...]
     vocab_size: int
 
-    def fingerprint(self) -> str:
-        """A hash that changes with the files, or when documents end elsewhere."""
-        content = ["tokens", self.separators, self.file_versions]
-        return xxhash.xxh3_128_hexdigest(json.dumps(content).encode())
+    def _identity(self, files: list[tuple[str, int, int]]) -> list[Any]:
+        return ["tokens", self.separators, files]
 
     def units(self) -> list[TokenUnit]:
         """All units of work, in a fixed order. Raises UserError naming a file that is none of these kinds."""
