@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from lmforge.cluster.environment import ENVIRONMENT_VARIABLE, TORCHRUN, RankInfo
 from lmforge.cluster.rank_info import RESTARTS_VARIABLE
-from lmforge.cluster.rendezvous import PortAnswer, ask_rank0, hosts_to_ask, job_identity, listen, own_address
+from lmforge.cluster.rendezvous import answer_with_port, ask_rank0, hosts_to_ask, job_identity, listen, own_address
 from lmforge.cluster.waiting import REPORT_AFTER_SECONDS, print_line
 from lmforge.errors import name_some
 
@@ -64,7 +64,7 @@ def _start_store(identity: str, world_size: int) -> int:
     _server = dist.TCPStore(
         "localhost", port, is_master=True, wait_for_workers=False, multi_tenant=True, master_listen_fd=listening.detach()
     )
-    PortAnswer(identity, world_size, port)
+    answer_with_port(identity, world_size, port)
     return port
 
 

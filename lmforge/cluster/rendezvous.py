@@ -150,40 +150,35 @@ def free_port() -> int:
     raise RunFailed(f"none of a hundred ports between {PORTS.start:,} and {PORTS.stop:,} is free on this host")
 
 
-class PortAnswer:
-    """Rank 0's thread that answers every other rank with the port of the store. It ends when all of them have it.
+def answer_with_port(identity: str, world_size: int, port: int) -> None:
+    """On rank 0, answer every other rank with the port of the store, in a thread that ends when all of them have it.
 
     Raises UserError where none of the job's ports is free.
     """
+    ports = candidate_ports(identity)
+    for candidate in ports:
+        with suppress(OSError):
+            listening = listen(candidate)
+            break
+    else:
+        tried = ", ".join(map(str, ports))
+        raise UserError(f"environment: rank 0 can listen on none of the ports {tried}; set MASTER_ADDR and MASTER_PORT")
+    waiting = set(range(1, world_size))
 
-    def __init__(self, identity: str, world_size: int, port: int) -> None:
-        self._identity, self._port, self._waiting = identity, port, set(range(1, world_size))
-        ports = candidate_ports(identity)
-        for candidate in ports:
-            try:
-                self._socket = listen(candidate)
-                break
-            except OSError:
-                continue
-        else:
-            tried = ", ".join(map(str, ports))
-            raise UserError(f"environment: rank 0 can listen on none of the ports {tried}; set MASTER_ADDR and MASTER_PORT")
-        threading.Thread(target=self._answer, name="rendezvous", daemon=True).start()
+    def answer() -> None:
+        with listening:
+            while waiting:
+                connection, _ = listening.accept()
+                # Somebody else closes, says nothing, or no number.
+                with connection, suppress(OSError, ValueError):
+                    connection.settimeout(ANSWER_SECONDS)
+                    connection.sendall(f"lmforge {identity}\n".encode())
+                    rank = int(_read_line(connection))
+                    connection.sendall(f"{port}\n".encode())
+                    if _read_line(connection) == "received":
+                        waiting.discard(rank)
 
-    def _answer(self) -> None:
-        with self._socket:
-            while self._waiting:
-                connection, _ = self._socket.accept()
-                with connection:
-                    try:
-                        connection.settimeout(ANSWER_SECONDS)
-                        connection.sendall(f"lmforge {self._identity}\n".encode())
-                        rank = int(_read_line(connection))
-                        connection.sendall(f"{self._port}\n".encode())
-                        if _read_line(connection) == "received":
-                            self._waiting.discard(rank)
-                    except (OSError, ValueError):
-                        continue  # somebody else: they close, say nothing, or no number
+    threading.Thread(target=answer, name="rendezvous", daemon=True).start()
 
 
 def _read_line(connection: socket.socket) -> str:
