@@ -206,8 +206,10 @@ def ask_rank0(identity: str, rank: int, hosts: list[str]) -> tuple[str, int]:
                     return True
         return False
 
+    others = f" and {len(hosts) - 1} other hosts" if len(hosts) > 1 else ""
+
     def silence(waited: float) -> str:
-        return f"rank {rank}: {_silence(hosts)} after {waited:.0f} s"
+        return f"rank {rank}: rank 0 does not answer on {hosts[0]}{others} after {waited:.0f} s"
 
     if not wait_until(has_answered, MAX_WAIT_SECONDS, silence):
         raise RunFailed(f"{silence(MAX_WAIT_SECONDS)}; was it started, and may it be reached over the network?")
@@ -225,11 +227,6 @@ def own_address(hosts: list[str]) -> str:
         except OSError:
             continue
     return socket.gethostname()
-
-
-def _silence(hosts: list[str]) -> str:
-    others = f" and {len(hosts) - 1} other hosts" if len(hosts) > 1 else ""
-    return f"rank 0 does not answer on {hosts[0]}{others}"
 
 
 def _ask_port(host: str, port: int, identity: str, rank: int) -> int | None:

@@ -159,8 +159,9 @@ def validate_options(
 ) -> OptionsT:
     """`table` as an `options_class`, strictly: a number in quotes is not a number. Raises UserError as `parse_options` does."""
     try:
-        # JSON mode is strict about types and still takes text for a path and a list for a tuple.
-        return options_class.model_validate_json(_as_json(_with_none_values(options_class, table)), strict=True)
+        # JSON mode is strict about types and still takes text for a path and a list for a tuple. TOML has dates, JSON has not.
+        content = json.dumps(_with_none_values(options_class, table), default=str, ensure_ascii=False)
+        return options_class.model_validate_json(content, strict=True)
     except ValidationError as problem:
         error = first_error(problem)
     if error["type"] == "value_error":  # raised by our own validators, in their own words
@@ -189,10 +190,6 @@ def _with_none_values(options_class: type[BaseModel], table: dict[str, Any]) -> 
         ):
             result[name] = None
     return result
-
-
-def _as_json(value: Any) -> str:
-    return json.dumps(value, default=str, ensure_ascii=False)  # TOML has dates, JSON has not
 
 
 def _did_you_mean(options_class: type[Options], path: OptionPath, in_tables: bool = True) -> str:
