@@ -68,6 +68,12 @@ def _start_store(identity: str, world_size: int) -> int:
     return port
 
 
+def connect_to_store(timeout: timedelta) -> dist.TCPStore:
+    """The store of all ranks. Its keys are seen as they are, without the prefix that torch gives to each restart."""
+    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    return dist.TCPStore(address, port, is_master=False, wait_for_workers=False, timeout=timeout)
+
+
 def allow_open_connections(world_size: int) -> None:
     """Raise this process's limit on open files to what gloo's connections to all ranks take, as far as the system lets it.
 
@@ -133,8 +139,7 @@ def report_missing_ranks(
         prefix = f"lmforge/joining-{os.environ.get(RESTARTS_VARIABLE, '')}-{what}"
         try:
             # The rank that keeps the store may itself be late.
-            address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-            store = dist.TCPStore(address, port, is_master=False, wait_for_workers=False, timeout=timedelta(hours=1))
+            store = connect_to_store(timedelta(hours=1))
             store.set(f"{prefix}/{rank}", "here")
             place = store.add(f"{prefix}/count", 1)
             registered.set()
