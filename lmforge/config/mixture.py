@@ -15,8 +15,8 @@ from lmforge.untrusted import quoted
 
 SOURCE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 FOLDER_MEANING = "token folder, as `lmforge prepare` writes them, or an address such as s3://bucket/tokens (extra: cloud)"
-QUARANTINE_MEANING = (
-    "damaged parts of shards to train without, as `lmforge prepare --verify` prints them: SHARD or SHARD:FIRST-LAST"
+QUARANTINE = option(
+    (), "damaged parts of shards to train without, as `lmforge prepare --verify` prints them: SHARD or SHARD:FIRST-LAST"
 )
 WeightUnit = Literal["tokens", "samples"]
 
@@ -40,7 +40,7 @@ class TokenSourceOptions(SourceOptions):
     """Token shards."""
 
     folder: str = option(..., FOLDER_MEANING)
-    quarantine: tuple[str, ...] = option((), QUARANTINE_MEANING)
+    quarantine: tuple[str, ...] = QUARANTINE
 
     @property
     def label(self) -> str:

@@ -11,7 +11,7 @@ from lmforge.untrusted import quoted
 
 # The launchers whose variables say which rank a process is; `cluster/environment.py` reads them.
 EnvironmentName = Literal["auto", "single", "torchrun", "slurm", "openmpi", "mpich", "pals", "lsf"]
-WHO_STARTED_RANKS = "who started the ranks, where it is not found out; single: nobody, each process is alone"
+ENVIRONMENT = option("auto", "who started the ranks, where it is not found out; single: nobody, each process is alone")
 MAX_PORT = 65_535
 # Of libraries and trackers that a run may need; schedulers pass on the whole environment by themselves.
 FORWARDED_VARIABLES = ("HF_*", "NCCL_*", "GLOO_*", "TORCH_*", "WANDB_*", "OMP_*", "LMFORGE_*", "PYTHONPATH", "LD_LIBRARY_PATH")
@@ -66,7 +66,7 @@ class JobOptions(Options):
     """Where ranks are started, by whom, and with what: of `lmforge launch` and `lmforge doctor --on`."""
 
     processes: int = option(1, "ranks to start on each node (torchrun: --nproc-per-node); not under torchrun", **RANKS)
-    environment: EnvironmentName = option("auto", WHO_STARTED_RANKS)
+    environment: EnvironmentName = ENVIRONMENT
     on: Literal["local", "ssh", "slurm", "pbs", "mpi"] = option(
         "local", "who starts them: this machine, the hosts of a file by ssh, sbatch, qsub, or mpiexec"
     )

@@ -28,7 +28,6 @@ from lmforge.untrusted import cut, expectation, first_error, parse_toml, quoted,
 OptionPath = tuple[str, ...]
 Alternatives = tuple[tuple[tuple[str, str], tuple[str, str]], ...]
 MAX_NAME_WIDTH = 46
-PLUGINS_MEANING = "Python files that register more names; in a recipe at its top, relative to it"
 MAX_NAME_BYTES = 255  # what file systems take
 
 
@@ -109,6 +108,11 @@ def argument(default: Any, description: str) -> Any:
 def section(options_class: type[Options], description: str) -> Any:
     """Declare a group of options inside another. A list of them is an option: `tuple[Group, ...] = option((), …)`."""
     return Field(default_factory=options_class, description=description)
+
+
+# What several commands have in common.
+PLUGINS = option((), "Python files that register more names; in a recipe at its top, relative to it")
+OUTPUT_FORMAT = option("text", "output format")
 
 
 def read_recipe(path: Path) -> dict[str, Any]:
