@@ -32,18 +32,14 @@ class HeldFile:
 
     def _refresh(self) -> None:
         while not self._released.wait(REFRESH_SECONDS):
-            try:
+            with suppress(OSError):  # the file system is away, and may come back
                 os.utime(self._path)
-            except OSError:
-                continue  # the file system is away, and may come back
 
     def release(self) -> None:
         self._released.set()
-        try:
+        with suppress(OSError):
             if os.stat(self._path).st_ino == self._identity:
                 self._path.unlink()
-        except OSError:
-            return
 
 
 def try_lock(descriptor: int, held_file: Path) -> Callable[[], None] | None:

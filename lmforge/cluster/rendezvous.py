@@ -219,13 +219,11 @@ def ask_rank0(identity: str, rank: int, hosts: list[str]) -> tuple[str, int]:
 def own_address(hosts: list[str]) -> str:
     """The one of `hosts` that this machine is, by the name under which the others know it; its own name if it is none."""
     for host in hosts:
-        try:
+        with suppress(OSError):
             family, kind, _, _, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
             with socket.socket(family, kind) as probe:
                 probe.bind(address)  # only an address of this machine can be bound
                 return host
-        except OSError:
-            continue
     return socket.gethostname()
 
 

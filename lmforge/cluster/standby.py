@@ -7,6 +7,7 @@ takes part again when all ranks are started anew with more hosts. It joins no pr
 import os
 import signal
 import socket
+from contextlib import suppress
 from datetime import timedelta
 
 import torch.distributed as dist
@@ -82,7 +83,8 @@ def release_standby(rank: int) -> None:
     """On rank 0, let the ranks end that stand by; they may only just have been started."""
     if rank != 0 or not _standby_ranks:
         return
-    try:
+    # It is gone, or the store is.
+    with suppress(RuntimeError):
         store, names = connect_to_store(CONNECTION), list[str]()
         for each in _standby_ranks:
             store.wait([_registration(f"{each}")], REGISTRATION)
@@ -90,8 +92,6 @@ def release_standby(rank: int) -> None:
             store.set(_release(names[-1]), "")
         # The store may end with this process.
         store.wait([_receipt(name) for name in names], REGISTRATION)
-    except RuntimeError:  # it is gone, or the store is
-        return
 
 
 def _registration(rank: str) -> str:

@@ -13,6 +13,7 @@ import types
 import typing
 from collections import deque
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, ClassVar, Self, TypeVar
 
@@ -339,13 +340,11 @@ def _parse_value(field: FieldInfo, text: str) -> Any:
         return None
     if bool in members and text.lower() in ("true", "false"):
         return text.lower() == "true"
-    try:
+    with suppress(ValueError):
         if int in members:
             return _parse_int(text)
         if float in members:
             return float(text)
-    except ValueError:
-        pass
     return text
 
 

@@ -9,6 +9,7 @@ import tarfile
 import tokenize
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import PurePosixPath
@@ -114,11 +115,9 @@ class PythonUnit(TextUnit):
 
     def documents(self, progress: ReadProgress, all_fields: bool) -> Iterator[Document]:
         for path in self.paths:
-            try:
-                with tokenize.open(path) as file:
-                    yield Document(file.read(), {"path": path}, partial(str, path))
-            except (SyntaxError, UnicodeDecodeError):
-                pass  # a file with a wrong declaration is one of Python's own tests
+            # A file with a wrong declaration is one of Python's own tests.
+            with suppress(SyntaxError, UnicodeDecodeError), tokenize.open(path) as file:
+                yield Document(file.read(), {"path": path}, partial(str, path))
 
 
 def record_document(record: Record, text_field: str, location: Callable[[], str]) -> Document:
