@@ -71,12 +71,15 @@ ESSENTIAL = (
 )
 
 
+PLAN = section(PlanOptions, "the ranks and the hardware that it is planned for")
+
+
 class SftPlanConfig(SftConfig):
     """lmforge plan RECIPE.toml: the same for a recipe of `lmforge sft`, with adapters or all weights."""
 
     of_verb: ClassVar[str | None] = "plan"
     ESSENTIAL: ClassVar[tuple[str, ...]] = (*ESSENTIAL, "lora.rank")
-    plan: PlanOptions = section(PlanOptions, "the ranks and the hardware that it is planned for")
+    plan: PlanOptions = PLAN
 
 
 class PlanConfig(PretrainConfig):
@@ -85,7 +88,7 @@ class PlanConfig(PretrainConfig):
     of_verb: ClassVar[str | None] = "plan"
     FOR_STAGE: ClassVar[Mapping[str, type[StageConfig]]] = {"sft": SftPlanConfig}
     ESSENTIAL: ClassVar[tuple[str, ...]] = ESSENTIAL
-    plan: PlanOptions = section(PlanOptions, "the ranks and the hardware that it is planned for")
+    plan: PlanOptions = PLAN
 
 
 AnyPlanConfig = PlanConfig | SftPlanConfig

@@ -3,7 +3,6 @@
 A source knows names, sizes and times; the text is read by its units (`units.py`). Nothing here tokenizes, shuffles or writes.
 """
 
-import json
 import os
 import sysconfig
 from abc import ABC, abstractmethod
@@ -13,9 +12,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import xxhash
-
 from lmforge import registry
+from lmforge.checksums import hash_json
 from lmforge.config.builtin_names import TEXT
 from lmforge.data.sources.plugin_unit import NO_READERS, PluginReaders, PluginUnit
 from lmforge.data.sources.records import (
@@ -89,7 +87,7 @@ class FileSource(ABC):
     def fingerprint(self) -> str:
         """A hash that changes when a file is added, removed, resized or touched, or when it is read in another way."""
         files = [(file.name, file.size, file.modified_ns) for file in self.files]
-        return xxhash.xxh3_128_hexdigest(json.dumps(self._identity(files)).encode())
+        return hash_json(self._identity(files))
 
     @abstractmethod
     def _identity(self, files: list[tuple[str, int, int]]) -> list[Any]:
