@@ -88,10 +88,10 @@ def hold_lock(path: Path, is_done: Callable[[], bool], flags: int = os.O_RDWR | 
 
     `flags` are those with which it is opened: os.O_RDONLY of a folder.
     """
-    descriptor = os.open(path, flags, 0o644)
+    descriptor, held_file = os.open(path, flags, 0o644), path.with_name(f".{path.name.removeprefix('.')}.held")
     release = None
     try:
-        while (release := try_lock(descriptor, path.with_name(f".{path.name.removeprefix('.')}.held"))) is None:
+        while (release := try_lock(descriptor, held_file)) is None:
             if is_done():
                 yield False
                 return

@@ -124,7 +124,8 @@ class StageConfig(Options):
         if not self.run.name and (problem := name_problem(name)):
             raise UserError(f"the recipe's file name names the run: {problem}; give a --run.name")
         plugins = tuple(str(Path(path).expanduser().absolute()) for path in self.plugins)
-        return self.model_copy(update={"plugins": plugins})._with_run(name=self.run.name or name, stage=self.of_stage)
+        named = self._with_run(name=self.run.name or name, stage=self.of_stage)
+        return named.model_copy(update={"plugins": plugins})
 
     def again(self) -> Self:
         """The same options for ranks that are restarted: overwriting was done once, and the run is resumed."""
