@@ -127,11 +127,11 @@ class TextSource(FileSource):
                 texts.append(file)
                 size += file.size
             elif Path(file.name).suffix in COMPRESSION_SUFFIXES:
-                units.append(JsonlUnit(file.path, 0, None, file.size, self.text_field))
+                units.append(JsonlUnit(file.path, file.size, self.text_field, 0, None))
             else:
                 for start in range(0, file.size, unit_bytes):
                     stop = min(start + unit_bytes, file.size)
-                    units.append(JsonlUnit(file.path, start, stop, stop - start, self.text_field))
+                    units.append(JsonlUnit(file.path, stop - start, self.text_field, start, stop))
         if texts:
             units.append(self._text_unit(texts))
         return units
@@ -234,4 +234,4 @@ def _parquet_units(file: SourceFile, name: str) -> list[SourceUnit]:
     if not (pyarrow.types.is_string(dtype) or pyarrow.types.is_large_string(dtype)):
         raise UserError(f"{file.path}: the field {name!r} is not text but {dtype}")
     groups = [metadata.row_group(number) for number in range(metadata.num_row_groups)]
-    return [ParquetUnit(file.path, number, group.num_rows, group.total_byte_size, name) for number, group in enumerate(groups)]
+    return [ParquetUnit(file.path, group.total_byte_size, name, number, group.num_rows) for number, group in enumerate(groups)]

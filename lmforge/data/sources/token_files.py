@@ -116,7 +116,6 @@ class FlatUnit(TokenUnit):
                 yield np.concatenate(pieces), 1.0
 
 
-@dataclass(frozen=True)
 class MegatronUnit(TokenUnit):
     """The documents `start` … `stop` − 1 of a pair of files of Megatron-LM."""
 
@@ -179,7 +178,6 @@ class MegatronIndex:
         return len(first) - 1
 
 
-@dataclass(frozen=True)
 class ArrowUnit(TokenUnit):
     """The record batches `start` … `stop` − 1 of an Arrow file."""
 
