@@ -299,7 +299,8 @@ class Run:
         file.truncate(0)
         file.write(f"process {os.getpid()} on {platform.node()}")
         file.flush()
-        _held_locks[self.path] = [release, *([partial(remove_lock_alone, lock)] if is_new else []), file.close]
+        remove_if_new = [partial(remove_lock_alone, lock)] if is_new else []
+        _held_locks[self.path] = [release, *remove_if_new, file.close]
 
     def check_layout(self) -> None:
         """Raise UserError where a folder is in the place of one of the run's files, or anything else in that of a folder."""

@@ -184,7 +184,8 @@ class ArrowUnit(TokenUnit):
     def _stored_documents(self) -> Iterator[tuple[np.ndarray, float]]:
         with _open_arrow(self.path) as (reader, column):
             for number in range(self.start, self.stop):
-                values, read = reader.get_batch(number).column(column), (number + 1 - self.start) / (self.stop - self.start)
+                values = reader.get_batch(number).column(column)
+                read = (number + 1 - self.start) / (self.stop - self.start)
                 is_list = hasattr(values.type, "value_type")
                 if values.null_count or (is_list and values.flatten().null_count):
                     raise UserError(f"{self.path}: record batch {number:,} has rows or ids that are null")
