@@ -46,10 +46,11 @@ def list_hosts(environ: Mapping[str, str] = os.environ) -> list[str]:
         return _expand_slurm_hosts(nodes)
     if file := environ.get("PBS_NODEFILE"):
         return _read_hosts("PBS_NODEFILE", file)
-    if file := environ.get("LSB_DJOB_RANKFILE") or environ.get("LSB_DJOB_HOSTFILE"):
-        # The first line is the host of the job script, where jsrun starts no task.
-        hosts = _read_hosts("LSB_DJOB_RANKFILE" if "LSB_DJOB_RANKFILE" in environ else "LSB_DJOB_HOSTFILE", file)
-        return hosts[1:] or hosts
+    for variable in ("LSB_DJOB_RANKFILE", "LSB_DJOB_HOSTFILE"):
+        if file := environ.get(variable):
+            # The first line is the host of the job script, where jsrun starts no task.
+            hosts = _read_hosts(variable, file)
+            return hosts[1:] or hosts
     return []
 
 
