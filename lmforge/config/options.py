@@ -30,6 +30,7 @@ OptionPath = tuple[str, ...]
 Alternatives = tuple[tuple[tuple[str, str], tuple[str, str]], ...]
 MAX_NAME_WIDTH = 46
 MAX_NAME_BYTES = 255  # what file systems take
+POSSIBLE_PATH = f"expected a path of names of at most {MAX_NAME_BYTES} bytes, without NUL"
 
 
 class Options(BaseModel):
@@ -51,10 +52,8 @@ class Options(BaseModel):
     def _check_paths(cls, value: Any) -> Any:
         """Refuse paths that no file system takes here, where the option is known."""
         for path in value if isinstance(value, tuple) else (value,):
-            if isinstance(path, Path) and (
-                "\0" in str(path) or any(len(os.fsencode(name)) > MAX_NAME_BYTES for name in path.parts)
-            ):
-                raise PydanticCustomError("path", f"expected a path of names of at most {MAX_NAME_BYTES} bytes, without NUL")
+            if isinstance(path, Path) and is_impossible_path(path):
+                raise PydanticCustomError("path", POSSIBLE_PATH)
         return value
 
     @field_validator("*")
@@ -77,6 +76,11 @@ class Options(BaseModel):
         """The options that do not have their default value."""
         fields = type(self).model_fields.items()
         return [name for name, field in fields if getattr(self, name) != field.get_default(call_default_factory=True)]
+
+
+def is_impossible_path(path: Path) -> bool:
+    """Whether no file system takes a path."""
+    return "\0" in str(path) or any(len(os.fsencode(name)) > MAX_NAME_BYTES for name in path.parts)
 
 
 OptionsT = TypeVar("OptionsT", bound=Options)
