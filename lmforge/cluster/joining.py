@@ -8,7 +8,7 @@ import struct
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 
 import torch.distributed as dist
@@ -104,21 +104,17 @@ def choose_gloo_interface(several_hosts: bool) -> None:
 
 def interface_towards(host: str) -> str | None:
     """The network interface over which this machine reaches `host`; None for the loopback, or where nothing says which."""
-    try:
-        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-            probe.connect((host, 9))  # nothing is sent
-            address = probe.getsockname()[0]
-            if address.startswith("127."):
-                return None
-            for _, name in socket.if_nameindex():
-                try:
-                    answer = fcntl.ioctl(probe.fileno(), SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
-                except OSError:  # an interface without an IPv4 address
-                    continue
+    # No route, no such name, IPv6 only, not Linux.
+    with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((host, 9))  # nothing is sent
+        address = probe.getsockname()[0]
+        if address.startswith("127."):
+            return None
+        for _, name in socket.if_nameindex():
+            with suppress(OSError):  # an interface without an IPv4 address
+                answer = fcntl.ioctl(probe.fileno(), SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
                 if socket.inet_ntoa(answer[ADDRESS_BYTES]) == address:
                     return name
-    except OSError:  # no route, no such name, IPv6 only, not Linux
-        pass
     return None
 
 
