@@ -238,8 +238,9 @@ def _requested_environment(chosen: Any) -> str:
 
 def _launch(command: list[str], chosen: Any, processes: int, group: NodeGroup | None = None) -> int:
     """Start the ranks of this machine: all of them, or those of a node of the `group` that `lmforge launch` has started."""
-    if isinstance(chosen, StageConfig):
-        plan_batches(chosen, processes * (len(group.names) if group else 1))  # refused here, before ranks are started
+    if isinstance(chosen, StageConfig):  # refused here, before ranks are started
+        nodes = len(group.names) if group else 1
+        plan_batches(chosen, processes * nodes)
     if command[0] not in STAGES:
         return launch_local(processes, command)
     run = Run.from_config(chosen)

@@ -289,11 +289,10 @@ class Run:
             descriptor = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW, 0o666)
             file = os.fdopen(descriptor, "a+", encoding="utf-8", errors="replace")
         with storage_errors(lock, "cannot be locked", "choose another --run.folder"):
-            held = try_lock(file.fileno(), lock.with_name(".lock.held"))
-        releases = [held.release] if held else []
+            release = try_lock(file.fileno(), lock.with_name(".lock.held"))
         # Who is about to end without having begun has removed it: then nobody else sees this lock.
-        if held is False or not is_at(lock, file.fileno()):
-            for release in releases:
+        if release is None or not is_at(lock, file.fileno()):
+            if release:
                 release()
             file.seek(0)
             holder = file.read(MAX_HOLDER_CHARACTERS).strip() or "another process"
@@ -301,7 +300,8 @@ class Run:
         file.truncate(0)
         file.write(f"process {os.getpid()} on {platform.node()}")
         file.flush()
-        _held_locks[self.path] = [*releases, *([partial(remove_lock_alone, lock)] if is_new else []), file.close]
+        remove_if_new = [partial(remove_lock_alone, lock)] if is_new else []
+        _held_locks[self.path] = [release, *remove_if_new, file.close]
 
     def check_layout(self) -> None:
         """Raise UserError where a folder is in the place of one of the run's files, or anything else in that of a folder."""

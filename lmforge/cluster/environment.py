@@ -5,7 +5,6 @@ contradict each other, is an error: otherwise each of its processes would train 
 needed before torch is imported. Where the ranks meet is in `rendezvous.py`.
 """
 
-import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -291,8 +290,3 @@ def read_number(environ: Mapping[str, str], name: str, minimum: int, maximum: in
     if number is None or not minimum <= number <= maximum:
         raise UserError(f"environment: {name}: expected a whole number up to {maximum}, got {quoted(text)}")
     return number
-
-
-def requested_environment(environ: Mapping[str, str] = os.environ) -> str:
-    """What `--environment` said; `auto` where it was not given."""
-    return environ.get(ENVIRONMENT_VARIABLE) or "auto"

@@ -8,7 +8,7 @@ import struct
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 
 import torch.distributed as dist
@@ -68,6 +68,12 @@ def _start_store(identity: str, world_size: int) -> int:
     return port
 
 
+def connect_to_store(timeout: timedelta) -> dist.TCPStore:
+    """The store of all ranks. Its keys are seen as they are, without the prefix that torch gives to each restart."""
+    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    return dist.TCPStore(address, port, is_master=False, wait_for_workers=False, timeout=timeout)
+
+
 def allow_open_connections(world_size: int) -> None:
     """Raise this process's limit on open files to what gloo's connections to all ranks take, as far as the system lets it.
 
@@ -98,21 +104,17 @@ def choose_gloo_interface(several_hosts: bool) -> None:
 
 def interface_towards(host: str) -> str | None:
     """The network interface over which this machine reaches `host`; None for the loopback, or where nothing says which."""
-    try:
-        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-            probe.connect((host, 9))  # nothing is sent
-            address = probe.getsockname()[0]
-            if address.startswith("127."):
-                return None
-            for _, name in socket.if_nameindex():
-                try:
-                    answer = fcntl.ioctl(probe.fileno(), SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
-                except OSError:  # an interface without an IPv4 address
-                    continue
+    # No route, no such name, IPv6 only, not Linux.
+    with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((host, 9))  # nothing is sent
+        address = probe.getsockname()[0]
+        if address.startswith("127."):
+            return None
+        for _, name in socket.if_nameindex():
+            with suppress(OSError):  # an interface without an IPv4 address
+                answer = fcntl.ioctl(probe.fileno(), SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
                 if socket.inet_ntoa(answer[ADDRESS_BYTES]) == address:
                     return name
-    except OSError:  # no route, no such name, IPv6 only, not Linux
-        pass
     return None
 
 
@@ -133,8 +135,7 @@ def report_missing_ranks(
         prefix = f"lmforge/joining-{os.environ.get(RESTARTS_VARIABLE, '')}-{what}"
         try:
             # The rank that keeps the store may itself be late.
-            address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-            store = dist.TCPStore(address, port, is_master=False, wait_for_workers=False, timeout=timedelta(hours=1))
+            store = connect_to_store(timedelta(hours=1))
             store.set(f"{prefix}/{rank}", "here")
             number = store.add(f"{prefix}/count", 1)
             registered.set()

@@ -122,7 +122,8 @@ def start_ranks(
         for rank, status in statuses.items():
             if status < 0 and status != by_launcher:  # the ranks that are left only know that a peer is gone
                 name = signal.Signals(-status).name
-                print_line(f"rank {rank}{f' on {os.uname().nodename}' if rendezvous else ''} was killed by {name}")
+                where = f" on {os.uname().nodename}" if rendezvous else ""
+                print_line(f"rank {rank}{where} was killed by {name}")
                 return EXIT_PEER_LOST
         return EXIT_PEER_LOST if {EXIT_PEER_LOST} <= set(statuses.values()) <= {EXIT_PEER_LOST, by_launcher} else 1
     except SignalException as stopped:

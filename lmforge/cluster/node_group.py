@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Self, TypeVar
 
 from lmforge import __version__
 from lmforge.atomic_files import atomic_write_text
@@ -117,7 +117,7 @@ def launch_on_node(
             meeting.check_in(num_processes)
             for number in range(max_restarts + 1):
                 words = [*arguments, *(restart_arguments if number else ())]
-                with meeting.attempt(number) as attempt:
+                with StartAttempt(meeting, number) as attempt:
                     attempt.status = start_ranks(num_processes, words, interruption, attempt.rendezvous)
                 if attempt.ended_by_watcher:
                     interruption.status = 0  # the signal was our own
@@ -208,13 +208,10 @@ class NodeMeeting:
             raise self.group.peer_lost(0)
         return self.call(lambda store: str(store.get(key).decode()))
 
-    def attempt(self, number: int) -> "_Attempt":
-        """One start of all ranks; every node enters the block."""
-        return _Attempt(self, number)
 
-
-class _Attempt:
-    """One start of all ranks. In the block, a thread watches the other nodes and ends this one's ranks where one fails."""
+class StartAttempt:
+    """One start of all ranks, whose block every node enters: in it, a thread watches the other nodes and ends this one's ranks
+    where one fails."""
 
     def __init__(self, meeting: NodeMeeting, number: int) -> None:
         self._meeting, self._group, self._prefix = meeting, meeting.group, f"attempt/{number}"
@@ -231,7 +228,7 @@ class _Attempt:
             len(self._group.names), self._group.rank, f"{self._group.address}:{port}", f"lmforge-{number}"
         )
 
-    def __enter__(self) -> "_Attempt":
+    def __enter__(self) -> Self:
         self._thread.start()
         return self
 

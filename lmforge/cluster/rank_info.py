@@ -7,7 +7,7 @@ import os
 import platform
 from collections.abc import Mapping
 
-from lmforge.cluster.environment import MAX_RANKS, RankInfo, read_environment, read_number, requested_environment
+from lmforge.cluster.environment import ENVIRONMENT_VARIABLE, MAX_RANKS, RankInfo, read_environment, read_number
 from lmforge.cluster.processes import read_process_stat
 
 RESTARTS_VARIABLE = "TORCHELASTIC_RESTART_COUNT"
@@ -18,7 +18,7 @@ def read_rank_info(environ: Mapping[str, str] = os.environ) -> RankInfo:
 
     Raises UserError where they are incomplete, contradict each other, or are not understood.
     """
-    return read_environment(environ, requested_environment(environ))
+    return read_environment(environ, environ.get(ENVIRONMENT_VARIABLE) or "auto")
 
 
 def count_restarts() -> int:

@@ -46,10 +46,11 @@ def list_hosts(environ: Mapping[str, str] = os.environ) -> list[str]:
         return _expand_slurm_hosts(nodes)
     if file := environ.get("PBS_NODEFILE"):
         return _read_hosts("PBS_NODEFILE", file)
-    if file := environ.get("LSB_DJOB_RANKFILE") or environ.get("LSB_DJOB_HOSTFILE"):
-        # The first line is the host of the job script, where jsrun starts no task.
-        hosts = _read_hosts("LSB_DJOB_RANKFILE" if "LSB_DJOB_RANKFILE" in environ else "LSB_DJOB_HOSTFILE", file)
-        return hosts[1:] or hosts
+    for variable in ("LSB_DJOB_RANKFILE", "LSB_DJOB_HOSTFILE"):
+        if file := environ.get(variable):
+            # The first line is the host of the job script, where jsrun starts no task.
+            hosts = _read_hosts(variable, file)
+            return hosts[1:] or hosts
     return []
 
 
@@ -219,13 +220,11 @@ def ask_rank0(identity: str, rank: int, hosts: list[str]) -> tuple[str, int]:
 def own_address(hosts: list[str]) -> str:
     """The one of `hosts` that this machine is, by the name under which the others know it; its own name if it is none."""
     for host in hosts:
-        try:
+        with suppress(OSError):
             family, kind, _, _, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
             with socket.socket(family, kind) as probe:
                 probe.bind(address)  # only an address of this machine can be bound
                 return host
-        except OSError:
-            continue
     return socket.gethostname()
 
 

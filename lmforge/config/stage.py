@@ -8,14 +8,14 @@ from typing import ClassVar, Literal, Self
 from lmforge import registry
 from lmforge.config.mixture import (
     FOLDER_MEANING,
-    QUARANTINE_MEANING,
+    QUARANTINE,
     PhaseOptions,
     TokenSourceOptions,
     folder_problems,
     mixture_problems,
 )
 from lmforge.config.operation import LaunchOptions, LogOptions, WatchOptions
-from lmforge.config.options import PLUGINS_MEANING, Alternatives, Options, option, section, validate_options
+from lmforge.config.options import PLUGINS, Alternatives, Options, option, section, validate_options
 from lmforge.config.ranges import COUNT, RANKS, TOKENS
 from lmforge.config.sections import (
     DEFAULT_GLOBAL_BATCH_SIZE,
@@ -73,7 +73,7 @@ class StageConfig(Options):
         (("schedule", "warmup_steps"), ("schedule", "warmup_ratio")),
     )
 
-    plugins: tuple[str, ...] = option((), PLUGINS_MEANING)
+    plugins: tuple[str, ...] = PLUGINS
     run: RunOptions = section(RunOptions, "where the run is kept")
     data: SequenceOptions = section(SequenceOptions, "training data")
     model: ModelOptions = section(ModelOptions, "the model config: a preset or a Hugging Face folder, and changes to it")
@@ -124,7 +124,8 @@ class StageConfig(Options):
         if not self.run.name and (problem := name_problem(name)):
             raise UserError(f"the recipe's file name names the run: {problem}; give a --run.name")
         plugins = tuple(str(Path(path).expanduser().absolute()) for path in self.plugins)
-        return self.model_copy(update={"plugins": plugins})._with_run(name=self.run.name or name, stage=self.of_stage)
+        named = self._with_run(name=self.run.name or name, stage=self.of_stage)
+        return named.model_copy(update={"plugins": plugins})
 
     def again(self) -> Self:
         """The same options for ranks that are restarted: overwriting was done once, and the run is resumed."""
@@ -150,7 +151,7 @@ class PretrainDataOptions(SequenceOptions):
     """What the model is trained on: one token folder, or a mixture of several."""
 
     folder: str = option("data/stdlib", FOLDER_MEANING)
-    quarantine: tuple[str, ...] = option((), QUARANTINE_MEANING)
+    quarantine: tuple[str, ...] = QUARANTINE
     packing: Literal["concat", "best-fit"] = option(
         "concat",
         "concat joins the documents and cuts them every data.sequence_length tokens; best-fit cuts only longer documents, and"

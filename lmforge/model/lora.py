@@ -26,7 +26,7 @@ ALL_LINEAR = "all-linear"
 
 @dataclass(frozen=True)
 class LoraConfig:
-    """Which layers of the blocks are adapted, and how. Raises UserError for impossible numbers.
+    """Which layers of the blocks are adapted, and how. Its numbers are those of `LoraOptions`, which bounds them.
 
     target_modules: each is the end of layer names (`q_proj`, `mlp.up_proj`), a regular expression that matches full names,
         or "all-linear".
@@ -39,12 +39,6 @@ class LoraConfig:
     target_modules: tuple[str, ...] = (ALL_LINEAR,)
     dropout: float = 0.0
     use_rslora: bool = False
-
-    def __post_init__(self) -> None:
-        if self.rank < 1 or self.alpha <= 0:
-            raise UserError(f"lora: rank {self.rank}, alpha {self.alpha}: both must be above zero")
-        if not 0 <= self.dropout < 1:
-            raise UserError(f"lora.dropout: {self.dropout} is not a fraction below 1")
 
     @property
     def scaling(self) -> float:

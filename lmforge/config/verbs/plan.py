@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import ClassVar, Literal
 
-from lmforge.config.options import Options, option, section
+from lmforge.config.options import OUTPUT_FORMAT, Options, option, section
 from lmforge.config.ranges import DURATION, NONZERO_FRACTION, RANKS, SCALE, SCALE_OR_0, Range
 from lmforge.config.stage import PretrainConfig, StageConfig
 from lmforge.config.tuning import SftConfig
@@ -37,7 +37,7 @@ class PlanOptions(Options):
     write: Path | None = option(None, "with --search: write the fastest configuration as this recipe")
     finalists: int = option(1, "with --write: write the N fastest, as NAME.toml, NAME-2.toml, …", **FINALIST_RANGE)
     usable: float = option(USABLE_FRACTION, "fraction of a GPU's memory that a run may use", **NONZERO_FRACTION)
-    output: Literal["text", "json"] = option("text", "output format")
+    output: Literal["text", "json"] = OUTPUT_FORMAT
 
     def problems(self) -> Iterator[str]:
         if not self.search and (given := [name for name in ("write", "configurations") if name in self.changed()]):
@@ -71,12 +71,15 @@ ESSENTIAL = (
 )
 
 
+PLAN = section(PlanOptions, "the ranks and the hardware that it is planned for")
+
+
 class SftPlanConfig(SftConfig):
     """lmforge plan RECIPE.toml: the same for a recipe of `lmforge sft`, with adapters or all weights."""
 
     of_verb: ClassVar[str | None] = "plan"
     ESSENTIAL: ClassVar[tuple[str, ...]] = (*ESSENTIAL, "lora.rank")
-    plan: PlanOptions = section(PlanOptions, "the ranks and the hardware that it is planned for")
+    plan: PlanOptions = PLAN
 
 
 class PlanConfig(PretrainConfig):
@@ -85,7 +88,7 @@ class PlanConfig(PretrainConfig):
     of_verb: ClassVar[str | None] = "plan"
     FOR_STAGE: ClassVar[Mapping[str, type[StageConfig]]] = {"sft": SftPlanConfig}
     ESSENTIAL: ClassVar[tuple[str, ...]] = ESSENTIAL
-    plan: PlanOptions = section(PlanOptions, "the ranks and the hardware that it is planned for")
+    plan: PlanOptions = PLAN
 
 
 AnyPlanConfig = PlanConfig | SftPlanConfig

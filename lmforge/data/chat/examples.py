@@ -5,7 +5,6 @@ written once for each set of files and options, and verified when it is opened. 
 """
 
 import hashlib
-import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -18,6 +17,7 @@ from pydantic import Field
 from typing_extensions import TypedDict
 
 from lmforge.atomic_files import atomic_folder, atomic_write_json
+from lmforge.checksums import hash_json
 from lmforge.data.chat.spill_buffer import ExampleGroup, SpillBuffer
 from lmforge.data.dataset import PackedDataset
 from lmforge.data.labels import IGNORE_INDEX
@@ -206,7 +206,7 @@ class ExampleFolder:
         if not _are_examples(arrays, described, self.manifest.get("vocab_size", MAX_VOCAB_SIZE)):
             raise UserError(f"{self.path}: its {name} arrays are not what its manifest says; {anew}")
         scalars = {name.removeprefix("label-"): array for name, array in arrays.items() if name.startswith("label-")}
-        digest = xxhash.xxh3_128_hexdigest(json.dumps(described, sort_keys=True).encode())
+        digest = hash_json(described, sort_keys=True)
         return TokenizedExamples(arrays["tokens"], arrays["scored"], arrays["starts"], scalars, described["group"], digest)
 
 

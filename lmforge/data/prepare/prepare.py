@@ -23,7 +23,7 @@ from lmforge.data.best_fit_index import best_fit_lengths, describe_best_fit
 from lmforge.data.prepare.decontaminate import EvaluationNgrams
 from lmforge.data.prepare.hook import DocumentHook
 from lmforge.data.prepare.output_folder import lock_output_folder
-from lmforge.data.prepare.pack import add_best_fit_index
+from lmforge.data.prepare.pack import is_packed, write_best_fit_index
 from lmforge.data.prepare.ranks import OneRank, Ranks
 from lmforge.data.prepare.steps import CHARACTERS, Preparation, PreparationPlan, ProgressCallback
 from lmforge.data.shards.folder import TokenFolder
@@ -159,8 +159,9 @@ def prepare(
             manifest = preparation.write(chosen.workers)
             ranks.decide_on_rank0(lambda: atomic_write_json(out / SHARDS_MANIFEST, asdict(manifest)) if manifest else None)
         ranks.decide_on_rank0(lambda: shutil.rmtree(out / UNFINISHED, ignore_errors=True))
-        if chosen.best_fit_length:
-            add_best_fit_index(out, chosen.best_fit_length, workers=chosen.workers, progress=show, ranks=ranks)
+        length = chosen.best_fit_length
+        if length and not ranks.decide_on_rank0(lambda: is_packed(out, length)):
+            write_best_fit_index(out, length, workers=chosen.workers, progress=show, ranks=ranks)
         return ranks.decide_on_rank0(lambda: _summary(out, finished, preparation.corpus))
 
 

@@ -14,17 +14,14 @@ from lmforge.data.sources.text_sources import FileSource, SourceFile, list_files
 from lmforge.data.sources.units import TEXT_FIELD_HINT, Document, SourceUnit, record_document
 from lmforge.errors import UserError, how_to_install
 from lmforge.hub import (
-    DOWNLOAD_RECORD,
     LOOKUP_SECONDS,
-    MAX_INDEX_BYTES,
-    HubFile,
     cache_folder,
     hub_errors_as_user_errors,
     is_hub_name,
     offline_message,
     parse_model_name,
+    read_download_record,
 )
-from lmforge.untrusted import read_json
 
 # Files that `Dataset.save_to_disk` and `DatasetDict.save_to_disk` write.
 SAVED_DATASET, SAVED_DATASETS = "state.json", "dataset_dict.json"
@@ -174,9 +171,9 @@ def find_cached_dataset(name: str, revision: str) -> Path | None:
     """The folder in which the cache has all of this dataset, of a commit that is its name, else None. Does not ask the hub."""
     root = cache_folder() / f"datasets--{name.replace('/', '--')}"
     reference = root / "refs" / revision
-    with suppress(OSError, UserError, KeyError):
+    with suppress(OSError):
         folder = root / "snapshots" / (reference.read_text(encoding="utf-8").strip() if reference.is_file() else revision)
-        record = read_json(folder / DOWNLOAD_RECORD, dict[str, list[HubFile]], max_bytes=MAX_INDEX_BYTES)
-        if all((folder / file.name).stat().st_size == file.size for file in record["files"]):
+        files = read_download_record(folder)
+        if files is not None and all((folder / file.name).stat().st_size == file.size for file in files):
             return folder
     return None

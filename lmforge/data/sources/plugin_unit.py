@@ -62,8 +62,6 @@ NO_READERS = PluginReaders()
 class PluginUnit(FileUnit):
     """One file of a kind that a plugin reads."""
 
-    size: int
-    text_field: str
     kind: str
     readers: PluginReaders
 

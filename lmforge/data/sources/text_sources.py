@@ -3,7 +3,6 @@
 A source knows names, sizes and times; the text is read by its units (`units.py`). Nothing here tokenizes, shuffles or writes.
 """
 
-import json
 import os
 import sysconfig
 from abc import ABC, abstractmethod
@@ -13,9 +12,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import xxhash
-
 from lmforge import registry
+from lmforge.checksums import hash_json
 from lmforge.data.sources.plugin_unit import NO_READERS, PluginReaders, PluginUnit
 from lmforge.data.sources.records import (
     COMPRESSION_SUFFIXES,
@@ -84,7 +82,7 @@ class FileSource(ABC):
     def fingerprint(self) -> str:
         """A hash that changes when a file is added, removed, resized or touched, or when it is read in another way."""
         files = [(file.name, file.size, file.modified_ns) for file in self.files]
-        return xxhash.xxh3_128_hexdigest(json.dumps(self._identity(files)).encode())
+        return hash_json(self._identity(files))
 
     @abstractmethod
     def _identity(self, files: list[tuple[str, int, int]]) -> list[Any]:
@@ -124,11 +122,11 @@ class TextSource(FileSource):
                 texts.append(file)
                 size += file.size
             elif Path(file.name).suffix in COMPRESSION_SUFFIXES:
-                units.append(JsonlUnit(file.path, 0, None, file.size, self.text_field))
+                units.append(JsonlUnit(file.path, file.size, self.text_field, 0, None))
             else:
                 for start in range(0, file.size, unit_bytes):
                     stop = min(start + unit_bytes, file.size)
-                    units.append(JsonlUnit(file.path, start, stop, stop - start, self.text_field))
+                    units.append(JsonlUnit(file.path, stop - start, self.text_field, start, stop))
         if texts:
             units.append(self._text_unit(texts))
         return units
@@ -231,4 +229,4 @@ def _parquet_units(file: SourceFile, name: str) -> list[SourceUnit]:
     if not (pyarrow.types.is_string(dtype) or pyarrow.types.is_large_string(dtype)):
         raise UserError(f"{file.path}: the field {name!r} is not text but {dtype}")
     groups = [metadata.row_group(number) for number in range(metadata.num_row_groups)]
-    return [ParquetUnit(file.path, number, group.num_rows, group.total_byte_size, name) for number, group in enumerate(groups)]
+    return [ParquetUnit(file.path, group.total_byte_size, name, number, group.num_rows) for number, group in enumerate(groups)]

@@ -116,7 +116,6 @@ class FlatUnit(TokenUnit):
                 yield np.concatenate(pieces), 1.0
 
 
-@dataclass(frozen=True)
 class MegatronUnit(TokenUnit):
     """The documents `start` … `stop` − 1 of a pair of files of Megatron-LM."""
 
@@ -179,14 +178,14 @@ class MegatronIndex:
         return len(first) - 1
 
 
-@dataclass(frozen=True)
 class ArrowUnit(TokenUnit):
     """The record batches `start` … `stop` − 1 of an Arrow file."""
 
     def _stored_documents(self) -> Iterator[tuple[np.ndarray, float]]:
         with _open_arrow(self.path) as (reader, column):
             for number in range(self.start, self.stop):
-                values, read = reader.get_batch(number).column(column), (number + 1 - self.start) / (self.stop - self.start)
+                values = reader.get_batch(number).column(column)
+                read = (number + 1 - self.start) / (self.stop - self.start)
                 is_list = hasattr(values.type, "value_type")
                 if values.null_count or (is_list and values.flatten().null_count):
                     raise UserError(f"{self.path}: record batch {number:,} has rows or ids that are null")
