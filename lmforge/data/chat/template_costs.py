@@ -108,9 +108,9 @@ def _items(value: Any) -> Any:
     return value if isinstance(value, tuple) else (value,)
 
 
-def _number(value: Any) -> Any:
+def _number(value: Any) -> int:
     """The size of a number; 0 for anything else, which the call itself refuses: a list times a number is a longer list."""
-    return abs(value) if isinstance(value, int | float) else 0
+    return int(abs(value)) if isinstance(value, int | float) else 0
 
 
 # --- filters, methods of strings, functions: called with the arguments that these are given ---------------------------------
