@@ -11,7 +11,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from lmforge.config.verbs.plan import AnyPlanConfig
-from lmforge.errors import format_bytes, format_duration
+from lmforge.errors import format_bytes, format_count, format_duration
 from lmforge.plan.memory import DTYPE_BYTES
 from lmforge.plan.planning import Machine, find_machine, make_setting, predict_phases, predict_setting, suggest_fit
 from lmforge.plan.prediction.predict import Prediction, can_reduce_once
@@ -172,11 +172,11 @@ def _print_cost(console: Console, prediction: Prediction, cost: RunCost, config:
         f" {described('gpu_hours', ' GPU-hours')}, {described('kilowatt_hours', ' kWh')}{price}",
         soft_wrap=True,
     )
-    every = cost.checkpoint_every_steps
+    every = format_count(cost.checkpoint_every_steps, "step")
     console.print(
         f"checkpoint {format_bytes(cost.checkpoint_bytes)}, written in {format_duration(cost.checkpoint_seconds)} at"
         f" {config.plan.disk_gb_s:.3g} GB/s; best every {format_duration(cost.checkpoint_every_seconds)}"
-        f" ({every:,} step{'s' * (every != 1)}, Young-Daly); {cost.failures:.2g} failures expected, goodput {cost.goodput:.1%}",
+        f" ({every}, Young-Daly); {cost.failures:.2g} failures expected, goodput {cost.goodput:.1%}",
         soft_wrap=True,
     )
 
