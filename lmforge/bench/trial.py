@@ -9,7 +9,6 @@ import statistics
 import time
 from collections.abc import Callable
 from contextlib import closing
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +27,7 @@ from lmforge.parallel.precision import choose_compile, choose_dtype
 from lmforge.parallel.validate import check_parallel
 from lmforge.plan.out_of_memory import MemoryEstimator, min_gpu_bytes
 from lmforge.plan.peak_flops import rank_peak_flops
-from lmforge.stages.build_model import build_model_and_optimizer, fill_weights
+from lmforge.stages.build_model import build_model_and_optimizer
 from lmforge.stages.dataset_batches import build_loader
 from lmforge.stages.pretrained import find_pretrained, resolve_model_config
 from lmforge.stages.training_data import TokenSources, find_missing_folders
@@ -70,7 +69,6 @@ class _Trial:
         self._compiled, _ = choose_compile(config, self._device, config.train.steps)
         self._objective = NextTokenObjective(z_loss=config.train.z_loss)
         load_weights = pretrained.load_weights if pretrained and config.model.load_weights else None
-        fill = partial(fill_weights, config, dist_ctx, load_weights)
         self._model, self._optimizer = build_model_and_optimizer(
             config,
             self._model_config,
@@ -79,8 +77,7 @@ class _Trial:
             self._dtype,
             self._compiled,
             estimator.setting.options,
-            fill,
-            loads_weights=load_weights is not None,
+            load_weights,
         )
         self._step_number = itertools.count()
         self.data: BatchLoader | RandomBatches

@@ -168,10 +168,10 @@ class NodeMeeting:
         or numbers of processes differ."""
         group = self.group
         own = {"lmforge": __version__, "processes": num_processes}
-        self.call(lambda store: store.set(f"node/{group.rank}", json.dumps(own)))
+        self.put(f"node/{group.rank}", json.dumps(own))
         if group.rank == 0:
             problem = self._await_nodes() or self._differences(own)
-            self.call(lambda store: store.set("met", problem or ""))
+            self.put("met", problem or "")
         else:
             problem = self.get("met", JOIN_SECONDS + 30)
         if problem:
@@ -202,10 +202,18 @@ class NodeMeeting:
                     return f"{name} has {what} {theirs.get(what)}, {self.group.names[0]} has {value}; use the same on all nodes"
         return None
 
-    def get(self, key: str, seconds: float) -> str:
-        """A value that the first node sets. Raises PeerLost where it does not come in time."""
-        if not wait_until(lambda: self.call(lambda store: bool(store.check([key]))), seconds):
-            raise self.group.peer_lost(0)
+    def put(self, key: str, value: str) -> None:
+        """Set a value. Raises PeerLost where the first node does not answer."""
+        self.call(lambda store: store.set(key, value))
+
+    def has(self, key: str) -> bool:
+        """Whether a value is set. Raises PeerLost where the first node does not answer."""
+        return self.call(lambda store: bool(store.check([key])))
+
+    def get(self, key: str, seconds: float, rank: int = 0) -> str:
+        """A value that node `rank` sets. Raises PeerLost where it does not come in time."""
+        if not wait_until(lambda: self.has(key), seconds):
+            raise self.group.peer_lost(rank)
         return self.call(lambda store: str(store.get(key).decode()))
 
 
@@ -221,7 +229,7 @@ class StartAttempt:
         self._thread = threading.Thread(target=self._watch, name="nodes", daemon=True)
         if self._group.rank == 0:
             port = str(free_port())
-            meeting.call(lambda store: store.set(f"{self._prefix}/port", port))
+            meeting.put(f"{self._prefix}/port", port)
         else:
             port = meeting.get(f"{self._prefix}/port", JOIN_SECONDS)
         self.rendezvous = Rendezvous(
@@ -243,7 +251,7 @@ class StartAttempt:
             return self._meeting.call(partial(self._decide, may_restart))
         meeting, prefix = self._meeting, self._prefix
         try:
-            meeting.call(lambda store: store.set(f"{prefix}/status/{self._group.rank}", str(self.status)))
+            meeting.put(f"{prefix}/status/{self._group.rank}", str(self.status))
             status, again = json.loads(meeting.get(f"{prefix}/verdict", math.inf))
             meeting.call(lambda store: store.add(f"{prefix}/read", 1))
         except PeerLost as problem:

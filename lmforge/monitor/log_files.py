@@ -23,7 +23,6 @@ MAX_LINE_BYTES = 2**14
 STAMP = re.compile(rb"(\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}[+-]\d\d:\d\d) ?")
 # Sequences that move the cursor or colour text of a terminal.
 ESCAPES = re.compile(r"\x1b(?:\[[0-9;:?<=>]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)|[@-Z\\-_])")
-RANK_LOG = re.compile(r"rank-([0-9]{1,9})\.log")
 HEADER = re.compile(r"attempt \d+, rank \d+ of (\d+) on (\S+), process (\d+)")
 
 
@@ -34,12 +33,6 @@ class LogLine(NamedTuple):
     rank: int
     number: int
     text: str
-
-
-def rank_logs(attempt_folder: Path) -> dict[int, Path]:
-    """The logs in the folder of an attempt, by rank, in order."""
-    logs = {int(name[1]): path for path in attempt_folder.glob("rank-*.log") if (name := RANK_LOG.fullmatch(path.name))}
-    return dict(sorted(logs.items()))
 
 
 def printable(line: bytes) -> str:

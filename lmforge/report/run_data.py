@@ -32,8 +32,6 @@ MAX_LENGTHS_SOURCES = 20
 # Metrics that a run has once: they are no curves.
 PREDICTION_PREFIXES = ("predicted/", "measured/")
 MAX_RANKS = 64
-# Kinds of events that are not listed: they say what is shown elsewhere.
-NOT_LISTED = ("model", "completions")
 
 
 class RunEvent(BaseModel, extra="allow"):
@@ -76,7 +74,7 @@ def read_run(run: Run, state: str | None = None) -> dict[str, Any]:
         "prediction": _prediction(records),
         "axis": _axis(records),
         "step_times": _downsample(_step_times(records), MAX_POINTS),
-        "events": [event for event in events if event["kind"] not in NOT_LISTED],
+        "events": [event for event in events if event["kind"] != "model"],
         "samples": _downsample(samples, MAX_SAMPLES),
         "tables": _completion_tables(run),
         "checkpoints": _checkpoints(run),

@@ -17,7 +17,7 @@ from lmforge.plan.out_of_memory import MemoryEstimator
 from lmforge.plan.parameter_counts import count_parameters, training_flops_per_token
 from lmforge.plan.peak_flops import rank_peak_flops
 from lmforge.plugins import describe_plugins
-from lmforge.stages.build_model import build_model_and_optimizer, fill_weights
+from lmforge.stages.build_model import build_model_and_optimizer
 from lmforge.train.bad_steps import BadStepDetector
 from lmforge.train.inputs import ResumePoint, RunContext, RunInputs
 from lmforge.train.metrics import MetricsFile, PredictionCheck, describe_device
@@ -38,8 +38,7 @@ def build_trainer(
     dtype, dtype_reason = choose_dtype(config.train.dtype, dist_ctx.device)
     with dist_ctx.raise_on_all():
         compiled, compile_reason = choose_compile(config, dist_ctx.device, config.train.steps - point.step)
-    begins = point.manifest is None
-    fill = partial(fill_weights, config, dist_ctx, inputs.load_weights) if begins else None
+    resumes = point.manifest is not None
     parallel_model, optimizer = build_model_and_optimizer(
         config,
         inputs.model_config,
@@ -48,13 +47,13 @@ def build_trainer(
         dtype,
         compiled,
         estimator.setting.options,
-        fill,
-        loads_weights=inputs.load_weights is not None,
+        inputs.load_weights,
+        resumes,
     )
     if compiled:
         ctx.watch.follow_compilation()
     detector = BadStepDetector(dist_ctx, spike_sigmas=faults.spike_sigmas, window_steps=faults.spike_window_steps)
-    if not begins:
+    if resumes:
         ctx.watch.set_phase("loading", point.step)
         point = load_resume_point(ctx, point, parallel_model, optimizer)
         assert point.manifest is not None

@@ -202,7 +202,7 @@ class ConsoleLogger:
         line = f"  sample: {text!r}"
         if self._panel is None:
             self.info(line)
-        elif self._is_rank0:
+        else:
             self._write_log(line)
             self._panel.add_sample(step, repr(text))
 

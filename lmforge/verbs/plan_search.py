@@ -6,7 +6,6 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
 from rich.table import Table
 
 from lmforge.atomic_files import atomic_write_text
@@ -18,6 +17,7 @@ from lmforge.errors import RunFailed, UserError, format_bytes
 from lmforge.parallel.dims import plan_batches
 from lmforge.plan.planning import Machine, find_machine, make_setting
 from lmforge.plan.prediction.search import Candidate, Finalist, SearchResult, search, why_slower
+from lmforge.terminal.cells import page_console
 from lmforge.untrusted import describe_os_error
 from lmforge.verbs.dry_run import resolve_model
 from lmforge.verbs.show.describe_data import find_vocab_size
@@ -80,7 +80,7 @@ def run_search(config: AnyPlanConfig) -> int:
 
 
 def _print(result: SearchResult, config: AnyPlanConfig, budget: float) -> None:
-    console = Console(width=None if sys.stdout.isatty() else 130, highlight=False)
+    console = page_console(130)
     counts = f"{result.tried:,} configurations tried: {len(result.fitting):,} fit into {format_bytes(budget)},"
     left = f", {result.left_out:,} left out by --configurations" if result.left_out else ""
     console.print(f"{counts} {len(result.too_large):,} do not, {result.refused:,} are refused by a run{left}")
@@ -95,9 +95,8 @@ def _print(result: SearchResult, config: AnyPlanConfig, budget: float) -> None:
         reason = "" if each is winner else why_slower(each, winner)
         table.add_row(each.describe(), speed, f"{each.prediction.mfu:.0%}", f"{each.device_bytes / 2**30:.1f}", reason)
     console.print(table)
-    table = Table(title="the best configuration with each other choice", title_justify="left")
-    for name in ("choice", "configuration", "why it loses"):
-        table.add_column(name)
+    title = "the best configuration with each other choice"
+    table = Table("choice", "configuration", "why it loses", title=title, title_justify="left")
     for choice, candidate, reason in other_choices(result):
         table.add_row(choice, candidate.describe(), reason)
     console.print(table)

@@ -124,7 +124,6 @@ class Examination:
         return measure_device(choose_device(self.device_name, self.info.local_rank), asks_driver=self.info.local_rank == 0)
 
     def _network(self, step: dict[str, Any]) -> dict[str, Any]:
-        assert self.reports.store is not None
         allow_open_connections(self.info.world_size)
         choose_gloo_interface(several_hosts=self.info.local_world_size < self.info.world_size)
         device = choose_device(self.device_name, self.info.local_rank)

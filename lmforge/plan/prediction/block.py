@@ -165,11 +165,6 @@ def count_block(setting: Setting, *, checkpointed: bool) -> BlockCost:
     )
 
 
-def forward_kernels(setting: Setting) -> int:
-    """Kernels that a block launches in its forward pass."""
-    return COMPILED_KERNELS if setting.compiled else EAGER_KERNELS
-
-
 def is_checkpointed(setting: Setting, number: int) -> bool:
     """Whether `activation_checkpointing` applies to block `number`, counted from 1."""
     options = setting.options

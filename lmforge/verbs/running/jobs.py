@@ -1,11 +1,9 @@
 """`lmforge jobs` and `lmforge stop`: what `lmforge launch` has started, found again by the name of the run."""
 
 import os
-import sys
 import time
 from pathlib import Path
 
-from rich.console import Console
 from rich.table import Table
 
 from lmforge.cluster.jobs.job import JOB_FILE, LAUNCH_FOLDER, Job, JobState, read_job
@@ -14,7 +12,7 @@ from lmforge.config.verbs.launch import JobsOptions, StopOptions
 from lmforge.errors import UserError
 from lmforge.monitor.run_status import read_run_status
 from lmforge.runs import Run
-from lmforge.terminal.cells import format_age
+from lmforge.terminal.cells import format_age, page_console
 
 # Words that begin with the same letter in no other state, so that no colour is needed to tell them apart.
 STYLES = {JobState.RUNNING: "green", JobState.FAILED: "red", JobState.REFUSED: "red", JobState.LOST: "red"}
@@ -26,7 +24,7 @@ def run_jobs(options: JobsOptions) -> int:
     if not jobs:
         print(f"{options.folder}: nothing was launched from here; lmforge launch RECIPE starts a run")
         return 0
-    console = Console(width=None if sys.stdout.isatty() else 200, highlight=False)
+    console = page_console(200)
     table = Table(box=None, pad_edge=False)
     for title in ("run", "launcher", "job", "state", "step", "launched", "log"):
         table.add_column(title, overflow="fold")

@@ -2,7 +2,6 @@
 
 import os
 import shutil
-import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
@@ -144,17 +143,13 @@ def _plan_job(request: LaunchRequest, options: LaunchOptions, runs: list[_Planne
     if len(runs) > 1:
         first = runs[0].run.path
         base = _PlannedRun(Run(first.with_name(first.name.removesuffix("-0"))), {})
-    on_cpu = isinstance(request.config, StageConfig) and request.config.train.device == "cpu"
     plan = JobPlan(
         name=base.run.path.name,
         verb=request.verb,
         folder=base.launch_folder,
-        directory=Path.cwd(),
         recipes=tuple(each.launch_folder / FROZEN_RECIPE for each in runs),
         options=options,
-        python=options.python or sys.executable,
-        nodes=options.nodes or 1,
-        gpus=options.gpus if options.gpus is not None else (0 if on_cpu else options.processes),
+        on_cpu=isinstance(request.config, StageConfig) and request.config.train.device == "cpu",
     )
     return base, plan
 

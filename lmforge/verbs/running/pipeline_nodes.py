@@ -45,7 +45,7 @@ class PipelineNodes:
         self._number = 0
         marker = FolderMarker(folder)
         try:
-            self._set("marker", json.dumps([str(folder), marker.shared_name]))
+            self._meeting.put("marker", json.dumps([str(folder), marker.shared_name]))
             others = [rank for rank, answer in self._answers("marker").items() if answer != "seen"]
         finally:
             marker.remove()
@@ -66,9 +66,9 @@ class PipelineNodes:
         key = f"stage/{self._number}"
         self._number += 1
         port, inputs = free_port(), describe_inputs(words)
-        self._set(key, json.dumps({"words": words, "port": port, "inputs": inputs}))
+        self._meeting.put(key, json.dumps({"words": words, "port": port, "inputs": inputs}))
         problems = {rank: answer for rank, answer in self._answers(key).items() if answer}
-        self._set(f"{key}/go", "" if problems else "go")
+        self._meeting.put(f"{key}/go", "" if problems else "go")
         if problems:
             path = next(iter(problems.values()))
             raise UserError(
@@ -78,19 +78,12 @@ class PipelineNodes:
         return _environment_of_stage(self._group, port)
 
     def _answers(self, key: str) -> dict[int, str]:
-        answers = {}
-        for rank in range(1, len(self._group.names)):
-            if not wait_until(lambda rank=rank: has(self._meeting, f"{key}/{rank}"), ANSWER_SECONDS):  # type: ignore[misc]
-                raise self._group.peer_lost(rank)
-            answers[rank] = read(self._meeting, f"{key}/{rank}")
-        return answers
-
-    def _set(self, key: str, value: str) -> None:
-        self._meeting.call(lambda store: store.set(key, value))
+        others = range(1, len(self._group.names))
+        return {rank: self._meeting.get(f"{key}/{rank}", ANSWER_SECONDS, rank) for rank in others}
 
     def end(self, status: int) -> None:
         """Have the other nodes end with a status, and wait a moment until they know it: the store goes with this process."""
-        self._set("end", str(status))
+        self._meeting.put("end", str(status))
         others = len(self._group.names) - 1
         wait_until(lambda: self._meeting.call(lambda store: bool(store.add("ended", 0) >= others)), READ_SECONDS)
 
@@ -128,13 +121,13 @@ def follow(group: NodeGroup, run_command: RunCommand) -> int:
     own = FolderMarker(Path(folder))
     own.remove()
     sees = bool(name) and wait_until(lambda: own.sees(name), VISIBLE_SECONDS)
-    meeting.call(lambda store: store.set(f"marker/{group.rank}", "seen" if sees else "absent"))
+    meeting.put(f"marker/{group.rank}", "seen" if sees else "absent")
     while not received:
-        if has(meeting, "end"):
-            status = int(read(meeting, "end"))
+        if meeting.has("end"):
+            status = int(meeting.get("end", 0))
             meeting.call(lambda store: store.add("ended", 1))
             return status
-        if has(meeting, f"stage/{number}"):
+        if meeting.has(f"stage/{number}"):
             received += _start_with_the_first(meeting, f"stage/{number}", run_command)
             number += 1
         time.sleep(LAST_PAUSE_SECONDS)
@@ -143,23 +136,12 @@ def follow(group: NodeGroup, run_command: RunCommand) -> int:
 
 def _start_with_the_first(meeting: NodeMeeting, key: str, run_command: RunCommand) -> list[int]:
     """Start a stage if all nodes see its inputs. Returns the signal that interrupted it, if one did."""
-    group, stage = meeting.group, json.loads(read(meeting, key))
-    difference = _first_difference(stage["inputs"])
-    meeting.call(lambda store: store.set(f"{key}/{group.rank}", difference))
+    group, stage = meeting.group, json.loads(meeting.get(key, 0))
+    meeting.put(f"{key}/{group.rank}", _first_difference(stage["inputs"]))
     if not meeting.get(f"{key}/go", len(group.names) * ANSWER_SECONDS):
         return []
     _, interrupted = run_command(stage["words"], _environment_of_stage(group, stage["port"]))
     return [interrupted] if interrupted else []
-
-
-def has(meeting: NodeMeeting, key: str) -> bool:
-    """Whether a key is set. Raises PeerLost where the first node does not answer."""
-    return meeting.call(lambda store: bool(store.check([key])))
-
-
-def read(meeting: NodeMeeting, key: str) -> str:
-    """The value of a key that is set. Raises PeerLost."""
-    return meeting.call(lambda store: str(store.get(key).decode()))
 
 
 def environment_of_first_node() -> dict[str, str]:
