@@ -26,7 +26,7 @@ MODEL_NAME_PATTERN = re.compile(r"(?P<name>[A-Za-z0-9][\w.-]*/[A-Za-z0-9_][\w.-]
 DIGEST_PATTERN = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")
 SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME = "model.safetensors", "model.safetensors.index.json"
 CONFIG_AND_TOKENIZER_FILES = re.compile(r"[^/]+\.(json|jinja)|tokenizer\.model|merges\.txt|vocab\.txt")
-# What `datasets` reads, and the page of a dataset, which says how its files are divided.
+# The files that `datasets` reads, and the dataset card, which says how the files are divided.
 DATA_FILES = re.compile(
     r"(?:README\.md|.+\.(?:jsonl?|csv|tsv|txt|parquet|arrow)(?:\.(?:gz|zst|xz|bz2))?|.+\.(?:zip|tar|tar\.gz))"
 )
@@ -39,7 +39,7 @@ MAX_ATTEMPTS = 5
 RETRY_SECONDS = 1.0
 TIMEOUT_SECONDS = 30.0
 REPORT_EVERY_SECONDS = 10.0
-# What lmforge's defaults and pages call folders: runs/x is no model of an organisation "runs", wherever it is typed.
+# Folder names of lmforge's defaults and documentation: runs/x is never a model of an organization "runs".
 LOCAL_FOLDERS = frozenset({"runs", "data", "models", "checkpoints"})
 
 # A compute node without a network may drop what is sent, and answer nothing.

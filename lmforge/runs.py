@@ -290,7 +290,7 @@ class Run:
         with storage_errors(lock, "cannot be locked", "choose another --run.folder"):
             held = try_lock(file.fileno(), lock.with_name(".lock.held"))
         releases = [held.release] if held else []
-        # Who is about to end without having begun has removed it: then nobody else sees this lock.
+        # A process that ends before its run has begun removes the file; others would not see this lock.
         if held is False or not is_at(lock, file.fileno()):
             for release in releases:
                 release()
@@ -303,7 +303,7 @@ class Run:
         _held_locks[self.path] = [*releases, *([partial(remove_lock_alone, lock)] if is_new else []), file.close]
 
     def check_layout(self) -> None:
-        """Raise UserError where a folder is in the place of one of the run's files, or anything else in that of a folder."""
+        """Raise UserError where a folder has the name of one of the run's files, or something else the name of a folder."""
         for names, expected in ((RUN_FILES, "file"), (RUN_FOLDERS, "folder")):
             for path in (self.path / name for name in names):
                 # A folder may be a link, to a larger disk; a file may not: what is written would go to the file of another.

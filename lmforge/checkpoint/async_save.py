@@ -42,7 +42,8 @@ DRAIN_SECONDS = 60.0
 
 @dataclass(frozen=True)
 class RetentionPolicy:
-    """What stays: the newest `keep_last`, the `keep_best` by `metric` at their step, and all that are marked as kept."""
+    """Which checkpoints are kept: the newest `keep_last`, the `keep_best` by `metric` at their step, and all that are marked as
+    kept."""
 
     keep_last: int
     keep_best: int = 0

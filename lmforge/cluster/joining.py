@@ -25,7 +25,7 @@ GLOO_GROUPS = 3
 OTHER_OPEN_FILES = 1024
 # Linux's request for the IPv4 address of an interface, and where the address is in the answer.
 SIOCGIFADDR, ADDRESS_BYTES = 0x8915, slice(20, 24)
-# An address that nobody has (RFC 5737): the way to it is the default route.
+# An address that no host has (RFC 5737): the route to it is the default route.
 OUTSIDE = "192.0.2.1"
 
 

@@ -132,7 +132,8 @@ def start_ranks(
 def launch_plainly(num_processes: int, arguments: list[str], node: int, num_nodes: int, address: str, port: int) -> int:
     """Run `python -m lmforge ARGUMENTS` as the ranks of one node of several, and wait for them. Returns one status for all.
 
-    Nobody waits for another node, nor ends ranks because one has failed: the ranks find out by themselves who is missing.
+    No launcher waits for another node, or ends ranks because another node failed: the ranks find out by themselves which node
+    is missing.
     """
     common: dict[str, object] = {"WORLD_SIZE": num_nodes * num_processes, "LOCAL_WORLD_SIZE": num_processes, "GROUP_RANK": node}
     common |= {"MASTER_ADDR": address, "MASTER_PORT": port, "TORCHELASTIC_RUN_ID": "lmforge"}

@@ -105,7 +105,7 @@ def launch_on_node(
     """As `launch_local`, together with the launchers of the other nodes: all return the same status. Where STATUS_VARIABLE
     names a file, the first node writes it there.
 
-    Returns EXIT_PEER_LOST where a node was lost: whoever has started the launchers may start them again. Raises UserError
+    Returns EXIT_PEER_LOST where a node was lost: the program that started the launchers may start them again. Raises UserError
     where the nodes do not fit together or the port is taken, PeerLost where some do not come.
     """
     from torch.distributed.elastic.multiprocessing.api import SignalException

@@ -27,7 +27,7 @@ def count_restarts(environ: Mapping[str, str] = os.environ) -> int:
 
 
 def launcher_identity(environ: Mapping[str, str] = os.environ) -> str | None:
-    """The process of torchrun that started this rank, the same when it starts it anew; None without torchrun.
+    """The process of torchrun that started this rank, the same after a restart of the rank; None without torchrun.
 
     How often it has restarted the ranks, each of several torchruns counts by itself, and none of them counts a start that a
     host made by joining or leaving.

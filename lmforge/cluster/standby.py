@@ -68,7 +68,7 @@ def stand_by() -> int:
     print_line(describe_standby()[0])
     try:
         store = _connect()
-        # A store may outlive a start of the ranks, so what releases them is named anew by each.
+        # A store may outlive one start of the ranks, so each start has its own name for the key that releases them.
         name = f"{socket.gethostname()}-{os.getpid()}"
         store.set(_registration(rank), name)
         wait_until(lambda: bool(store.check([_release(name)])))

@@ -39,7 +39,7 @@ def wait_until(reached: Callable[[], bool], seconds: float = math.inf, report: C
 
 
 def await_listener(address: str, port: int, seconds: float, report: Callable[[str, float], str] | None = None) -> None:
-    """Wait until somebody listens there. Raises OSError where nobody does, which says more than what torch prints then.
+    """Wait until the port accepts connections. Raises OSError otherwise, which says more than torch's own message.
 
     report: as of `wait_until`; it is given the reason too.
     """

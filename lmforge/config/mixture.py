@@ -135,7 +135,7 @@ def mixture_problems(
         if unknown := [name for name in phase.weight_table if name not in names]:
             yield f"{where}: there is no source {quoted(unknown[0])}; the sources are {', '.join(names)}"
         if phase.steps is None and phase.tokens is None and not is_last:
-            yield f"{where}: give its steps or tokens: only the last phase goes on to the end of the run"
+            yield f"{where}: give its steps or tokens: only the last phase lasts to the end of the run"
         if phase.sequence_length is not None and phase.sequence_length > sequence_length:
             yield (
                 f"{where}: its sequence_length = {phase.sequence_length} is more than data.sequence_length = {sequence_length},"

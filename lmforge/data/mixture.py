@@ -137,7 +137,7 @@ class BlockOrder:
 
 @dataclass(frozen=True)
 class _PhaseStart:
-    """Where a phase begins: the sample, and of each source its samples and epochs before the phase.
+    """Where a phase begins: its first sample, and for each source the samples and epochs before the phase.
 
     `samples` counts from where the sequence length changed last; `epochs` are those begun before that.
     """

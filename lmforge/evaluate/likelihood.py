@@ -44,7 +44,7 @@ def encode_pair(tokenizer: Tokenizer, prefix_ids: list[int], context: str, conti
 
 
 def max_input_length(config: ModelConfig) -> int:
-    """How many tokens evaluation gives a model at most: as many as it was trained for."""
+    """The most tokens that evaluation gives a model: as many as it was trained for."""
     return config.max_sequence_length or config.max_position_embeddings
 
 

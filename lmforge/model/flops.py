@@ -64,8 +64,8 @@ def adapted_flops_per_token(config: ModelConfig, sequence_length: int, total: in
 def flops_per_token(config: ModelConfig, sequence_length: int) -> int:
     """Floating-point operations of training per token, forward and backward, of sequences of `sequence_length` tokens.
 
-    By FLOPS_CONVENTION; docs/tuning.md says what is made of it. Packed sequences and sliding windows do
-    less attention than it counts.
+    By FLOPS_CONVENTION; docs/tuning.md says how it is used. Packed sequences and sliding windows do less attention than it
+    counts.
     """
     attention = 12 * config.num_hidden_layers * config.num_attention_heads * config.head_dim * sequence_length
     return 6 * parameter_count(config).active_matmul + attention

@@ -59,7 +59,7 @@ class HeldPart:
     starts: Tensor
 
     def fill(self, value: InitialValue | Tensor, key: int) -> None:
-        """Give it its first value, in its own dtype; of a full tensor it takes what it holds."""
+        """Set the first value, in the part's own dtype; from a full tensor it copies this rank's part."""
         if isinstance(value, Tensor):
             for start, row in zip(self.starts.tolist(), self.values, strict=True):
                 row.copy_(value.flatten()[start : start + len(row)])

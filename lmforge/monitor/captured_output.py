@@ -38,7 +38,7 @@ class CapturedOutput:
             sys.stdout = self._terminal
 
     def take_lines(self) -> list[str]:
-        """The complete lines since the last call that nobody has stamped with their time, as text that drives no terminal."""
+        """The complete lines since the last call that have no time stamp yet, as text that is safe to print on a terminal."""
         *lines, self._unfinished = (self._unfinished + self._log.read()).split(b"\n")
         return [printable(line) for line in lines if not STAMP.match(line)]
 

@@ -1,6 +1,6 @@
 """The file of `lmforge bench --calibrate`: what a device was measured to do, by shape, dtype and size. No torch.
 
-Here: its form, reading it, and values between the sizes that were measured. bench/calibrate.py measures; `Rates` in
+This module has its form, reads it, and interpolates between the measured sizes. bench/calibrate.py measures; `Rates` in
 prediction/rates.py is what predictions take from it.
 """
 
@@ -37,7 +37,7 @@ SIZES: dict[str, tuple[str, ...]] = {
 COLLECTIVES = ("all-reduce", "all-gather", "reduce-scatter")
 UNITS = {name: "FLOP/s" if name.startswith(("product", "attention")) else "bytes/s" for name in SIZES}
 UNITS |= dict.fromkeys(COLLECTIVES, "s")
-# Without these there is nothing to predict with.
+# Predictions need at least these.
 REQUIRED = ("product", "product backward", "attention", "attention backward", "element-wise", "memory")
 MAX_MEASUREMENTS = 10_000
 Size = Annotated[int, Field(gt=0, le=2**50)]

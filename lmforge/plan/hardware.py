@@ -15,7 +15,7 @@ from lmforge.errors import UserError
 from lmforge.untrusted import check_content, cut, read_toml
 
 HARDWARE_FILE = Path(__file__).with_name("hardware.toml")
-# Of a GPU's memory, what its driver keeps: torch shows 79.1 GiB of an "80 GB" H100, and 139.8 of a "141 GB" H200.
+# The part of a GPU's memory that its driver keeps: torch shows 79.1 GiB of an "80 GB" H100, and 139.8 of a "141 GB" H200.
 DRIVER_FRACTION = 0.015
 GB = 10**9
 Amount = Annotated[float, Field(gt=0, le=1e9, allow_inf_nan=False)]

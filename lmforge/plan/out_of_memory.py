@@ -123,7 +123,7 @@ class MemoryEstimator:
         except UserError as problem:
             return str(problem)
         except Exception as problem:
-            return f"failed, and the run goes on: {traceback.format_exception_only(problem)[-1].strip()}"
+            return f"failed, and the run continues: {traceback.format_exception_only(problem)[-1].strip()}"
 
     def least_state_bytes(self) -> float:
         """Bytes of a rank that do not depend on the batch: weights, optimizer states, gradients, and weights of a step."""

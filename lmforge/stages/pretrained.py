@@ -91,7 +91,7 @@ def find_pretrained(source: Path, required_file: Literal["weights", "config.json
         way = f"give a run, a checkpoint, a Hugging Face folder, or a name on the hub (owner/model){_preset_hint(source)}"
         raise UserError(f"{source}: no such folder; {way}")
     if not ((source / MANIFEST).exists() or Run.open(source).checkpoint_steps()):
-        # Refused, in its own words, by whoever reads its config.json.
+        # The reader of its config.json refuses it with a message of its own.
         return Pretrained(source, None)
     (folder, manifest), _ = checkpoint.open_checkpoint(source, lambda folder, manifest: (folder, manifest))
     return Pretrained(folder, manifest)
@@ -176,7 +176,9 @@ def with_original_sources(config: ConfigT, manifest: Manifest | None) -> tuple[C
     notes = []
     if original is not None and source is not None and Path(original) != source:
         if is_hub_name(original) or Path(original).exists():
-            notes = [f"model.source: this run began from {original} and goes on from its own checkpoint; {source} is not read"]
+            notes = [
+                f"model.source: this run began from {original} and continues from its own checkpoint; {source} is not read"
+            ]
             source = Path(original)
         else:
             notes = [f"{original}, from which this run began, no longer exists; {source} takes its place"]

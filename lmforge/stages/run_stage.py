@@ -102,7 +102,7 @@ def _train(
     hosts = ranks.world_size // ranks.local_world_size
     ctx.events.add("start", point.step, ranks=ranks.world_size, hosts=hosts, device=ctx.dist_ctx.device.type)
     if point.step >= steps:
-        ctx.console.info(f"{ctx.run.path}: trained to step {point.step} already; give a larger --train.steps to go on")
+        ctx.console.info(f"{ctx.run.path}: trained to step {point.step} already; give a larger --train.steps to continue")
         return 0
     snapshot = ctx.log.path.with_suffix(".memory.pickle")
     if config.log.memory_snapshot:

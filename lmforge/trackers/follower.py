@@ -1,7 +1,7 @@
 """The process of one tracker: reads what a run appends to metrics.jsonl and events.jsonl, and sends it.
 
 How far it has sent is in a file of the run, together with the tracker's id of the run, so that the next attempt goes on there.
-It says what people should know as lines of JSON on its standard output; what libraries print goes to a log.
+It reports to the training process in lines of JSON on its standard output; what libraries print goes to a log.
 """
 
 import json

@@ -85,7 +85,7 @@ class TrackerProcesses:
                         command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, bufsize=0, start_new_session=True
                     )
             except OSError as problem:
-                self.warn(f"{name} was not started ({problem.strerror}); the run goes on without it")
+                self.warn(f"{name} was not started ({problem.strerror}); the run continues without it")
                 continue
             assert process.stdout is not None
             os.set_blocking(process.stdout.fileno(), False)
@@ -98,14 +98,14 @@ class TrackerProcesses:
                 if kind == "info":
                     self.info(f"{child.name:10} {text}")
                 else:
-                    self.warn(f"{child.name}: {text}; the run goes on, and {child.name} is tried again")
+                    self.warn(f"{child.name}: {text}; the run continues, and {child.name} is tried again")
             if child.has_ended and not self._is_finishing:
                 self._report_lost(child)
 
     def _report_lost(self, child: _Child) -> None:
         if not child.is_lost:
             child.is_lost = True
-            self.warn(f"{child.name}: its process has ended, see {child.log}; the run goes on without it")
+            self.warn(f"{child.name}: its process has ended, see {child.log}; the run continues without it")
 
     def finish(self, state: str) -> None:
         """Let trackers send the end of the run, for at most FINISH_SECONDS in all; then end their processes."""

@@ -17,7 +17,7 @@ from lmforge.config.stage import StageConfig
 
 
 class SaveRequest(IntEnum):
-    """What a rank requests of all at this step. The largest request of any rank counts."""
+    """What a rank requests of all ranks at this step. The largest request of any rank counts."""
 
     NONE = 0
     REGULAR = 1

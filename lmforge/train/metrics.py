@@ -120,7 +120,7 @@ class PredictionCheck:
             }
             return {name: value for name, value in fields.items() if value is not None}
         except Exception as problem:  # what was predicted is no reason to end
-            self._log(f"predicted  failed, and the run goes on: {problem}")
+            self._log(f"predicted  failed, and the run continues: {problem}")
             return {}
 
 

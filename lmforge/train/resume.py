@@ -45,7 +45,7 @@ MIXTURE_OPTIONS = ("data.sources ", "data.phases ")
 
 
 def again_if_restarted(config: StageConfigT, run: Run, dist_ctx: DistributedContext) -> StageConfigT:
-    """The recipe, without what was to be done at the beginning alone where torchrun starts the ranks of this run anew.
+    """The recipe; where torchrun restarts the ranks of this run, without what is done only at the beginning.
 
     That it does, a rank knows from the recorded processes of torchrun: after a host was lost or has joined, only some of the
     ranks that start have been restarted, by torchrun's count. Every rank calls it.

@@ -25,7 +25,8 @@ MODEL_OPTIONS = {"model": True, "models": True, "tokenizer": False, "config_from
 
 @dataclass(frozen=True)
 class HubItem:
-    """A model or a dataset by its name on the hub; `weights` are wanted of a model that is not only a tokenizer."""
+    """A model or a dataset by its name on the hub; `weights`: whether the weights of a model are needed, and not only its
+    tokenizer."""
 
     name: str
     kind: hub.Kind = "model"

@@ -1,4 +1,4 @@
-"""The whole way in a few minutes: the standard library's source → tokenizer → shards → a model that writes → one that answers.
+"""All stages in a few minutes: the standard library's source → tokenizer → shards → a pretrained model → one that answers.
 
 It calls the same verbs that a user types, and prints each before it runs, so that it can be repeated by hand. Each stage is
 measured on what it was not trained on, before and after. Pretraining ends twice: in one process, and, from the same
@@ -59,7 +59,7 @@ TRAINING_STAGES = (
 # sum of fp32 numbers in another order, and bf16 numbers that round otherwise. tests/test_quickstart.py checks both.
 LOSS_BOUNDS = {torch.float32: 1e-6, torch.bfloat16: 2e-4}
 STEPS_CONTINUED = 50
-# So few steps are to see the whole way, not a model: the batches of rollouts and what is measured are small then.
+# With so few steps the purpose is to try all stages, so the batches of rollouts and the measurements are small.
 TRIAL_STEPS = 10
 TRIAL_SEQUENCES, TRIAL_SFT_BATCH_SIZE, TRIAL_MAX_TOKENS = 8, 2, 16
 

@@ -192,7 +192,7 @@ def test_a_folder_that_is_no_token_folder_says_so(tmp_path: Path) -> None:
 @pytest.mark.parametrize("text", ["", "[]", '{"format"', "\xff\xfe", "{}"])
 def test_a_broken_manifest_says_so(path: Path, text: str) -> None:
     (path / SHARDS_MANIFEST).write_text(text, "latin-1")
-    with pytest.raises(UserError, match=r"manifest\.json: .*; restore it, or prepare anew with overwrite"):
+    with pytest.raises(UserError, match=r"manifest\.json: .*; restore it, or prepare again with overwrite"):
         TokenFolder.open(path)
 
 

@@ -443,7 +443,7 @@ def test_a_reward_model_judges_rollouts(world: World) -> None:
         (["export", "{}/reward lora", "{}/out", "--adapters"], "a reward model: its head is new and is not part of the"),
         (
             ["sft", "--model.source", "{}/reward", "--data.files", "{}/chats.jsonl"],
-            "only align.method = reward goes on from",
+            "only align.method = reward can start from",
         ),
     ],
 )

@@ -85,7 +85,7 @@ def test_a_tracker_without_a_network_is_reported_in_one_line(
     train: Train, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert train(6, "fail open") == 0
-    error = "lmforge: recording: ConnectionError: no route to the server; the run goes on, and recording is tried again\n"
+    error = "lmforge: recording: ConnectionError: no route to the server; the run continues, and recording is tried again\n"
     assert capsys.readouterr().err == error
     assert not (tmp_path / "a" / "trackers" / "recorded.jsonl").exists()
 
@@ -96,7 +96,7 @@ def test_a_tracker_whose_process_dies_is_reported_in_one_line(
 ) -> None:
     assert train(steps, "die open") == 0
     log = tmp_path / "a" / "trackers" / "recording.log"
-    assert capsys.readouterr().err == f"lmforge: recording: its process has ended, see {log}; the run goes on without it\n"
+    assert capsys.readouterr().err == f"lmforge: recording: its process has ended, see {log}; the run continues without it\n"
 
 
 def test_what_others_print_in_the_process_of_a_tracker_is_no_report_and_ends_no_training(

@@ -256,7 +256,7 @@ def test_an_mlflow_server_gets_the_run_and_after_it_was_away_what_it_missed(
     assert command(["pretrain", *where, "--train.steps", "4"]) == 0
     [problem] = capsys.readouterr().err.splitlines()
     assert problem.startswith("lmforge: mlflow: ")
-    assert problem.endswith("; the run goes on, and mlflow is tried again")
+    assert problem.endswith("; the run continues, and mlflow is tried again")
 
     with mlflow_server(tmp_path, port) as address:
         add_completions(run, 4)

@@ -84,7 +84,7 @@ def test_a_prediction_that_fails_ends_no_run(
 
     monkeypatch.setattr(out_of_memory, "predict_run", fail)
     done, lines = trained(tiny_tokens, tmp_path, capfd, **{"train.steps": 3})
-    assert lines == ["failed, and the run goes on: ZeroDivisionError: of a prediction"]
+    assert lines == ["failed, and the run continues: ZeroDivisionError: of a prediction"]
     records = done.read_metrics()
     assert records[-1]["step"] == 3
     assert not any("predicted/memory_gib" in record for record in records)
@@ -96,7 +96,7 @@ def test_a_comparison_that_fails_ends_no_run() -> None:
     check = PredictionCheck(broken, 100, 0, lines.append)
     check.add_step(1.0)
     assert check.compare(PREDICTED_STEPS, 1.0, is_last=False) == {}
-    assert lines[0].startswith("predicted  failed, and the run goes on: ")
+    assert lines[0].startswith("predicted  failed, and the run continues: ")
     assert check.compare(PREDICTED_STEPS + 1, 1.0, is_last=True) == {}
     assert len(lines) == 1
 

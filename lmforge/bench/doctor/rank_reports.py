@@ -18,7 +18,7 @@ from lmforge.cluster.rank_info import RankInfo, count_restarts
 from lmforge.cluster.waiting import await_listener, call_bounded, wait_until
 from lmforge.errors import RunFailed
 
-# The others give up later than rank 0, which waits for a rank that is late in each of several phases.
+# The others time out later than rank 0, which waits for a late rank in each of several phases.
 PATIENCE_FACTOR = 3.0
 
 

@@ -217,6 +217,6 @@ def compare_contents(contents: Mapping[str, Mapping[str, str]]) -> Iterator[Find
         if others:
             differ = True
             text = f"{name}: not the same files as on {next(host for host in digests if host not in others)}"
-            yield Finding("equal data", "fail", text, "copy it anew to the hosts that differ, or share one folder", others)
+            yield Finding("equal data", "fail", text, "copy it again to the hosts that differ, or share one folder", others)
     if len(contents) > 1 and names and not differ:
         yield Finding("equal data", "pass", f"the same on {len(contents)} hosts: {', '.join(names)}")

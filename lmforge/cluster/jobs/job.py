@@ -112,7 +112,7 @@ class Job:
         return Path(self.folder) / ("output.log" if self.number is None else f"output-{self.number}.log")
 
     def state_by_status(self) -> JobState:
-        """The state of a job that nobody runs any more, from the status that its script has left."""
+        """The state of a job that no longer runs, from the status that its script has left."""
         try:
             status = int(self.status_path.read_text())
         except (OSError, ValueError):

@@ -168,7 +168,7 @@ class ExampleFolder:
     @classmethod
     def open(cls, path: Path) -> Self:
         """Raises UserError if it is not a folder of examples."""
-        hint = "delete the folder, and it is made anew"
+        hint = "delete the folder, and it is created again"
         try:
             manifest = read_json(path / EXAMPLES_MANIFEST, ExampleManifest, max_bytes=MAX_MANIFEST_BYTES, hint=hint)
         except OSError:
@@ -183,7 +183,7 @@ class ExampleFolder:
         tokenizer = Tokenizer.open(self.path / "tokenizer")
         if tokenizer.hash != self.manifest["plan"]["tokenizer"]:
             raise UserError(
-                f"{self.path / 'tokenizer'}: did not encode these examples; delete {self.path}, and it is made anew"
+                f"{self.path / 'tokenizer'}: did not encode these examples; delete {self.path}, and it is created again"
             )
         return tokenizer
 
@@ -192,7 +192,7 @@ class ExampleFolder:
 
     def split(self, name: str) -> TokenizedExamples:
         """The examples of a split. Raises UserError if a file does not match its checksum or its manifest."""
-        described, anew = self.manifest["splits"][name], f"delete {self.path}, and it is made anew"
+        described, anew = self.manifest["splits"][name], f"delete {self.path}, and it is created again"
         arrays = {}
         for array_name, digest in described["xxh3"].items():
             file = self.path / f"{name}-{array_name}.npy"

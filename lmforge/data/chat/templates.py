@@ -267,7 +267,7 @@ def _first_difference(one: str, other: str) -> str:
 
 
 def _find_template_source(tokenizer: Tokenizer) -> tuple[str, str]:
-    """A tokenizer's template, and what holds it."""
+    """A tokenizer's template, and the file that holds it."""
     if "chat_template.jinja" in tokenizer.files:
         return tokenizer.files["chat_template.jinja"], "chat_template.jinja"
     source = tokenizer.configs["tokenizer_config.json"].get("chat_template")

@@ -34,7 +34,7 @@ SHARDS_MANIFEST = "manifest.json"
 UNFINISHED = "unfinished"
 TRAIN_SPLIT, VALIDATION_SPLIT = "train", "validation"
 SHARD_SUFFIXES = (".tokens", ".documents", ".checksums", ".json")
-RESTORE_HINT = "restore it, or prepare anew with overwrite"
+RESTORE_HINT = "restore it, or prepare again with overwrite"
 
 Count = Annotated[int, Field(ge=0, lt=2**63)]
 TokenDtype = Literal["uint16", "uint32"]

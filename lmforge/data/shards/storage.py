@@ -40,7 +40,7 @@ class ShardStorage(Protocol):
         """The size of each file, in bytes."""
 
     def discard(self, name: str, offset: int, size: int) -> None:
-        """Forget what is kept of a span of a file that could not be read or verified, so that it is fetched anew."""
+        """Forget what is kept of a span of a file that could not be read or verified, so that it is fetched again."""
 
 
 class LocalStorage:

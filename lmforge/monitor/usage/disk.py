@@ -40,7 +40,7 @@ class DiskMonitor:
                 return
 
     def check(self) -> list[str]:
-        """Lines about what has become short since the last check, and what no longer is. Raises OSError."""
+        """Lines about space and inodes that have become short since the last check, or are sufficient again. Raises OSError."""
         stats = os.statvfs(self._folder)
         free, needed = stats.f_bavail * stats.f_frsize, self._next_checkpoint_bytes()
         lines = self._on_change(

@@ -1,7 +1,7 @@
 """What other hosts do: each is asked by a thread of its own, so that a host that is slow or gone does not delay the others.
 
-There runs `lmforge top --output json`, over ssh or as a step of a Slurm job, which prints a line every few seconds. Between two
-lines nobody waits; what a host said last keeps its time.
+There runs `lmforge top --output json`, over ssh or as a step of a Slurm job, which prints a line every few seconds. Nothing
+waits between two lines; the last answer of a host keeps its time.
 """
 
 import os

@@ -1,7 +1,7 @@
 """How fast a device computes and moves bytes, and what a collective takes: from data sheets, or as it was measured.
 
-`Rates.calibrate` takes a file of `lmforge bench --calibrate` in the place of the data sheet, so far as it goes. What holds for
-no single device but for all is a constant here, with where it comes from. None was fitted to a published training speed.
+`Rates.calibrate` uses a file of `lmforge bench --calibrate` instead of the data sheet, for the values that it has. Values that
+hold for all devices are constants here, with their sources. None was fitted to a published training speed.
 """
 
 import math
@@ -54,7 +54,7 @@ def make_group(size: int, stride: int, gpus_per_host: int) -> Group:
 
 @dataclass(frozen=True)
 class Measured:
-    """What was measured, in the place of formulas.
+    """Measured values, used instead of formulas.
 
     products, backward_products: what the formula's seconds of a product are multiplied by, by (rows, inner, columns);
     float8_products likewise. attention: FLOP/s of both passes by (head_dim, length). element_wise: bytes/s by the bytes of an

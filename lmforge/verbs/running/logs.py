@@ -127,7 +127,7 @@ class _Printer:
         self._write(self._coloured(line, style))
 
     def print_attempt(self, run: Run, attempt: int, status: RunStatus | None) -> None:
-        """The attempt: its ranks, its hosts, and how it stands."""
+        """The attempt: its ranks, its hosts, and its state."""
         headers = [LogFile(path, rank).header() for rank, path in rank_logs(run.logs_folder / f"attempt-{attempt}").items()]
         hosts = list(dict.fromkeys(host for _, host in headers if host))
         num_ranks = max([number for number, _ in headers], default=0)

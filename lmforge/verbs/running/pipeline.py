@@ -133,9 +133,9 @@ def _run_stages(file: Path, options: PipelineOptions, nodes: PipelineNodes | Non
         print(f"\n{title}\n$ lmforge {shlex.join(words)}", flush=True)
         status, interrupted = _run_command(words, nodes.start_stage(words) if nodes else environment_of_stage())
         if status and not interrupted:
-            hint = f"`lmforge run {shlex.quote(str(file))}` goes on with this stage"
+            hint = f"`lmforge run {shlex.quote(str(file))}` continues with this stage"
             if status == 2 and resumes and "--run.overwrite" in stage.arguments:
-                hint = f"its run cannot go on with these arguments; delete {stage.run} to train it from the beginning"
+                hint = f"its run cannot continue with these arguments; delete {stage.run} to train it from the beginning"
             error = {2: UserError, EXIT_PEER_LOST: PeerLost}.get(status, RunFailed)
             raise error(f"{where} ended with status {status}; {hint}")
         was_finished = record.arguments is not None

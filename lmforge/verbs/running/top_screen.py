@@ -53,7 +53,7 @@ STATE_STYLES = {"running": "green", "done": "green", "interrupted": "yellow", "n
 
 @dataclass(frozen=True)
 class Snapshot:
-    """What is known at a time: of the hosts that were named or of this one, and of the runs with their own hosts."""
+    """What is known at one time: of the named hosts or of this host, and of the runs with their hosts."""
 
     time: float
     hosts: list[HostAnswer]

@@ -169,7 +169,7 @@ def _open_training_data(config: StageConfig, global_batch_size: int) -> tuple[To
 
 
 class BadStepFile(BaseModel, extra="allow"):
-    """What a run writes of a bad step: its samples, or with rollouts its completions."""
+    """What a run writes about a bad step: its samples, or with rollouts its completions."""
 
     step: Count
     reason: str = Field(max_length=200)
