@@ -38,9 +38,9 @@ from lmforge.model.flops import FLOPS_CONVENTION, flops_per_token, parameter_cou
 from lmforge.parallel.precision import has_native_bf16
 from lmforge.plan.hardware import find_gpu
 from lmforge.plan.peak_flops import rank_peak_flops
-from lmforge.plan.planning import Machine, predict_setting
+from lmforge.plan.planning import Machine, predict_step
 from lmforge.plan.prediction.predict import Prediction
-from lmforge.plan.prediction.setting import Setting
+from lmforge.plan.prediction.step_config import StepConfig
 
 GIB = 2**30
 # Of a GPU's memory, what weights, gradients and optimizer states may take; the rest is for activations and logits.
@@ -218,7 +218,7 @@ def prediction_of(name: str, contest: Contest, device_name: str) -> Prediction |
     gpu = find_gpu(device_name)
     if gpu is None or gpu.peak_flops(contest.dtype) is None or not name.startswith(LMFORGE):
         return None
-    setting = Setting(
+    step_config = StepConfig(
         contest.shape,
         ParallelOptions(engine="single", activation_checkpointing=contest.activation_checkpointing),
         world_size=1,
@@ -231,7 +231,7 @@ def prediction_of(name: str, contest: Contest, device_name: str) -> Prediction |
         compiled=contest.compiled,
         float8=name == LMFORGE_FLOAT8,
     )
-    return predict_setting(setting, Machine(gpu, None, 1), USABLE_FRACTION)
+    return predict_step(step_config, Machine(gpu, None, 1), USABLE_FRACTION)
 
 
 def figures(

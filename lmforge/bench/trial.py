@@ -77,7 +77,7 @@ class _Trial:
             dist_ctx,
             self._dtype,
             self._compiled,
-            estimator.setting.options,
+            estimator.step_config.options,
             fill,
             loads_weights=load_weights is not None,
         )

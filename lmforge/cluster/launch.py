@@ -80,7 +80,7 @@ def start_ranks(
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-    meeting: dict[str, Any] = {
+    rendezvous_options: dict[str, Any] = {
         "min_nodes": 1,
         "max_nodes": 1,
         "run_id": f"lmforge-{os.getpid()}",
@@ -89,7 +89,7 @@ def start_ranks(
         "local_addr": "localhost",
     }
     if rendezvous is not None:
-        meeting = {
+        rendezvous_options = {
             "min_nodes": rendezvous.num_nodes,
             "max_nodes": rendezvous.num_nodes,
             "run_id": rendezvous.run_id,
@@ -106,7 +106,7 @@ def start_ranks(
             shutdown_timeout=GRACE_SECONDS,
             # Its own handlers would raise again at a second signal, while ranks still save; `launcher_environment` has ours.
             signals_to_handle="",
-            **meeting,
+            **rendezvous_options,
         )
         elastic_launch(config, sys.executable)("-m", "lmforge", *arguments)
     except ChildFailedError as failed:

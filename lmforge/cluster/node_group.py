@@ -112,11 +112,11 @@ def launch_on_node(
 
     with launcher_environment() as interruption:
         try:
-            meeting = NodeMeeting(group)
-            meeting.check_in(num_processes)
+            node_store = NodeStore(group)
+            node_store.check_in(num_processes)
             for number in range(max_restarts + 1):
                 words = [*arguments, *(restart_arguments if number else ())]
-                with meeting.attempt(number) as attempt:
+                with node_store.attempt(number) as attempt:
                     attempt.status = start_ranks(num_processes, words, interruption, attempt.rendezvous)
                 if attempt.ended_by_watcher:
                     interruption.status = 0  # the signal was our own
@@ -142,7 +142,7 @@ def write_status(group: NodeGroup, status: int) -> None:
         atomic_write_text(Path(path), f"{status}\n")
 
 
-class NodeMeeting:
+class NodeStore:
     """The store of a run's launchers, from this node's point of view."""
 
     def __init__(self, group: NodeGroup) -> None:
@@ -215,17 +215,17 @@ class NodeMeeting:
 class _Attempt:
     """One start of all ranks. In the block, a thread watches the other nodes and ends this one's ranks where one fails."""
 
-    def __init__(self, meeting: NodeMeeting, number: int) -> None:
-        self._meeting, self._group, self._prefix = meeting, meeting.group, f"attempt/{number}"
+    def __init__(self, node_store: NodeStore, number: int) -> None:
+        self._node_store, self._group, self._prefix = node_store, node_store.group, f"attempt/{number}"
         self.status = EXIT_PEER_LOST
         self.ended_by_watcher = False
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="nodes", daemon=True)
         if self._group.rank == 0:
             port = str(free_port())
-            meeting.call(lambda store: store.set(f"{self._prefix}/port", port))
+            node_store.call(lambda store: store.set(f"{self._prefix}/port", port))
         else:
-            port = meeting.get(f"{self._prefix}/port", JOIN_SECONDS)
+            port = node_store.get(f"{self._prefix}/port", JOIN_SECONDS)
         self.rendezvous = Rendezvous(
             len(self._group.names), self._group.rank, f"{self._group.address}:{port}", f"lmforge-{number}"
         )
@@ -242,12 +242,12 @@ class _Attempt:
     def agree(self, may_restart: bool) -> tuple[int, bool]:
         """(status of all nodes, whether all start again). The first node decides."""
         if self._group.rank == 0:
-            return self._meeting.call(partial(self._decide, may_restart))
-        meeting, prefix = self._meeting, self._prefix
+            return self._node_store.call(partial(self._decide, may_restart))
+        node_store, prefix = self._node_store, self._prefix
         try:
-            meeting.call(lambda store: store.set(f"{prefix}/status/{self._group.rank}", str(self.status)))
-            status, again = json.loads(meeting.get(f"{prefix}/verdict", math.inf))
-            meeting.call(lambda store: store.add(f"{prefix}/read", 1))
+            node_store.call(lambda store: store.set(f"{prefix}/status/{self._group.rank}", str(self.status)))
+            status, again = json.loads(node_store.get(f"{prefix}/verdict", math.inf))
+            node_store.call(lambda store: store.add(f"{prefix}/read", 1))
         except PeerLost as problem:
             if not self.ended_by_watcher:
                 print_line(str(problem))
@@ -256,7 +256,7 @@ class _Attempt:
 
     def _decide(self, may_restart: bool, store: Any) -> tuple[int, bool]:
         """What `agree` returns on all nodes, from the status of each; on the first node."""
-        meeting, num_nodes, heartbeats = self._meeting, len(self._group.names), _PeerHeartbeats()
+        node_store, num_nodes, heartbeats = self._node_store, len(self._group.names), _PeerHeartbeats()
         statuses = {0: self.status}
         store.set(f"{self._prefix}/status/0", str(self.status))
 
@@ -264,16 +264,16 @@ class _Attempt:
             for rank in set(range(num_nodes)) - statuses.keys():
                 if store.check([key := f"{self._prefix}/status/{rank}"]):
                     statuses[rank] = int(store.get(key))
-                elif rank in meeting.lost or heartbeats.is_lost(store, rank):
-                    meeting.lost.add(rank)
+                elif rank in node_store.lost or heartbeats.is_lost(store, rank):
+                    node_store.lost.add(rank)
                     statuses[rank] = EXIT_PEER_LOST
             return len(statuses) == num_nodes
 
         wait_until(have_all_ended)
         status = next((each for each in PRECEDENCE if each in statuses.values()), max(statuses.values()))
-        again = status == EXIT_PEER_LOST and may_restart and not meeting.lost
+        again = status == EXIT_PEER_LOST and may_restart and not node_store.lost
         store.set(f"{self._prefix}/verdict", json.dumps([status, again]))
-        readers = num_nodes - 1 - len(meeting.lost)
+        readers = num_nodes - 1 - len(node_store.lost)
         # The store goes with this process.
         wait_until(lambda: store.add(f"{self._prefix}/read", 0) >= readers, READ_SECONDS)
         return status, again
@@ -283,7 +283,7 @@ class _Attempt:
         heartbeats, failed_at = _PeerHeartbeats(), None
         while not self._stop.wait(BEAT_SECONDS):
             try:
-                lost, has_failed = self._meeting.call(partial(self._look, heartbeats))
+                lost, has_failed = self._node_store.call(partial(self._look, heartbeats))
             except PeerLost as problem:
                 self._end_ranks(str(problem))
                 return
@@ -302,7 +302,7 @@ class _Attempt:
         store.set(f"beat/{group.rank}", str(time.monotonic()))
         others = [rank for rank in range(len(group.names)) if rank != group.rank]
         if group.rank == 0 and (lost := [rank for rank in others if heartbeats.is_lost(store, rank)]):
-            self._meeting.lost |= set(lost)
+            self._node_store.lost |= set(lost)
             store.set(f"{prefix}/lost", json.dumps(lost))
         if store.check([f"{prefix}/lost"]):
             return json.loads(store.get(f"{prefix}/lost")), False

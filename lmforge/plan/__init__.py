@@ -6,7 +6,7 @@ backward); `out_of_memory.py` puts them together to say what would have fitted a
 one place with figures of GPUs and networks; `calibration.py` the file of what was measured in their place.
 
 For others: `ParameterCounts`, `optimizer_state_bytes` and `checkpoint_bytes`; `MemoryEstimator` and `explain_out_of_memory`;
-`rank_peak_flops`, which MFU is relative to (`peak_flops.py`); `make_setting` and `predict_setting`.
+`rank_peak_flops`, which MFU is relative to (`peak_flops.py`); `make_step_config` and `predict_step`.
 
 Not here: counts of FLOPs (model/flops.py), and measurements of steps (bench).
 """

@@ -35,9 +35,9 @@ from lmforge.parallel.precision import choose_compile, choose_dtype, dtype_name
 from lmforge.plan.advice import suggest_what_fits
 from lmforge.plan.memory import DTYPE_BYTES, ParameterCounts, checkpoint_bytes
 from lmforge.plan.parameter_counts import adapter_shapes, count_parameters
-from lmforge.plan.planning import build_setting
+from lmforge.plan.planning import build_step_config
 from lmforge.plan.prediction.predict import CONTEXT_BYTES, MEMORY_INTERVAL, OVERHEAD, peak_memory, resolve_reduction
-from lmforge.plan.prediction.setting import Setting
+from lmforge.plan.prediction.step_config import StepConfig
 from lmforge.plan.run_prediction import RunPrediction, predict_run
 
 # How much more than the prediction is reckoned with. On a CPU the C library fragments memory between what is kept and what is
@@ -60,7 +60,7 @@ class MemoryEstimator:
     resident_bytes: of this process, before it builds anything.
     """
 
-    recipe: Setting
+    recipe: StepConfig
     plan: BatchPlan
     counts: ParameterCounts
     gpu_bytes: int | None = None
@@ -83,7 +83,7 @@ class MemoryEstimator:
         dtype, _ = choose_dtype(config.train.dtype, dist_ctx.device)
         compiled, _ = choose_compile(config, dist_ctx.device, config.train.steps - step)
         stores_weights = stores_attention_weights(dtype, plan.sequence_length, on_gpu=on_gpu, compiled=compiled)
-        recipe = build_setting(
+        recipe = build_step_config(
             config,
             model_config,
             plan,
@@ -99,27 +99,27 @@ class MemoryEstimator:
         return cls(recipe, plan, count_parameters(config, model_config), gpu_bytes, peak_resident_bytes())
 
     @cached_property
-    def setting(self) -> Setting:
+    def step_config(self) -> StepConfig:
         """The setting of the recipe, with what `parallel.reduce_every_micro_batch` is by default."""
         return resolve_reduction(self.recipe, self.gpu_bytes or 0, USABLE_FRACTION)
 
-    def required_bytes(self, setting: Setting) -> float:
-        """All that a rank needs for a step, margins included. `setting` is of a model that has formulas."""
-        margin = MARGIN if setting.on_gpu else HOST_MARGINS[setting.options.activation_checkpointing]
-        kinds = {name: count for name, count in peak_memory(setting).items() if name != OVERHEAD}
+    def required_bytes(self, step_config: StepConfig) -> float:
+        """All that a rank needs for a step, margins included. `step_config` is of a model that has formulas."""
+        margin = MARGIN if step_config.on_gpu else HOST_MARGINS[step_config.options.activation_checkpointing]
+        kinds = {name: count for name, count in peak_memory(step_config).items() if name != OVERHEAD}
         return sum(count * (margin if name in ACTIVATION_KINDS else MARGIN) for name, count in kinds.items())
 
     @cached_property
     def overhead_bytes(self) -> float:
         """Bytes that a process needs whatever it trains, but for the CUDA context, which is there before a model is."""
-        return peak_memory(self.setting)[OVERHEAD] - (CONTEXT_BYTES if self.setting.on_gpu else 0)
+        return peak_memory(self.step_config)[OVERHEAD] - (CONTEXT_BYTES if self.step_config.on_gpu else 0)
 
     def predict_run(self, config: StageConfig, device: torch.device) -> RunPrediction | str:
         """What this run will need, by estimate; or why that is not said, which ends no run."""
         name = torch.cuda.get_device_name(device) if device.type == "cuda" else None
         try:
-            most = self.required_bytes(self.setting) + self.overhead_bytes if self.setting.has_formulas else 0
-            return predict_run(self.setting, config, name, (self.resident_bytes, self.resident_bytes + most))
+            most = self.required_bytes(self.step_config) + self.overhead_bytes if self.step_config.has_formulas else 0
+            return predict_run(self.step_config, config, name, (self.resident_bytes, self.resident_bytes + most))
         except UserError as problem:
             return str(problem)
         except Exception as problem:
@@ -127,16 +127,18 @@ class MemoryEstimator:
 
     def least_state_bytes(self) -> float:
         """Bytes of a rank that do not depend on the batch: weights, optimizer states, gradients, and weights of a step."""
-        setting, counts = self.setting, self.counts
-        master, options = DTYPE_BYTES[setting.master_dtype], setting.options
-        state_bytes = checkpoint_bytes(setting.optimizer, setting.master_dtype, counts)
-        state_bytes += (counts.trained + (counts.total if setting.has_reference else 0)) * master
-        if options.cpu_offload and setting.on_gpu:
+        step_config, counts = self.step_config, self.counts
+        master, options = DTYPE_BYTES[step_config.master_dtype], step_config.options
+        state_bytes = checkpoint_bytes(step_config.optimizer, step_config.master_dtype, counts)
+        state_bytes += (counts.trained + (counts.total if step_config.has_reference else 0)) * master
+        if options.cpu_offload and step_config.on_gpu:
             state_bytes = 0
         working = 0
-        if not setting.is_fsdp and setting.dtype_bytes < master:
-            working = counts.total * setting.dtype_bytes
-        return (state_bytes / setting.shards + working) / (options.tensor_parallel_degree * options.pipeline_parallel_degree)
+        if not step_config.is_fsdp and step_config.dtype_bytes < master:
+            working = counts.total * step_config.dtype_bytes
+        return (state_bytes / step_config.shards + working) / (
+            options.tensor_parallel_degree * options.pipeline_parallel_degree
+        )
 
     def check(self, dist_ctx: DistributedContext) -> None:
         """Raise UserError where this rank cannot hold the run, whatever a prediction leaves out: asked before it is built.
@@ -144,24 +146,26 @@ class MemoryEstimator:
         The model's state is exact, and so is the batch. A compiler keeps fewer activations than are predicted: they count only
         with their smallest part, the input of each block.
         """
-        setting, plan = self.setting, self.plan
-        hidden = setting.tokens * setting.model.hidden_size * setting.model.num_hidden_layers // setting.pipeline
+        step_config, plan = self.step_config, self.plan
+        hidden = (
+            step_config.tokens * step_config.model.hidden_size * step_config.model.num_hidden_layers // step_config.pipeline
+        )
         batch = plan.accumulation * plan.micro_batch_size * plan.sequence_length * BATCH_BYTES_PER_TOKEN
-        what, ranks = "model, gradients, optimizer and activations of a rank", setting.gpus_per_host
-        least = self.least_state_bytes() + hidden * setting.dtype_bytes
+        what, ranks = "model, gradients, optimizer and activations of a rank", step_config.gpus_per_host
+        least = self.least_state_bytes() + hidden * step_config.dtype_bytes
         check_fits(least, dist_ctx.device, what, self.suggest_what_fits, num_ranks=ranks)
         what = f"a batch of {plan.tokens:,} tokens"
         check_fits(batch, torch.device("cpu"), what, "use a smaller global batch", num_ranks=ranks)
 
     def suggest_what_fits(self, available_bytes: float) -> str:
         """What to do, in words, after the run did not fit into `available_bytes` on each rank: only what fits by estimate."""
-        setting = self.setting
-        if not setting.has_formulas:
-            return f"there is no estimate of what would fit a {setting.model.model_type} model"
+        step_config = self.step_config
+        if not step_config.has_formulas:
+            return f"there is no estimate of what would fit a {step_config.model.model_type} model"
         # The run did not fit, whatever the prediction says.
-        scale = max(1.0, (available_bytes - self.overhead_bytes) / self.required_bytes(setting))
+        scale = max(1.0, (available_bytes - self.overhead_bytes) / self.required_bytes(step_config))
         return suggest_what_fits(
-            setting, lambda other: self.required_bytes(other) * scale + self.overhead_bytes, available_bytes
+            step_config, lambda other: self.required_bytes(other) * scale + self.overhead_bytes, available_bytes
         )
 
 

@@ -47,7 +47,7 @@ def build_trainer(
         dist_ctx,
         dtype,
         compiled,
-        estimator.setting.options,
+        estimator.step_config.options,
         fill,
         loads_weights=inputs.load_weights is not None,
     )

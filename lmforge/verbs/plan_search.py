@@ -16,7 +16,7 @@ from lmforge.config.stage import PretrainConfig
 from lmforge.config.verbs.plan import AnyPlanConfig
 from lmforge.errors import RunFailed, UserError, format_bytes
 from lmforge.parallel.dims import plan_batches
-from lmforge.plan.planning import Machine, find_machine, make_setting
+from lmforge.plan.planning import Machine, find_machine, make_step_config
 from lmforge.plan.prediction.search import Candidate, SearchResult, search, why_slower
 from lmforge.untrusted import describe_os_error
 from lmforge.verbs.dry_run import resolve_model
@@ -45,7 +45,7 @@ def run_search(config: AnyPlanConfig) -> int:
     parallel = config.parallel.model_copy(update={"engine": "auto", "sharding": None, "shard_degree": None})
     degrees = {f"{name}_parallel_degree": 1 for name in ("tensor", "context", "pipeline")}
     plain = config.model_copy(update={"parallel": parallel.model_copy(update=degrees | {"cpu_offload": False})})
-    base = make_setting(plain, model, config.plan.gpus, machine)
+    base = make_step_config(plain, model, config.plan.gpus, machine)
     size = plan_batches(plain, 1).global_batch_size
     budget = config.plan.usable * machine.gpu.memory_bytes
     rates = machine.rates(base.dtype)
@@ -107,11 +107,11 @@ def _print(result: SearchResult, config: AnyPlanConfig, budget: float) -> None:
 def other_choices(result: SearchResult) -> list[tuple[str, Candidate, str]]:
     """For each value of an option that the winner does not have: the best candidate with it, and why it is slower."""
     winner, rows = result.best[0], list[tuple[str, Candidate, str]]()
-    seen: set[tuple[str, Any]] = {(name, getattr(winner.setting.options, name)) for name in CHOICES}
-    seen.add(("micro_batch_size", winner.setting.micro_batch_size))
+    seen: set[tuple[str, Any]] = {(name, getattr(winner.step_config.options, name)) for name in CHOICES}
+    seen.add(("micro_batch_size", winner.step_config.micro_batch_size))
     for each in (*result.fitting, *result.too_large):
         for name in (*CHOICES, "micro_batch_size"):
-            value = each.setting.micro_batch_size if name == "micro_batch_size" else getattr(each.setting.options, name)
+            value = each.step_config.micro_batch_size if name == "micro_batch_size" else getattr(each.step_config.options, name)
             if (name, value) in seen or value is None:
                 continue
             seen.add((name, value))
@@ -134,10 +134,10 @@ def _files(config: AnyPlanConfig) -> list[Path]:
 def _write(candidate: Candidate, config: AnyPlanConfig, file: Path) -> None:
     """The recipe with what was found, as `lmforge pretrain` takes it."""
     table = config.model_dump(mode="json", exclude={"plan"})
-    options = candidate.setting.options.model_dump(mode="json")
+    options = candidate.step_config.options.model_dump(mode="json")
     options["reduce_every_micro_batch"] = config.parallel.reduce_every_micro_batch
     table["parallel"] |= options
-    table["train"] |= {"micro_batch_size": candidate.setting.micro_batch_size, "float8": candidate.setting.float8}
+    table["train"] |= {"micro_batch_size": candidate.step_config.micro_batch_size, "float8": candidate.step_config.float8}
     table["run"] |= {"name": ""}
     recipe = validate_options(STAGES[config.of_stage], table, str(file))
     assert candidate.prediction is not None
@@ -173,7 +173,7 @@ def _as_json(result: SearchResult) -> dict[str, Any]:
     for each in result.best:
         assert each.prediction is not None
         row = {"configuration": each.describe(), "tokens_per_second_per_gpu": each.prediction.tokens_per_second}
-        options = each.setting.options.model_dump(mode="json")
+        options = each.step_config.options.model_dump(mode="json")
         best.append({**row, "device_bytes": round(each.device_bytes), "parallel": options})
     counts = {"tried": result.tried, "fitting": len(result.fitting), "too_large": len(result.too_large)}
     return {**counts, "refused": result.refused, "left_out": result.left_out, "best": best}

@@ -108,7 +108,7 @@ def test_rows_of_lmforge_have_a_plan_beside_them_where_the_gpu_is_known(gpu: Mod
     rows = gpu.trials_of(size, of_8b)
     for name, (contender, setting) in rows.items():
         planned = gpu.prediction_of(contender, setting, "NVIDIA H200")
-        assert planned.setting.tokens_per_step == size.step_tokens
+        assert planned.step_config.tokens_per_step == size.step_tokens
         row = gpu.figures([{"speed": 10_000.0, "memory_gib": 80.0, "loss": 2.0}], 1.0, None, None, planned)
         assert row["predicted_of_speed"]["median"] == planned.tokens_per_second / 10_000
         assert row["predicted_of_memory"]["median"] == planned.live_bytes / (80 * GIB)
@@ -118,7 +118,7 @@ def test_rows_of_lmforge_have_a_plan_beside_them_where_the_gpu_is_known(gpu: Mod
         assert cells.split(" | ")[-4:-2] == [f"{planned.tokens_per_second / 1e4:.2f}", f"{planned.live_bytes / (80 * GIB):.2f}"]
     assert gpu.prediction_of("Trainer", of_8b, "NVIDIA H200") is None
     assert gpu.prediction_of("lmforge", of_8b, "no GPU") is None
-    assert gpu.prediction_of("lmforge, float8", of_8b, "NVIDIA H200").setting.float8
+    assert gpu.prediction_of("lmforge, float8", of_8b, "NVIDIA H200").step_config.float8
 
 
 @pytest.mark.parametrize(

@@ -38,7 +38,7 @@ from lmforge.parallel.parallel_model import ParallelModel
 from lmforge.parallel.parallelize import parallelize
 from lmforge.parallel.precision import compiled_graph_count
 from lmforge.plan.memory import ParameterCounts, optimizer_state_bytes
-from lmforge.plan.prediction.setting import Setting
+from lmforge.plan.prediction.step_config import StepConfig
 from lmforge.runs import Run
 from lmforge.stages.alignment.reference import ReferenceModel, reference_logprobs
 from lmforge.train.bad_steps import BadStepDetector
@@ -264,8 +264,8 @@ def test_activations_on_a_gpu_are_those_of_the_formula(mode: str, gpu_device: to
         measured = tracker.live_bytes()
         assert total.requires_grad
     on_gpu, chosen = gpu_device.type != "cpu", ParallelOptions(**options)
-    setting = Setting(ACTIVATION_MODEL, chosen, 1, 1, sequences, 1, length, compiled=False, on_gpu=on_gpu)
-    predicted = predicted_activation_bytes(setting)
+    step_config = StepConfig(ACTIVATION_MODEL, chosen, 1, 1, sequences, 1, length, compiled=False, on_gpu=on_gpu)
+    predicted = predicted_activation_bytes(step_config)
     # The kernels of a GPU may keep a second copy of their output, in the layout of the next product; and the log-sum-exps of
     # compiled attention are not seen.
     blocks, heads = ACTIVATION_MODEL.num_hidden_layers if mode == "none" else 0, ACTIVATION_MODEL.num_attention_heads

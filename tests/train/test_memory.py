@@ -25,7 +25,7 @@ from lmforge.parallel.parallel_model import ParallelModel
 from lmforge.parallel.parallelize import parallelize
 from lmforge.plan.activations import block_activation_bytes
 from lmforge.plan.memory import ParameterCounts, optimizer_state_bytes
-from lmforge.plan.prediction.setting import Setting
+from lmforge.plan.prediction.step_config import StepConfig
 from lmforge.train.optimizers.optimizer import build_optimizer
 from tests.model.conftest import draw, drawn_config  # noqa: F401 - a fixture
 from tests.plan.step_program import predicted_activation_bytes
@@ -92,8 +92,8 @@ def test_activations_are_those_of_the_formula(
     print(f"dropout {has_dropout}")
     kind = {"dtype": "fp32" if dtype == torch.float32 else "bf16", "has_dropout": has_dropout}
     for size, length in ((4, 64), (1, 530)):
-        setting = Setting(config, sharding(mode), 1, 1, size, 1, length, compiled=False, on_gpu=False, **kind)
-        assert predicted_activation_bytes(setting) == pytest.approx(measured(model, size, length), rel=0.02), (size, length)
+        step_config = StepConfig(config, sharding(mode), 1, 1, size, 1, length, compiled=False, on_gpu=False, **kind)
+        assert predicted_activation_bytes(step_config) == pytest.approx(measured(model, size, length), rel=0.02), (size, length)
 
 
 OPTIMIZERS = [

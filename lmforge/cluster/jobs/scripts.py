@@ -130,12 +130,12 @@ def slurm_script(plan: JobPlan) -> str:
 {"".join(f"#SBATCH {line}" + chr(10) for line in lines)}
 # Written by lmforge {__version__} launch. On each node one task starts the ranks of that node ({NODE_SCRIPT}).
 {_common_lines(plan, "SLURM_ARRAY_TASK_ID")}
-{_meeting_lines(options, 'scontrol show hostnames "$SLURM_JOB_NODELIST"', "SLURM_JOB_ID")}
+{_rendezvous_lines(options, 'scontrol show hostnames "$SLURM_JOB_NODELIST"', "SLURM_JOB_ID")}
 
 {_forward_signals()}
 {set_status_file}run srun --kill-on-bad-exit=1 {tasks} bash "$folder/{NODE_SCRIPT}" "$recipe"
 {read_status_file}
-# The time was up: the run has saved, and goes on when the job's turn comes again. Or a rank was lost for good on a node that
+# The time was up: the run has saved, and continues when the job's turn comes again. Or a rank was lost for good on a node that
 # Slurm takes for healthy.
 again=
 [ "$times_up" ] && [ $status -gt 128 ] && again=1
@@ -167,14 +167,14 @@ def pbs_script(plan: JobPlan) -> str:
         *options.directive_options,
     ]
     setup = "".join(f"{line}\n" for line in options.setup)
-    meeting = _meeting_lines(options, "awk '!seen[$0]++' \"$PBS_NODEFILE\"", "${PBS_JOBID%%[!0-9]*}")
+    rendezvous = _rendezvous_lines(options, "awk '!seen[$0]++' \"$PBS_NODEFILE\"", "${PBS_JOBID%%[!0-9]*}")
     alarm = again = ""
     if options.time_seconds:
         seconds = options.time_seconds - options.signal_seconds
         alarm = f"(trap 'kill $nap' TERM; sleep {seconds} & nap=$!; wait $nap && kill -USR1 $$) &\nalarm=$!\n"
         again = f"""
 kill $alarm 2>/dev/null
-# The time was up: the run has saved, and goes on in a job of its own.
+# The time was up: the run has saved, and continues in another job.
 if [ "$times_up" ] && [ $status -gt 128 ] && [ ! -e "$folder/{STOP_FILE}" ]; then
     next=$(qsub "$folder/{JOB_SCRIPT}") && echo "$next" >"$folder/next-job" && exit
     echo "lmforge: this node may not submit; to continue: qsub $folder/{JOB_SCRIPT}" >&2
@@ -189,10 +189,10 @@ kill $alarm 2>/dev/null
 # Written by lmforge {__version__} launch. On each node one process starts the ranks of that node ({NODE_SCRIPT}).
 {_common_lines(plan, "PBS_ARRAY_INDEX")}
 exec >>"$folder/output$suffix.log" 2>&1
-{setup}{meeting}
+{setup}{rendezvous}
 
 {_forward_signals(MPI_STOP_SIGNAL)}
-# One process a node, which may use all of its cores, in the words of whose mpiexec this is.
+# One process per node, which may use all of its cores, with the options of the mpiexec at hand.
 case $(mpiexec --version 2>&1) in
     *"Open MPI"* | *OpenRTE*) place="--map-by ppr:1:node --bind-to none" ;;
     *HYDRA* | *Intel*) place="-ppn 1" ;;
@@ -269,7 +269,7 @@ def _session_runs(plan: JobPlan, line: str) -> list[str]:
     ]
 
 
-def _meeting_lines(options: JobOptions, list_nodes: str, job_number: str) -> str:
+def _rendezvous_lines(options: JobOptions, list_nodes: str, job_number: str) -> str:
     """Lines of a scheduler's script that say which nodes the job has, and where they meet.
 
     `list_nodes` is a command that prints the nodes, one a line. The port follows from the job's number, in the shell's words.

@@ -21,7 +21,7 @@ from lmforge.parallel.validate import check_compiled, check_lora, check_parallel
 from lmforge.plan.hardware import GPU
 from lmforge.plan.prediction.predict import Prediction, can_reduce_once, predict, resolve_reduction, surely_fits
 from lmforge.plan.prediction.rates import Rates
-from lmforge.plan.prediction.setting import Setting
+from lmforge.plan.prediction.step_config import StepConfig
 
 CHECKPOINTING = ("none", "selective-ops", "selective-blocks", "full")
 SHARDINGS = ("full-shard", "grad-shard", "hybrid-full-shard", "hybrid-grad-shard")
@@ -34,7 +34,7 @@ MAX_DEGREE, MAX_MICRO_BATCH = 16, 64
 class Candidate:
     """A configuration; `device_bytes` and `step_seconds` are estimates until `prediction` is there."""
 
-    setting: Setting
+    step_config: StepConfig
     device_bytes: float
     step_seconds: float
     parts: dict[str, float]
@@ -42,14 +42,14 @@ class Candidate:
 
     def describe(self) -> str:
         """What it chooses, in options."""
-        options, words = self.setting.options, [str(self.setting.options.engine)]
-        if self.setting.is_fsdp and options.sharding:
+        options, words = self.step_config.options, [str(self.step_config.options.engine)]
+        if self.step_config.is_fsdp and options.sharding:
             words.append(options.sharding)
         for name in ("tensor", "context", "pipeline"):
             if (degree := getattr(options, f"{name}_parallel_degree")) > 1:
                 words.append(f"{name} {degree}")
-        words += [f"checkpointing {options.activation_checkpointing}", f"micro-batch {self.setting.micro_batch_size}"]
-        return ", ".join(words + ["offload"] * options.cpu_offload + ["float8"] * self.setting.float8)
+        words += [f"checkpointing {options.activation_checkpointing}", f"micro-batch {self.step_config.micro_batch_size}"]
+        return ", ".join(words + ["offload"] * options.cpu_offload + ["float8"] * self.step_config.float8)
 
 
 @dataclass(frozen=True)
@@ -68,19 +68,19 @@ class SearchResult:
 
 
 def search(
-    base: Setting, global_batch_size: int, gpu: GPU, rates: Rates, budget: float, most: int, float8: bool
+    base: StepConfig, global_batch_size: int, gpu: GPU, rates: Rates, budget: float, most: int, float8: bool
 ) -> SearchResult:
     """Try the configurations of `base`'s model, batch and GPUs, at most `most`. `budget` is the memory of a GPU in bytes."""
     fitting, too_large, refused, tried, left_out = list[Candidate](), list[Candidate](), 0, 0, 0
     usable = budget / gpu.memory_bytes
-    for setting in candidates(base, global_batch_size, float8):
+    for step_config in candidates(base, global_batch_size, float8):
         if tried == most:
             left_out += 1
             continue
         tried += 1
         try:
-            check_setting(setting)
-            candidate = estimate(setting, gpu, rates, usable)
+            check_step_config(step_config)
+            candidate = estimate(step_config, gpu, rates, usable)
         except UserError:
             refused += 1
             continue
@@ -89,17 +89,17 @@ def search(
     too_large.sort(key=lambda each: each.device_bytes)
     finalists = []
     for each in fitting[:FINALISTS]:
-        prediction = predict(resolve_reduction(each.setting, gpu.memory_bytes, usable), gpu, rates)
+        prediction = predict(resolve_reduction(each.step_config, gpu.memory_bytes, usable), gpu, rates)
         if prediction.device_bytes <= budget:
             finalist = Candidate(
-                prediction.setting, prediction.device_bytes, prediction.step_seconds, _parts(prediction), prediction
+                prediction.step_config, prediction.device_bytes, prediction.step_seconds, _parts(prediction), prediction
             )
             finalists.append(finalist)
     finalists.sort(key=lambda each: each.step_seconds)
     return SearchResult(finalists, fitting, too_large, tried, refused, left_out)
 
 
-def candidates(base: Setting, global_batch_size: int, float8: bool) -> Iterator[Setting]:
+def candidates(base: StepConfig, global_batch_size: int, float8: bool) -> Iterator[StepConfig]:
     """All configurations, first those that split the model least."""
     world = base.world_size
     sizes_of_groups = [each for each in divisors(world) if each <= MAX_DEGREE]
@@ -118,12 +118,12 @@ def candidates(base: Setting, global_batch_size: int, float8: bool) -> Iterator[
                 options |= {"shard_degree": None, "reduce_every_micro_batch": None, "activation_checkpointing": checkpointing}
                 degrees = {"tensor_parallel_degree": tensor, "context_parallel_degree": context}
                 options |= degrees | {"pipeline_parallel_degree": pipeline}
-                setting = replace(base.with_options(**options), micro_batch_size=size, accumulation=local // size)
+                step_config = replace(base.with_options(**options), micro_batch_size=size, accumulation=local // size)
                 for eight in (False, True) if float8 and tensor == 1 else (False,):
-                    yield replace(setting, float8=eight)
+                    yield replace(step_config, float8=eight)
 
 
-def _engines(base: Setting, splits: int) -> Iterator[tuple[str, str | None, bool]]:
+def _engines(base: StepConfig, splits: int) -> Iterator[tuple[str, str | None, bool]]:
     """(engine, sharding, cpu_offload) that are worth trying."""
     if base.world_size == 1:
         yield "single", None, False
@@ -139,17 +139,17 @@ def _engines(base: Setting, splits: int) -> Iterator[tuple[str, str | None, bool
         yield "fsdp2", "full-shard", True
 
 
-def check_setting(setting: Setting) -> None:
+def check_step_config(step_config: StepConfig) -> None:
     """Raise UserError where a run with this setting would be refused."""
-    data_parallel, size = setting.world_size // setting.options.model_parallel_size, setting.micro_batch_size
-    global_batch_size = data_parallel * size * setting.accumulation
-    plan = BatchPlan(global_batch_size, setting.sequence_length, data_parallel, size, setting.accumulation)
-    check_parallel(setting.options, setting.model, plan)
-    if not setting.trains_all:
-        check_lora(setting.options, setting.float8)
-    if setting.compiled:
-        check_compiled(setting.options, "cuda" if setting.on_gpu else "cpu")
-    _ = setting.dims
+    data_parallel, size = step_config.world_size // step_config.options.model_parallel_size, step_config.micro_batch_size
+    global_batch_size = data_parallel * size * step_config.accumulation
+    plan = BatchPlan(global_batch_size, step_config.sequence_length, data_parallel, size, step_config.accumulation)
+    check_parallel(step_config.options, step_config.model, plan)
+    if not step_config.trains_all:
+        check_lora(step_config.options, step_config.float8)
+    if step_config.compiled:
+        check_compiled(step_config.options, "cuda" if step_config.on_gpu else "cpu")
+    _ = step_config.dims
 
 
 @cache
@@ -157,19 +157,21 @@ def _shorter(model: ModelConfig, layers: int) -> ModelConfig:
     return replace(model, num_hidden_layers=layers, layer_types=None)
 
 
-def estimate(setting: Setting, gpu: GPU, rates: Rates, usable: float) -> Candidate:
+def estimate(step_config: StepConfig, gpu: GPU, rates: Rates, usable: float) -> Candidate:
     """Memory and time by the straight line through two models of few blocks."""
-    layers = setting.model.num_hidden_layers
-    few, more = (count * setting.pipeline for count in FEW_BLOCKS)
-    options: ParallelOptions = setting.options
-    once = can_reduce_once(setting)
+    layers = step_config.model.num_hidden_layers
+    few, more = (count * step_config.pipeline for count in FEW_BLOCKS)
+    options: ParallelOptions = step_config.options
+    once = can_reduce_once(step_config)
     for waits in (True, False) if once else (False,):
-        setting = setting.with_options(reduce_every_micro_batch=not waits)
+        step_config = step_config.with_options(reduce_every_micro_batch=not waits)
         if layers <= more:
-            prediction = predict(setting, gpu, rates)
-            result = Candidate(setting, prediction.device_bytes, prediction.step_seconds, _parts(prediction))
+            prediction = predict(step_config, gpu, rates)
+            result = Candidate(step_config, prediction.device_bytes, prediction.step_seconds, _parts(prediction))
         else:
-            low, high = (predict(replace(setting, model=_shorter(setting.model, count)), gpu, rates) for count in (few, more))
+            low, high = (
+                predict(replace(step_config, model=_shorter(step_config.model, count)), gpu, rates) for count in (few, more)
+            )
             times = (layers - more) / (more - few)
 
             def line(below: float, above: float, times: float = times) -> float:
@@ -178,10 +180,10 @@ def estimate(setting: Setting, gpu: GPU, rates: Rates, usable: float) -> Candida
             parts_low, parts_high = _parts(low), _parts(high)
             parts = {name: line(parts_low.get(name, 0.0), value) for name, value in parts_high.items()}
             seconds = line(low.step_seconds, high.step_seconds)
-            result = Candidate(setting, line(low.device_bytes, high.device_bytes), seconds, parts)
+            result = Candidate(step_config, line(low.device_bytes, high.device_bytes), seconds, parts)
         if not waits or surely_fits(result.device_bytes, gpu.memory_bytes, usable):
             break
-    return replace(result, setting=replace(result.setting, options=options if not once else result.setting.options))
+    return replace(result, step_config=replace(result.step_config, options=options if not once else result.step_config.options))
 
 
 def _parts(prediction: Prediction) -> dict[str, float]:

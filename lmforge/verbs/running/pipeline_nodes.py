@@ -18,7 +18,7 @@ import xxhash
 
 from lmforge.cluster.environment import ADDRESS_VARIABLE, NODES_VARIABLE, STATUS_VARIABLE
 from lmforge.cluster.folder_marker import FolderMarker
-from lmforge.cluster.node_group import READ_SECONDS, NodeGroup, NodeMeeting, write_status
+from lmforge.cluster.node_group import READ_SECONDS, NodeGroup, NodeStore, write_status
 from lmforge.cluster.rendezvous import free_port
 from lmforge.cluster.waiting import LAST_PAUSE_SECONDS, wait_until
 from lmforge.config.load import STAGES, parse_config
@@ -49,8 +49,8 @@ class PipelineNodes:
 
     def __init__(self, group: NodeGroup, folder: Path) -> None:
         """`folder` holds the runs. Raises UserError naming the nodes that do not share it."""
-        self._group, self._meeting = group, NodeMeeting(group)
-        self._meeting.check_in(0)
+        self._group, self._node_store = group, NodeStore(group)
+        self._node_store.check_in(0)
         self._number = 0
         marker = FolderMarker(folder)
         try:
@@ -89,19 +89,19 @@ class PipelineNodes:
     def _answers(self, key: str) -> dict[int, str]:
         answers = {}
         for rank in range(1, len(self._group.names)):
-            if not wait_until(lambda rank=rank: has(self._meeting, f"{key}/{rank}"), ANSWER_SECONDS):  # type: ignore[misc]
+            if not wait_until(lambda rank=rank: has(self._node_store, f"{key}/{rank}"), ANSWER_SECONDS):  # type: ignore[misc]
                 raise self._group.peer_lost(rank)
-            answers[rank] = read(self._meeting, f"{key}/{rank}")
+            answers[rank] = read(self._node_store, f"{key}/{rank}")
         return answers
 
     def _set(self, key: str, value: str) -> None:
-        self._meeting.call(lambda store: store.set(key, value))
+        self._node_store.call(lambda store: store.set(key, value))
 
     def end(self, status: int) -> None:
         """Have the other nodes end with a status, and wait a moment until they know it: the store goes with this process."""
         self._set("end", str(status))
         others = len(self._group.names) - 1
-        wait_until(lambda: self._meeting.call(lambda store: bool(store.add("ended", 0) >= others)), READ_SECONDS)
+        wait_until(lambda: self._node_store.call(lambda store: bool(store.add("ended", 0) >= others)), READ_SECONDS)
 
 
 @contextmanager
@@ -124,7 +124,7 @@ def lead(group: NodeGroup | None, folder: Path) -> Iterator[tuple[PipelineNodes 
 
 def follow(group: NodeGroup, run_command: RunCommand) -> int:
     """On the other nodes: start what the first one says, until it ends. Returns its status. Raises PeerLost if that is lost."""
-    meeting, number = NodeMeeting(group), 0
+    node_store, number = NodeStore(group), 0
     received: list[int] = []
 
     def interrupt(signal_number: int, frame: FrameType | None) -> None:
@@ -132,43 +132,43 @@ def follow(group: NodeGroup, run_command: RunCommand) -> int:
 
     for each in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
         signal.signal(each, interrupt)
-    meeting.check_in(0)
-    folder, name = json.loads(meeting.get("marker", ANSWER_SECONDS))
+    node_store.check_in(0)
+    folder, name = json.loads(node_store.get("marker", ANSWER_SECONDS))
     own = FolderMarker(Path(folder))
     own.remove()
     sees = bool(name) and wait_until(lambda: own.sees(name), VISIBLE_SECONDS)
-    meeting.call(lambda store: store.set(f"marker/{group.rank}", "seen" if sees else "absent"))
+    node_store.call(lambda store: store.set(f"marker/{group.rank}", "seen" if sees else "absent"))
     while not received:
-        if has(meeting, "end"):
-            status = int(read(meeting, "end"))
-            meeting.call(lambda store: store.add("ended", 1))
+        if has(node_store, "end"):
+            status = int(read(node_store, "end"))
+            node_store.call(lambda store: store.add("ended", 1))
             return status
-        if has(meeting, f"stage/{number}"):
-            received += _start_with_the_first(meeting, f"stage/{number}", run_command)
+        if has(node_store, f"stage/{number}"):
+            received += _start_with_the_first(node_store, f"stage/{number}", run_command)
             number += 1
         time.sleep(LAST_PAUSE_SECONDS)
     return 128 + received[0]
 
 
-def _start_with_the_first(meeting: NodeMeeting, key: str, run_command: RunCommand) -> list[int]:
+def _start_with_the_first(node_store: NodeStore, key: str, run_command: RunCommand) -> list[int]:
     """Start a stage if all nodes see its inputs. Returns the signal that interrupted it, if one did."""
-    group, stage = meeting.group, json.loads(read(meeting, key))
+    group, stage = node_store.group, json.loads(read(node_store, key))
     difference = _first_difference(stage["inputs"])
-    meeting.call(lambda store: store.set(f"{key}/{group.rank}", difference))
-    if not meeting.get(f"{key}/go", len(group.names) * ANSWER_SECONDS):
+    node_store.call(lambda store: store.set(f"{key}/{group.rank}", difference))
+    if not node_store.get(f"{key}/go", len(group.names) * ANSWER_SECONDS):
         return []
     _, interrupted = run_command(stage["words"], _environment_of_stage(group, stage["port"]))
     return [interrupted] if interrupted else []
 
 
-def has(meeting: NodeMeeting, key: str) -> bool:
+def has(node_store: NodeStore, key: str) -> bool:
     """Whether a key is set. Raises PeerLost where the first node does not answer."""
-    return meeting.call(lambda store: bool(store.check([key])))
+    return node_store.call(lambda store: bool(store.check([key])))
 
 
-def read(meeting: NodeMeeting, key: str) -> str:
+def read(node_store: NodeStore, key: str) -> str:
     """The value of a key that is set. Raises PeerLost."""
-    return meeting.call(lambda store: str(store.get(key).decode()))
+    return node_store.call(lambda store: str(store.get(key).decode()))
 
 
 def environment_of_first_node() -> dict[str, str]:

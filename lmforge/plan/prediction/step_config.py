@@ -12,7 +12,7 @@ from lmforge.plan.memory import DTYPE_BYTES, ParameterCounts
 
 
 @dataclass(frozen=True)
-class Setting:
+class StepConfig:
     """One way to train a model on some ranks.
 
     options: `[parallel]`; its engine is not auto.
@@ -47,14 +47,14 @@ class Setting:
     has_dropout: bool = False
     stores_weights: bool = False
 
-    def with_options(self, **changes: Any) -> "Setting":
+    def with_options(self, **changes: Any) -> "StepConfig":
         return replace(self, options=self.options.model_copy(update=changes))
 
-    def with_micro_batch_size(self, size: int) -> "Setting":
+    def with_micro_batch_size(self, size: int) -> "StepConfig":
         """The same batch of a rank in micro-batches of this size, which divides it."""
         return replace(self, micro_batch_size=size, accumulation=self.micro_batch_size * self.accumulation // size)
 
-    def fully_sharded(self) -> "Setting":
+    def fully_sharded(self) -> "StepConfig":
         """The same with one copy of the model, sharded over all ranks."""
         sharding = "full-shard" if self.options.sharding else None
         return self.with_options(engine=self.options.engine if self.is_fsdp else "fsdp2", sharding=sharding, shard_degree=None)
