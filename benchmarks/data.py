@@ -27,8 +27,8 @@ from setting import benchmark_parser, machine, machine_lines, summarize, write_r
 
 from lmforge.data.best_fit_index import BestFitIndex
 from lmforge.data.dataset import TokenDataset
+from lmforge.data.prepare.dist_context import OneRank
 from lmforge.data.prepare.pack import pack_folder
-from lmforge.data.prepare.ranks import OneRank
 from lmforge.data.shards.folder import TokenFolder
 from lmforge.data.shards.format import (
     FORMAT_VERSION,

@@ -23,7 +23,7 @@ from tests.conftest import Command
 ROOT = Path(__file__).parents[1]
 # The public interface. A change here is a change of it: see "Versions" in docs/library.md.
 FUNCTIONS = {
-    "prepare_data": "source, out, *, progress=None, ranks=None, **options",
+    "prepare_data": "source, out, *, progress=None, dist_ctx=None, **options",
     "open_data": "folder, *, sequence_length, split='train', seed=0, shuffle=True",
     "open_batches": "dataset, *, batch_size, micro_batch_size=None, model",
     "open_tokenizer": "path",

@@ -8,8 +8,8 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
+from lmforge.data.prepare.dist_context import divide_units
 from lmforge.data.prepare.prepare import prepare
-from lmforge.data.prepare.ranks import divide_units
 from lmforge.data.shards.format import UNFINISHED
 from tests.conftest import only_line
 from tests.data.test_prepare import content, some_texts, write_lines

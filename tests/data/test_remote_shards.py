@@ -15,8 +15,8 @@ from lmforge.data.batch import Batch
 from lmforge.data.dataset import TokenDataset
 from lmforge.data.loader import BatchLoader
 from lmforge.data.packing import PackedSequence
+from lmforge.data.prepare.dist_context import SingleProcessContext
 from lmforge.data.prepare.pack import pack_folder
-from lmforge.data.prepare.ranks import OneRank
 from lmforge.data.shards.folder import TokenFolder
 from lmforge.errors import UserError
 from lmforge.runs import parse_location
@@ -38,7 +38,7 @@ import lmforge.data.shards.remote_storage as storage
 from pathlib import Path
 from lmforge.data.dataset import TokenDataset
 from lmforge.data.prepare.pack import pack_folder
-from lmforge.data.prepare.ranks import OneRank
+from lmforge.data.prepare.dist_context import OneRank
 from lmforge.data.shards.folder import TokenFolder
 storage.PIECE_BYTES = int(sys.argv[3])
 folder = TokenFolder.open(sys.argv[1], cache_folder=Path(sys.argv[2]))
@@ -227,7 +227,9 @@ def test_with_lanes_a_host_downloads_its_part_of_the_shards_and_every_sequence_i
     pieces, downloads = 16 * len(sources), []
     for name in sources:
         folder_of(tmp_path / "served" / name, [[1000] * 524, [700] * 748], seed=len(name))  # 8 pieces each
-        pack_folder(str(tmp_path / "served" / name), 100, workers=1, progress=lambda *step: None, ranks=OneRank())
+        pack_folder(
+            str(tmp_path / "served" / name), 100, workers=1, progress=lambda *step: None, dist_ctx=SingleProcessContext()
+        )
     for option in ("", "shuffle_window = 1\nnum_canonical_nodes = 4\n"):
         read, of_beginning, of_epoch = [], [], []
         for host in range(hosts):

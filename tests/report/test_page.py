@@ -165,7 +165,7 @@ def test_scores_of_held_out_tasks_are_one_chart_for_each_metric(browser: Browser
             file.write(json.dumps({"step": step, "tokens": 9, **scores}) + "\n")
     assert command(["report", str(run.path)]) == 0
     for page in opened(browser, run.path / "report.html", viewport={"width": 1280, "height": 900}):
-        tasks = chart(page, "Held-out tasks: accuracy")
+        tasks = chart(page, "Validation tasks: accuracy")
         expect(tasks.locator(".legend")).to_contain_text("sums 0.5")
         expect(tasks.locator(".legend")).to_contain_text("facts 0.625")
         expect(tasks.locator("path.curve")).to_have_count(2)

@@ -9,8 +9,8 @@ from lmforge.cluster.rank_info import RankInfo
 T = TypeVar("T")
 
 
-class Ranks(Protocol):
-    """What a preparation needs of `DistributedContext`, which takes torch."""
+class DistContext(Protocol):
+    """What a preparation needs of `DistributedContext`, which imports torch."""
 
     rank_info: RankInfo
 
@@ -27,7 +27,7 @@ class Ranks(Protocol):
     def decide_on_rank0(self, fn: Callable[[], T]) -> T: ...
 
 
-class OneRank:
+class SingleProcessContext:
     """A process that was not launched: the only rank."""
 
     rank_info = RankInfo()
