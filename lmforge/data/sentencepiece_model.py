@@ -74,7 +74,7 @@ def convert_sentencepiece(file: Path) -> tuple[str, dict[str, str]]:
     for probe in (*PROBES, *_symbols_in_text(proto)):
         # Two orders of the same pieces have one score in a unigram model, and the last bits of a sum decide: 0+00 or 00+0.
         if sorted(plain.encode(probe, add_special_tokens=False).ids) != sorted(theirs.encode(probe)):
-            raise UserError(f"{file}: converted, it would encode {quoted(probe)} otherwise; give a tokenizer.json")
+            raise UserError(f"{file}: converted, it would encode {quoted(probe)} differently; give a tokenizer.json")
     named = {"eos_token": theirs.eos_id(), "bos_token": theirs.bos_id(), "unk_token": theirs.unk_id()}
     config: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
     config |= {role: proto.pieces[number].piece for role, number in named.items() if number >= 0}

@@ -64,7 +64,7 @@ def run_search(config: AnyPlanConfig) -> int:
             print(f"phases differ in sequence length: the search is for the longest, {base.sequence_length:,} tokens")
         _print(result, config, budget)
         if not config.train.float8 and machine.gpu.peak_flops("fp8") is not None:
-            print("float8 changes numbers and is tried with --train.float8 true only")
+            print("float8 changes results and is tried only with --train.float8 true")
     if not result.best:
         least = format_bytes(result.too_large[0].device_bytes) if result.too_large else "nothing"
         mend = "raise --configurations, or use more GPUs" if result.left_out else "use more GPUs"
@@ -96,7 +96,7 @@ def _print(result: SearchResult, config: AnyPlanConfig, budget: float) -> None:
         reason = "" if each is winner else why_slower(each, winner)
         table.add_row(each.describe(), speed, f"{each.prediction.mfu:.0%}", f"{each.device_bytes / 2**30:.1f}", reason)
     console.print(table)
-    table = Table(title="the best configuration with each other choice", title_justify="left")
+    table = Table(title="the best configuration with each alternative", title_justify="left")
     for name in ("choice", "configuration", "why it loses"):
         table.add_column(name)
     for choice, candidate, reason in other_choices(result):

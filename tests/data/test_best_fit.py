@@ -274,7 +274,7 @@ def test_packed_at_once_later_again_or_by_ranks_a_folder_has_the_same_bytes(
 @pytest.mark.parametrize(
     ("words", "complaint"),
     [
-        (["--pack", "FOLDER"], "--pack: say for how long sequences, such as --best_fit_length 2048"),
+        (["--pack", "FOLDER"], "--pack: needs the sequence length, such as --best_fit_length 2048"),
         (["--pack", "FOLDER", "--best_fit_length", 0], "--best_fit_length: "),
         (
             ["--pack", "FOLDER", "--best_fit_length", 8, "--overwrite"],

@@ -60,7 +60,7 @@ class DocumentHook:
         try:
             text.encode()
         except UnicodeEncodeError:
-            raise UserError(f"{where} returned half of a surrogate pair, which no encoding holds") from None
+            raise UserError(f"{where} returned half of a surrogate pair, which UTF-8 cannot encode") from None
         return text
 
 

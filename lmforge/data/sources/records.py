@@ -137,7 +137,7 @@ def _parse_line(line: bytes, path: str | Path, offset: int) -> Record:
         return parse_json(line, Record, "", max_bytes=MAX_LINE_BYTES, allow_nan=True)
     except UserError as problem:
         decode_utf8(line, path, offset)  # names the byte, where that is the reason
-        surrogate = ": half of a surrogate pair, which no encoding holds" if "of hex escape" in str(problem) else ""
+        surrogate = ": half of a surrogate pair, which UTF-8 cannot encode" if "of hex escape" in str(problem) else ""
         raise UserError(f"{line_location(path, offset)}{problem}{surrogate}") from None
 
 
