@@ -288,7 +288,7 @@ class _Attempt:
                 self._end_ranks(str(problem))
                 return
             if lost:
-                self._end_ranks(f"{self._group.describe(lost)}: not heard of for {LOST_AFTER_SECONDS:.0f} s")
+                self._end_ranks(f"{self._group.describe(lost)}: no heartbeat for {LOST_AFTER_SECONDS:.0f} s")
                 return
             if has_failed and failed_at is None:
                 failed_at = time.monotonic()
