@@ -37,7 +37,7 @@ from lmforge.verbs.table import VERBS
 
 # Set by --debug, and so passed on to the ranks that a verb starts.
 DEBUG_VARIABLE = "LMFORGE_DEBUG"
-# Of a line of error: a path may be longer than another value.
+# Characters of an error line: a path may be longer than other values.
 MAX_LINE, MAX_WORD = 2000, 300
 LONG_WORD = re.compile(rf"\S{{{MAX_WORD + 1},}}")
 # Errors of the files that a program is given, never of the program: links in a circle, a folder in the place of a file or the

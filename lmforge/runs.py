@@ -315,7 +315,7 @@ class Run:
                     raise UserError(f"{path}: a {actual}, where the run keeps a {expected}; move it away")
 
     def unlock(self) -> None:
-        """Release the lock. Of a run that has not begun nothing is left, if `lock` has made its directory."""
+        """Release the lock. If `lock` has made the directory of a run that has not begun, it is removed."""
         for release in _held_locks.pop(self.path, ()):
             release()
 

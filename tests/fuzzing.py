@@ -267,7 +267,7 @@ def _wrong_ending(status: int, out: str, err: str) -> str:
     if err.count("\n") != 1 or not err.startswith("lmforge: "):
         return f"status {status} without its one line"
     if "; its traceback is in " in err:
-        return "an exception that nobody foresaw"
+        return "an unexpected exception"
     if len(err) > MAX_LINE + 20 or not err[:-1].isprintable():
         return f"a line of {len(err):,} characters, printable: {err[:-1].isprintable()}"
     return ""

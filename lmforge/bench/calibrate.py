@@ -270,7 +270,7 @@ class _Stopwatch:
             starts = torch.zeros(1, 1, dtype=torch.int64, device=self._device)
             mask = create_attention_mask(ids, None, document_starts=starts, dtype=DTYPES[dtype], head_dim=head_dim)
             gradient = self._random(*size, dtype=DTYPES[dtype])
-            # Of the causal half on a GPU; a CPU computes chunks of queries with all keys up to their end.
+            # A GPU computes the causal half; a CPU computes chunks of queries with all keys up to their end.
             scores = length * length / 2 if self._on_gpu else num_mask_elements(length)
             flops = 4.0 * heads * head_dim * scores
             with torch.no_grad():

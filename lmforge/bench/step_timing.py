@@ -165,7 +165,7 @@ def _print_table(console: Console, rows: list[dict[str, Any]]) -> None:
 
 
 def _outcome(row: dict[str, Any]) -> str:
-    """Of a combination that was not timed, in a word or two."""
+    """Why a combination was not timed, in a word or two."""
     if row["failed"] == OUT_OF_MEMORY:
         return OUT_OF_MEMORY
     return "failed" if row.get("crashed") else "refused"

@@ -170,7 +170,7 @@ class _Trial:
         }
 
     def _profile(self, trace_file: Path | None) -> dict[str, float]:
-        """Of one step: seconds in which collectives run, overlapped by computation or not; live tensors at its peak."""
+        """Measure one step: seconds in which collectives run, overlapped by computation or not; live tensors at its peak."""
         on_gpu = self._device.type == "cuda"
         activities = [ProfilerActivity.CPU] + ([ProfilerActivity.CUDA] if torch.cuda.is_available() else [])
         self._synchronize()

@@ -54,8 +54,7 @@ class RankInfo:
 
 @dataclass(frozen=True)
 class Launcher:
-    """The variables in which a launcher tells a process its rank. Of several names the first that is set counts.
-
+    """The variables in which a launcher tells a process its rank. If several names are given, the first one that is set counts.
     command: what messages call it.
     """
 

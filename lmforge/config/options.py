@@ -39,7 +39,7 @@ class Options(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, defer_build=True)
     # Two ways to say one thing, as pairs of (section, option): the one on the command line replaces the other in a recipe.
     ALTERNATIVES: ClassVar[Alternatives] = ()
-    # Of a verb with many options those that most people need, in the order in which help lists them.
+    # For a verb with many options: those that most people need, in the order in which help lists them.
     ESSENTIAL: ClassVar[tuple[str, ...]] = ()
 
     def problems(self) -> Iterator[str]:
@@ -275,7 +275,7 @@ def _is_option_name(word: str) -> bool:
 
 
 def _parse_command_line(options_class: type[Options], arguments: list[str]) -> dict[OptionPath, Any]:
-    """What `arguments` give, by option. Of an option given twice the last counts."""
+    """What `arguments` give, by option. If an option is given twice, the last value counts."""
     known = dict(iter_options(options_class))
     given: dict[OptionPath, Any] = {}
     for word in arguments:

@@ -31,7 +31,7 @@ MIXTURE_VERSION = 1
 # A block has at least one sample of every source, and a table of its size is kept.
 MIN_PROPORTION = Fraction(1, 1_000_000)
 CACHED_BLOCKS = 4
-# Of blocks that lanes make longer: larger ones take seconds and hundreds of megabytes in every rank.
+# The limit of blocks that lanes make longer: larger ones take seconds and hundreds of megabytes in every rank.
 MAX_BLOCK_SIZE = 1 << 22
 
 
@@ -93,7 +93,7 @@ class BlockOrder:
         self._lock = Lock()
 
     def assign(self, start: int, stop: int) -> tuple[np.ndarray, np.ndarray]:
-        """Of samples start … stop − 1, start < stop: the source, and how many of the source come before it; int64 each."""
+        """The source of samples start … stop − 1, start < stop, and how many of that source come before each; int64 each."""
         size = self.block_size
         blocks = range(start // size, (stop - 1) // size + 1)
         sources, ranks = (np.concatenate(arrays) for arrays in zip(*map(self._block, blocks), strict=True))
@@ -213,7 +213,7 @@ class MixedDataset:
                 yield number, first, last
 
     def assign(self, start: int, stop: int) -> tuple[np.ndarray, np.ndarray]:
-        """Of samples start … stop − 1: the source, and the index of the sequence in it; int64 [samples] each."""
+        """The source of samples start … stop − 1, and the index of the sequence in it; int64 [samples] each."""
         if not 0 <= start <= stop:
             raise ValueError(f"samples {start} to {stop}")
         sources, indices = np.zeros(stop - start, np.int64), np.zeros(stop - start, np.int64)

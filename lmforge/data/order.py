@@ -23,7 +23,7 @@ from lmforge.errors import UserError
 # Up to this size a Feistel network is measurably not uniform, and a table of two bytes an entry is small.
 MAX_TABLE_SIZE = 65_536
 FEISTEL_ROUNDS = 6
-# Of positions dealt to lanes: a table of 16 bytes each is kept for each source.
+# The longest cycle of positions assigned to lanes: each source keeps a table of 16 bytes per position.
 MAX_LANE_CYCLE = 65_536
 
 UInt64Array = np.ndarray[Any, np.dtype[np.uint64]]

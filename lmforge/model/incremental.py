@@ -216,7 +216,7 @@ class LlamaDecodeModel:
         return self._forward(tokens[:, None], 0, positions[:, None], attend_layer, None)[:, 0]
 
     def _group_mask(self, positions: Tensor, group: DecodeGroup, window: int | None) -> tuple[slice, slice, Tensor]:
-        """Of a group: its sequences, the slots that any of them sees, and what is added to the scores of each sequence."""
+        """A group's sequences, the slots that any of them sees, and what is added to the scores of each sequence."""
         first = 0 if window is None else max(0, group.shortest + 1 - window)
         sequences, slots = slice(group.start, group.stop), slice(first, group.longest + 1)
         numbers = torch.arange(slots.start, slots.stop, device=positions.device)
@@ -252,7 +252,7 @@ class LlamaDecodeModel:
                 self._cache.key_values[layer][:, indices, :, positions] = heads[:, :, self._heads :].unflatten(2, (2, -1))
                 attended = attend_layer(layer, q, k, v).reshape(sequences, length, -1)
                 if last_tokens is not None and layer == len(self._layers) - 1:
-                    # Of the other tokens only keys and values are needed.
+                    # Only the keys and values of the other tokens are needed.
                     hidden, attended = hidden[last_tokens], attended[last_tokens]
                 hidden = hidden + fused.o_proj(attended)
                 gate, up = fused.gate_up(block.post_attention_layernorm(hidden)).chunk(2, dim=-1)

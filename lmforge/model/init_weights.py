@@ -76,7 +76,7 @@ def initial_value(
 
     Norm weights are one and biases zero. The rest is normal(0, initializer_range), divided by sqrt(2 * layers) for the
     projections that add to the residual stream, so that its variance does not grow with depth (GPT-2, section 2.3).
-    `embedding_std` replaces initializer_range for the input embedding. Of a low-rank adapter's pair, A is uniform in
+    `embedding_std` replaces initializer_range for the input embedding. In a low-rank adapter's pair, A is uniform in
     ±1/sqrt(inputs) (Kaiming with a slope of sqrt(5)) and B zero: at first an adapter adds nothing.
     """
     if name.endswith((".bias", LORA_SUFFIXES[1])):
@@ -97,7 +97,7 @@ def initial_value(
 def init_weights(model: Model, seed: int, embedding_std: float | None = None) -> Model:
     """Give every parameter of a model its first value, in place, and return the model.
 
-    Of a sharded parameter each rank draws its part, and nothing is sent between ranks. A wrapped model of transformers is
+    Each rank draws its part of a sharded parameter, and nothing is sent between ranks. A wrapped model of transformers is
     initialised as transformers does it.
     """
     parts = _held_parts(model)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 MAX_PER_GROUP = 8
-# Of gloo and of NCCL; builds for the CPU lack the second. Private to torch; checked with 2.13.0.
+# The functions of gloo and of NCCL; builds for the CPU lack the second. Private to torch; checked with 2.13.0.
 _DUMP_FUNCTIONS = ("_dump_fr_trace", "_dump_nccl_trace")
 
 

@@ -89,7 +89,7 @@ class Heartbeat:
         self._world_size = world_size
         self._identity = rank, platform.node(), os.getpid()
         self.on_phase: Callable[[str, int], None] | None = None
-        # Of each phase the two longest times, the shorter first.
+        # The two longest times of each phase, the shorter first.
         self._longest: dict[str, list[float]] = {}
         self._training_thread = threading.get_ident()
         self._phase_before_compiling = ""

@@ -43,7 +43,7 @@ def rank_logs(attempt_folder: Path) -> dict[int, Path]:
 def printable(line: bytes) -> str:
     """A line as text that is safe to print on a terminal: without escape sequences, other control characters as dots.
 
-    Of what was written over itself with carriage returns, such as a progress bar, the last state is left.
+    Where carriage returns overwrote text, as in a progress bar, the last state is left.
     """
     text = line.decode("utf-8", errors="replace").rstrip("\r\n")
     if text.isprintable():
@@ -61,7 +61,7 @@ class LogFile:
     rank: int
     _offset: int = 0
     _number: int = 0
-    # Of the last line with a time; 0 before there was one.
+    # The time of the last line that has one; 0 before that.
     _time: float = 0.0
 
     def skip_to_tail(self, num_lines: int) -> None:

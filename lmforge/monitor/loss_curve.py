@@ -13,7 +13,7 @@ from lmforge.runs import Run
 LARGEST_DRAWN = 1e30  # beyond it matplotlib computes no ticks
 # The first picture is drawn so long after the start. Importing matplotlib takes a second, and so slows no first step.
 FIRST_AFTER_SECONDS = 60.0
-# Of a run's time, the most that goes into pictures: of a long run there is more to read and to draw.
+# The largest fraction of a run's time that goes into pictures: a long run has more to read and to draw.
 MAX_FRACTION = 0.01
 CLOSE_SECONDS = 30.0  # a file server that does not answer must not hang the end
 

@@ -152,7 +152,7 @@ def _rank_status(peer: PeerStatus, age: float | None, verdict: str) -> RankStatu
         peer.state,  # type: ignore[arg-type]
         beat.get("step", 0),
         beat.get("phase", ""),
-        # Of a rank that goes on, as it was when it last said so.
+        # For a rank that goes on, the value at its last heartbeat.
         max(0.0, beat["written"] - beat["since"] if peer.state == "running" else peer.seconds_in_phase) if beat else 0.0,
         beat.get("written", 0.0),
         age,

@@ -114,7 +114,7 @@ class HeadChunk:
         return torch.xlogy(self._exponentials, self._exponentials).sum(-1, keepdim=True)
 
     def entropies(self) -> Tensor:
-        """Of p at every token [n], in nats, 0 where it is not scored. Before `add_gradients`."""
+        """The entropy of p at every token [n], in nats, 0 where it is not scored. Before `add_gradients`."""
         (weighted,) = self._scoring.vocab_shard.all_reduce_sum(self._negative_entropies())
         return torch.where(self.is_scored, (self._sums.log() - weighted / self._sums).squeeze(1), 0.0)
 

@@ -78,7 +78,7 @@ class Network(BaseModel):
     source: str = "the user's own table"
 
     def host_bytes_per_second(self, gpus_per_host: int) -> float:
-        """Of all ports of a host, in one direction."""
+        """The bandwidth of all ports of a host, in one direction."""
         return self.gb_s * GB * self.ports * (1 if self.per_host else gpus_per_host)
 
 

@@ -40,13 +40,13 @@ from lmforge.plan.prediction.predict import CONTEXT_BYTES, MEMORY_INTERVAL, OVER
 from lmforge.plan.prediction.step_config import StepConfig
 from lmforge.plan.run_prediction import RunPrediction, predict_run
 
-# How much more than the prediction is reckoned with. On a CPU the C library fragments memory between what is kept and what is
+# By how much predictions are multiplied to be safe. On a CPU the C library fragments memory between what is kept and what is
 # recomputed: up to 1.35, 1.9 and 2.9 times the activations were measured, by `parallel.activation_checkpointing`.
 MARGIN = MEMORY_INTERVAL[1]
 HOST_MARGINS = {"none": 1.4, "selective-blocks": 2.0, "selective-ops": 2.0, "full": 3.0}
 # Kinds of memory in a prediction that come and go with a micro-batch.
 ACTIVATION_KINDS = ("activations", "activations of other micro-batches", "recomputed", "temporary", "loss")
-# Of a token in a batch: tokens, labels, positions and rng keys in int64, document ids in int32.
+# The bytes of a token in a batch: tokens, labels, positions and rng keys in int64, document ids in int32.
 BATCH_BYTES_PER_TOKEN = 36
 
 

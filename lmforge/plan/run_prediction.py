@@ -17,7 +17,7 @@ from lmforge.plan.prediction.step_config import StepConfig
 
 @dataclass(frozen=True)
 class RunPrediction:
-    """Of a step of a run.
+    """The prediction of a step of a run.
 
     memory_bytes, memory_interval: at the peak of the fullest rank, of what `memory_gib` in metrics.jsonl measures: tensors on
         a GPU, resident memory on a CPU.

@@ -228,7 +228,7 @@ def _sources(config: PretrainConfig) -> list[dict[str, Any]]:
     for source in config.data.all_sources[:MAX_LENGTHS_SOURCES]:
         entry: dict[str, Any] = {"name": source.label, "weight": getattr(source, "weight", None)}
         with suppress(UserError, OSError):
-            # Of a folder elsewhere shards would be downloaded for a picture.
+            # Shards of a remote folder would be downloaded only for a picture.
             if not is_remote(source.folder):
                 report = read_source(source.folder, TokenFolder.open(source.folder, quarantine=source.quarantine))
                 entry |= {

@@ -31,7 +31,7 @@ ONLY_SYNTAX_TREE = 0x400
 # closed before the program is compiled: what a program writes to the first can make its own result wrong, and nothing else.
 REPORT_FD, FAILURE_FD = 3, 4
 STAGES = ("parses", "compiles", "runs")
-# Of what a program prints, and of its report.
+# The limit of what a program prints, and of its report.
 MAX_OUTPUT_BYTES = 1 << 16
 MAX_FOLDER_BYTES = 32 << 20
 MAX_THREADS = 256

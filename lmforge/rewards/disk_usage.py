@@ -11,7 +11,7 @@ from contextlib import suppress
 from lmforge.rewards import confinement
 
 MAX_FOLDER_FILES = 1000
-# Of the list of a program's mappings; an ordinary program's has some 20,000.
+# The limit of the list of a program's mappings; that of an ordinary program has some 20,000.
 MAX_MAPPINGS_BYTES = 4 << 20
 
 

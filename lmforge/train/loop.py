@@ -211,7 +211,7 @@ class _Throughput:
         # Tokens, and the FLOPs that they take.
         self._work = torch.zeros(2, dtype=torch.float64, device=trainer.ctx.dist_ctx.device)
         self._usual_step_seconds: float | None = None
-        # Of the last validation, save and sample, by the name of the function.
+        # Seconds of the last validation, save and sample, by the name of the function.
         self._seconds_of: dict[str, float] = {}
         self.reset(trainer.start_step)
 

@@ -14,7 +14,7 @@ from lmforge.errors import format_count
 
 # (rows and columns of a product, dtype, seconds) by kind of device. A GPU slows down only once it is warm.
 PRODUCTS = {"cpu": (512, torch.float32, 0.2), "cuda": (8192, torch.bfloat16, 2.0)}
-# Of the median. Ranks on the cores of one machine disturb each other.
+# Slow is less than this fraction of the median. Ranks on the cores of one machine disturb each other.
 SLOW_BELOW = {"cpu": 0.5, "cuda": 0.85}
 NVIDIA_FIELDS = "index,temperature.gpu,clocks_throttle_reasons.active,ecc.errors.uncorrected.volatile.total"
 NVIDIA_SECONDS = 20.0

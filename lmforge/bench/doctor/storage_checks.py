@@ -32,7 +32,7 @@ from lmforge.stages.training_data import open_source
 
 BLOCK_BYTES, WRITE_BYTES, WRITE_SECONDS = 16 * 2**20, 256 * 2**20, 1.0
 SLOW_BYTES_PER_SECOND = 50e6
-# Of each split of a token folder, evenly spread, and verified against their checksums.
+# So many parts of each split are read, evenly spaced, and verified against their checksums.
 READS, READ_TOKENS = 8, 32_768
 
 

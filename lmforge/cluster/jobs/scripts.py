@@ -19,7 +19,7 @@ PRINTED_PREFIX, STATUS_PREFIX = "printed", "ended"
 # The status of the first rank of mpiexec that failed. mpiexec's own status is unreliable: with some it is that of another rank,
 # which mpiexec ended because of the failure, or 0 after a signal.
 FIRST_STATUS_FILE = "first-status"
-# Of a shell's command that SIGABRT, SIGBUS, SIGFPE, SIGKILL or SIGSEGV has ended.
+# A shell's status of a command that SIGABRT, SIGBUS, SIGFPE, SIGKILL or SIGSEGV has ended.
 KILLED_STATUSES = "134 | 135 | 136 | 137 | 139"
 # mpiexec passes it on to its processes; for SIGTERM it kills them.
 MPI_STOP_SIGNAL = "USR1"
@@ -248,7 +248,7 @@ def _session_runs(plan: JobPlan, line: str) -> list[str]:
 
     In a sweep on hosts by ssh, each group of hosts takes every n-th run. A run that was stopped individually is skipped.
     """
-    # Of several hosts the first one's counts: the launchers of all end with the same.
+    # The status of the first host counts: the launchers of all hosts end with the same one.
     is_first = f'[ "${{{NODE_RANK_VARIABLE}:-0}}" = 0 ]'
     keep = f"{is_first} && echo $status >"
     if not plan.is_sweep:

@@ -251,7 +251,7 @@ def mpi_command(plan: JobPlan, hosts: Hosts) -> list[str]:
     if status == NO_ANSWER:
         raise UserError(message)
     ranks, per_node = plan.nodes * options.processes, options.processes
-    # Of several nodes of an allocation the ranks find the first by themselves (rendezvous.py).
+    # The ranks find the first of several nodes of an allocation by themselves (rendezvous.py).
     variables = {}
     if plan.nodes == 1 or options.address or options.hosts:
         first = read_hosts(options.hosts)[0].rpartition("@")[2] if options.hosts else "localhost"

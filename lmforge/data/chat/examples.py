@@ -239,7 +239,7 @@ class ExamplePacking(Packing):
         self._examples = examples
         self._with_mismatched = with_mismatched
         if pack:
-            # Of each sequence, the last token is only a label.
+            # The last token of each sequence is only a label.
             sizes = (np.diff(examples.starts) - 1).reshape(-1, examples.group).sum(1)
             # In a sequence, prompts with their own completions and with each other's take the same number of tokens.
             self._order, self._starts = best_fit(2 * sizes if with_mismatched else sizes, sequence_length)

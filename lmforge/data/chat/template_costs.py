@@ -16,12 +16,12 @@ import jinja2
 # Far above any template and conversation that a model can read: some seconds, and less than 1 GiB.
 MAX_WORK = 1 << 28
 STEP, CALL, ITEM, NODE = 64, 512, 8, 32
-# Of each item that `deep_size` itself visits, which takes longer than most of what is done with it.
+# Cost of each item that `deep_size` itself visits, which takes longer than most of what is done with it.
 VISIT = 512
 MAX_DEPTH = 100
-# Of the names in an attribute such as "function.name", each of which is looked up in every item.
+# Number of names in an attribute such as "function.name", each of which is looked up in every item.
 MAX_ATTRIBUTE_PARTS = 8
-# Of filters that are written in Python, for each character.
+# Cost for each character of filters that are written in Python.
 SLOW = 64
 VIEWS: Any = (type({}.keys()), type({}.values()), type({}.items()))
 CONTAINERS: Any = (list, tuple, dict, set, *VIEWS)

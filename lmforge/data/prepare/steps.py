@@ -171,7 +171,7 @@ class Preparation:
             return train_tokenizer(texts, plan.vocab_size) if dist_ctx.rank_info.is_rank0 else None
 
     def _my_units(self, readers: Sequence[UnitReader], numbers: Iterable[int]) -> list[int]:
-        """Of these units those that this rank reads."""
+        """The units among these that this rank reads."""
         numbers, info = list(numbers), self.dist_ctx.rank_info
         units = [readers[number].unit for number in numbers]
         by_rank = divide_units([unit.file for unit in units], [unit.size for unit in units], info.world_size)

@@ -25,7 +25,7 @@ OVERSAMPLING, NEXT_OVERSAMPLING = 4, 64
 
 
 class LeastTexts:
-    """Of the texts that are added those of least key, as few as have `limit` characters together."""
+    """Keeps the added texts with the smallest keys: as few as have `limit` characters together."""
 
     def __init__(self, limit: int) -> None:
         self.characters, self._limit = 0, limit

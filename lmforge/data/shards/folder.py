@@ -40,9 +40,9 @@ from lmforge.errors import UserError, prefix_errors
 from lmforge.runs import is_local, parse_location
 from lmforge.untrusted import CHUNK_BYTES, MAX_MANIFEST_BYTES, parse_json
 
-# Of so many, what their manifests say is kept: some 5 KB each.
+# The parsed manifests of so many shards are kept: some 5 KB each.
 MAX_PARSED_SHARDS = 32_768
-# Of 64 KiB each; sequences that are near each other share them.
+# So many blocks of 64 KiB are kept; sequences that are near each other share them.
 KEPT_END_BLOCKS = 128
 
 
@@ -172,7 +172,7 @@ class TokenFolder:
         Checks presence and size of every shard; contents are checked when read. `quarantine` lists what is not to be read
         (quarantine.py); the sizes of shards in it are not checked.
 
-        Raises UserError if the folder is not finished or of another format, or a shard is missing or of another size. Of more
+        Raises UserError if the folder is not finished or of another format, or a shard is missing or of another size. With more
         than MAX_CHECKED_ON_OPENING shards this is found while others are read, and raised by their reading.
         """
         storage = open_storage(str(path), cache_folder, cache_bytes)

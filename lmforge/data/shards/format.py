@@ -28,7 +28,7 @@ from lmforge.untrusted import MAX_MANIFEST_BYTES, parse_json, read_bounded
 
 FORMAT_VERSION = 2
 BLOCK_BYTES = 65_536
-# Of .checksums: one block has the checksums of 32 MiB of tokens.
+# The block size of .checksums: one block has the checksums of 32 MiB of tokens.
 CHECKSUM_BLOCK_BYTES = 4096
 SHARDS_MANIFEST = "manifest.json"
 UNFINISHED = "unfinished"

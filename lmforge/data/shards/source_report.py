@@ -7,7 +7,7 @@ import numpy as np
 from lmforge.data.shards.folder import ShardReader, TokenFolder
 from lmforge.errors import UserError, format_count
 
-# Of one source; each has a file of 8 bytes per document, which is read whole.
+# The limit for one source; each shard has a file of 8 bytes per document, which is read completely.
 MAX_SHARDS_READ = 20
 BAR_WIDTH = 40
 
@@ -46,7 +46,8 @@ class SourceReport:
 
 
 def read_source(name: str, folder: TokenFolder) -> SourceReport:
-    """Of more than MAX_SHARDS_READ shards some are read, evenly spaced. Raises UserError where there is nothing to read."""
+    """If there are more than MAX_SHARDS_READ shards, so many are read, evenly spaced. Raises UserError where there is nothing
+    to read."""
     entries = folder.manifest.splits["train"]
     readable = [entry for entry in entries if entry.documents and entry.name not in folder.quarantine]
     if not readable:

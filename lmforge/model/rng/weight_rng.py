@@ -18,7 +18,7 @@ Distribution = Callable[[Tensor], Tensor]
 
 # Numbers drawn at a time. They stay in the cache of a core; a GPU needs more to be busy.
 _CHUNK_PER_THREAD, _GPU_CHUNK = 1 << 16, 1 << 22
-# Of an fp32 number the exponent and 10 bits of the mantissa choose a segment, and the other 13 bits a place in it.
+# The exponent and 10 bits of the mantissa of an fp32 number choose a segment, and the other 13 bits a position in it.
 _PLACE_BITS = 13
 _PLACE_MASK, _SEGMENT_MASK = (1 << _PLACE_BITS) - 1, (1 << 31 - _PLACE_BITS) - 1
 # Those of 0.5 and of 2³¹.

@@ -178,9 +178,8 @@ def is_checkpointed(step_config: StepConfig, number: int) -> bool:
 
 
 def mask_bytes(step_config: StepConfig, *, only_kept: bool = False) -> int:
-    """Of the dense masks of a CPU, one for each window, which all blocks share; while one is built there are three more.
-
-    Kept are those of compiled blocks and of blocks that are recomputed: others keep copies in the compute dtype.
+    """Bytes of the dense masks of a CPU, one for each window, which all blocks share; while one is built there are three more.
+    `only_kept`: masks of compiled blocks and of blocks that are recomputed; others keep copies in the compute dtype.
     """
     windows = {
         window

@@ -65,7 +65,7 @@ def count_head(step_config: StepConfig, rates: Rates, parameters: int, gradient_
 
 
 def _whole_loss(step_config: StepConfig, rates: Rates, vocabulary: int, norm: float, cast: float) -> HeadCost:
-    """Of another program, which computes all logits, and its loss from them."""
+    """The cost in another program, which computes all logits, and its loss from them."""
     assert step_config.logit_bytes is not None
     kept, added = step_config.logit_bytes
     tokens, width, number_bytes = step_config.tokens, step_config.model.hidden_size, step_config.dtype_bytes

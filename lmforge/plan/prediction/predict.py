@@ -132,7 +132,7 @@ def predict(step_config: StepConfig, gpu: GPU, rates: Rates) -> Prediction:
 
 
 def _calibrated_fraction(busy: dict[str, float], rates: Rates) -> float:
-    """Of the seconds of operations, those whose constants were measured."""
+    """The fraction of the seconds of operations whose constants were measured."""
     kinds = {name: seconds for name, seconds in busy.items() if name not in (COMPUTE, NETWORK)}
     measured = {kind for name in rates.calibrated for kind in CONSTANTS[name]}
     total = sum(kinds.values())

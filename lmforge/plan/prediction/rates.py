@@ -11,9 +11,11 @@ from lmforge.plan.calibration import COLLECTIVES, Calibration, RateTable
 from lmforge.plan.hardware import GB, GPU, Network
 from lmforge.plan.memory import DTYPE_BYTES
 
-# Of the data sheet's memory bandwidth, what a streaming kernel reaches (BabelStream on A100 and H100: 0.85 to 0.92).
+# The fraction of the data sheet's memory bandwidth that a streaming kernel reaches (BabelStream on A100 and H100: 0.85 to
+# 0.92).
 MEMORY_FRACTION = 0.87
-# Of a link's bandwidth, what NCCL's collectives reach for large messages (nccl-tests' busbw over NVLink 3 and 4; and RDMA).
+# The fraction of a link's bandwidth that NCCL's collectives reach for large messages (nccl-tests' busbw over NVLink 3 and 4;
+# and RDMA).
 LINK_FRACTION, NETWORK_FRACTION = 0.80, 0.90
 # Seconds until the first byte of a collective has arrived, and for each further host of its ring.
 LINK_LATENCY = 15e-6
@@ -23,7 +25,8 @@ COLLECTIVE_SMS = 16
 LAUNCH_SECONDS, UNIT_SECONDS = 5e-6, 400e-6
 # Tiles of matrix products, and the length of a product's inner dimension that costs as much as filling its pipeline.
 TILE_ROWS, TILE_COLUMNS, PIPELINE_FILL = 128, 256, 128
-# Of the peak of float8, what products with scaling reach; bf16 inputs are read twice and written once to be scaled and cast.
+# The fraction of the float8 peak that products with scaling reach; bf16 inputs are read twice and written once to be scaled and
+# cast.
 FLOAT8_FRACTION = 0.65
 # Kinds of operations of a step, by the constants that their time comes from.
 CONSTANTS = {
@@ -72,7 +75,7 @@ class Measured:
 
 @dataclass(frozen=True)
 class Rates:
-    """Of one device and its connections. FLOP/s and bytes/s are what is reached, not peaks.
+    """The rates of one device and its connections. FLOP/s and bytes/s are what is reached, not peaks.
 
     product_flops: of large matrix products in the compute dtype; float8_flops: in float8.
     attention_flops: of the forward and the backward pass.

@@ -9,13 +9,13 @@ from lmforge.plan.hardware import GB, GPU
 from lmforge.plan.memory import checkpoint_bytes
 from lmforge.plan.prediction.predict import Prediction
 
-# Of a GPU's power limit, what it takes in training on average, and what the rest of a host adds to its GPUs.
+# The fraction of its power limit that a GPU takes in training on average, and what the rest of a host adds to its GPUs.
 POWER_FRACTION, HOST_POWER = 0.9, 1.35
 
 
 @dataclass(frozen=True)
 class RunCost:
-    """Of a whole run, by the expected speed.
+    """The cost of a whole run, by the expected speed.
 
     checkpoint_seconds: until all ranks have written one. checkpoint_every_seconds: the interval by Young and Daly
     (10.1016/j.future.2004.11.016), sqrt(2 · cost · time between failures). goodput: the fraction of the time that trains.

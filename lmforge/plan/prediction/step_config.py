@@ -74,7 +74,7 @@ class StepConfig:
 
     @property
     def parameters(self) -> ParameterCounts:
-        """Of the whole model, adapters included."""
+        """The parameters of the whole model, adapters included."""
         count, adapters = parameter_count(self.model), sum(rows * columns for rows, columns in self.adapters)
         if self.trains_all:
             return ParameterCounts(count.total, count.total, count.block_matrices)
@@ -116,7 +116,7 @@ class StepConfig:
 
     @property
     def tokens(self) -> int:
-        """Of a micro-batch on a rank; with tensor parallelism all ranks of its group have the same."""
+        """The tokens of a micro-batch on a rank; with tensor parallelism all ranks of its group have the same."""
         return self.micro_batch_size * self.sequence_length // self.context
 
     @property

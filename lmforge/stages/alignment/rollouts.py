@@ -150,7 +150,7 @@ class Rollouts:
         rewards, failed = self._score(completions_table_name(set_index, options), prompts, completions, step)
         groups = rewards.view(-1, num_generations)
         metrics = self._completion_metrics(groups, failed, completions)
-        # Of the rewards as given: a KL penalty makes completions differ that were equally good.
+        # Computed from the rewards as given: with a KL penalty equally good completions would differ.
         differs = has_nonzero_std(groups)
         extras = {"old_logprobs": old_logprobs}
         if self._reference is not None:

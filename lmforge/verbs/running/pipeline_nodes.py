@@ -198,7 +198,7 @@ def describe_inputs(words: Sequence[str]) -> dict[str, str]:
 
 
 def _digest(path: Path) -> str:
-    """Of a folder the names in it, of a file its size: by which a copy or another folder of that name is known."""
+    """The names in a folder, or the size of a file: they differ for a copy, or for another folder of that name."""
     try:
         held: object = sorted(each.name for each in path.iterdir() if not each.name.startswith("."))
     except NotADirectoryError:

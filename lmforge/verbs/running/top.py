@@ -34,7 +34,7 @@ from lmforge.verbs.running.top_screen import Snapshot, render_screen
 # Rates are between two samples.
 FIRST_SAMPLE_SECONDS = 0.5
 NUM_PROCESSES = 5
-# Of the page when it is not on a terminal and COLUMNS does not say.
+# The width of the page if it is not on a terminal and COLUMNS is not set.
 PLAIN_COLUMNS = 120
 
 

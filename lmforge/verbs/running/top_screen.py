@@ -27,7 +27,7 @@ from lmforge.terminal.cells import (
 )
 from lmforge.verbs.running.top_hosts import cluster_line, device_table, host_table, process_table
 
-# Of the strip of ranks. A straggler's letter is a capital.
+# The letters of the strip of ranks. A straggler's letter is a capital.
 PHASE_LETTERS = {
     "starting": "-",
     "building": "-",
