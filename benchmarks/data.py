@@ -168,7 +168,7 @@ def main() -> int:
         result = measure(chosen.measure, chosen.steps, chosen.sequences)
         print(json.dumps(result | measure_packings(chosen.measure / "documents", chosen.steps)))
         return 0
-    about = machine()
+    environment = machine()
     shards, shard_tokens = (100, 100_000) if chosen.tiny else (SHARDS, SHARD_TOKENS)
     names, tokens = (["lmforge", FLOOR, BY_HAND], 1_000_000) if chosen.tiny else (chosen.loaders, LOADER_TOKENS)
     loaders = {}
@@ -191,7 +191,7 @@ def main() -> int:
     )
     record = {
         "benchmark": "data",
-        "machine": about,
+        "machine": environment,
         "what": what,
         "plan": plan,
         "loaders_what": loaders_what,

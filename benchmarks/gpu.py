@@ -159,11 +159,11 @@ def trials_of(size: Size, contest: Contest) -> dict[str, tuple[str, Contest]]:
     if size.variants is None:
         names = LMFORGE, LMFORGE_FLOAT8, PLAIN_COMPILED if contest.compiled else PLAIN, TRAINER
         return {name: (name, contest) for name in names}
-    found = {}
+    results = {}
     for name, (checkpointing, micro_tokens) in size.variants.items():
         accumulation = contest.rows // max(1, micro_tokens // contest.length)
-        found[name] = (LMFORGE, replace(contest, activation_checkpointing=checkpointing, accumulation=accumulation))
-    return found
+        results[name] = (LMFORGE, replace(contest, activation_checkpointing=checkpointing, accumulation=accumulation))
+    return results
 
 
 def why(ended: EndedEarly) -> str:
@@ -380,7 +380,7 @@ def arguments(on_gpu: bool) -> argparse.Namespace:
 
 def main() -> int:
     on_gpu = torch.cuda.is_available()
-    chosen, about = arguments(on_gpu), machine()
+    chosen, environment = arguments(on_gpu), machine()
     device = torch.device("cuda", 0) if on_gpu else torch.device("cpu")
     if not on_gpu:
         say("no GPU that torch can use: a tiny shape on the CPU, uncompiled, to see that this works")
@@ -402,7 +402,7 @@ def main() -> int:
             rows = record.cell(
                 label,
                 what=describe(contest),
-                machine=about,
+                machine=environment,
                 shape=to_config_json(contest.shape),
                 flops_per_token=flops,
                 peak_flops=peak,
@@ -413,8 +413,8 @@ def main() -> int:
             settings = trials_of(size, contest)
             for row, trials in hold(label, size, contest, chosen):
                 planned = prediction_of(*settings[row], record.content["device"])
-                found = figures(trials, flops, peak, size.published, planned)
-                rows[row] = {**found, "git_commit": about["git_commit"]}
+                result = figures(trials, flops, peak, size.published, planned)
+                rows[row] = {**result, "git_commit": environment["git_commit"]}
                 compare(rows)
                 record.write()
     say(f"\n{table(record.content)}\n")

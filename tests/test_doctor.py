@@ -216,9 +216,9 @@ def test_data_that_is_damaged_and_a_model_that_is_not_there_fail(
     shard.write_bytes(bytes(len(shard.read_bytes())))
     words = recipe.read_text().replace(f'"{tiny_tokens}"', f'"{tokens}"')
     recipe.write_text(f'{words}\n[model]\nsource = "org/absent"\n' if "[model]" not in words else words)
-    found = examined(capfd, str(recipe), "--device", "cpu", status=1)
-    assert found["data"]["status"] == "fail"
-    assert "does not match its checksum" in found["data"]["description"]
+    result = examined(capfd, str(recipe), "--device", "cpu", status=1)
+    assert result["data"]["status"] == "fail"
+    assert "does not match its checksum" in result["data"]["description"]
 
 
 def test_a_rank_that_does_not_answer_is_named(recipe: Path, lmforge: Command) -> None:

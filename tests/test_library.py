@@ -79,18 +79,18 @@ def test_every_public_name_is_there_documented_and_described_on_its_page() -> No
 
 
 def test_no_public_name_is_that_of_a_subpackage_whose_import_would_replace_it() -> None:
-    assert not {found.name for found in pkgutil.iter_modules(lmforge.__path__)} & set(lmforge.__all__)
+    assert not {module.name for module in pkgutil.iter_modules(lmforge.__path__)} & set(lmforge.__all__)
 
 
 def test_type_checkers_are_told_the_same_names_from_the_same_places() -> None:
     stub = ast.parse((ROOT / "lmforge" / "__init__.pyi").read_text(encoding="utf-8"))
-    told = {
+    declared = {
         alias.asname or alias.name: f"{node.module}:{alias.name}"
         for node in stub.body
         if isinstance(node, ast.ImportFrom)
         for alias in node.names
     }
-    assert told == lmforge._PUBLIC
+    assert declared == lmforge._PUBLIC
     [names] = [node.value for node in stub.body if isinstance(node, ast.Assign)]
     assert sorted(ast.literal_eval(names)) == sorted(lmforge.__all__)
 

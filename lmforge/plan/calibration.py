@@ -176,7 +176,7 @@ def read_calibration(path: Path) -> Calibration:
     except FileNotFoundError:
         raise UserError(f"--calibration: {path}: no such file; lmforge bench --calibrate writes one") from None
     if content.get("version") != VERSION:
-        found = content.get("version")
-        words = f"of version {found}" if isinstance(found, int) else "without a version"
+        version = content.get("version")
+        words = f"of version {version}" if isinstance(version, int) else "without a version"
         raise UserError(f"--calibration: {path}: {words}, and this lmforge reads version {VERSION}; {again}")
     return check_content(content, Calibration, str(path), lambda line: UserError(f"--calibration: {line}; {again}"))

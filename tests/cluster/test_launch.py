@@ -427,8 +427,8 @@ def test_what_cannot_be_launched_is_refused_in_one_line_and_leaves_nothing(
     programs = recipe.parent / "bin"
     programs.mkdir()
     for name in ("bash", "cat", "cut", "git", "hostname"):
-        if found := shutil.which(name):
-            (programs / name).symlink_to(found)
+        if result := shutil.which(name):
+            (programs / name).symlink_to(result)
     # Where a host is looked up by name: it is not reached, whatever this machine's network is.
     write_executable(
         programs / "ssh",

@@ -168,14 +168,14 @@ def test_documents_are_found_as_near_as_often_as_the_formula_says() -> None:
     """Of runs of five words a fraction s is shared. 120 pairs at a time: within four standard deviations."""
     chance, pairs = fresh_random(), 120
     for changed, rest in ((60, 540), (300, 300)):
-        found = 0
+        result = 0
         for _ in range(pairs):
             common = words(chance, rest)
             first, second = (" ".join([*words(chance, changed), *common]) for _ in range(2))
-            found += near_groups([first, second])[1]
+            result += near_groups([first, second])[1]
         shared = (rest - 4) / (rest - 4 + 2 * changed)
         probability = 1 - (1 - shared**8) ** 14
-        assert abs(found - pairs * probability) < 4 * (pairs * probability * (1 - probability)) ** 0.5 + 2
+        assert abs(result - pairs * probability) < 4 * (pairs * probability * (1 - probability)) ** 0.5 + 2
 
 
 def test_case_and_punctuation_make_no_difference_and_short_texts_are_compared_whole() -> None:

@@ -76,7 +76,7 @@ def test_best_fit_places_everything_once_and_no_bin_is_too_full(rng: random.Rand
 def test_a_sequence_holds_its_examples_whole_and_apart(rng: random.Random, make: Make) -> None:
     items = [ExampleGroup((drawn(rng, 20),)) for _ in range(60)]
     dataset = example_dataset(make(items, 64), "train", sequence_length=64, pack=True, shuffle=False)
-    found = []
+    results = []
     for index in range(dataset.sequences_per_epoch):
         sequence = dataset.sequence(index)
         for document in range(sequence.document_ids.max() + 1):
@@ -84,9 +84,9 @@ def test_a_sequence_holds_its_examples_whole_and_apart(rng: random.Random, make:
             assert list(sequence.positions[here]) == list(range(here.sum()))
             scored = sequence.labels[here] != IGNORE_INDEX
             assert list(sequence.labels[here][:-1][scored[:-1]]) == list(sequence.tokens[here][1:][scored[:-1]])
-            found.append((*sequence.tokens[here], int(sequence.labels[here][-1])))
+            results.append((*sequence.tokens[here], int(sequence.labels[here][-1])))
         assert (sequence.labels[sequence.document_ids < 0] == IGNORE_INDEX).all()
-    assert sorted(found) == sorted(tuple(int(id) for id in item.sequences[0].tokens) for item in items)
+    assert sorted(results) == sorted(tuple(int(id) for id in item.sequences[0].tokens) for item in items)
     assert dataset.sequences_per_epoch < len(items) / 2
 
 

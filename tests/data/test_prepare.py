@@ -62,13 +62,13 @@ def stored_texts(folder: Path, split: str) -> list[str]:
     opened = TokenFolder.open(folder)
     tokenizer, tokens = opened.tokenizer, opened.split(split)
     edges = [0, *tokens.document_starts(0, tokens.num_tokens).tolist(), tokens.num_tokens]
-    found = []
+    results = []
     for start, stop in itertools.pairwise(edges):
         ids = tokens.read(start, stop).tolist()
         assert ids.count(tokenizer.eos_token_id) == 1
         assert ids[-1] == tokenizer.eos_token_id
-        found.append(tokenizer.decode(ids))
-    return found
+        results.append(tokenizer.decode(ids))
+    return results
 
 
 class Preparation:
@@ -432,11 +432,11 @@ def test_progress_within_a_large_file_is_in_bytes_of_it_on_the_disk(
     sizes = {size for step, _, _, _, size in reports if step != "shards"}
     if name != "a.parquet":  # whose row groups say how large they are unpacked
         assert sizes == {sum(file.stat().st_size for file in [*source.glob("*"), source] if file.is_file())}
-    for wanted in ("tokenizer", "tokens"):
-        read = [read for step, _, _, read, _ in reports if step == wanted]
+    for kind in ("tokenizer", "tokens"):
+        read = [read for step, _, _, read, _ in reports if step == kind]
         assert read == sorted(read)
         assert (read[0], read[-1]) == (0, *sizes)
-        assert (wanted == "tokenizer" and "txt" in name) or len(set(read)) >= 3, "in between too"
+        assert (kind == "tokenizer" and "txt" in name) or len(set(read)) >= 3, "in between too"
 
 
 def test_the_command_says_how_much_of_a_file_is_done_and_how_long_the_rest_takes(

@@ -126,15 +126,15 @@ def test_the_least_texts_do_not_depend_on_the_order_in_which_they_come() -> None
     chance = fresh_random()
     pairs = [(chance.randrange(50), "x" * chance.randrange(1, 9)) for _ in range(200)]
     for limit in (1, 10, 100, 10_000):
-        found = []
+        results = []
         for _ in range(5):
             random.Random(chance.random()).shuffle(pairs)
             least = LeastTexts(limit)
             for key, text in pairs:
                 least.add(key, text)
-            found.append(least.items())
-        assert all(each == found[0] for each in found)
-        keys = [key for key, _ in found[0]]
+            results.append(least.items())
+        assert all(each == results[0] for each in results)
+        keys = [key for key, _ in results[0]]
         assert keys == sorted(key for key, _ in pairs)[: len(keys)]
-        sizes = [len(text) for _, text in found[0]]
+        sizes = [len(text) for _, text in results[0]]
         assert len(sizes) == len(pairs) or sum(sizes) >= limit > sum(sizes[:-1])

@@ -25,11 +25,11 @@ def trials(tmp_path_factory: pytest.TempPathFactory) -> SampledTrials:
     sampled("lora", ((2, f"{shape} {case.name}") for shape in shapes_on(2) for case in lora_cases(shape, 2))),
 )
 def test_losses_gradient_norms_and_adapters_are_those_of_one_process(trials: SampledTrials, world_size: int, name: str) -> None:
-    found = trials.read(world_size, name)
-    assert len(set(found["losses"])) == len(found["losses"])
-    differences = {what: found[what] for what in ("loss", "gradient_norm")}
+    result = trials.read(world_size, name)
+    assert len(set(result["losses"])) == len(result["losses"])
+    differences = {what: result[what] for what in ("loss", "gradient_norm")}
     assert max(differences.values()) < TOLERANCE, differences
-    assert found["weights"] < OF_WEIGHTS
+    assert result["weights"] < OF_WEIGHTS
 
 
 @pytest.mark.parametrize(("name", "shards"), [("ddp", 1), ("fsdp1 full-shard", 2), ("fsdp2 full-shard", 2)])

@@ -73,8 +73,8 @@ class World:
         return [verb, *(str(word) for pair in chosen.items() for word in (f"--{pair[0]}", pair[1])), *map(str, more)]
 
     def grpo(self, name: str, *more: object, steps: int = STEPS, reward: str = "rewards.py:short") -> list[str]:
-        about = ["--method", "grpo", "--data.files", self.folder / "prompts.jsonl", "--rollout.max_completion_length", 12]
-        about += [
+        options = ["--method", "grpo", "--data.files", self.folder / "prompts.jsonl", "--rollout.max_completion_length", 12]
+        options += [
             "--rollout.reward_functions",
             self.folder / reward,
             "--rollout.num_generations",
@@ -82,14 +82,14 @@ class World:
             "--rollout.num_iterations",
             2,
         ]
-        about += [
+        options += [
             "--data.validation_files",
             self.folder / "prompts-val.jsonl",
             "--validation.at_start",
             "--validation.every_steps",
             3,
         ]
-        return self.words("align", name, *about, *more, steps=steps)
+        return self.words("align", name, *options, *more, steps=steps)
 
 
 @pytest.fixture(scope="module")

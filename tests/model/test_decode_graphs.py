@@ -73,8 +73,8 @@ def test_recorded_steps_compute_what_others_do_while_sequences_join_grow_and_lea
 
     def both(call: Callable[[IncrementalDecoder], Tensor]) -> None:
         with torch.no_grad():
-            expected, found = map(call, decoders)
-        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+            expected, result = map(call, decoders)
+        torch.testing.assert_close(result, expected, rtol=1e-4, atol=1e-5)
 
     def steps(sequences: int, count: int) -> None:
         for _ in range(count):

@@ -96,9 +96,9 @@ def test_no_bytes_of_a_log_drive_the_terminal(line: bytes, text: str) -> None:
 def test_random_bytes_and_lines_without_end_are_read_to_the_end(tmp_path: Path) -> None:
     path = tmp_path / "rank-0.log"
     path.write_bytes(random.Random(0).randbytes(300_000) + b"x" * 300_000 + b"\n" + stamped(1, b"end"))
-    found = texts(LogFile(path, 0))
-    assert found[-1] == "end"
-    assert all(line.isprintable() and len(line) <= MAX_LINE_BYTES for line in found)
+    result = texts(LogFile(path, 0))
+    assert result[-1] == "end"
+    assert all(line.isprintable() and len(line) <= MAX_LINE_BYTES for line in result)
 
 
 def test_a_file_that_was_replaced_by_a_shorter_one_is_read_anew(tmp_path: Path) -> None:

@@ -95,10 +95,10 @@ def test_checkpointing_trades_memory_for_time(preset: str, compiled: bool) -> No
     length = {"gpt2-124m": 1024}.get(preset, 4096)
     base = step_config_of(preset, compiled=compiled, sequence_length=length, micro_batch_size=4)
     modes = ("none", "selective-ops", "full")
-    found = [prediction_of(base.with_options(activation_checkpointing=mode)) for mode in modes]
-    assert found[0].memory["activations"] > found[1].memory["activations"] > found[2].memory["activations"]
+    results = [prediction_of(base.with_options(activation_checkpointing=mode)) for mode in modes]
+    assert results[0].memory["activations"] > results[1].memory["activations"] > results[2].memory["activations"]
     # The smallest of them waits for the host, whatever it computes.
-    assert found[0].step_seconds < found[1].step_seconds <= 1.001 * found[2].step_seconds
+    assert results[0].step_seconds < results[1].step_seconds <= 1.001 * results[2].step_seconds
 
 
 def test_more_ranks_take_less_memory_each_and_slow_networks_take_time() -> None:
@@ -284,10 +284,10 @@ def test_a_search_writes_a_recipe_that_fits_and_says_why_others_lose(
     assert " slower: " in text
     read_config(out)
     assert "plan" not in tomllib.loads(out.read_text())
-    found = plan_json(capfd, out, "--gpus", 16, "--gpu_type", "h100-80")
+    result = plan_json(capfd, out, "--gpus", 16, "--gpu_type", "h100-80")
     given = plan_json(capfd, RECIPE, "--gpus", 16, "--gpu_type", "h100-80")
-    assert found["fits"]
-    assert found["tokens_per_second_per_gpu"] >= given["tokens_per_second_per_gpu"]
+    assert result["fits"]
+    assert result["tokens_per_second_per_gpu"] >= given["tokens_per_second_per_gpu"]
     assert run(["pretrain", str(out), "--dry-run", "--launch.processes", "16"]) == 0
     capfd.readouterr()
     assert "exists; name another file" in refused(*words, "--write", out)
@@ -307,10 +307,10 @@ def test_finalists_are_written_all_or_none_and_each_says_what_it_is(
     assert run([*words, "--output", "json"]) == 0
     printed = capfd.readouterr()
     best = json.loads(printed.out)["best"]
-    for file, found in zip((out, second, third), best, strict=False):
-        assert file.read_text().startswith(f"# Found by `lmforge plan --search` for 16 x h100-80: {found['configuration']}.\n")
+    for file, result in zip((out, second, third), best, strict=False):
+        assert file.read_text().startswith(f"# Found by `lmforge plan --search` for 16 x h100-80: {result['configuration']}.\n")
         planned = plan_json(capfd, file, "--gpus", 16, "--gpu_type", "h100-80")
-        assert planned["tokens_per_second_per_gpu"] == pytest.approx(found["tokens_per_second_per_gpu"], rel=1e-9)
+        assert planned["tokens_per_second_per_gpu"] == pytest.approx(result["tokens_per_second_per_gpu"], rel=1e-9)
     last = printed.err.splitlines()[-1]
     assert last == "to measure them: on 16 GPUs, torchrun … -m lmforge bench FILE for each"
 
@@ -441,9 +441,9 @@ def test_a_search_simulates_few_blocks_for_each_configuration_and_the_whole_mode
     base = step_config_of("llama2-7b", gpus=8)
     machine = Machine(data_sheets().gpu("h100-80"), None, 8)
     most, layers = 150, base.model.num_hidden_layers
-    found = search(base, 64, machine.gpu, machine.rates("bf16"), machine.gpu.memory_bytes, most, False)
-    estimated = len(found.fitting) + len(found.too_large)
-    assert (found.tried, found.refused) == (most, most - estimated)
+    result = search(base, 64, machine.gpu, machine.rates("bf16"), machine.gpu.memory_bytes, most, False)
+    estimated = len(result.fitting) + len(result.too_large)
+    assert (result.tried, result.refused) == (most, most - estimated)
     assert estimated > 0.9 * most
 
     def stages(candidate: Candidate) -> int:
@@ -454,8 +454,8 @@ def test_a_search_simulates_few_blocks_for_each_configuration_and_the_whole_mode
         return 1 + (can_reduce_once(candidate.step_config) and candidate.step_config.options.reduce_every_micro_batch is True)
 
     # All are estimated by two short models, and the best predicted in full.
-    short = sum(2 * stages(each) * tries(each) for each in (*found.fitting, *found.too_large))
-    assert {tries(each) for each in (*found.fitting, *found.too_large)} == {1, 2}
+    short = sum(2 * stages(each) * tries(each) for each in (*result.fitting, *result.too_large))
+    assert {tries(each) for each in (*result.fitting, *result.too_large)} == {1, 2}
     assert sum(blocks in FEW_BLOCKS for blocks in depths) == short
-    assert len(depths) - short == sum(stages(each) for each in found.fitting[:FINALISTS])
+    assert len(depths) - short == sum(stages(each) for each in result.fitting[:FINALISTS])
     assert max(depths) == layers

@@ -88,8 +88,8 @@ def test_of_long_metrics_the_end_is_read(folder: Path) -> None:
 def test_the_table_and_its_json_name_every_run(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
     assert command(["runs", str(folder)]) == 0
     table = capfd.readouterr().out.splitlines()
-    found = [line.split()[:4] for line in table[1:]]
-    assert found == [["second", "pretrain", "running", "6/6"], ["first", "pretrain", "done", "6/6"]]
+    results = [line.split()[:4] for line in table[1:]]
+    assert results == [["second", "pretrain", "running", "6/6"], ["first", "pretrain", "done", "6/6"]]
     assert command(["runs", str(folder), "--output", "json"]) == 0
     assert [json.loads(line)["name"] for line in capfd.readouterr().out.splitlines()] == ["second", "first"]
 

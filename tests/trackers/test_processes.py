@@ -52,12 +52,12 @@ def test_a_resumed_run_goes_on_with_its_id_and_sends_each_record_once(
 ) -> None:
     assert train(2) == train(4) == 0
     run = Run(tmp_path / "a")
-    told = recorded(tmp_path)
-    assert [each[:2] for each in told if each[0] != "metrics"] == [
+    records = recorded(tmp_path)
+    assert [each[:2] for each in records if each[0] != "metrics"] == [
         *(["open", None], ["attach", "report.html"], ["close", "done"]),
         *(["open", "id-of-a"], ["attach", "report.html"], ["close", "done"]),
     ]
-    metrics = [[each[1], each[2]] for each in told if each[0] == "metrics"]
+    metrics = [[each[1], each[2]] for each in records if each[0] == "metrics"]
     assert metrics == [
         [record["step"], {name: value for name, value in record.items() if name != "step" and value is not None}]
         for record in run.read_metrics()
@@ -137,9 +137,11 @@ def test_a_tracker_has_options_in_the_recipe_and_gets_the_completions_of_alignme
         patch.chdir(tmp_path)
         patch.delenv("LMFORGE_TEST_TRACKER", raising=False)
         assert command(["align", *words, "--run.folder", str(tmp_path)]) == 0
-    told = recorded(tmp_path)
-    assert ["options", {"place": "there"}] in told
-    tables = {(name, step): (columns, rows) for kind, step, name, columns, rows in (row for row in told if row[0] == "table")}
+    records = recorded(tmp_path)
+    assert ["options", {"place": "there"}] in records
+    tables = {
+        (name, step): (columns, rows) for kind, step, name, columns, rows in (row for row in records if row[0] == "table")
+    }
     # A set is of one step; every second one is written.
     assert sorted(tables) == [("completions", 0), ("completions", 2), ("val/completions", 3)]
     columns, rows = tables["completions", 2]

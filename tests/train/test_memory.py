@@ -161,8 +161,8 @@ def test_compiled_attention_runs_while_activations_are_counted() -> None:
     compiled = torch.compile(lambda each: flex_attention(each, each, each), backend="eager")
     tracker = ActivationTracker()
     with torch.no_grad(), tracker:
-        found = compiled(queries) + 0
-    torch.testing.assert_close(found, scaled_dot_product_attention(queries, queries, queries))
+        result = compiled(queries) + 0
+    torch.testing.assert_close(result, scaled_dot_product_attention(queries, queries, queries))
 
 
 @pytest.mark.slow

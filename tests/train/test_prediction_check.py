@@ -140,6 +140,6 @@ def test_what_has_no_formulas_gets_no_prediction() -> None:
 
 
 def test_memory_of_tensors_is_what_a_gpu_counts_as_allocated() -> None:
-    found = prediction(step_config_of("124m", gpus=1, sequence_length=512))
-    low, high = found.memory_interval
-    assert low < found.memory_bytes < high < GIB * 8
+    result = prediction(step_config_of("124m", gpus=1, sequence_length=512))
+    low, high = result.memory_interval
+    assert low < result.memory_bytes < high < GIB * 8

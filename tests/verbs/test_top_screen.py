@@ -27,9 +27,9 @@ def drawn(hosts: list[HostAnswer], runs: list[RunStatus], columns: int = 80, lin
     console = Console(width=columns, height=lines, color_system=None, force_terminal=False)
     with console.capture() as capture:
         console.print(render_screen(Snapshot(1e9, hosts, runs), columns, lines))
-    found = capture.get().splitlines()
-    assert max(map(len, found)) <= columns
-    return [line.rstrip() for line in found]
+    result = capture.get().splitlines()
+    assert max(map(len, result)) <= columns
+    return [line.rstrip() for line in result]
 
 
 def row_of(lines: list[str], first_word: str) -> str:

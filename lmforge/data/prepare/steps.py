@@ -233,8 +233,8 @@ class Preparation:
         for split, documents in selection.members.items():
             order = permutation(len(documents), derive_key(self.plan.seed, "documents", split))(np.arange(len(documents)))
             for number, chosen in enumerate(index.split_into_shards(documents[order], self.plan.shard_tokens)):
-                places = index.part_numbers[chosen], index.starts[chosen], index.lengths[chosen]
-                jobs.append(ShardJob(split, number, *places))
+                slices = index.part_numbers[chosen], index.starts[chosen], index.lengths[chosen]
+                jobs.append(ShardJob(split, number, *slices))
         return jobs
 
 
