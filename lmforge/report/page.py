@@ -24,8 +24,8 @@ def write_report(runs: Sequence[Run], path: Path, title: str | None = None) -> P
 
 
 def write_run_report(run: Run, state: str | None = None) -> Path:
-    """Write `report.html` into a run, in a `state` that its ranks need not have written yet. Returns its path; raises as
-    `write_report` does."""
+    """Write `report.html` into a run. `state` is its state, which the ranks may not have written yet. Returns its path; raises
+    as `write_report` does."""
     return _write_page(render([read_run(run, state)]), run.path / REPORT_FILE)
 
 

@@ -33,7 +33,7 @@ from lmforge.trackers.tracker import Table, TrackedRun, Tracker
 from lmforge.untrusted import cut, parse_json, read_json
 
 POLL_SECONDS = 1.0
-MAX_RETRY_SECONDS = 60.0  # after a failure it waits longer and longer, and at most so long
+MAX_RETRY_SECONDS = 60.0  # after a failure it waits longer each time, up to this limit
 MAX_CHUNK_BYTES = 2**22  # read at once; no line of the run is longer
 MAX_TEXT_CHARACTERS = 10_000  # of a prompt, a sample or a completion
 MAX_ROWS = 32  # of a table of completions
@@ -42,9 +42,9 @@ MAX_PROBLEM_CHARACTERS = 300
 
 @dataclass(frozen=True)
 class FollowerOptions:
-    """What the training process says: `tracker` is a registered name, `plugins` the files that register it.
+    """What the training process passes to this process: `tracker` is a registered name, `plugins` the files that register it.
 
-    `last_seconds`: when the training has ended or was killed, this process ends by itself within this time.
+    `last_seconds`: this process ends by itself within this time after the training has ended or was killed.
     """
 
     tracker: str
@@ -70,7 +70,7 @@ class Progress:
 
 
 class TextEvent(BaseModel):
-    """A line of events.jsonl about a sample or about a table of completions; other lines do not fit."""
+    """A line of events.jsonl about a sample or a table of completions. Other lines do not match this type."""
 
     kind: Literal["sample", "completions"]
     step: int = Field(ge=0, le=2**53)
@@ -91,7 +91,7 @@ class Follower:
             self._progress = read_json(self._path, Progress)
 
     def send_new(self) -> str | None:
-        """Send what was written since the last call. Returns where people see the run, when it was just opened."""
+        """Send what was written since the last call. Returns the address of the run when it was just opened."""
         opened = None
         if self._tracker is None:
             opened = self._open()
@@ -146,7 +146,7 @@ def _new_lines(path: Path, begin: int) -> Iterator[tuple[list[bytes], int]]:
     """The finished lines of a file from byte `begin` on, in chunks, each with the byte after it."""
     with suppress(FileNotFoundError), open(path, "rb") as file:
         if begin > file.seek(0, os.SEEK_END):
-            begin = 0  # another file than the one that was read
+            begin = 0  # the file was replaced since it was read
         file.seek(begin)
         while chunk := file.read(MAX_CHUNK_BYTES):
             finished = chunk.rfind(b"\n") + 1
@@ -170,7 +170,7 @@ def _tables(lines: list[bytes], run_folder: Path) -> Iterator[Table]:
             continue
         for event in group:
             name = "val/completions" if event.table.endswith("-validation") else "completions"
-            # Those of the first rank, which writes before it announces; none where the folder was cleared.
+            # The rows of rank 0, which writes the table before the event; none where the folder was cleared.
             if rows := list(_completions(run_folder, event.table, step)):
                 yield Table(name, step, ("step", "prompt", "text", "reward", "tokens", "ended"), rows)
 
@@ -182,13 +182,13 @@ def _completions(run_folder: Path, table: str, step: int) -> Iterator[tuple[Any,
 
 
 class _Training:
-    """What the training process says on our standard input: nothing, and at its end the state in which it ended."""
+    """Reads what the training process writes to our standard input: only the state in which it ended."""
 
     def __init__(self, process: int) -> None:
         self._process = process
 
     def state(self, wait_seconds: float) -> str | None:
-        """None while it goes on; waits so long for its end."""
+        """The final state, or None while training continues; waits at most this long."""
         deadline = time.monotonic() + wait_seconds
         while True:
             left = max(0.0, deadline - time.monotonic())
@@ -203,7 +203,8 @@ class _Training:
 
 
 def follow(options: FollowerOptions, output: int) -> None:
-    """Send until the training has ended. The first problem is said on `output`, a descriptor, and where the run can be seen."""
+    """Send until the training has ended. The address of the run and the first problem are written to `output`, a file
+    descriptor."""
     training, follower = _Training(options.process), Follower(options)
     wait_seconds, state, has_complained = POLL_SECONDS, None, False
     while state is None:
@@ -231,7 +232,7 @@ def _say(output: int, kind: Literal["info", "problem"], text: str) -> None:
 
 
 def _end_this_process_after(seconds: float) -> None:
-    """With all that it has started: libraries wait for the network when Python ends."""
+    """End this process and all that it started: libraries would wait for the network at Python's exit."""
     timer = threading.Timer(seconds, os.killpg, (0, signal.SIGKILL))
     timer.daemon = True
     timer.start()

@@ -19,7 +19,7 @@ from lmforge.interop.peft_folder import base_model_of, is_peft_folder
 from lmforge.verbs.running.pipeline import plan_stages
 from lmforge.verbs.table import VERBS
 
-# Options of verbs that do not train which name a model, and what of it they read.
+# For verbs that do not train: the options that name a model, and which of its files they read.
 MODEL_OPTIONS = {"model": True, "models": True, "tokenizer": False, "config_from": False}
 
 

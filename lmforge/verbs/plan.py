@@ -113,7 +113,7 @@ def _time_table(prediction: Prediction) -> Table:
 
 
 def live_peaks(prediction: Prediction) -> list[float]:
-    """The most bytes of live tensors in each of PICTURE_WIDTH equal parts of the operations, in the order of their issue."""
+    """The maximum bytes of live tensors in each of PICTURE_WIDTH equal parts of the operations, in issue order."""
     values = [count for _, count in prediction.timeline]
     edges = [len(values) * at // PICTURE_WIDTH for at in range(PICTURE_WIDTH + 1)]
     return [max(values[first : max(first + 1, after)]) for first, after in pairwise(edges)]
@@ -134,7 +134,7 @@ def picture(prediction: Prediction) -> str:
 
 
 def _print_phases(console: Console, phases: list[tuple[int, Prediction]]) -> None:
-    """Where the run has several: its memory, and the times above, are of the longest sequences."""
+    """For a run with several sequence lengths: memory and the times above are those of the longest."""
     for steps, each in phases if len(phases) > 1 else ():
         console.print(
             f"phase      {steps:,} steps with sequences of {each.step_config.sequence_length:,} tokens:"

@@ -122,7 +122,7 @@ def other_choices(result: SearchResult) -> list[tuple[str, Candidate, str]]:
 
 
 def _files(config: AnyPlanConfig) -> list[Path]:
-    """The recipes to write, of the fastest first."""
+    """The recipes to write, the fastest first."""
     first = config.plan.write
     if first is None:
         return []
@@ -132,7 +132,7 @@ def _files(config: AnyPlanConfig) -> list[Path]:
 
 
 def _write(candidate: Candidate, config: AnyPlanConfig, file: Path) -> None:
-    """The recipe with what was found, as `lmforge pretrain` takes it."""
+    """The recipe with the configuration that was found, as `lmforge pretrain` reads it."""
     table = config.model_dump(mode="json", exclude={"plan"})
     options = candidate.step_config.options.model_dump(mode="json")
     options["reduce_every_micro_batch"] = config.parallel.reduce_every_micro_batch
