@@ -36,7 +36,7 @@ def build_model_and_optimizer(
 ) -> tuple[ParallelModel, torch.optim.Optimizer]:
     """The model of a recipe, distributed over the ranks as `options` say, and its optimizer.
 
-    `fill` gives the model its weights, with `loads_weights` those of files; None: left unset.
+    `fill` sets the model's weights; `loads_weights`: it reads them from files. With None they are left unset.
 
     Every rank calls it. Raises UserError, on every rank, where the recipe does not fit them.
     """

@@ -1,4 +1,4 @@
-"""A stage from beginning to end: enter the run, build the Trainer, train, say how it ended."""
+"""A stage from beginning to end: enter the run, build the Trainer, train, and report how it ended."""
 
 import shlex
 import signal
@@ -46,7 +46,7 @@ class StageSpec:
 
 
 def run_stage(config: StageConfig, spec: StageSpec, custom: CustomCode = NO_CUSTOM_CODE) -> int:
-    """Run a stage on the ranks that are there. Returns the exit status. See `run.pretrain`."""
+    """Run a stage on the ranks of this process group. Returns the exit status. See `run.pretrain`."""
     set_determinism(config.train.deterministic)
     if leave_out_ranks(config.parallel.model_parallel_size):
         return stand_by()
@@ -126,13 +126,13 @@ def _train(
 
 
 def collective_timeout(config: StageConfig) -> timedelta:
-    """Longer than the watchdog waits: it reports which rank hangs and ends the ranks with its status, where NCCL would abort
-    them."""
+    """Longer than the watchdog's timeout: the watchdog reports the rank that hangs and ends the ranks with its exit status,
+    where NCCL would abort them without a report."""
     return max(cluster.CONTROL_TIMEOUT, timedelta(seconds=2 * (config.watch.timeout_seconds or 0.0)))
 
 
 def _notes_on_ranks(dist_ctx: DistributedContext) -> list[str]:
-    """Lines about ranks that stand by, and about several that share the cores of one machine, which one would use better."""
+    """Lines about standby ranks, and about several CPU ranks on one machine, where a single process would be faster."""
     ranks = dist_ctx.world_size
     if dist_ctx.device.type != "cpu" or ranks == 1 or dist_ctx.rank_info.local_world_size < ranks:
         return describe_standby()
