@@ -1,8 +1,8 @@
-"""The nodes of one run: how their launchers meet, who is missing, who is lost, and how all end with one status.
+"""The nodes of one run: how their launchers connect, which nodes are missing or lost, and how all end with one exit status.
 
 On each node one launcher (`lmforge pretrain …` with NODES_VARIABLE and its neighbours set) starts the ranks of that node. The
-first one serves a store for the others. torch's launcher, which starts the ranks, does not name a node that is missing, nor
-does it tell an interruption from bad input; that is what this store is for. Ranks themselves are in `distributed.py`.
+first one serves a store for the others. torch's launcher, which starts the ranks, does not name a missing node, and does not
+distinguish an interruption from invalid input. This store serves both. Ranks themselves are in `distributed.py`.
 """
 
 import json
@@ -31,14 +31,14 @@ from lmforge.errors import EXIT_PEER_LOST, PeerLost, UserError, name_some
 from lmforge.untrusted import cut, quoted
 
 JOIN_SECONDS = 600.0
-# A node whose launcher has sent no heartbeat for so long is lost, and so is the first node if it does not answer.
+# After this time a node whose launcher sends no heartbeat is lost, and so is the first node if it does not answer.
 LOST_AFTER_SECONDS = 60.0
 BEAT_SECONDS = 2.0
-# What ranks have to end by themselves once another node's have failed; and again, after SIGTERM.
+# The time that ranks get to end by themselves after another node's have failed; and again after SIGTERM.
 PATIENCE_SECONDS = 30.0
-# The first node waits so long for the others to read what it has decided.
+# The first node waits this long for the others to read its decision.
 READ_SECONDS = 10.0
-# Which status counts where nodes end with different ones: bad input, interrupted, failed, a lost peer.
+# The precedence of statuses where nodes end with different ones: invalid input, interrupted, failed, a lost peer.
 PRECEDENCE = [2, *INTERRUPTED_STATUSES, 1, EXIT_PEER_LOST]
 T = TypeVar("T")
 
@@ -62,7 +62,7 @@ class NodeGroup:
 
 
 def read_node_group(environ: Mapping[str, str] = os.environ) -> NodeGroup | None:
-    """The nodes as a launcher script says; None where there is no such script, or this is a rank already.
+    """The nodes from the variables of a launcher script; None where there is no such script, or this process is a rank.
 
     Raises UserError where the variables do not fit together.
     """
@@ -106,7 +106,7 @@ def launch_on_node(
     names a file, the first node writes it there.
 
     Returns EXIT_PEER_LOST where a node was lost: the program that started the launchers may start them again. Raises UserError
-    where the nodes do not fit together or the port is taken, PeerLost where some do not come.
+    where the nodes do not fit together or the port is taken, PeerLost where some nodes do not join.
     """
     from torch.distributed.elastic.multiprocessing.api import SignalException
 
@@ -137,7 +137,7 @@ def launch_on_node(
 
 
 def write_status(group: NodeGroup, status: int) -> None:
-    """On the first node, leave the status of all where STATUS_VARIABLE says."""
+    """On the first node, write the status of all to the file that STATUS_VARIABLE names."""
     if group.rank == 0 and (path := os.environ.get(STATUS_VARIABLE)):
         atomic_write_text(Path(path), f"{status}\n")
 
@@ -158,12 +158,12 @@ class NodeStore:
                     return fn(self._store)
                 return call_bounded(partial(fn, self._store), LOST_AFTER_SECONDS)
             except (RuntimeError, TimeoutError):
-                # A call that has not returned keeps the store to itself: the next ones would wait for it.
+                # A call that has not returned blocks the store's client: later calls would wait for it.
                 self._is_cut_off = True
         raise self.group.peer_lost(0)
 
     def check_in(self, num_processes: int) -> None:
-        """Wait for all nodes, saying which are missing. Raises PeerLost when the time is over, UserError where the versions
+        """Wait for all nodes, and report which are missing. Raises PeerLost after the time limit, UserError where the versions
         or numbers of processes differ."""
         group = self.group
         own = {"lmforge": __version__, "processes": num_processes}
@@ -177,7 +177,7 @@ class NodeStore:
             raise (PeerLost if problem.endswith("not joined") else UserError)(problem)
 
     def _await_nodes(self) -> str | None:
-        """What to say where not all nodes have come; on the first node."""
+        """The message about nodes that have not joined; on the first node."""
         group, missing = self.group, list(range(len(self.group.names)))
 
         def are_all_here() -> bool:
@@ -202,7 +202,7 @@ class NodeStore:
         return None
 
     def get(self, key: str, seconds: float) -> str:
-        """A value that the first node sets. Raises PeerLost where it does not come in time."""
+        """A value that the first node sets. Raises PeerLost where it does not arrive in time."""
         if not wait_until(lambda: self.call(lambda store: bool(store.check([key]))), seconds):
             raise self.group.peer_lost(0)
         return self.call(lambda store: str(store.get(key).decode()))
@@ -255,7 +255,7 @@ class _Attempt:
         return int(status), bool(again)
 
     def _decide(self, may_restart: bool, store: Any) -> tuple[int, bool]:
-        """What `agree` returns on all nodes, from the status of each; on the first node."""
+        """The result of `agree` for all nodes, from the status of each; on the first node."""
         node_store, num_nodes, heartbeats = self._node_store, len(self._group.names), _PeerHeartbeats()
         statuses = {0: self.status}
         store.set(f"{self._prefix}/status/0", str(self.status))
@@ -274,12 +274,12 @@ class _Attempt:
         again = status == EXIT_PEER_LOST and may_restart and not node_store.lost
         store.set(f"{self._prefix}/verdict", json.dumps([status, again]))
         readers = num_nodes - 1 - len(node_store.lost)
-        # The store goes with this process.
+        # The store ends with this process.
         wait_until(lambda: store.add(f"{self._prefix}/read", 0) >= readers, READ_SECONDS)
         return status, again
 
     def _watch(self) -> None:
-        """Tell the others that this node is there; end its ranks when another one's have failed or it is lost."""
+        """Send heartbeats of this node; end its ranks when another node is lost or its ranks have failed."""
         heartbeats, failed_at = _PeerHeartbeats(), None
         while not self._stop.wait(BEAT_SECONDS):
             try:
@@ -316,7 +316,7 @@ class _Attempt:
         if reason and self._group.rank in (0, 1):
             print_line(f"{reason}; the ranks of {self._group.names[self._group.rank]} end")
         os.kill(os.getpid(), signal.SIGTERM)
-        # They may wait for ranks that are gone, without end, and have nothing to save.
+        # They may wait forever for lost ranks, and have nothing to save.
         if not self._stop.wait(PATIENCE_SECONDS):
             for process in _children():
                 with suppress(ProcessLookupError):
@@ -330,7 +330,7 @@ class _PeerHeartbeats:
         self._seen: dict[int, tuple[bytes, float]] = {}
 
     def is_lost(self, store: Any, rank: int) -> bool:
-        """Whether a node has been silent for LOST_AFTER_SECONDS, as far as this object has been asked."""
+        """Whether a node has sent no heartbeat for LOST_AFTER_SECONDS, as seen in calls to this object."""
         key, now = f"beat/{rank}", time.monotonic()
         value = store.get(key) if store.check([key]) else b""
         last, since = self._seen.get(rank, (None, now))

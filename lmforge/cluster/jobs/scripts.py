@@ -1,6 +1,6 @@
 """The scripts of a job: `job.sh`, which a launcher runs once (ssh: on each host), and `node.sh`, which it runs on each node.
 
-They are meant to be read: they have the usual lines of a script written by hand, and may be submitted by hand.
+They are meant to be read: they look like scripts written by hand, and can be submitted by hand.
 """
 
 import shlex
@@ -14,12 +14,12 @@ from lmforge.errors import EXIT_PEER_LOST
 
 # What a node needs; torch itself takes seconds to import.
 IMPORT_CHECK = 'import importlib.util, lmforge.cli; importlib.util.find_spec("torch") or exit("torch is not installed")'
-# What doctor prints on each node, and its status there.
+# Files with the output of doctor on each node, and its exit status.
 PRINTED_PREFIX, STATUS_PREFIX = "printed", "ended"
 # The status of the first rank of mpiexec that failed. mpiexec's own status is unreliable: with some it is that of another rank,
 # which mpiexec ended because of the failure, or 0 after a signal.
 FIRST_STATUS_FILE = "first-status"
-# A shell's status of a command that SIGABRT, SIGBUS, SIGFPE, SIGKILL or SIGSEGV has ended.
+# A shell's exit status for a command that was ended by SIGABRT, SIGBUS, SIGFPE, SIGKILL or SIGSEGV.
 KILLED_STATUSES = "134 | 135 | 136 | 137 | 139"
 # mpiexec passes it on to its processes; for SIGTERM it kills them.
 MPI_STOP_SIGNAL = "USR1"
@@ -31,7 +31,7 @@ READ_STATUS_FILE = f'[ -s "${STATUS_VARIABLE}" ] && status=$(cat "${STATUS_VARIA
 def _forward_signals(terminate: str = "TERM") -> str:
     """A function of the shell that runs a command and passes signals on, for which a shell would wait for its end first.
 
-    SIGUSR1 says that the time is nearly up, SIGTERM comes from `lmforge stop`; the command gets `terminate` for that.
+    SIGUSR1 means that the time limit is near. SIGTERM comes from `lmforge stop`, and the command gets `terminate` instead.
     """
     return f"""\
 # Run a command, pass signals on to it, and keep its exit status.
@@ -73,7 +73,7 @@ exit $status
 def examination_script(plan: JobPlan) -> str:
     """What runs on each node for `lmforge doctor`, or with mpi for each rank: what it prints and its status go into files.
 
-    Its own status is always 0: mpiexec and srun would end the others for another one, and say so.
+    Its own exit status is always 0: for another one, mpiexec and srun would end the other nodes and print an error.
     """
     own = f'{shlex.quote(str(plan.folder))}/"{{}}.$(hostname).$$"'
     return f"""\
@@ -122,7 +122,7 @@ def slurm_script(plan: JobPlan) -> str:
     ]
     # When a node ends, srun kills the others and gives their status. Each stage of a pipeline would write one of its own.
     set_status_file, read_status_file = (SET_STATUS_FILE, READ_STATUS_FILE) if plan.verb != "run" else ("", "")
-    # srun does not take the number of CPUs from the job by itself.
+    # srun does not inherit the number of CPUs from the job.
     cpus = f" --cpus-per-task={options.cpus}" if options.cpus else ""
     tasks = f"--nodes={plan.nodes} --ntasks={plan.nodes}{cpus}"
     return f"""\
@@ -244,7 +244,7 @@ start() {{
 
 
 def _session_runs(plan: JobPlan, line: str) -> list[str]:
-    """The lines that run one recipe, or those of a sweep until all of it is stopped; each leaves its status.
+    """The lines that run one recipe, or those of a sweep until the sweep is stopped. Each run writes its exit status.
 
     In a sweep on hosts by ssh, each group of hosts takes every n-th run. A run that was stopped individually is skipped.
     """
@@ -270,9 +270,8 @@ def _session_runs(plan: JobPlan, line: str) -> list[str]:
 
 
 def _rendezvous_lines(options: JobOptions, list_nodes: str, job_number: str) -> str:
-    """Lines of a scheduler's script that say which nodes the job has, and where they meet.
-
-    `list_nodes` is a command that prints the nodes, one a line. The port follows from the job's number, in the shell's words.
+    """Lines of a scheduler's script that set the nodes of the job and the address of the first. `list_nodes` is a command that
+    prints the nodes, one per line. The shell computes the port from the job's number.
     """
     port = options.port or f"$(({PORTS.start} + {job_number} % {len(PORTS)}))"
     address = shlex.quote(options.address) if options.address else f"${{{NODES_VARIABLE}%%,*}}"
