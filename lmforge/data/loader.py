@@ -1,6 +1,6 @@
 """Step → micro-batches on the device, read some steps ahead of the computation.
 
-Which samples a step takes follows from its number. The loader has no state to checkpoint.
+The samples of a step depend only on its number, so the loader has no state to checkpoint.
 """
 
 import logging
@@ -70,8 +70,8 @@ class BatchLoader(AbstractContextManager["BatchLoader"]):
     def batches(self, step: int) -> list[Batch]:
         """The micro-batches of global step `step` (from 0), in order, on the device.
 
-        Reading of the next READ_AHEAD_STEPS steps starts before this returns. Any other step may be requested, at the cost of
-        one wait. Exceptions of the reading thread are raised here.
+        Reading of the next READ_AHEAD_STEPS steps starts before this returns. Any other step may be requested, but has to be
+        waited for. Exceptions of the reading thread are raised here.
         """
         began = time.perf_counter()
         if step not in self._read_ahead:

@@ -1,7 +1,7 @@
 """Conversations extracted from Python's standard library, for fine-tuning on code without a network.
 
-A request is made of a function's signature and docstring; the function answers it. The split is decided by package, so that no
-validation function has a neighbour in training. Nothing here tokenizes or runs the code.
+A request is made of a function's signature and docstring; the function answers it. The split is by package, so that no training
+function is from the same package as a validation function. The code is neither tokenized nor run here.
 """
 
 import ast

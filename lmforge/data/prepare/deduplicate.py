@@ -38,7 +38,7 @@ def near_duplicate_keys(text: str, digest: int) -> np.ndarray:
 
 
 def exact_duplicates(*columns: np.ndarray) -> np.ndarray:
-    """bool [documents]: whether an earlier document is the same in all these columns, of one length each."""
+    """bool [documents]: whether an earlier document has the same values in all these columns, which have equal lengths."""
     order = np.lexsort(columns[::-1])  # stable: of equal documents the first comes first
     repeats = np.ones(len(order), bool)
     repeats[:1] = False

@@ -1,4 +1,5 @@
-"""The folder that a preparation writes: locked by one at a time, and for one plan. What is in it is `data/shards/folder.py`."""
+"""The folder that a preparation writes: locked by one process at a time, and for one plan. Its content is described in
+`data/shards/folder.py`."""
 
 import os
 import shutil
@@ -20,7 +21,7 @@ EVALUATION_NGRAMS = "evaluation-ngrams.npz"  # in the unfinished folder, for the
 
 @contextmanager
 def lock_output_folder(out: Path, plan: dict[str, Any], overwrite: bool) -> Iterator[bool]:
-    """Hold a folder for one plan. Yields whether it is finished already."""
+    """Lock a folder for one plan. Yields whether it is finished already."""
     try:
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -35,7 +36,7 @@ def _no_folder(out: Path, error: OSError) -> UserError:
 
 @contextmanager
 def lock_folder(out: Path) -> Iterator[None]:
-    """Hold a folder that exists: nobody else writes to it. Raises UserError if another process does."""
+    """Lock an existing folder, so that no other process writes to it. Raises UserError if another process holds the lock."""
     try:
         descriptor = os.open(out, os.O_RDONLY)
     except OSError as error:
@@ -53,7 +54,7 @@ def lock_folder(out: Path) -> Iterator[None]:
 
 
 def _open_plan(out: Path, plan: dict[str, Any], overwrite: bool) -> bool:
-    """Make a folder hold this plan, and return whether it is finished. Raises UserError if it holds anything else."""
+    """Write this plan to a folder, and return whether it is finished. Raises UserError if it holds anything else."""
     path = out / UNFINISHED / "plan.json"
     finished = _is_preparation(out)
     begun = finished or (path.is_file() and _has_results(out))
@@ -119,7 +120,7 @@ def _remove_preparation(folder: Path) -> None:
 
 
 def _remove_partial_files(folder: Path) -> None:
-    """Delete what atomic writes left that were cut off: nobody else writes to a folder that is locked."""
+    """Delete leftovers of interrupted atomic writes. The folder is locked, so no other process writes to it."""
     for pattern in (f".*{PARTIAL_SUFFIX}", f"{UNFINISHED}/.*{PARTIAL_SUFFIX}"):
         for file in folder.glob(pattern):
             file.unlink()

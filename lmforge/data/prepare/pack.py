@@ -1,6 +1,6 @@
 """Best-fit packing of a finished folder: an index beside each training shard, by all processes and ranks, then the manifests.
 
-Packing needs no tokens, only where documents end. It writes the same bytes again, whatever an earlier one left.
+Packing needs no tokens, only where documents end. It writes the same bytes again, whatever an interrupted packing left.
 """
 
 from contextlib import ExitStack
@@ -27,7 +27,7 @@ from lmforge.data.shards.format import SHARDS_MANIFEST, TRAIN_SPLIT, ShardEntry
 from lmforge.errors import UserError
 from lmforge.runs import is_local, parse_location
 
-# Some seconds of packing; a process takes one to start.
+# The work for a process: some seconds of packing, since a process takes a second to start.
 MIN_DOCUMENTS_PER_WORKER = 1 << 20
 
 
@@ -51,7 +51,7 @@ def pack_folder(
 def add_best_fit_index(
     path: Path, sequence_length: int, *, workers: int | None, progress: ProgressCallback, dist_ctx: DistContext
 ) -> None:
-    """As `pack_folder`, of a folder that is held, unless it is packed for this length and nothing is missing or truncated."""
+    """As `pack_folder`, for a locked folder, unless it is packed for this length and no file is missing or truncated."""
     if not dist_ctx.decide_on_rank0(lambda: _is_packed(TokenFolder.open(path), sequence_length)):
         _write_best_fit_index(path, sequence_length, workers=workers, progress=progress, dist_ctx=dist_ctx)
 
@@ -72,7 +72,7 @@ def _write_best_fit_index(
         split, shards = folder.split(TRAIN_SPLIT), folder.manifest.splits[TRAIN_SPLIT]
         mine = shards[info.rank :: info.world_size]
         useful = 1 + split.num_documents // MIN_DOCUMENTS_PER_WORKER
-        _open_cached.cache_clear()  # a file may have been restored since
+        _open_cached.cache_clear()  # the file may have been restored since
         pack = partial(_pack_shard, path, split.digest, sequence_length)
         num_workers = workers or min(threads_per_rank(info.local_world_size), useful)
         entries, show = [], progress if info.is_rank0 else lambda *step: None

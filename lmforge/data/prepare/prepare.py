@@ -1,4 +1,4 @@
-"""Documents → shards, once: in parallel, restartable, and with the same bytes however often it was stopped.
+"""Documents → shards, once: in parallel, restartable, and with the same bytes even after interruptions.
 
     1. plan       what is requested, written down; a folder holds one plan
     2. tokenizer  trained on a sample of the training documents, or copied
@@ -164,7 +164,7 @@ def prepare(
 
 
 def _open_tokenizer(name: str | Path | None) -> Tokenizer | None:
-    """The tokenizer that is given; None if it follows from the documents."""
+    """The given tokenizer; None if it is made from the documents."""
     if name is None or str(name) == CHARACTERS:
         return None
     return byte_tokenizer() if str(name) == BYTES else Tokenizer.open(name)

@@ -1,4 +1,4 @@
-"""The steps of a preparation, from a source whose plan is written down to shards. What begins and ends one is `prepare.py`."""
+"""The steps of a preparation, from a source with a written plan to shards. `prepare.py` begins and ends a preparation."""
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
@@ -60,7 +60,7 @@ class PreparationPlan:
 
 
 class _UnitProgress:
-    """Bytes of units that have been read: of finished ones all, of the others what their jobs report."""
+    """Bytes of units that have been read: all bytes of finished units, and for the others what their jobs report."""
 
     def __init__(self, sizes: list[int], finished: list[bool], update: Callable[[int, int, int, int], None]) -> None:
         self._sizes, self._finished, self._update = sizes, finished, update
@@ -68,7 +68,7 @@ class _UnitProgress:
         self._show()
 
     def report(self, unit: int, read: int) -> None:
-        if not self._finished[unit]:  # a report may come late
+        if not self._finished[unit]:  # a report may arrive late
             self._read[unit] = min(read, self._sizes[unit])
             self._show()
 
@@ -82,7 +82,7 @@ class _UnitProgress:
 
 @dataclass(frozen=True)
 class Selection:
-    """The documents of all parts, those of each split, and how many are in neither, by reason."""
+    """The documents of all parts, those of each split, and how many were removed, by reason."""
 
     index: DocumentIndex
     members: dict[str, np.ndarray]
@@ -103,7 +103,7 @@ class Preparation:
     dist_ctx: DistContext
 
     def write(self, workers: int | None) -> TokenFolderManifest | None:
-        """Write tokenizer, parts and shards, and return the manifest to write; None on other ranks than the first."""
+        """Write tokenizer, parts and shards, and return the manifest to write; None on ranks other than 0."""
         corpus, plan, dist_ctx, info = self.corpus, self.plan, self.dist_ctx, self.dist_ctx.rank_info
         with dist_ctx.raise_on_all():
             readers = [UnitReader(unit, self.hook) for unit in corpus.units()]
@@ -146,7 +146,7 @@ class Preparation:
             return Tokenizer.open(folder)
 
     def _learn_tokenizer(self, readers: list[UnitReader], pool: WorkerPool) -> Tokenizer | None:
-        """The tokenizer that follows from the documents, on rank 0."""
+        """The tokenizer made from the documents, on rank 0."""
         plan, dist_ctx = self.plan, self.dist_ctx
         mine = [readers[number] for number in self._my_units(readers, range(len(readers)))]
         read = _UnitProgress(
@@ -180,7 +180,7 @@ class Preparation:
     def _write_parts(self, readers: list[UnitReader], tokenizer_hash: str, pool: WorkerPool) -> None:
         unfinished, ngrams = self.out / UNFINISHED, self.ngrams
         self.dist_ctx.decide_on_rank0(lambda: ngrams.save(unfinished / EVALUATION_NGRAMS) if ngrams else None)
-        # Listed: some network file systems remember for a while that a file is not there, if they are asked for it.
+        # The folder is listed, since some network file systems cache for a while that a file does not exist.
         finished = self.dist_ctx.decide_on_rank0(lambda: {path.stem for path in unfinished.glob("part-*.npz")})
         todo = [number for number in range(len(readers)) if part_path(self.out, number, ".npz").stem not in finished]
         mine = self._my_units(readers, todo)

@@ -1,7 +1,5 @@
-"""The texts that a tokenizer is trained on: of all training documents those pieces whose hashes are least.
-
-So they depend on the texts and the seed alone: not on the order of the documents, nor on which files hold them, nor on how many
-processes read them.
+"""The texts that a tokenizer is trained on: the pieces with the smallest hashes of all training documents. So they depend only
+on the texts and the seed, not on the order of the documents, their files, or the number of processes.
 """
 
 import heapq
@@ -20,7 +18,7 @@ from lmforge.data.sources.records import ReadProgress
 SAMPLE_CHARACTERS = 16_000_000  # more than the standard library has; training on it takes seconds
 # A longer document is sampled in pieces, so that one of them is not the whole sample.
 PIECE_CHARACTERS = 1 << 14
-# Processes pass on what may be in the sample: at first a few times as much as it holds, if a byte is a character.
+# Processes return pieces that may be in the sample: at first a few times its size, counting one byte as a character.
 OVERSAMPLING, NEXT_OVERSAMPLING = 4, 64
 
 
@@ -44,7 +42,7 @@ class LeastTexts:
             self.add(key, text)
 
     def items(self) -> list[tuple[int, str]]:
-        """(key, text), the least key first."""
+        """(key, text), the smallest key first."""
         return [(-negated, text) for negated, text in sorted(self._heap, reverse=True)]
 
 
@@ -60,7 +58,7 @@ def sample_texts(
 ) -> list[str]:
     """Texts to learn merges from, of at most SAMPLE_CHARACTERS, without those for validation unless there are no others.
 
-    Each rank has `readers` of its own. Rank 0 gets the texts of all ranks, other ranks those of their readers.
+    Each rank has its own `readers`. Rank 0 gets the texts of all ranks, other ranks those of their readers.
     """
     least, fraction = LeastTexts(SAMPLE_CHARACTERS), min(1.0, OVERSAMPLING * SAMPLE_CHARACTERS / max(1, source_bytes))
     while True:
