@@ -1,8 +1,8 @@
 """Text ↔ token ids: train a byte-level BPE, take bytes or characters, or open any tokenizer.json, and treat all of them alike.
 
-A text becomes its own tokens and no others. Tokenizers come with post-processors that add a token before or after, with
-truncation and padding as they were saved, and with special tokens that a text may spell. All of that is switched off; only
-`prepare` puts a token between documents.
+A text is encoded without additional tokens. Tokenizers come with post-processors that add a token before or after, with
+truncation and padding as they were saved, and with special tokens that a text may spell. All of this is switched off; only
+`prepare` adds a token between documents.
 """
 
 import codecs
