@@ -106,7 +106,7 @@ class PhaseOptions(Options):
 
     @property
     def weight_table(self) -> dict[str, Fraction]:
-        """The weights by the name of their source; empty where the sources' own hold."""
+        """The weights by the name of their source; empty where the sources' own weights are used."""
         return {pair.partition("=")[0]: self._weight_of(pair) or Fraction(0) for pair in self.weights}
 
 
@@ -117,7 +117,7 @@ def is_remote(folder: str) -> bool:
 
 
 def folder_problems(folder: str, name: str) -> Iterator[str]:
-    """What is wrong with a path that is no address."""
+    """The problem of a path that is not an address."""
     too_long = any(len(os.fsencode(part)) > MAX_NAME_BYTES for part in Path(folder).parts)
     if not is_remote(folder) and ("\0" in folder or too_long):
         yield f"{name}: expected a path of names of at most {MAX_NAME_BYTES} bytes, without NUL"
@@ -126,7 +126,7 @@ def folder_problems(folder: str, name: str) -> Iterator[str]:
 def mixture_problems(
     sources: Sequence[AnySourceOptions], phases: Sequence[PhaseOptions], sequence_length: int
 ) -> Iterator[str]:
-    """What is wrong with sources and phases together, in lines for the user."""
+    """Problems of sources and phases in combination, as lines for the user."""
     names = Counter(source.label for source in sources)
     if double := [name for name, count in names.items() if count > 1]:
         yield f"data.sources: two sources are called {double[0]}; give each a name"

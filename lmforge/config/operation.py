@@ -1,4 +1,4 @@
-"""The sections of a recipe that say how a run is watched, logged and started; none changes what is trained."""
+"""The sections of a recipe about monitoring, logging and launching; none changes the training."""
 
 import re
 from collections.abc import Iterator

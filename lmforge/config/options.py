@@ -1,6 +1,6 @@
 """Declaring options, and reading them: a TOML recipe and a command line become one validated tree of pydantic models.
 
-Nothing here knows what an option means: it merges, validates and explains. Recipe and command line go through the same
+This module merges, validates and explains options, independent of their meaning. Recipe and command line go through the same
 validation, so both give the same error message. `to_toml` writes a tree as a recipe.
 """
 
@@ -35,7 +35,7 @@ MAX_NAME_BYTES = 255  # what file systems take
 class Options(BaseModel):
     """A group of options; keys that are not declared are refused."""
 
-    # Validators are built when first used: help needs none, and answers the sooner.
+    # Validators are built when first used, since help does not need them.
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, defer_build=True)
     # Two ways to say one thing, as pairs of (section, option): the one on the command line replaces the other in a recipe.
     ALTERNATIVES: ClassVar[Alternatives] = ()
@@ -43,7 +43,7 @@ class Options(BaseModel):
     ESSENTIAL: ClassVar[tuple[str, ...]] = ()
 
     def problems(self) -> Iterator[str]:
-        """What is wrong with options that are valid one by one, in lines for the user. The first of them is reported."""
+        """Problems of options that are valid individually, as lines for the user. The first one is reported."""
         return iter(())
 
     @field_validator("*")
@@ -163,7 +163,7 @@ def validate_options(
         return options_class.model_validate_json(_as_json(_with_none_values(options_class, table)), strict=True)
     except ValidationError as problem:
         error = first_error(problem)
-    if error["type"] == "value_error":  # raised by our own validators, in their own words
+    if error["type"] == "value_error":  # raised by our own validators, with their own message
         message = str(error["ctx"]["error"])
         raise UserError(f"{source}: {message}" if source else message)
     path = tuple(part for part in error["loc"] if isinstance(part, str))
@@ -192,11 +192,11 @@ def _with_none_values(options_class: type[BaseModel], table: dict[str, Any]) -> 
 
 
 def _as_json(value: Any) -> str:
-    return json.dumps(value, default=str, ensure_ascii=False)  # TOML has dates, JSON has not
+    return json.dumps(value, default=str, ensure_ascii=False)  # TOML has dates, which JSON lacks
 
 
 def _did_you_mean(options_class: type[Options], path: OptionPath, in_tables: bool = True) -> str:
-    """A hint at the option that was probably meant: in the section that was named, else anywhere."""
+    """A hint at the option that was probably meant: in the named section, otherwise in any."""
     typed = cut(".".join(path)).replace("-", "_")
     section, _, last = typed.rpartition(".")
     full = [".".join(known) for known, _ in iter_options(options_class, in_tables=in_tables)]

@@ -28,7 +28,7 @@ class CollectiveRecord:
 
 def recent_collectives() -> list[CollectiveRecord]:
     """The last few collectives of every group, oldest first. Empty where nothing is recorded."""
-    import torch  # not above: who only reads reports needs no torch
+    import torch  # imported here, since reading reports does not need torch
     import torch.distributed as dist
 
     if not dist.is_available() or not dist.is_initialized():

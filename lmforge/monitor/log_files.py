@@ -65,7 +65,7 @@ class LogFile:
     _time: float = 0.0
 
     def skip_to_tail(self, num_lines: int) -> None:
-        """Let the next read begin with the last `num_lines` lines. Reads backwards, no further than these."""
+        """Make the next read begin with the last `num_lines` lines. Reads backwards, only as far as needed."""
         with open(self.path, "rb") as file:
             offset, missing = file.seek(0, os.SEEK_END), num_lines + 1  # the last line's own end is one of them
             while offset > 0 and missing > 0:
@@ -79,7 +79,7 @@ class LogFile:
         self._offset = offset if missing == 0 else 0
 
     def skip_to_last_bytes(self, count: int) -> None:
-        """Let the next read begin with the first whole line of the last `count` bytes."""
+        """Make the next read begin with the first complete line of the last `count` bytes."""
         if (offset := os.path.getsize(self.path) - count) > 0:
             with open(self.path, "rb") as file:
                 file.seek(offset)
@@ -127,13 +127,13 @@ class LogFile:
         return result
 
     def _parse(self, line: bytes) -> list[LogLine]:
-        """The line, its time 0 where it has none; nothing for the zeros that a crash of the host leaves in a file."""
+        """The line, with time 0 if it has none; None for the zero bytes that a crash of the host leaves in a file."""
         if line and not line.strip(b"\0"):
             return []
         seconds = 0.0
         if stamp := STAMP.match(line):
             try:
-                # Clocks are set back now and then; a file is in the order in which it was written.
+                # Clocks may be set back, but the lines of a file are in the order of writing.
                 seconds = max(self._time, datetime.fromisoformat(stamp[1].decode()).timestamp())
             except (ValueError, OverflowError, OSError):
                 stamp = None

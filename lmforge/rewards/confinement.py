@@ -55,7 +55,7 @@ DENIED_CALLS = {
     "sched_setattr": (314, 274),
     "migrate_pages": (256, 238),
     "move_pages": (279, 239),
-    # What processes share: the ids and names of these can be guessed.
+    # Objects that processes share, whose ids and names can be guessed.
     "shmget": (29, 194),
     "shmat": (30, 196),
     "shmctl": (31, 195),
@@ -201,19 +201,19 @@ IOCTL_COMMANDS = (0x5401, 0x5413, 0x541B, 0x5421, 0x5450, 0x5451, 0x802C542A)
 # F_DUPFD_CLOEXEC; F_SETFL without O_ASYNC. Others have signals sent, hold up those who open a file, or enlarge pipes.
 FCNTL_COMMANDS = (0, 1, 2, 3, 5, 6, 7, 36, 37, 38, 1030)
 F_SETFL, O_ASYNC = 4, 0o20000
-# Flags of clone: a thread shares all of these, so that all threads have one table of descriptors; the rest are harmless.
+# Flags of clone: a thread must share all of these, so that all threads have one table of descriptors; other flags are harmless.
 THREAD_FLAGS = 0x100 | 0x200 | 0x400 | 0x800 | 0x10000  # VM, FS, FILES, SIGHAND, THREAD
 HARMLESS_CLONE_FLAGS = 0x40000 | 0x80000 | 0x100000 | 0x200000 | 0x400000 | 0x1000000  # SYSVSEM, SETTLS, ids, DETACHED
 SECCOMP_ARCHITECTURE = (0xC000003E, 0xC00000B7)
 
-# From this number on, calls are the same on both architectures. Many of these newer ones do harm (io_uring can open sockets),
-# and libraries manage without them: all but those known to be harmless fail as if they did not exist.
+# From this number on, calls are the same on both architectures. Many of these newer calls are harmful (io_uring can open
+# sockets), and libraries work without them. All except known harmless ones fail as if they did not exist.
 FIRST_COMMON_CALL = 424
 ALLOWED_NEW_CALLS = (439, 441, 449)  # faccessat2, epoll_pwait2, futex_waitv; close_range without flags too
 LANDLOCK_CREATE, LANDLOCK_ADD, LANDLOCK_RESTRICT = 444, 445, 446
 
-# Found out when this file is imported, so that the children of a process need not. What Python reads while it runs: its
-# standard library, and shared libraries.
+# What Python reads while it runs: its standard library and shared libraries. Determined at import, so that child processes need
+# not.
 _LIBRARY = [sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib"), "/lib", "/lib64", "/usr/lib", "/usr/lib64"]
 _LIBRARY += ["/usr/share/zoneinfo", "/dev/null", "/dev/zero", "/dev/urandom", sysconfig.get_config_var("LIBDIR")]
 LIBRARY_PATHS = [path for path in dict.fromkeys(Path(name) for name in _LIBRARY if name) if path.exists()]
@@ -290,7 +290,7 @@ def as_confined_user() -> Iterator[None]:
 
 
 def set_no_new_privs(parent: int) -> None:
-    """Set-uid programs grant nothing from now on, and this process is killed when `parent` ends."""
+    """Disable set-uid programs, and kill this process when `parent` ends."""
     _check_syscall(_libc.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0))
     _check_syscall(_libc.prctl(PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0))
     if os.getppid() != parent:
@@ -331,7 +331,7 @@ def restrict_files_to(folder: str) -> None:
 def install_seccomp_filter(*, allow_writes: bool) -> None:
     """Install the system call filter (seccomp, mode 2). Without `allow_writes` files cannot be changed anywhere.
 
-    A denied call fails with EPERM, and the program goes on. Raises OSError if the kernel has no seccomp.
+    A denied call fails with EPERM, and the program continues. Raises OSError if the kernel has no seccomp.
     """
     program = _bpf_program(architecture(), os.getpid(), allow_writes)
     code = ctypes.create_string_buffer(b"".join(program))
@@ -365,7 +365,7 @@ def _bpf_program(column: int, pid: int, allow_writes: bool) -> list[bytes]:
     if column == 0:  # the x32 calls of x86-64, whose numbers would pass the filter
         architecture_check += [step(at_least, 0x40000000, 0, 1), step(return_, kill)]
     allowed_new = on_calls(ALLOWED_NEW_CALLS, allow)
-    own_descriptors = check_argument(CLOSE_RANGE, 2, step(equal, 0, 1, 0))  # with a flag a thread gets a table of its own
+    own_descriptors = check_argument(CLOSE_RANGE, 2, step(equal, 0, 1, 0))  # with a flag a thread gets its own table
     newer = [step(at_least, FIRST_COMMON_CALL, 0, len(allowed_new) + 1), *allowed_new, step(return_, no_such_call)]
     denied = DENIED_CALLS if allow_writes else DENIED_CALLS | WRITE_CALLS
     denials = on_calls([numbers[column] for numbers in denied.values() if numbers[column] >= 0], not_permitted)

@@ -1,6 +1,6 @@
 """How much disk a confined program takes: what is in its folder, and the deleted files that it holds.
 
-code_server.py asks while a program runs, and ends one that takes too much. Only the standard library is imported.
+code_server.py checks this while a program runs, and ends a program that uses too much. Only the standard library is imported.
 """
 
 import math
@@ -51,7 +51,7 @@ def _open_files(descriptors: str) -> dict[int, int]:
 
 
 def folder_bytes(folder: str) -> float:
-    """The bytes on disk of what a folder holds; infinite if it has too many files, or paths too long to look at."""
+    """The bytes on disk of what a folder holds; infinite if it has too many files or too long paths."""
     files = size = 0
     folders = [folder]
     while folders:
