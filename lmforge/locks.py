@@ -1,4 +1,4 @@
-"""A lock that one process holds at a time, on any file system. No torch here.
+"""A lock that one process holds at a time, on any file system. This module does not import torch.
 
 `flock` where the file system has it: the kernel releases it with the process, however that ends. Lustre and NFS may be mounted
 without it. There the lock is a second file, which its holder touches repeatedly; one that has not been touched for a while
@@ -15,7 +15,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Literal
 
-# What a file system without locks answers.
+# The errors of a file system without locks.
 NO_LOCKS_ERRNOS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP, errno.EINVAL)
 REFRESH_SECONDS = 10.0
 POLL_SECONDS = 0.02
@@ -36,7 +36,7 @@ class HeldFile:
             try:
                 os.utime(self._path)
             except OSError:
-                continue  # the file system is away, and may come back
+                continue  # the file system is unavailable, possibly only for a while
 
     def release(self) -> None:
         self._released.set()
@@ -72,7 +72,7 @@ def try_lock(descriptor: int, held_file: Path) -> HeldFile | Literal[False] | No
 
 
 def is_at(path: Path, descriptor: int) -> bool:
-    """Whether an open file is the one at `path`: who held its lock may have removed it."""
+    """Whether an open file is the one at `path`, which the previous holder may have removed."""
     try:
         return os.path.samestat(os.stat(path, follow_symlinks=False), os.fstat(descriptor))
     except FileNotFoundError:
@@ -89,7 +89,8 @@ def remove_lock_alone(lock: Path) -> None:
 
 @contextmanager
 def hold_lock(path: Path, is_done: Callable[[], bool]) -> Iterator[bool]:
-    """Hold a lock, the file `path`, once no other process does. Gives False where `is_done` while another one held it."""
+    """Acquire the lock file `path` when no other process holds it. Yields False if `is_done` becomes true while another one
+    holds it."""
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
     held = None
     try:

@@ -51,7 +51,7 @@ STEP_PREFIX = "step-"
 MANIFEST = "manifest.json"
 MAX_PATH_QUOTED = 200  # characters of a path in a message
 CHECKPOINT_FORMAT = 3
-# What a run keeps in its directory beside the lock.
+# The entries of a run's directory besides the lock.
 RUN_FILES = ("recipe.toml", "environment.json", "metrics.jsonl", "events.jsonl", "loss.png", "report.html")
 RUN_FOLDERS = ("logs", "health", "checkpoints", "bad", COMPLETIONS_FOLDER, "tensorboard", "trackers", "profile", "launch")
 MAX_HOLDER_CHARACTERS = 200
@@ -77,7 +77,7 @@ def checkpoint_step(folder: Path) -> int | None:
 
 
 def checkpoint_checksum(fields: dict[str, Any]) -> str:
-    """The xxh3-64 that a checkpoint's manifest holds of its other fields, so that a flipped bit in a number is noticed."""
+    """The xxh3-64 of a checkpoint manifest's other fields, so that a flipped bit in a number is detected."""
     return xxhash.xxh3_64_hexdigest(json.dumps(fields, sort_keys=True).encode())
 
 
@@ -128,7 +128,7 @@ def parse_location(text: str) -> Path:
     try:
         from upath import UPath
 
-        # Without a cache of listings, which would hide what others write.
+        # Without a cache of listings, which would hide files that others write.
         return cast(Path, UPath(text, use_listings_cache=False))
     except ImportError as problem:
         raise UserError(f"{text}: needs {problem.name}; {how_to_install('cloud')}") from None

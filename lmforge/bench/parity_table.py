@@ -46,7 +46,7 @@ def _run_cases(dist_ctx: DistributedContext, options: DoctorOptions) -> list[dic
     data = ParityData(sequences=SEQUENCES_PER_RANK * dist_ctx.world_size, steps=options.steps, seed=options.seed)
     cases = parity.strategy_cases(dist_ctx.world_size, options.compile, DTYPES[options.dtype])
     reference = parity.run_single(cases[0], data, dist_ctx) if dist_ctx.is_rank0 else None
-    gc.freeze()  # cases and the compiler collect garbage often: what stays need not be traversed each time
+    gc.freeze()  # cases and the compiler run garbage collection often, which need not traverse lasting objects each time
     shows_progress = dist_ctx.is_rank0 and sys.stderr.isatty()
     rows = []
     for case in cases:
@@ -104,7 +104,7 @@ def _print_table(rows: list[dict[str, Any]], dist_ctx: DistributedContext, dtype
             *([f"{row['peak_gib']:.2f}"] if peak else []),
         ]
         table.add_row(*cells, style="bold red" if row["wrong"] else None)
-    # In a file or a pipe a table is as wide as it needs to be.
+    # In a file or a pipe a table has its full width.
     console = Console(width=None if sys.stdout.isatty() else 160, highlight=False)
     console.print(table)
     tolerances = dict.fromkeys(f"{each:.2g}" for each in _tolerances(DTYPES[dtype], device_type).values())

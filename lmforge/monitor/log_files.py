@@ -127,7 +127,7 @@ class LogFile:
         return result
 
     def _parse(self, line: bytes) -> list[LogLine]:
-        """The line, with time 0 if it has none; None for the zero bytes that a crash of the host leaves in a file."""
+        """The line, with time 0 if it has none; nothing for zero bytes, which a crash of the host leaves in a file."""
         if line and not line.strip(b"\0"):
             return []
         seconds = 0.0

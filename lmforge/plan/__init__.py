@@ -1,4 +1,4 @@
-"""What a run needs, as arithmetic on its options and its model: memory, time and cost, what would fit; peak FLOP/s.
+"""What a run needs, computed from its options and its model: memory, time and cost, what would fit; peak FLOP/s.
 
 Begin with `memory.py` (bytes of weights, gradients and optimizer states) and `activations.py` (bytes between forward and
 backward); `out_of_memory.py` puts them together to say what would have fitted after memory ran out. `lmforge plan` is

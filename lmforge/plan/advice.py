@@ -1,4 +1,4 @@
-"""Which settings would fit where one does not, in words: with one changed option if that is enough, else with several. No
+"""Advice on options that would fit in memory: one changed option if that is enough, otherwise several. It does not import
 torch."""
 
 from collections.abc import Callable, Iterable
@@ -11,14 +11,14 @@ from lmforge.errors import UserError, format_bytes
 from lmforge.plan.prediction.search import check_step_config
 from lmforge.plan.prediction.step_config import StepConfig
 
-# The options that an advice may change.
+# The options that the advice may change.
 CHANGED = ("engine", "sharding", "activation_checkpointing", "cpu_offload", "reduce_every_micro_batch")
 
 
 def suggest_what_fits(current: StepConfig, needed_bytes: Callable[[StepConfig], float], available_bytes: float) -> str:
     """What to do instead of `current`, which does not fit: only what fits into `available_bytes` on each rank.
 
-    `needed_bytes` says what a rank needs in a setting.
+    `needed_bytes` returns what a rank needs with a StepConfig.
     """
     known: dict[str, float] = {}
 
@@ -68,7 +68,7 @@ def _is_allowed(step_config: StepConfig) -> bool:
 
 
 def _alternatives(current: StepConfig) -> list[list[StepConfig]]:
-    """Settings that need less memory: recompute more, reduce more often, shard more, offload."""
+    """StepConfigs that need less memory: recompute more, reduce more often, shard more, offload."""
     sharded = current.fully_sharded()
     recompute = [current.with_options(activation_checkpointing=mode) for mode in ("selective-ops", "full")]
     reshard = []
@@ -83,7 +83,7 @@ def _alternatives(current: StepConfig) -> list[list[StepConfig]]:
 
 
 def _describe_changes(current: StepConfig, suggested: StepConfig) -> str:
-    """How to get from one setting to the other, in options."""
+    """The options to change to get from one StepConfig to the other."""
     words = []
     if suggested.micro_batch_size != current.micro_batch_size:
         words.append(f"train.micro_batch_size = {suggested.micro_batch_size} (it was {current.micro_batch_size})")

@@ -1,7 +1,6 @@
-"""The file of `lmforge bench --calibrate`: what a device was measured to do, by shape, dtype and size. No torch.
-
-This module has its form, reads it, and interpolates between the measured sizes. bench/calibrate.py measures; `Rates` in
-prediction/rates.py is what predictions take from it.
+"""The file of `lmforge bench --calibrate`: the measured speed of a device by shape, dtype and size. This module defines its
+format, reads it, and interpolates between measured sizes, without torch. bench/calibrate.py measures; `Rates` in
+prediction/rates.py gives predictions its values.
 """
 
 import math
@@ -147,7 +146,7 @@ class Calibration(BaseModel):
         return {name: RateTable(table) for name, table in values.items()}
 
     def table(self, what: str, dtype: str | None = None) -> RateTable | None:
-        """What was measured of this in this dtype; None where it was not."""
+        """The measurement of this in this dtype; None where there is none."""
         return self._tables.get((what, dtype))
 
     def value(self, what: str) -> float | None:

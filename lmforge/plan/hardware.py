@@ -1,6 +1,5 @@
-"""What GPUs and networks can do by their data sheets: the file hardware.toml beside this one, and a user's own in its form.
-
-The one place with such figures: MFU (`peak_flops`) and predictions read them here. No torch.
+"""Data sheet figures of GPUs and networks: the file hardware.toml in this folder, and a user's own file in the same format. MFU
+(`peak_flops`) and predictions read them only from here. It does not import torch.
 """
 
 import difflib
@@ -53,7 +52,7 @@ class GPU(BaseModel):
 
     @property
     def power_factor(self) -> float:
-        """How fast its products are under `power_limit_watts`: power grows with the cube of the clock."""
+        """The relative speed of its matrix products under `power_limit_watts`: power grows with the cube of the clock."""
         limit = self.watts if self.power_limit_watts is None else self.power_limit_watts
         return min(1.0, (limit / self.watts) ** (1 / 3))
 
@@ -66,7 +65,7 @@ class GPU(BaseModel):
 
 
 class Network(BaseModel):
-    """What connects hosts: `ports` for each GPU, or with `per_host` for each host."""
+    """A network between hosts: `ports` for each GPU, or with `per_host` for each host."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -121,7 +120,7 @@ def data_sheets() -> Hardware:
 
 
 def read_hardware(path: Path | None) -> Hardware:
-    """hardware.toml, with the entries of a user's file before them. Raises UserError for a file that is not one."""
+    """hardware.toml, where the entries of a user's file have precedence. Raises UserError for a file that is not one."""
     if path is None:
         return data_sheets()
     try:

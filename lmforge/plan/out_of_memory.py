@@ -1,8 +1,8 @@
 """When memory runs out: how much was requested, how much there was, and what would have fitted.
 
-What would have fitted is what `lmforge plan` predicts (plan/prediction), compared with the memory that was free before this
-process built anything. The failure is itself a measurement: where the prediction says that the run should have fitted, all
-predictions are scaled up by the same factor, until it does not.
+The prediction of `lmforge plan` (plan/prediction) is compared with the memory that was free before this process built anything.
+The failure is itself a measurement: where the prediction says that the run should have fitted, all predictions are scaled up by
+the same factor, until it does not.
 """
 
 import traceback
@@ -40,11 +40,11 @@ from lmforge.plan.prediction.predict import CONTEXT_BYTES, MEMORY_INTERVAL, OVER
 from lmforge.plan.prediction.step_config import StepConfig
 from lmforge.plan.run_prediction import RunPrediction, predict_run
 
-# By how much predictions are multiplied to be safe. On a CPU the C library fragments memory between what is kept and what is
-# recomputed: up to 1.35, 1.9 and 2.9 times the activations were measured, by `parallel.activation_checkpointing`.
+# Safety factors for predictions. On a CPU the C library fragments memory between saved and recomputed tensors: up to 1.35, 1.9
+# and 2.9 times the activations were measured, by `parallel.activation_checkpointing`.
 MARGIN = MEMORY_INTERVAL[1]
 HOST_MARGINS = {"none": 1.4, "selective-blocks": 2.0, "selective-ops": 2.0, "full": 3.0}
-# Kinds of memory in a prediction that come and go with a micro-batch.
+# Kinds of memory in a prediction that depend on the micro-batch.
 ACTIVATION_KINDS = ("activations", "activations of other micro-batches", "recomputed", "temporary", "loss")
 # The bytes of a token in a batch: tokens, labels, positions and rng keys in int64, document ids in int32.
 BATCH_BYTES_PER_TOKEN = 36
@@ -52,12 +52,9 @@ BATCH_BYTES_PER_TOKEN = 36
 
 @dataclass(frozen=True)
 class MemoryEstimator:
-    """What a run needs on each rank.
-
-    recipe: the setting of the recipe, whose `reduce_every_micro_batch` is None where it is not given.
-    counts: parameters of the trained model, a wrapped one too.
-    gpu_bytes: memory of the smallest GPU of a rank; None on a CPU.
-    resident_bytes: of this process, before it builds anything.
+    """What a run needs on each rank. recipe: the StepConfig of the recipe, whose `reduce_every_micro_batch` is None where it is
+    not given. counts: parameters of the trained model, a wrapped one too. gpu_bytes: memory of the smallest GPU of a rank; None
+    on a CPU. resident_bytes: of this process, before it builds anything.
     """
 
     recipe: StepConfig
@@ -100,22 +97,22 @@ class MemoryEstimator:
 
     @cached_property
     def step_config(self) -> StepConfig:
-        """The setting of the recipe, with what `parallel.reduce_every_micro_batch` is by default."""
+        """The StepConfig of the recipe, with the default of `parallel.reduce_every_micro_batch` resolved."""
         return resolve_reduction(self.recipe, self.gpu_bytes or 0, USABLE_FRACTION)
 
     def required_bytes(self, step_config: StepConfig) -> float:
-        """All that a rank needs for a step, margins included. `step_config` is of a model that has formulas."""
+        """All memory that a rank needs for a step, including margins. `step_config` is of a model that has formulas."""
         margin = MARGIN if step_config.on_gpu else HOST_MARGINS[step_config.options.activation_checkpointing]
         kinds = {name: count for name, count in peak_memory(step_config).items() if name != OVERHEAD}
         return sum(count * (margin if name in ACTIVATION_KINDS else MARGIN) for name, count in kinds.items())
 
     @cached_property
     def overhead_bytes(self) -> float:
-        """Bytes that a process needs whatever it trains, but for the CUDA context, which is there before a model is."""
+        """Bytes that any training process needs, without the CUDA context, which exists before the model."""
         return peak_memory(self.step_config)[OVERHEAD] - (CONTEXT_BYTES if self.step_config.on_gpu else 0)
 
     def predict_run(self, config: StageConfig, device: torch.device) -> RunPrediction | str:
-        """What this run will need, by estimate; or why that is not said, which ends no run."""
+        """The estimate of what this run will need, or the reason why there is none, which does not end the run."""
         name = torch.cuda.get_device_name(device) if device.type == "cuda" else None
         try:
             most = self.required_bytes(self.step_config) + self.overhead_bytes if self.step_config.has_formulas else 0
@@ -141,10 +138,9 @@ class MemoryEstimator:
         )
 
     def check(self, dist_ctx: DistributedContext) -> None:
-        """Raise UserError where this rank cannot hold the run, whatever a prediction leaves out: asked before it is built.
-
-        The model's state is exact, and so is the batch. A compiler keeps fewer activations than are predicted: they count only
-        with their smallest part, the input of each block.
+        """Raise UserError, before anything is built, where the run certainly does not fit on this rank. The model's state and
+        the batch are exact. A compiler keeps fewer activations than are predicted: they count only with their smallest part,
+        the input of each block.
         """
         step_config, plan = self.step_config, self.plan
         hidden = (
@@ -158,11 +154,11 @@ class MemoryEstimator:
         check_fits(batch, torch.device("cpu"), what, "use a smaller global batch", num_ranks=ranks)
 
     def suggest_what_fits(self, available_bytes: float) -> str:
-        """What to do, in words, after the run did not fit into `available_bytes` on each rank: only what fits by estimate."""
+        """Advice after the run did not fit into `available_bytes` on each rank: only what fits by estimate."""
         step_config = self.step_config
         if not step_config.has_formulas:
             return f"there is no estimate of what would fit a {step_config.model.model_type} model"
-        # The run did not fit, whatever the prediction says.
+        # The run did not fit, even if the prediction says so.
         scale = max(1.0, (available_bytes - self.overhead_bytes) / self.required_bytes(step_config))
         return suggest_what_fits(
             step_config, lambda other: self.required_bytes(other) * scale + self.overhead_bytes, available_bytes
@@ -175,7 +171,7 @@ def explain_out_of_memory(
 ) -> Iterator[None]:
     """Raise RunFailed, in one line that says what would have fitted, where memory runs out inside.
 
-    Enter it before anything large is built. `describe_progress` says how far the run got. What a GPU's memory held is
+    Enter it before anything large is built. `describe_progress` says how far the run got. The content of a GPU's memory is
     written to `snapshot`.
     """
     before = available_memory(dist_ctx.device, dist_ctx.rank_info.local_world_size)

@@ -34,7 +34,7 @@ MOST_OF_PEAK = 1.25
 
 @dataclass(frozen=True)
 class Machine:
-    """What a run is planned for: `gpus_per_host` GPUs on each host. `network` is None for one host.
+    """The hardware that a run is planned for: `gpus_per_host` GPUs on each host. `network` is None for one host.
 
     calibration: what was measured on such a GPU; None for data sheets alone.
     """
@@ -49,7 +49,7 @@ class Machine:
         return rates if self.calibration is None else rates.calibrate(self.calibration, dtype)
 
     def describe_constants(self, dtype: str) -> str:
-        """Which constants were measured, and which come from a data sheet."""
+        """Which constants were measured, and which are from a data sheet."""
         measured, rest = self.constants(dtype)
         if self.calibration is None:
             return f"constants from data sheets: {self.gpu.source}"
@@ -60,7 +60,7 @@ class Machine:
         """Those that were measured, and those of data sheets."""
         measured = list(self.rates(dtype).calibrated)
         rest = [name for name in CONSTANTS if name not in measured]
-        if self.gpu.is_cpu:  # which has no copies to itself
+        if self.gpu.is_cpu:  # copies on the device itself
             rest.remove("host copies")
         if self.network is not None and (self.calibration is None or self.calibration.hosts == 1):
             rest.append("network")
@@ -114,7 +114,7 @@ def calibrated_gpu(gpu: GPU, calibration: Calibration, hardware: Hardware, path:
 
 
 def _check_peaks(gpu: GPU, calibration: Calibration, path: Path) -> None:
-    """Raise UserError where products were faster than the data sheet lets them be."""
+    """Raise UserError where measured products were faster than the data sheet permits."""
     for dtype in ("fp32", "bf16", "fp8"):
         table, peak = calibration.table("product", dtype), gpu.peak_flops(dtype)
         if table is not None and peak is not None and table.largest > MOST_OF_PEAK * peak:
@@ -125,7 +125,7 @@ def _check_peaks(gpu: GPU, calibration: Calibration, path: Path) -> None:
 
 
 def choose_dtypes(config: StageConfig, gpu: GPU, calibration: Calibration | None = None) -> tuple[str, bool]:
-    """The compute dtype and whether blocks are compiled, as `auto` turns out on this device.
+    """The compute dtype and whether blocks are compiled, as `auto` resolves on this device.
 
     Raises UserError for a dtype that the device does not have, float8 included.
     """
@@ -185,7 +185,8 @@ def build_step_config(
 
 
 def make_step_config(config: StageConfig, model: ModelConfig, gpus: int, machine: Machine) -> StepConfig:
-    """The StepConfig of a recipe on so many GPUs. Raises UserError where it does not fit the ranks, the model or the device."""
+    """The StepConfig of a recipe on this number of GPUs. Raises UserError where it does not fit the ranks, the model or the
+    device."""
     if model.family not in ("llama", "gpt2"):
         raise UserError(f"lmforge plan: there are no formulas for a {model.model_type} model")
     if config.train.epochs is not None:
@@ -201,7 +202,7 @@ def make_step_config(config: StageConfig, model: ModelConfig, gpus: int, machine
     model.check_length(config.data.sequence_length)
     dtype, compiled = choose_dtypes(config, machine.gpu, machine.calibration)
     if config.train.float8:
-        # GPT-2 has no linear layers but products of its own.
+        # GPT-2's linear maps are not nn.Linear modules.
         products = zip(LINEAR_LAYERS, block_products(model, 1), strict=True) if model.family == "llama" else ()
         check_float8_sizes(model.model_type, {name: (each.inputs, each.outputs) for name, each in products})
     if compiled:
@@ -230,7 +231,7 @@ def make_step_config(config: StageConfig, model: ModelConfig, gpus: int, machine
 
 
 def predict_step(step_config: StepConfig, machine: Machine, usable: float) -> Prediction:
-    """The prediction, with what `reduce_every_micro_batch` is by default."""
+    """The prediction, with the default of `reduce_every_micro_batch` resolved."""
     rates = machine.rates(step_config.dtype)
     return predict(resolve_reduction(step_config, machine.gpu.memory_bytes, usable), machine.gpu, rates)
 
@@ -252,5 +253,5 @@ def predict_phases(config: StageConfig, prediction: Prediction, machine: Machine
 
 
 def suggest_fit(step_config: StepConfig, machine: Machine, usable: float) -> str:
-    """Which changes would make a setting fit, in words, or that none would."""
+    """A description of the changes that would make a StepConfig fit, or that none would."""
     return suggest_what_fits(step_config, lambda other: sum(peak_memory(other).values()), usable * machine.gpu.memory_bytes)

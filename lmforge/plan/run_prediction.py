@@ -1,5 +1,5 @@
 """What a run logs before its first step: the memory and the speed that `lmforge plan` predicts. Later it logs the measured
-values beside them. Hardware that is not known gets no speed.
+values with them. There is no speed for unknown hardware.
 """
 
 from dataclasses import dataclass

@@ -38,7 +38,7 @@ class HostAnswer:
 
     @property
     def is_stale(self) -> bool:
-        """Whether it no longer answers."""
+        """Whether its last usage is missing or old, or the host does not answer."""
         return self.usage is None or bool(self.error) or (self.age_seconds or 0.0) > STALE_SECONDS
 
 

@@ -1,8 +1,7 @@
-"""One block of the model, counted for one micro-batch on one rank: what it multiplies, and what it keeps and moves.
-
-Blocks are alike, so that a model is an embedding, a block many times, and a head. What a compiled block keeps was read off
-the partition that torch's AOT autograd makes of it (tests/plan/test_saved_bytes.py compares the two); what an uncompiled one
-keeps is in plan/activations.py.
+"""The cost of one block for one micro-batch on one rank: its products, and the bytes that it saves and moves. Blocks are
+identical, so a model is an embedding, many times a block, and a head. What a compiled block keeps was read off the partition
+that torch's AOT autograd makes of it (tests/plan/test_saved_bytes.py compares the two); what an uncompiled one keeps is in
+plan/activations.py.
 """
 
 from dataclasses import dataclass

@@ -1,4 +1,5 @@
-"""The last norm, the head and the loss of one micro-batch on one rank: what they keep, and what they take."""
+"""The last norm, the head and the loss of one micro-batch on one rank: the bytes that they save, and the time that they
+take."""
 
 from dataclasses import dataclass
 
@@ -28,7 +29,7 @@ class HeadCost:
 
 
 def count_head(step_config: StepConfig, rates: Rates, parameters: int, gradient_bytes: float) -> HeadCost:
-    """For a head of so many parameters on this rank, and so many bytes of its gradient (0 where it is frozen)."""
+    """For a head with this number of parameters on this rank, and bytes of gradient (0 where it is frozen)."""
     tokens, width, number_bytes = step_config.tokens, step_config.model.hidden_size, step_config.dtype_bytes
     hidden = float(tokens * width * number_bytes)
     # Without the norm's output: that, or in a chunked loss its gradient, counts with the loss. A compiled norm keeps its input.

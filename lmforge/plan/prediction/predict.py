@@ -1,4 +1,4 @@
-"""Memory and time of a step of a setting: `predict` runs the step's operations and adds memory that belongs to no operation."""
+"""Memory and time of a step: `predict` simulates the step's operations and adds memory that belongs to no operation."""
 
 from dataclasses import dataclass
 
@@ -12,14 +12,14 @@ from lmforge.plan.prediction.units import Stage
 
 # torch's allocator with expandable segments: pages of 2 MiB, and holes between blocks. An estimate: not measured here.
 ROUNDING_FRACTION = 0.03
-# What CUDA's context and the libraries' workspaces take, and NCCL's buffers of a communicator.
+# The memory of CUDA's context and the libraries' workspaces, and of NCCL's buffers per communicator.
 CONTEXT_BYTES, COMMUNICATOR_BYTES = int(0.6 * 2**30), int(0.35 * 2**30)
-# A process on a CPU, whatever it trains, with the pages that the C library keeps.
+# The memory of any training process on a CPU, with the pages that the C library keeps.
 HOST_BYTES = 320 * 2**20
 # How far the true value may be below and above a prediction with constants from data sheets.
 SPEED_INTERVAL = (0.70, 1.20)
 MEMORY_INTERVAL = (0.92, 1.10)
-# The kind of memory that is no tensor's.
+# The kind of memory that does not belong to tensors.
 OVERHEAD = "context and libraries"
 # The same where every constant was measured on the device: the goal of benchmarks/plan_cpu.py, whose 12 rows are within 8 %.
 CALIBRATED_SPEED_INTERVAL = (0.85, 1.15)
@@ -29,13 +29,11 @@ SIMULATED = 3
 
 @dataclass(frozen=True)
 class Prediction:
-    """What a step needs.
-
-    memory: bytes by kind at the peak of the fullest rank, of live tensors; `peak_at` says where in the step that is.
-    live_bytes, reserved_bytes, device_bytes: of live tensors, with what the allocator keeps, and with context and libraries.
-    step_seconds; seconds: by kind of operation, overlapping ones too; exposed_seconds: exposed communication.
-    timeline: (operation, live bytes) in order of issue.
-    calibrated_fraction: of the time of all operations, what comes from measured constants.
+    """The requirements of a step. memory: bytes by kind at the peak of the fullest rank, of live tensors; `peak_at` says where
+    in the step that is. live_bytes, reserved_bytes, device_bytes: of live tensors, with what the allocator keeps, and with
+    context and libraries. step_seconds; seconds: by kind of operation, overlapping ones too; exposed_seconds: exposed
+    communication. timeline: (operation, live bytes) in order of issue. calibrated_fraction: of the time of all operations, what
+    comes from measured constants.
     """
 
     step_config: StepConfig
@@ -60,7 +58,7 @@ class Prediction:
 
     @property
     def speed_interval(self) -> tuple[float, float]:
-        """Narrower by the part of the step whose constants were measured."""
+        """Narrower in proportion to the part of the step whose constants were measured."""
         part, speed = self.calibrated_fraction, self.tokens_per_second
         low, high = (
             part * measured + (1 - part) * sheet
@@ -74,7 +72,7 @@ class Prediction:
 
     @property
     def bottleneck(self) -> str:
-        """What most of a step's time goes to."""
+        """The kind of operation that takes most of a step's time."""
         waits = {"exposed communication": self.exposed_seconds, "pipeline bubble": self.bubble_seconds}
         waits["the host, which launches kernels"] = self.host_seconds
         network = ("all-gather", "reduce-scatter", "all-reduce", COMPUTE, NETWORK)
@@ -93,7 +91,7 @@ def predict(step_config: StepConfig, gpu: GPU, rates: Rates) -> Prediction:
     hidden = max(0.0, network - exposed)
     if rates.is_cpu:  # collectives compute on the cores that the ranks have
         seconds, exposed = seconds + hidden, network
-    else:  # they take a part of the device from the kernels beside them
+    else:  # they use a part of the device while other kernels run
         seconds += hidden * COLLECTIVE_SMS / rates.sms
     bubble = 0.0
     if step_config.pipeline > 1:
@@ -140,7 +138,7 @@ def _calibrated_fraction(busy: dict[str, float], rates: Rates) -> float:
 
 
 def peak_memory(step_config: StepConfig) -> dict[str, float]:
-    """`Prediction.memory`, which depends on no speed: the fullest rank's bytes by kind."""
+    """`Prediction.memory`, the fullest rank's bytes by kind, which does not depend on speeds."""
     gpu, network = data_sheets().gpu("h100-80" if step_config.on_gpu else "cpu"), data_sheets().network("infiniband-ndr")
     rates = Rates.of_data_sheets(gpu, network, step_config.gpus_per_host, step_config.dtype)
     simulation = max((_simulate(step_config, rates, stage) for stage in _stages(step_config)), key=lambda each: each.reserved)
@@ -148,7 +146,7 @@ def peak_memory(step_config: StepConfig) -> dict[str, float]:
 
 
 def _memory_by_kind(step_config: StepConfig, simulation: Simulation) -> dict[str, float]:
-    """Live tensors at the peak, and what no operation shows."""
+    """Live tensors at the peak, and memory that belongs to no operation."""
     if not step_config.on_gpu:
         return {**simulation.live_peak, "allocator": 0.0, OVERHEAD: float(HOST_BYTES)}
     live, reserved = sum(simulation.live_peak.values()), simulation.reserved * (1 + ROUNDING_FRACTION)
@@ -177,9 +175,9 @@ def surely_fits(device_bytes: float, gpu_bytes: float, usable_fraction: float) -
 
 
 def resolve_reduction(step_config: StepConfig, gpu_bytes: float, usable_fraction: float) -> StepConfig:
-    """`parallel.reduce_every_micro_batch` where it is not given: whether full gradients surely fit until the last micro-batch.
-
-    It depends on the GPU's whole memory, not on what is free: a resumed run decides alike, and computes the same bits.
+    """`parallel.reduce_every_micro_batch` where it is not given: whether full gradients certainly fit until the last
+    micro-batch. It depends on the GPU's total memory, not on free memory, so that a resumed run decides the same and computes
+    the same bits.
     """
     if step_config.options.reduce_every_micro_batch is not None:
         return step_config
@@ -191,7 +189,7 @@ def resolve_reduction(step_config: StepConfig, gpu_bytes: float, usable_fraction
 
 
 def _stages(step_config: StepConfig) -> list[Stage]:
-    """The parts of the model that may be the fullest or the slowest."""
+    """The parts of the model that may need most memory or most time."""
     layers, degree = step_config.model.num_hidden_layers, step_config.pipeline
     if degree == 1:
         return [Stage(layers)]

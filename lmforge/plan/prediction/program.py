@@ -50,7 +50,7 @@ class StepProgram:
         tables += [(model.max_position_embeddings, width)] if model.family == "gpt2" else []
         head = [(model.num_outputs // by_vocabulary, width)] if stage.has_head else []
         self.tied = model.tie_word_embeddings and stage.has_embedding and stage.has_head
-        # A tied embedding, or one that is no unit of its own, is gathered with the last norm, for the whole step.
+        # A tied embedding, or one that is not a separate unit, is gathered with the last norm for the whole step.
         self.in_root = self.tied or (stage.has_embedding and not options.wrap_embedding)
 
         def unit(name: str, shapes: list[tuple[int, int]], *, trained: bool = step_config.trains_all) -> Unit:
@@ -124,7 +124,7 @@ class StepProgram:
         return number
 
     def _gather(self, unit: Unit, *, after: tuple[int, ...]) -> None:
-        """Issue the all-gather of a unit, unless it is there or on its way."""
+        """Issue the all-gather of a unit, unless it is gathered or in flight."""
         if not self.step_config.is_fsdp or not unit.parameters or unit.name in self._gathered | self._gathering.keys():
             return
         nbytes = float(unit.padded * self.number_bytes)
@@ -163,7 +163,7 @@ class StepProgram:
         return tuple(self._copied[:1] if in_forward else self._copied[-1:])
 
     def _free(self, unit: Unit) -> dict[str, float]:
-        """What resharding a unit gives back."""
+        """The memory that resharding a unit frees."""
         if unit.name not in self._gathered:
             return {}
         self._gathered.discard(unit.name)
@@ -209,7 +209,7 @@ class StepProgram:
         """(suffix, seconds, kind) of a block's forward pass; or of what a backward pass computes again."""
         rates, rows = self.rates, self.step_config.tokens
         selects = only_dropped and self.step_config.options.activation_checkpointing == "selective-ops"
-        # The last product's output is needed by nothing that is computed again.
+        # No recomputed operation needs the last product's output.
         chosen = [each for each in cost.products[: -1 if only_dropped else None] if not (selects and each.kept)]
         parts = [("", sum(self._product(rows, each.inputs, each.outputs) for each in chosen), "matrix products")]
         if not selects:
@@ -226,7 +226,7 @@ class StepProgram:
         return self.rates.attention_seconds(flops, step_config.model.head_dim, step_config.sequence_length, backward=backward)
 
     def _block_collectives(self) -> list[tuple[str, float, str]]:
-        """Those that a block's forward pass, and its backward pass, wait for."""
+        """The collectives that a block's forward and backward pass wait for."""
         step_config, parts = self.step_config, []
         hidden = float(step_config.tokens * step_config.model.hidden_size * self.number_bytes)
         if step_config.tensor > 1:

@@ -1,4 +1,4 @@
-"""How fast a device computes and moves bytes, and what a collective takes: from data sheets, or as it was measured.
+"""The speed of a device in FLOP/s and bytes/s, and the time of a collective: from data sheets or measurements.
 
 `Rates.calibrate` uses a file of `lmforge bench --calibrate` instead of the data sheet, for the values that it has. Values that
 hold for all devices are constants here, with their sources. None was fitted to a published training speed.
@@ -75,7 +75,7 @@ class Measured:
 
 @dataclass(frozen=True)
 class Rates:
-    """The rates of one device and its connections. FLOP/s and bytes/s are what is reached, not peaks.
+    """The rates of one device and its connections. FLOP/s and bytes/s are achieved values, not peaks.
 
     product_flops: of large matrix products in the compute dtype; float8_flops: in float8.
     attention_flops: of the forward and the backward pass.
@@ -119,7 +119,8 @@ class Rates:
         )
 
     def calibrate(self, calibration: Calibration, dtype: str) -> "Rates":
-        """These rates, with what was measured in their place. In a dtype that was not measured, only what has none."""
+        """These rates with measured values where they exist. For a dtype that was not measured, only those that do not depend
+        on it."""
         c, changes, calibrated = calibration, dict[str, object](), ["memory"]
         memory = c.value("memory")
         assert memory is not None
@@ -156,7 +157,7 @@ class Rates:
         return replace(plain, measured=measured, calibrated=in_order)
 
     def _beside_formula(self, flops: RateTable, number_bytes: int, float8: bool = False) -> RateTable:
-        """Measured seconds, divided by the formula's: between two shapes the formula knows more than a straight line."""
+        """Measured seconds divided by the formula's: between two shapes the formula is better than linear interpolation."""
         values: dict[tuple[int, ...], float] = {}
         for (rows, inner, columns), rate in flops.items():
             formula = self._formula_seconds(rows, inner, columns, number_bytes, float8)
@@ -180,19 +181,19 @@ class Rates:
         return seconds
 
     def attention_seconds(self, flops: float, head_dim: int, length: int, *, backward: bool = False) -> float:
-        """For so many FLOPs of a forward or a backward pass."""
+        """For this number of FLOPs of a forward or backward pass."""
         if self.measured is None:
             return flops / self.attention_flops[backward]
         return flops / self.measured.attention[backward].at(head_dim, length)
 
     def element_wise_seconds(self, moved: float, array_bytes: float) -> float:
-        """For operators that read and write arrays of so many bytes, `moved` bytes in all."""
+        """For operators on arrays of this size in bytes, which move `moved` bytes in total."""
         if self.measured is None or array_bytes < 1:
             return moved / self.memory
         return moved / self.measured.element_wise.at(array_bytes)
 
     def _formula_seconds(self, rows: int, inner: int, columns: int, number_bytes: int, float8: bool) -> float:
-        """Whole waves of tiles, or what reading and writing takes, if that is more. Without the casts of float8."""
+        """The time of full waves of tiles, or of reading and writing, if that is longer. Without the casts of float8."""
         flops = 2.0 * rows * inner * columns
         moved = number_bytes * (rows * inner + inner * columns + rows * columns) / self.memory
         if self.is_cpu:
@@ -205,7 +206,7 @@ class Rates:
         return max(flops / (self.float8_flops * efficiency), moved)
 
     def gather_seconds(self, nbytes: float, group: Group, name: str = "all-gather") -> float:
-        """An all-gather to `nbytes` on each rank of the group; or with its name a reduce-scatter of so many."""
+        """An all-gather to `nbytes` on each rank of the group, or the reduce-scatter of that size, by its name."""
         if group.size == 1 or nbytes == 0:
             return 0.0
         if (measured := self._measured_collective(name, nbytes, group)) is not None:
@@ -244,7 +245,7 @@ class Rates:
 
 
 def _on_line(points: list[tuple[int, float]], nbytes: float) -> float:
-    """Seconds between measured sizes in a straight line; below the smallest its own, above the largest by its rate."""
+    """Seconds, interpolated linearly between measured sizes; below the smallest its time, above the largest by its rate."""
     (smallest, least), (largest, most) = points[0], points[-1]
     if nbytes <= smallest:
         return least

@@ -1,4 +1,4 @@
-"""From a step to the whole run: days, GPU-hours, energy, money, checkpoints and what failures cost."""
+"""From a step to the whole run: days, GPU-hours, energy, money, checkpoints and the cost of failures."""
 
 import math
 from collections.abc import Sequence
@@ -9,7 +9,7 @@ from lmforge.plan.hardware import GB, GPU
 from lmforge.plan.memory import checkpoint_bytes
 from lmforge.plan.prediction.predict import Prediction
 
-# The fraction of its power limit that a GPU takes in training on average, and what the rest of a host adds to its GPUs.
+# The average fraction of its power limit that a GPU uses in training, and what the rest of a host adds to its GPUs.
 POWER_FRACTION, HOST_POWER = 0.9, 1.35
 
 
@@ -36,8 +36,8 @@ class RunCost:
 
 
 def run_cost(phases: Sequence[tuple[int, Prediction]], options: PlanOptions, gpu: GPU, *, async_save: bool) -> RunCost:
-    """What a run of so many steps of each kind costs. An asynchronous save costs the time to copy a rank's part to host
-    memory."""
+    """The cost of a run with these numbers of steps of each kind. An asynchronous save costs the time to copy a rank's part to
+    host memory."""
     step_config = phases[0][1].step_config
     steps = sum(count for count, _ in phases)
     step_seconds = sum(count * each.step_seconds for count, each in phases) / steps

@@ -1,8 +1,8 @@
 """Which configuration of a run is the fastest that fits: all are estimated, and the best of them predicted in full.
 
-The estimate takes a model of few blocks twice, and goes on in a straight line: blocks are alike. The global batch, the model
-and the numbers that training computes stay what they are; float8, which changes numbers, is tried only where it is asked for.
-fsdp1 does what fsdp2 does, and is not tried.
+The estimate extrapolates linearly from two models with few blocks, since all blocks are identical. The global batch, the model
+and the numbers that training computes stay what they are; float8, which changes numbers, is tried only on request. fsdp1 does
+what fsdp2 does, and is not tried.
 """
 
 import math
@@ -124,7 +124,7 @@ def candidates(base: StepConfig, global_batch_size: int, float8: bool) -> Iterat
 
 
 def _engines(base: StepConfig, splits: int) -> Iterator[tuple[str, str | None, bool]]:
-    """(engine, sharding, cpu_offload) that are worth trying."""
+    """The combinations (engine, sharding, cpu_offload) to try."""
     if base.world_size == 1:
         yield "single", None, False
         if base.on_gpu:
@@ -140,7 +140,7 @@ def _engines(base: StepConfig, splits: int) -> Iterator[tuple[str, str | None, b
 
 
 def check_step_config(step_config: StepConfig) -> None:
-    """Raise UserError where a run with this setting would be refused."""
+    """Raise UserError where a run with this StepConfig would be refused."""
     data_parallel, size = step_config.world_size // step_config.options.model_parallel_size, step_config.micro_batch_size
     global_batch_size = data_parallel * size * step_config.accumulation
     plan = BatchPlan(global_batch_size, step_config.sequence_length, data_parallel, size, step_config.accumulation)
@@ -158,7 +158,7 @@ def _shorter(model: ModelConfig, layers: int) -> ModelConfig:
 
 
 def estimate(step_config: StepConfig, gpu: GPU, rates: Rates, usable: float) -> Candidate:
-    """Memory and time by the straight line through two models of few blocks."""
+    """Memory and time, extrapolated linearly from two models of few blocks."""
     layers = step_config.model.num_hidden_layers
     few, more = (count * step_config.pipeline for count in FEW_BLOCKS)
     options: ParallelOptions = step_config.options
@@ -197,7 +197,7 @@ def _parts(prediction: Prediction) -> dict[str, float]:
 
 
 def why_slower(candidate: Candidate, winner: Candidate) -> str:
-    """The part of a step in which a configuration loses most time to the winner."""
+    """The kind of operation in which a configuration loses most time to the winner."""
     losses = {name: seconds - winner.parts.get(name, 0.0) for name, seconds in candidate.parts.items()}
     name = max(losses, key=lambda each: losses[each])
     slower = candidate.step_seconds / winner.step_seconds - 1

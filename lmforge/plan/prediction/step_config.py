@@ -1,4 +1,4 @@
-"""What decides the memory and the time of a step: model, batch, options and ranks, as plain values."""
+"""The inputs of the prediction of a step: model, batch, options and ranks, as plain values."""
 
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -51,11 +51,11 @@ class StepConfig:
         return replace(self, options=self.options.model_copy(update=changes))
 
     def with_micro_batch_size(self, size: int) -> "StepConfig":
-        """The same batch of a rank in micro-batches of this size, which divides it."""
+        """The same batch per rank, in micro-batches of this size, which divides it."""
         return replace(self, micro_batch_size=size, accumulation=self.micro_batch_size * self.accumulation // size)
 
     def fully_sharded(self) -> "StepConfig":
-        """The same with one copy of the model, sharded over all ranks."""
+        """The same, with one copy of the model sharded over all ranks."""
         sharding = "full-shard" if self.options.sharding else None
         return self.with_options(engine=self.options.engine if self.is_fsdp else "fsdp2", sharding=sharding, shard_degree=None)
 
@@ -88,7 +88,7 @@ class StepConfig:
 
     @cached_property
     def shards(self) -> int:
-        """Ranks that share a copy of what tensor and pipeline parallelism leave of the model."""
+        """The number of ranks over which FSDP shards a copy of the model's part per tensor and pipeline rank."""
         return self.dims.fsdp_degree if self.is_fsdp else 1
 
     @property
