@@ -1,4 +1,4 @@
-"""`lmforge jobs` and `lmforge stop`: what `lmforge launch` has started, found again by the name of the run."""
+"""`lmforge jobs` and `lmforge stop`: the jobs of `lmforge launch`, by the name of the run."""
 
 import os
 import sys
@@ -63,7 +63,7 @@ def run_stop(options: StopOptions) -> int:
 
 
 def _launched(folder: Path) -> dict[Path, Job | None]:
-    """The runs that were launched, by directory; of a sweep each of its runs."""
+    """The launched runs, by directory; for a sweep, each of its runs."""
     paths = sorted(file.parent.parent for file in folder.glob(f"*/{LAUNCH_FOLDER}/{JOB_FILE}"))
     jobs = {path: read_job(path) for path in paths}
     return {path: job for path, job in jobs.items() if job is not None and job.num_runs == 1}

@@ -1,7 +1,6 @@
-"""A pipeline on several nodes: the first one carries out the stages, and tells the others which of them to start with it.
-
-A stage that trains is started on all nodes, whose launchers then meet by themselves (`cluster/node_group.py`). Any other verb
-runs on the first node. What stages hand over are files, so before a stage all nodes compare what they see of its inputs.
+"""A pipeline on several nodes: the first node carries out the stages, and tells the others which ones to start too. A training
+stage is started on all nodes, whose launchers then connect (`cluster/node_group.py`). Any other verb runs only on the first
+node. Stages exchange files, so before a stage all nodes compare its input files.
 """
 
 import json
@@ -31,7 +30,7 @@ from lmforge.runs import parse_location
 # A network file system may show a new file late to other hosts.
 VISIBLE_SECONDS = 30.0
 ANSWER_SECONDS = VISIBLE_SECONDS + 60.0
-# What tells a process that it is one of several: a stage that runs on the first node is alone.
+# Variables of launchers, which are removed for a stage that runs only on the first node.
 LAUNCHER_PREFIXES = ("SLURM_STEP", "PMI_", "PMIX_", "OMPI_", "MPI_LOCAL", "PALS_", NODES_VARIABLE, ADDRESS_VARIABLE)
 
 RunCommand = Callable[[list[str], dict[str, str]], tuple[int, int]]
@@ -45,7 +44,7 @@ class PipelineOutcome:
 
 
 class PipelineNodes:
-    """The nodes of a pipeline, on the first of them. Raises PeerLost where another one does not come or does not answer."""
+    """The nodes of a pipeline, on the first of them. Raises PeerLost where another one does not join or does not answer."""
 
     def __init__(self, group: NodeGroup, folder: Path) -> None:
         """`folder` holds the runs. Raises UserError naming the nodes that do not share it."""
@@ -66,7 +65,7 @@ class PipelineNodes:
             )
 
     def start_stage(self, words: list[str]) -> dict[str, str]:
-        """Have the other nodes start a command line. Returns the environment with which this node is to start it.
+        """Make the other nodes start a command line. Returns the environment in which this node must start it.
 
         Raises UserError naming the nodes that do not see its inputs as this node does.
         """
@@ -89,25 +88,26 @@ class PipelineNodes:
     def _answers(self, key: str) -> dict[int, str]:
         answers = {}
         for rank in range(1, len(self._group.names)):
-            if not wait_until(lambda rank=rank: has(self._node_store, f"{key}/{rank}"), ANSWER_SECONDS):  # type: ignore[misc]
+            if not wait_until(lambda rank=rank: has_key(self._node_store, f"{key}/{rank}"), ANSWER_SECONDS):  # type: ignore[misc]
                 raise self._group.peer_lost(rank)
-            answers[rank] = read(self._node_store, f"{key}/{rank}")
+            answers[rank] = read_key(self._node_store, f"{key}/{rank}")
         return answers
 
     def _set(self, key: str, value: str) -> None:
         self._node_store.call(lambda store: store.set(key, value))
 
     def end(self, status: int) -> None:
-        """Have the other nodes end with a status, and wait a moment until they know it: the store goes with this process."""
+        """Make the other nodes end with a status, and wait briefly until they have read it, since the store ends with this
+        process."""
         self._set("end", str(status))
         others = len(self._group.names) - 1
         wait_until(lambda: self._node_store.call(lambda store: bool(store.add("ended", 0) >= others)), READ_SECONDS)
 
 
 @contextmanager
-def lead(group: NodeGroup | None, folder: Path) -> Iterator[tuple[PipelineNodes | None, "PipelineOutcome"]]:
-    """A block in which the first node carries out a pipeline, and sets its status; no nodes where there are no others, which
-    end as the block does."""
+def coordinate_nodes(group: NodeGroup | None, folder: Path) -> Iterator[tuple[PipelineNodes | None, "PipelineOutcome"]]:
+    """A context in which the first node carries out a pipeline, and sets its status. The other nodes end with the block. Yields
+    no nodes where there are no others."""
     nodes, outcome = None, PipelineOutcome()
     try:
         nodes = PipelineNodes(group, folder) if group is not None and len(group.names) > 1 else None
@@ -122,8 +122,9 @@ def lead(group: NodeGroup | None, folder: Path) -> Iterator[tuple[PipelineNodes 
             write_status(group, outcome.status)
 
 
-def follow(group: NodeGroup, run_command: RunCommand) -> int:
-    """On the other nodes: start what the first one says, until it ends. Returns its status. Raises PeerLost if that is lost."""
+def run_as_worker_node(group: NodeGroup, run_command: RunCommand) -> int:
+    """On the other nodes: start the stages that the first node announces, until it ends. Returns its status. Raises PeerLost if
+    the first node is lost."""
     node_store, number = NodeStore(group), 0
     received: list[int] = []
 
@@ -139,20 +140,20 @@ def follow(group: NodeGroup, run_command: RunCommand) -> int:
     sees = bool(name) and wait_until(lambda: own.sees(name), VISIBLE_SECONDS)
     node_store.call(lambda store: store.set(f"marker/{group.rank}", "seen" if sees else "absent"))
     while not received:
-        if has(node_store, "end"):
-            status = int(read(node_store, "end"))
+        if has_key(node_store, "end"):
+            status = int(read_key(node_store, "end"))
             node_store.call(lambda store: store.add("ended", 1))
             return status
-        if has(node_store, f"stage/{number}"):
-            received += _start_with_the_first(node_store, f"stage/{number}", run_command)
+        if has_key(node_store, f"stage/{number}"):
+            received += _start_stage(node_store, f"stage/{number}", run_command)
             number += 1
         time.sleep(LAST_PAUSE_SECONDS)
     return 128 + received[0]
 
 
-def _start_with_the_first(node_store: NodeStore, key: str, run_command: RunCommand) -> list[int]:
+def _start_stage(node_store: NodeStore, key: str, run_command: RunCommand) -> list[int]:
     """Start a stage if all nodes see its inputs. Returns the signal that interrupted it, if one did."""
-    group, stage = node_store.group, json.loads(read(node_store, key))
+    group, stage = node_store.group, json.loads(read_key(node_store, key))
     difference = _first_difference(stage["inputs"])
     node_store.call(lambda store: store.set(f"{key}/{group.rank}", difference))
     if not node_store.get(f"{key}/go", len(group.names) * ANSWER_SECONDS):
@@ -161,18 +162,18 @@ def _start_with_the_first(node_store: NodeStore, key: str, run_command: RunComma
     return [interrupted] if interrupted else []
 
 
-def has(node_store: NodeStore, key: str) -> bool:
+def has_key(node_store: NodeStore, key: str) -> bool:
     """Whether a key is set. Raises PeerLost where the first node does not answer."""
     return node_store.call(lambda store: bool(store.check([key])))
 
 
-def read(node_store: NodeStore, key: str) -> str:
+def read_key(node_store: NodeStore, key: str) -> str:
     """The value of a key that is set. Raises PeerLost."""
     return node_store.call(lambda store: str(store.get(key).decode()))
 
 
 def environment_of_first_node() -> dict[str, str]:
-    """The environment of a stage that runs on the first node alone."""
+    """The environment of a stage that runs only on the first node."""
     return {name: value for name, value in environment_of_stage().items() if not name.startswith(LAUNCHER_PREFIXES)}
 
 
@@ -181,19 +182,19 @@ def _environment_of_stage(group: NodeGroup, port: int) -> dict[str, str]:
 
 
 def environment_of_stage() -> dict[str, str]:
-    """The environment without the file of the job's status, which is that of the pipeline and not of a stage."""
+    """The environment without the file for the job's status, which belongs to the pipeline and not to a stage."""
     return {name: value for name, value in os.environ.items() if name != STATUS_VARIABLE}
 
 
 def describe_inputs(words: Sequence[str]) -> dict[str, str]:
-    """A digest of what each local path that a training command line reads holds, as this node sees it, by path."""
+    """A digest, by path, of each local path that a training command line reads, as this node sees it."""
     config: StageConfig = parse_config(STAGES[words[0]], list(words[1:]))
     paths = [config.model.source] if config.model.source is not None else []
     if isinstance(config, PretrainConfig):
         paths += [parse_location(source.folder) for source in config.data.all_sources if not is_remote(source.folder)]
     elif isinstance(config, TunedConfig):
         paths += [path for source in config.data.file_sources for path in (*source.files, *source.validation_files)]
-    # What this node lacks the stage itself refuses, or it is the name of a model.
+    # A missing path is refused by the stage itself, or is the name of a model.
     return {str(path): _digest(path) for path in paths if path.exists()}
 
 
@@ -209,7 +210,7 @@ def _digest(path: Path) -> str:
 
 
 def _first_difference(inputs: dict[str, str]) -> str:
-    """The first path that this node does not see as the first one does; empty where there is none."""
+    """The first path whose digest differs from the first node's; empty where there is none."""
     for path, digest in inputs.items():
         if not wait_until(lambda path=path, digest=digest: _digest(Path(path)) == digest, VISIBLE_SECONDS):  # type: ignore[misc]
             return path
