@@ -82,7 +82,7 @@ def test_no_public_name_is_that_of_a_subpackage_whose_import_would_replace_it() 
     assert not {module.name for module in pkgutil.iter_modules(lmforge.__path__)} & set(lmforge.__all__)
 
 
-def test_type_checkers_are_told_the_same_names_from_the_same_places() -> None:
+def test_type_checkers_get_the_same_names_from_the_same_modules() -> None:
     stub = ast.parse((ROOT / "lmforge" / "__init__.pyi").read_text(encoding="utf-8"))
     declared = {
         alias.asname or alias.name: f"{node.module}:{alias.name}"
@@ -176,7 +176,7 @@ def test_wrong_options_of_a_program_are_refused_as_those_of_a_recipe(tmp_path: P
         lmforge.train_model({"train.steps": 0})
 
 
-def test_a_program_trains_with_its_objective_and_callbacks_and_goes_on(
+def test_a_program_trains_with_its_objective_and_callbacks_and_continues(
     program: Command, tiny_tokens: Path, tmp_path: Path
 ) -> None:
     text = """

@@ -61,7 +61,7 @@ def pytest_on(folder: Path, *words: str, only: tuple[str, ...] = (), **variables
     return done.stdout, drawn.read_text().splitlines()
 
 
-def test_a_seed_repeats_what_is_drawn_and_repetitions_draw_anew(tmp_path: Path) -> None:
+def test_a_seed_repeats_samples_and_repetitions_draw_new_ones(tmp_path: Path) -> None:
     said, drawn = pytest_on(tmp_path, "--repeat", "2", LMFORGE_TEST_SEED="17", LMFORGE_ALL_TOOLS="0")
     assert said.startswith("seed 17, set by LMFORGE_TEST_SEED")
     assert "4 tests not run: need a unicorn (apt-get install unicorn)\n" in said

@@ -164,7 +164,7 @@ def test_the_published_setting_is_repeated(gpu: ModuleType) -> None:
     assert (setting.activation_checkpointing, setting.master_dtype) == ("full", "bf16")
 
 
-def test_want_of_memory_is_told_from_other_failures() -> None:
+def test_out_of_memory_is_distinguished_from_other_failures() -> None:
     assert ran_out_of_memory(1, "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB")
     assert ran_out_of_memory(-9, "")
     assert not ran_out_of_memory(1, "RuntimeError: sizes differ")

@@ -85,7 +85,7 @@ def test_one_rank_looks_however_many_wait(rank: int, program: Command) -> None:
     assert store.add("lmforge/joining--test/count", 0) == 2
 
 
-def test_a_rank_goes_on_once_its_thread_has_connected(tmp_path: Path) -> None:
+def test_a_rank_continues_once_its_thread_has_connected(tmp_path: Path) -> None:
     """A thread that connects while rank 0 ends, and the store with it, makes torch print the lost connection."""
     script = tmp_path / "slow.py"
     script.write_text(SLOW)

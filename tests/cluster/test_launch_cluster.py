@@ -377,7 +377,7 @@ def test_the_stages_of_a_pipeline_continue_on_all_nodes(
 
 
 @pytest.mark.slow
-def test_a_pipeline_of_slurm_that_is_out_of_time_goes_on_with_its_stage(cluster: Desk) -> None:
+def test_a_pipeline_of_slurm_that_is_out_of_time_continues_with_its_stage(cluster: Desk) -> None:
     write_pipeline(cluster, steps=STEPS)
     run = cluster.launch("--on", "slurm", "--nodes", "2", recipe="both.toml")
     second = cluster.run("both-second")

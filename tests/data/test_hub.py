@@ -138,7 +138,7 @@ def test_a_server_that_dies_in_a_file_is_asked_again_for_the_rest_of_it(
 
 
 @pytest.mark.parametrize("where", ["folder", "cache"])
-def test_another_process_goes_on_where_one_was_cut_off(
+def test_another_process_continues_where_one_was_cut_off(
     where: str, hub: Hub, weights: bytes, download: Download, refused: Refusal, lmforge: Command, tmp_path: Path
 ) -> None:
     words = ["download", "org/model", *([tmp_path / "model"] if where == "folder" else [])]
@@ -227,6 +227,6 @@ def test_a_recipe_says_what_is_downloaded(hub: Hub, download: Download, refused:
     assert refused("download", recipe, "folder").startswith("--folder: not with a recipe")
 
 
-def test_of_a_model_the_tokenizer_alone_can_be_downloaded(hub: Hub, download: Download) -> None:
+def test_only_the_tokenizer_of_a_model_can_be_downloaded(hub: Hub, download: Download) -> None:
     assert "fetched 5 files" in download("org/model", "--weights", "false")
     assert hub.sent("model.safetensors") == []

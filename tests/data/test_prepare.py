@@ -322,7 +322,7 @@ def test_empty_documents_are_left_out_and_counted(tmp_path: Path) -> None:
     assert sum(summary.documents.values()) == 2
 
 
-def test_a_document_longer_than_a_shard_is_whole(tmp_path: Path) -> None:
+def test_a_document_longer_than_a_shard_is_not_cut(tmp_path: Path) -> None:
     texts = ["x" * 5000, "y" * 20, "z" * 3000, "w" * 7]
     source = write_lines(tmp_path / "a.jsonl", texts)
     prepare(str(source), tmp_path / "out", vocab_size=261, validation_ratio=0, shard_tokens=100)
@@ -499,7 +499,7 @@ def test_no_worker_process_hears_ctrl_c_and_the_caller_still_does() -> None:
     assert done.stdout.strip() == f"{[[int(signal.SIGINT), int(signal.SIGTERM)]] * 6} set()"
 
 
-def test_a_process_killed_from_outside_is_said_and_nothing_is_lost(tmp_path: Path) -> None:
+def test_a_process_killed_from_outside_is_reported_and_no_work_is_lost(tmp_path: Path) -> None:
     corpus = write_lines(tmp_path / "corpus.jsonl", some_texts(20_000))
     small = (
         "from lmforge.data.sources import text_sources; text_sources.JSONL_UNIT_BYTES = 20_000\n"
@@ -660,7 +660,7 @@ def test_an_option_out_of_its_bounds_is_named(
     assert expected in message
 
 
-def test_a_corpus_of_nothing_but_blanks_is_empty(tmp_path: Path) -> None:
+def test_a_corpus_of_blanks_is_empty(tmp_path: Path) -> None:
     source = write_lines(tmp_path / "a.jsonl", ["", "  ", "\n"])
     with pytest.raises(UserError, match=r"a\.jsonl: empty: there is no text in it"):
         prepare(str(source), tmp_path / "out")

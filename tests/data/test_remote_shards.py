@@ -132,7 +132,7 @@ def test_a_manifest_and_a_tokenizer_that_fail_at_first_are_read(tmp_path: Path, 
     assert folder.tokenizer.vocab_size == 261
 
 
-def test_a_server_that_goes_on_failing_is_named_with_address_and_shard(tmp_path: Path, server: FaultyServer) -> None:
+def test_a_server_that_continues_failing_is_named_with_address_and_shard(tmp_path: Path, server: FaultyServer) -> None:
     dataset = opened(server, tmp_path / "cache")
     server.faults = ["error"] * 1000
     with pytest.raises(UserError, match=rf"sample 0: {server.address}/folder/train-0000\d\.\w+: .*500") as problem:

@@ -137,7 +137,7 @@ def test_two_swapped_token_files_of_one_size_are_found(path: Path) -> None:
         TokenFolder.open(path).split("train").read(0, 10)
 
 
-def test_two_shards_swapped_whole_are_found(path: Path) -> None:
+def test_two_swapped_shards_are_found(path: Path) -> None:
     for suffix in SHARD_SUFFIXES:
         swap(path / f"train-00000{suffix}", path / f"train-00001{suffix}")
     with pytest.raises(UserError, match=r"train-00000\.json: is not the one written for .*: changed or swapped"):

@@ -95,7 +95,7 @@ def test_it_begins_from_the_folders_weights_and_trains_every_tensor(runs: dict[s
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_run_is_opened_evaluated_shown_and_exported_without_being_told_what_it_is(
+def test_a_run_is_opened_evaluated_shown_and_exported_without_options_for_its_kind(
     runs: dict[str, Run], kind: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     run = runs[f"{kind} fsdp2"]

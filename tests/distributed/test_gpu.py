@@ -374,7 +374,7 @@ def test_cuda_graphs_decode_what_single_kernels_do(monkeypatch: pytest.MonkeyPat
         torch.testing.assert_close(results[0], results[1], rtol=1e-4, atol=1e-5)
 
 
-def test_a_sharded_run_in_bf16_writes_samples_and_goes_on(
+def test_a_sharded_run_in_bf16_writes_samples_and_continues(
     lmforge: Command, tiny_options: list[str], tmp_path: Path, gpu_device: torch.device
 ) -> None:
     heads = ["--model.hidden_size", 64, "--parallel.engine", "fsdp2", "--train.dtype", "bf16"]

@@ -45,7 +45,7 @@ def test_only_adapters_have_gradients_and_optimizer_state(trials: SampledTrials,
         assert held["optimizer"] <= 2 * held["gradients"] + 1000
 
 
-def test_what_is_saved_under_one_strategy_goes_on_under_another(tmp_path: Path) -> None:
+def test_what_is_saved_under_one_strategy_continues_under_another(tmp_path: Path) -> None:
     on_ranks(2, HERE / "lora_saved.py", tmp_path, tmp_path)
     result = json.loads((tmp_path / "result.json").read_text())
     assert len(result) == 3

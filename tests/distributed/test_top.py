@@ -108,7 +108,7 @@ def test_a_host_that_does_not_answer_neither_counts_nor_holds_up_the_others(
     assert results["silent"]["usage"] is results["refuses"]["usage"] is None
 
 
-def test_a_host_that_nobody_knows_has_a_row_of_its_own(capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_unknown_host_has_its_own_row(capsys: pytest.CaptureFixture[str]) -> None:
     assert lmforge_here(["top", "nowhere.invalid", "--once", "--timeout_seconds", "20"]) == 0
     page = capsys.readouterr().out.splitlines()
     assert "0 of 1 host answers" in page

@@ -338,14 +338,14 @@ def test_every_preset_trains(world: World, name: str) -> None:
         assert losses(run)[1] == pytest.approx(0, abs=1e-3)
 
 
-def test_how_many_answers_are_written_at_once_does_not_show(world: World) -> None:
+def test_the_decoding_batch_size_does_not_change_results(world: World) -> None:
     for name in ("loss", "reward", "completion_tokens"):
         assert losses(world.run("grpo few at once"), name) == pytest.approx(
             {step: value for step, value in losses(world.run("grpo"), name).items() if step <= 2}, abs=1e-5
         )
 
 
-def test_a_set_of_answers_that_was_kept_by_other_options_is_written_anew(world: World) -> None:
+def test_a_set_of_completions_saved_with_other_options_is_sampled_again(world: World) -> None:
     run = world.run("grpo begun without kl")
     assert set(losses(run)) == {1, 2, 3}
     assert set(losses(run, "kl")) == {2, 3}
@@ -353,7 +353,7 @@ def test_a_set_of_answers_that_was_kept_by_other_options_is_written_anew(world: 
     assert "the completions of this set are sampled again" in said
 
 
-def test_a_divergence_that_lessens_rewards_is_told_too(world: World) -> None:
+def test_a_divergence_that_lessens_rewards_is_a_metric_too(world: World) -> None:
     assert losses(world.run("rloo"), "kl")[1] == pytest.approx(0, abs=1e-5)
     assert losses(world.run("rloo"), "kl")[2] != losses(world.run("rloo"), "kl")[1]
 
@@ -384,7 +384,7 @@ def test_held_out_examples_are_not_trained_on_and_rows_hold_whole_examples(world
         assert not contents(train) & contents(held_out)
 
 
-def test_a_reward_model_learns_to_tell_the_better_answer_and_goes_on_from_its_own_head(world: World) -> None:
+def test_a_reward_model_learns_to_tell_the_better_answer_and_continues_from_its_own_head(world: World) -> None:
     accuracy = losses(world.run("reward"), "val/rewards/accuracy")
     assert set(accuracy) == {0, STEPS}
     # Its new head gives small rewards at first: neither side is preferred by much.

@@ -162,7 +162,7 @@ def test_on_text_is_called_token_by_token_with_the_index(spelling: Spelling, byt
     assert streamed.pieces == [["b", "c", "d"], ["h"], []]
 
 
-def test_characters_of_several_bytes_are_streamed_whole(spelling: Spelling, byte_tokenizer: Tokenizer) -> None:
+def test_characters_of_several_bytes_are_not_split_in_streams(spelling: Spelling, byte_tokenizer: Tokenizer) -> None:
     streamed = Streamed(1)
     [completion] = generate(
         spelling("aé漢🙂z"), byte_tokenizer, ["a"], max_tokens=99, sampling=GREEDY, seed=0, on_text=streamed
@@ -230,7 +230,7 @@ def test_a_completion_that_a_stop_string_ended_is_decoded_no_further(scripted: S
     assert rows == [2, 2, 1, 1]
 
 
-def test_of_stop_strings_that_complete_together_the_earlier_one_cuts(spelling: Spelling, byte_tokenizer: Tokenizer) -> None:
+def test_the_earliest_of_stop_strings_that_complete_together_cuts(spelling: Spelling, byte_tokenizer: Tokenizer) -> None:
     for stops in (["cd", "d"], ["d", "cd"]):
         [completion] = generate(
             spelling("abcdef"), byte_tokenizer, ["a"], max_tokens=50, sampling=GREEDY, seed=0, stop_strings=stops

@@ -42,7 +42,7 @@ def test_attention_is_its_definition(window: int | None, draw: random.Random) ->
 
 
 @pytest.mark.parametrize("length", [300, 2100])
-def test_a_long_row_taken_in_pieces_is_the_same_as_taken_whole(length: int, draw: random.Random) -> None:
+def test_attention_in_chunks_equals_attention_at_once(length: int, draw: random.Random) -> None:
     documents = (torch.arange(length) > draw.randrange(length)).int()[None]
     q, k, v = (torch.randn(1, heads, length, 8, requires_grad=True) for heads in (4, 2, 2))
     mask = create_attention_mask(documents, draw.choice([None, 40]))

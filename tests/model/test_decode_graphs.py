@@ -101,7 +101,7 @@ def test_recorded_steps_compute_what_others_do_while_sequences_join_grow_and_lea
         assert (len(recorded), replays) == (4, 23 - 4)
 
 
-def test_a_recording_that_fails_is_said_once_and_steps_go_on(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_recording_that_fails_is_reported_once_and_steps_continue(capsys: pytest.CaptureFixture[str]) -> None:
     def fails(compute: Callable[[], Tensor]) -> Callable[[], Tensor]:
         raise RuntimeError("operation not permitted when stream is capturing\nand more")
 

@@ -267,7 +267,7 @@ def test_a_batch_without_completions_has_zero_loss_and_zero_gradients(name: str)
     assert torch.equal(gradient(total, model), torch.zeros(sum(each.numel() for each in model.parameters())).double())
 
 
-def test_a_masked_truncated_completion_adds_nothing_and_is_not_counted() -> None:
+def test_a_masked_truncated_completion_is_neither_in_the_loss_nor_counted() -> None:
     generator, model = drawn()
     rows = completions_of(generator, (2,))
     config = LOSS_TYPE_PRESETS["dapo"]

@@ -239,7 +239,7 @@ def test_only_what_fits_by_the_estimate_is_suggested_and_nothing_that_fits_is_ca
     assert refused > 3
 
 
-def test_gradients_are_reduced_once_a_step_where_a_gpu_holds_them_whole_until_then() -> None:
+def test_gradients_are_reduced_once_per_step_where_full_gradients_fit_on_a_gpu() -> None:
     words = ["--train.global_batch_size", "64", "--train.micro_batch_size", "4", "--parallel.engine", "fsdp2"]
 
     def estimator(gpu_bytes: float | None, *more: str) -> MemoryEstimator:

@@ -332,7 +332,7 @@ def test_a_short_run_is_said_in_seconds_and_small_amounts_are_not_none(capfd: py
     assert re.search(r"tokens: \d+s \(\d+s to \d+s\), 0\.\d+ GPU-hours \(0\.\d+ to 0\.\d+\), 0\.\d+ kWh ", cost)
 
 
-def test_a_search_in_which_nothing_fits_fails_in_one_line(tmp_path: Path, refused: Refusal) -> None:
+def test_a_search_without_a_fitting_configuration_fails_in_one_line(tmp_path: Path, refused: Refusal) -> None:
     words = ["plan", ROOT / "recipes" / "llama3.1-405b.toml", "--gpus", 1, "--gpu_type", "rtx-4090", "--search"]
     printed = refused(*words, "--write", tmp_path / "a.toml", status=1)
     assert "no configuration fits into" in printed

@@ -73,7 +73,7 @@ def test_the_state_of_a_run_is_that_of_its_ranks_wherever_it_is_shown(
     assert (read_run_status(run).state, read_run(run)["state"], read_runs(tmp_path)[0].state) == (state, state, state)
 
 
-def test_of_long_metrics_the_end_is_read(folder: Path) -> None:
+def test_the_end_of_long_metrics_is_read(folder: Path) -> None:
     path = folder / "first" / "metrics.jsonl"
     lines = [json.dumps({"step": step, "loss": step + 0.5}) for step in range(100_000)]
     path.write_text("\n".join([*lines, '{"step": 100000, "lo']))

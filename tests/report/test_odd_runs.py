@@ -46,7 +46,7 @@ def test_a_run_that_failed_unforeseen_says_why(
     assert type(problem).__name__ in (tmp_path / "a" / "report.html").read_text()
 
 
-def test_nothing_went_wrong_only_in_a_run_that_is_done_or_runs(first: Run) -> None:
+def test_no_problem_is_reported_only_for_a_run_that_is_done_or_runs(first: Run) -> None:
     shown = read_run(first) | {"events": []}
     said = {
         state: "Nothing went wrong." in verdict(shown | {"state": state}) for state in ("done", "running", "failed", "lost")

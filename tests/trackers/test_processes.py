@@ -47,7 +47,7 @@ def children() -> list[psutil.Process]:
     return [child for child in psutil.Process().children() if "lmforge.trackers" in " ".join(child.cmdline())]
 
 
-def test_a_resumed_run_goes_on_with_its_id_and_sends_each_record_once(
+def test_a_resumed_run_continues_with_its_id_and_sends_each_record_once(
     train: Train, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert train(2) == train(4) == 0
@@ -68,7 +68,7 @@ def test_a_resumed_run_goes_on_with_its_id_and_sends_each_record_once(
 
 
 @pytest.mark.parametrize("place", ["open", "metrics 2"])
-def test_a_tracker_that_hangs_holds_up_nothing_and_misses_nothing(
+def test_a_tracker_that_hangs_delays_no_step_and_misses_no_record(
     train: Train, tmp_path: Path, place: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(processes, "FINISH_SECONDS", 3.0)

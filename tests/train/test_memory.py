@@ -167,7 +167,7 @@ def test_compiled_attention_runs_while_activations_are_counted() -> None:
 
 @pytest.mark.slow
 @pytest.mark.needs("a C++ compiler")
-def test_of_compiled_code_the_output_that_the_backward_pass_needs_is_counted() -> None:
+def test_the_output_of_compiled_code_that_the_backward_pass_needs_is_counted() -> None:
     weight = torch.ones(256, requires_grad=True)
     compiled = torch.compile(lambda each: each.exp())
     compiled(weight)

@@ -22,7 +22,7 @@ def test_pass_at_k_is_the_share_of_draws_of_k_answers_that_hold_a_pass() -> None
                 assert math.isnan(result) if not draws else math.isclose(result, sum(draws) / len(draws), abs_tol=1e-12)
 
 
-def test_pass_at_k_is_told_for_powers_of_two_below_the_size_of_a_group() -> None:
+def test_pass_at_k_is_a_metric_for_powers_of_two_below_the_size_of_a_group() -> None:
     assert [name for name in completion_metric_names(8) if name.startswith("pass")] == ["pass@1", "pass@2", "pass@4", "pass@n"]
     assert [name for name in completion_metric_names(6) if name.startswith("pass")] == ["pass@1", "pass@2", "pass@4", "pass@n"]
     assert [name for name in completion_metric_names(2) if name.startswith("pass")] == ["pass@1", "pass@n"]

@@ -159,7 +159,7 @@ def test_every_stage_asks_as_its_checkpoints_are_asked(
         (["--validation.task_limit", "1"], "validation.task_limit: only with validation.tasks; leave it out"),
     ],
 )
-def test_what_cannot_be_asked_is_told_in_one_line_and_nothing_is_made(
+def test_unusable_tasks_are_refused_in_one_line_and_no_file_is_written(
     words: list[str],
     said: str,
     tiny_options: list[str],

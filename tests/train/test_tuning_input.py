@@ -190,7 +190,7 @@ def recipe_of(kind: type[Tuned], place: Path, source: Path, **tables: Mapping[st
         ),
     ],
 )
-def test_it_is_told_in_one_line_and_nothing_is_made(
+def test_it_is_refused_in_one_line_and_writes_no_file(
     verb: str,
     words: list[str],
     said: str,
@@ -336,9 +336,7 @@ def test_columns_of_any_kind_do_no_harm_where_no_reward_takes_them(place: Path, 
     assert [record["reward"] for record in steps_of(place / "runs" / "run")] == [4.0, 4.0]
 
 
-def test_a_function_that_fails_on_another_rank_is_told_in_its_log_and_counted(
-    place: Path, tiny_run: Path, lmforge: Command
-) -> None:
+def test_a_function_that_fails_on_another_rank_is_in_its_log_and_counted(place: Path, tiny_run: Path, lmforge: Command) -> None:
     options = [*GRPO, "--data.files", "prompts.jsonl", "--train.global_batch_size", "8"]
     options += ["--rollout.reward_functions", "rewards.py:failing_elsewhere", "rewards.py:right"]
     done = lmforge("align", "--model.source", tiny_run, *options, "--run.name", "run", cwd=place, ranks=2)

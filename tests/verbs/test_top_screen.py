@@ -81,7 +81,7 @@ def test_a_gpu_that_is_busy_at_little_power_is_said_to_wait_and_its_rank_is_name
     assert row.endswith("rank 0     busy at 11% of its power: waiting?")
 
 
-def test_values_that_nothing_is_known_of_are_question_marks() -> None:
+def test_unknown_values_are_question_marks() -> None:
     unknown = replace(HOST, cpu_percent=None, received_bytes_per_second=None, sent_bytes_per_second=None, processes=[])
     page = drawn([HostAnswer("node1", replace(unknown, devices=[DeviceUsage(0)]), 0.0)], [])
     assert row_of(page, "node1").split() == ["node1", "?", "8.0/64", "128/1,024", "?/?"]
