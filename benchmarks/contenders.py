@@ -43,7 +43,7 @@ from lmforge.monitor.watchdog import Watchdog
 from lmforge.objectives.language import NextTokenObjective
 from lmforge.parallel.precision import DTYPES
 from lmforge.runs import Run
-from lmforge.stages.build_model import build_model_and_optimizer, fill_weights
+from lmforge.stages.build_model import build_model_and_optimizer
 from lmforge.stages.dataset_batches import DatasetBatches
 from lmforge.trackers.processes import TrackerProcesses
 from lmforge.train.bad_steps import BadStepDetector
@@ -160,9 +160,8 @@ def run_lmforge(contest: Contest, turns: Turns, first_losses: list[float], *, co
         checkpoint=CheckpointOptions(every_steps=ENDLESS_STEPS),
     )
     dtype, compiled = DTYPES[contest.dtype], compiled and contest.compiled
-    fill = partial(fill_weights, config, ranks, None)
     parallel_model, optimizer = build_model_and_optimizer(
-        config, contest.shape, objective, ranks, dtype, compiled, config.parallel, fill
+        config, contest.shape, objective, ranks, dtype, compiled, config.parallel, None
     )
     plan = BatchPlan(contest.rows, contest.length, 1, contest.rows // contest.accumulation, contest.accumulation)
     tokenizer = TokenFolder.open(contest.folder / "tokens").tokenizer

@@ -27,7 +27,7 @@ from setting import benchmark_parser, machine, machine_lines, summarize, write_r
 
 from lmforge.data.best_fit_index import BestFitIndex
 from lmforge.data.dataset import TokenDataset
-from lmforge.data.prepare.dist_context import OneRank
+from lmforge.data.prepare.dist_context import SingleProcessContext
 from lmforge.data.prepare.pack import pack_folder
 from lmforge.data.shards.folder import TokenFolder
 from lmforge.data.shards.format import (
@@ -76,7 +76,7 @@ def write_documents(folder: Path, documents: int) -> None:
     tokens = generator.integers(5, 261, lengths.sum()).astype(np.uint16)
     entry = write_shard(folder, "train-00000", tokens, lengths, tokenizer.hash)
     write_manifest(folder, "random", tokenizer, [entry])
-    pack_folder(str(folder), PACKED_LENGTH, workers=1, progress=lambda *step: None, ranks=OneRank())
+    pack_folder(str(folder), PACKED_LENGTH, workers=1, progress=lambda *step: None, dist_ctx=SingleProcessContext())
 
 
 def measure_packings(folder: Path, batches: int) -> dict[str, Any]:

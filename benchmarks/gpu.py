@@ -36,7 +36,7 @@ from lmforge.interop.config_json import to_config_json
 from lmforge.model.config import ModelConfig
 from lmforge.model.flops import FLOPS_CONVENTION, flops_per_token, parameter_count
 from lmforge.parallel.precision import has_native_bf16
-from lmforge.plan.hardware import find_gpu
+from lmforge.plan.hardware import data_sheets
 from lmforge.plan.peak_flops import rank_peak_flops
 from lmforge.plan.planning import Machine, predict_step
 from lmforge.plan.prediction.predict import Prediction
@@ -215,7 +215,7 @@ def outcome(trial: dict[str, Any]) -> str:
 
 def prediction_of(name: str, contest: Contest, device_name: str) -> Prediction | None:
     """The plan of a row; None for other programs than lmforge, and for a GPU that the hardware file does not have."""
-    gpu = find_gpu(device_name)
+    gpu = data_sheets().find(device_name)
     if gpu is None or gpu.peak_flops(contest.dtype) is None or not name.startswith(LMFORGE):
         return None
     step_config = StepConfig(

@@ -6,6 +6,7 @@ called. No torch here.
 """
 
 import errno
+import json
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any, Protocol
@@ -26,6 +27,11 @@ def block_checksums(data: Any, block_bytes: int) -> list[str]:
     """The xxh3-64 of each block of a buffer of bytes, as hex digits."""
     view = memoryview(data)
     return [xxhash.xxh3_64_hexdigest(view[start : start + block_bytes]) for start in range(0, len(view), block_bytes)]
+
+
+def hash_json(value: Any, *, sort_keys: bool = False) -> str:
+    """The xxh3-128 of a value as JSON, as hex digits: the identity of what it describes."""
+    return xxhash.xxh3_128_hexdigest(json.dumps(value, sort_keys=sort_keys).encode())
 
 
 class DamagedFile(OSError):

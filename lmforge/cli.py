@@ -15,13 +15,16 @@ import tempfile
 import textwrap
 import time
 import traceback
+from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
 from lmforge import __version__
 from lmforge.cluster.environment import ENVIRONMENT_VARIABLE, LAUNCHER_PID_VARIABLE
-from lmforge.cluster.node_group import NodeGroup, read_node_group
+from lmforge.cluster.launch import launch_local, launch_plainly
+from lmforge.cluster.node_group import NodeGroup, launch_on_node, read_node_group
 from lmforge.cluster.rank_info import count_restarts, read_rank_info
 from lmforge.config.help_text import format_help
 from lmforge.config.load import RESUME_ARGUMENTS, STAGES, load_extended, parse_config, parse_verb
@@ -31,6 +34,7 @@ from lmforge.config.verbs.bench import BenchConfig
 from lmforge.config.verbs.examine import DoctorOptions
 from lmforge.config.verbs.launch import LaunchVerbOptions, parse_launch
 from lmforge.errors import RunFailed, UserError
+from lmforge.parallel.dims import plan_batches
 from lmforge.runs import Run
 from lmforge.untrusted import cut, describe_os_error
 from lmforge.verbs.table import VERBS
@@ -120,13 +124,13 @@ def run(arguments: list[str]) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 128 + signal.SIGPIPE
     except Exception as problem:
-        if not debug and (foreseen := _foreseen(problem)):
-            _print_error(str(foreseen))
-            return foreseen.exit_status
         if debug:
             if sys.__stderr__ is not None:
                 sys.stderr = sys.__stderr__  # a rank's sys.stderr may be its log
             raise
+        if foreseen := _foreseen(problem):
+            _print_error(str(foreseen))
+            return foreseen.exit_status
         saved = _save_traceback(problem, chosen)
         what = " ".join(traceback.format_exception_only(problem)[-1].split())
         _print_error(f"unexpected {what}; its traceback is in {saved} (--debug prints it here)")
@@ -213,10 +217,8 @@ def _carry_out(name: str, arguments: list[str], chosen: Any) -> int:
         print(dry_run(chosen, everything=scope == "all"))
         return 0
     if name in STAGES and (group := read_node_group()):
-        return _launch_on_node(group, [name, *arguments], chosen)
+        return _launch([name, *arguments], chosen, chosen.launch.processes, group)
     if name == "doctor" and (group := read_node_group()):
-        from lmforge.cluster.launch import launch_plainly
-
         return launch_plainly(chosen.processes, [name, *arguments], group.rank, len(group.names), group.address, group.port)
     # Ranks that lmforge started have the same command line; their environment variables tell their rank.
     if (environment := _requested_environment(chosen)) != "auto" and LAUNCHER_PID_VARIABLE not in os.environ:
@@ -233,36 +235,17 @@ def _requested_environment(chosen: Any) -> str:
     return str(chosen.launch.environment if isinstance(chosen, StageConfig) else getattr(chosen, "environment", "auto"))
 
 
-def _launch(command: list[str], chosen: Any, processes: int) -> int:
-    from lmforge.cluster.launch import launch_local
-    from lmforge.parallel.dims import plan_batches
-
-    if isinstance(chosen, StageConfig):
-        plan_batches(chosen, processes)  # refused here, before ranks are started
+def _launch(command: list[str], chosen: Any, processes: int, group: NodeGroup | None = None) -> int:
+    """Start the ranks of this machine: all of them, or those of a node of the `group` that `lmforge launch` has started."""
+    if isinstance(chosen, StageConfig):  # refused here, before ranks are started
+        nodes = len(group.names) if group else 1
+        plan_batches(chosen, processes * nodes)
     if command[0] not in STAGES:
         return launch_local(processes, command)
     run = Run.from_config(chosen)
     before = run.started_at_ns
-    return launch_local(
-        processes,
-        command,
-        max_restarts=chosen.launch.max_restarts,
-        restart_arguments=RESUME_ARGUMENTS,
-        has_begun=lambda: run.started_at_ns != before,
-    )
-
-
-def _launch_on_node(group: NodeGroup, command: list[str], chosen: StageConfig) -> int:
-    """Start the ranks of this machine, one of several that a launcher script of `lmforge launch` runs on."""
-    from lmforge.cluster.node_group import launch_on_node
-    from lmforge.parallel.dims import plan_batches
-
-    processes = chosen.launch.processes
-    plan_batches(chosen, processes * len(group.names))
-    run = Run.from_config(chosen)
-    before = run.started_at_ns
-    return launch_on_node(
-        group,
+    launch: Callable[..., int] = partial(launch_on_node, group) if group else launch_local
+    return launch(
         processes,
         command,
         max_restarts=chosen.launch.max_restarts,

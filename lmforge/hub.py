@@ -192,6 +192,13 @@ def download(
     return result
 
 
+def read_download_record(folder: Path) -> list[HubFile] | None:
+    """The files of a folder's DOWNLOAD_RECORD; None where it has none that can be read."""
+    with suppress(OSError, UserError, KeyError):
+        return read_json(folder / DOWNLOAD_RECORD, dict[str, list[HubFile]], max_bytes=MAX_INDEX_BYTES)["files"]
+    return None
+
+
 def download_command(name: str, revision: str, kind: Kind = "model") -> str:
     """The command to run where there is a network."""
     at = "" if revision == "main" else f"@{revision}"
@@ -242,11 +249,7 @@ class _Destination:
 
     def __init__(self, folder: Path, blobs: Path | None) -> None:
         self.folder, self._blobs = folder, blobs
-        try:
-            record = read_json(folder / DOWNLOAD_RECORD, dict[str, list[HubFile]], max_bytes=MAX_INDEX_BYTES)
-            self._verified = {file.name: file for file in record["files"]}
-        except (OSError, UserError, KeyError):
-            self._verified = {}
+        self._verified = {file.name: file for file in read_download_record(folder) or ()}
         if not blobs and not self._verified and any(folder.glob("*.safetensors")):
             raise UserError(f"{folder}: holds a model that was not downloaded by lmforge; choose another folder")
 

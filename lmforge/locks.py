@@ -13,7 +13,6 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Literal
 
 # The errors of a file system without locks.
 NO_LOCKS_ERRNOS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP, errno.EINVAL)
@@ -33,42 +32,38 @@ class HeldFile:
 
     def _refresh(self) -> None:
         while not self._released.wait(REFRESH_SECONDS):
-            try:
+            with suppress(OSError):  # the file system is unavailable, possibly only for a while
                 os.utime(self._path)
-            except OSError:
-                continue  # the file system is unavailable, possibly only for a while
 
     def release(self) -> None:
         self._released.set()
-        try:
+        with suppress(OSError):
             if os.stat(self._path).st_ino == self._identity:
                 self._path.unlink()
-        except OSError:
-            return
 
 
-def try_lock(descriptor: int, held_file: Path) -> HeldFile | Literal[False] | None:
-    """Lock an open file or folder, without waiting. Returns False where another process holds the lock.
+def try_lock(descriptor: int, held_file: Path) -> Callable[[], None] | None:
+    """Lock an open file or folder, without waiting. Returns None where another process holds the lock, else what releases it,
+    to be called before the descriptor is closed.
 
-    None: the lock is held until the descriptor is closed. A HeldFile: the file system has no locks, and `held_file` is the
-    lock, until it is released. Raises OSError.
+    `held_file` is the lock where the file system has none. Raises OSError.
     """
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        return None
+        return lambda: None  # the kernel does, once the descriptor is closed
     except BlockingIOError:
-        return False
+        return None
     except OSError as problem:
         if problem.errno not in NO_LOCKS_ERRNOS:
             raise
     for _ in range(2):
         try:
             os.close(os.open(held_file, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o644))
-            return HeldFile(held_file)
+            return HeldFile(held_file).release
         except FileExistsError:
             if not _remove_if_stale(held_file):
-                return False
-    return False
+                return None
+    return None
 
 
 def is_at(path: Path, descriptor: int) -> bool:
@@ -88,21 +83,25 @@ def remove_lock_alone(lock: Path) -> None:
 
 
 @contextmanager
-def hold_lock(path: Path, is_done: Callable[[], bool]) -> Iterator[bool]:
+def hold_lock(path: Path, is_done: Callable[[], bool], flags: int = os.O_RDWR | os.O_CREAT) -> Iterator[bool]:
     """Acquire the lock file `path` when no other process holds it. Yields False if `is_done` becomes true while another one
-    holds it."""
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
-    held = None
+    holds it.
+
+    `flags` are those with which it is opened: os.O_RDONLY of a folder.
+    """
+    descriptor = os.open(path, flags, 0o644)
+    held_file = path.with_name(f".{path.name.removeprefix('.')}.held")
+    release = None
     try:
-        while (held := try_lock(descriptor, path.with_name(f"{path.name}.held"))) is False:
+        while (release := try_lock(descriptor, held_file)) is None:
             if is_done():
                 yield False
                 return
             time.sleep(POLL_SECONDS)
         yield True
     finally:
-        if held:
-            held.release()
+        if release:
+            release()
         os.close(descriptor)
 
 

@@ -74,22 +74,22 @@ class Entry:
         if not isinstance(self.implementation, str):
             return self.implementation
         module, _, name = self.implementation.partition(":")
-        if self.origin == BUILT_IN:
-            return getattr(importlib.import_module(module), name)
         try:
             return getattr(importlib.import_module(module), name)
         except (Exception, SystemExit) as error:
+            if self.origin == BUILT_IN:
+                raise
             words = f"{self.implementation} cannot be imported: {describe_exception(error)}"
             raise UserError(f"{self.origin}: {self.kind} {self.name}: {words}") from error
 
     def build(self, *arguments: Any) -> Any:
         """What the implementation returns for `arguments`. Raises UserError where a plugin's raises anything."""
         implementation = self.load()
-        if self.origin == BUILT_IN:
-            return implementation(*arguments)
         try:
             return implementation(*arguments)
         except (Exception, SystemExit) as error:
+            if self.origin == BUILT_IN:
+                raise
             words = str(error) if isinstance(error, UserError) else f"raised {describe_exception(error)}"
             raise UserError(f"{self.origin}: {self.kind} {self.name}: {words}") from error
 

@@ -108,7 +108,8 @@ def read_checkpoint_manifest(folder: Path, schema: type[T], error: Callable[[str
 def remove_checkpoint(folder: Path) -> None:
     """Delete a checkpoint folder, local or remote, if it exists.
 
-    The manifest is deleted first, so that an interrupted deletion leaves nothing that counts as a checkpoint.
+    An interrupted deletion leaves nothing that counts as a checkpoint: a local folder is renamed first, and of a remote one the
+    manifest is deleted first.
     """
     if not folder.exists():
         return
@@ -275,6 +276,12 @@ class Run:
     def log_path(self, attempt: int, rank: int) -> Path:
         return self.logs_folder / f"attempt-{attempt}" / f"rank-{rank}.log"
 
+    def rank_logs(self, attempt: int) -> dict[int, Path]:
+        """The logs of an attempt that are there, by rank, in order."""
+        paths = (self.logs_folder / f"attempt-{attempt}").glob("rank-*.log")
+        found = {int(name[1]): path for path in paths if (name := re.fullmatch(r"rank-([0-9]{1,9})\.log", path.name))}
+        return dict(sorted(found.items()))
+
     def lock(self) -> None:
         """Lock the run for this process until it unlocks it or ends.
 
@@ -288,11 +295,10 @@ class Run:
             descriptor = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW, 0o666)
             file = os.fdopen(descriptor, "a+", encoding="utf-8", errors="replace")
         with storage_errors(lock, "cannot be locked", "choose another --run.folder"):
-            held = try_lock(file.fileno(), lock.with_name(".lock.held"))
-        releases = [held.release] if held else []
+            release = try_lock(file.fileno(), lock.with_name(".lock.held"))
         # A process that ends before its run has begun removes the file; others would not see this lock.
-        if held is False or not is_at(lock, file.fileno()):
-            for release in releases:
+        if release is None or not is_at(lock, file.fileno()):
+            if release:
                 release()
             file.seek(0)
             holder = file.read(MAX_HOLDER_CHARACTERS).strip() or "another process"
@@ -300,7 +306,8 @@ class Run:
         file.truncate(0)
         file.write(f"process {os.getpid()} on {platform.node()}")
         file.flush()
-        _held_locks[self.path] = [*releases, *([partial(remove_lock_alone, lock)] if is_new else []), file.close]
+        remove_if_new = [partial(remove_lock_alone, lock)] if is_new else []
+        _held_locks[self.path] = [release, *remove_if_new, file.close]
 
     def check_layout(self) -> None:
         """Raise UserError where a folder has the name of one of the run's files, or something else the name of a folder."""

@@ -3,7 +3,7 @@
 `read_json`, `parse_json`, `read_toml` and `parse_toml` bound the size and the nesting of the content before they parse it,
 check it against a declared schema, and fail in one line that names the file and the field. A schema is anything that
 pydantic can check: a model, a dataclass, a TypedDict, or a type such as `dict[str, str]`. Binary headers are bounded by
-their readers and parsed here. No torch here.
+their readers and parsed here. Messages between our own processes are parsed where they arrive. No torch here.
 """
 
 import errno

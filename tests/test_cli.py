@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from lmforge import cli
-from lmforge.config.load import load_config
+from lmforge.config.load import parse_config
 from lmforge.config.options import iter_options, validate_options
 from lmforge.config.stage import PretrainConfig, StageConfig
 from lmforge.config.tuning import SftConfig
@@ -250,12 +250,12 @@ def test_a_dry_run_of_everything_prints_every_option(tiny_tokens: Path, capsys: 
     ],
 )
 def test_resume_is_short_for_run_resume(words: str, resume: str) -> None:
-    assert load_config(words.split()).run.resume == resume
+    assert parse_config(PretrainConfig, words.split()).run.resume == resume
 
 
 def test_resume_takes_no_other_value() -> None:
     with pytest.raises(UserError, match="expected 'auto', 'never' or 'required', got \"yes\""):
-        load_config(["--resume", "yes"])
+        parse_config(PretrainConfig, ["--resume", "yes"])
 
 
 def test_an_incomplete_rank_environment_is_refused_in_one_line(lmforge: Command, tmp_path: Path) -> None:

@@ -26,7 +26,7 @@ from lmforge.config.verbs.pipeline import PipelineOptions
 from lmforge.errors import UserError
 
 RECIPES = sorted((Path(__file__).parents[1] / "recipes").glob("*.toml"))
-MODULES = [import_module(f"lmforge.config.{found.name}") for found in pkgutil.iter_modules(config_package.__path__)]
+MODULES = [import_module(found.name) for found in pkgutil.walk_packages(config_package.__path__, "lmforge.config.")]
 OPTION_CLASSES = [
     value
     for module in MODULES

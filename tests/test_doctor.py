@@ -19,6 +19,7 @@ from lmforge.bench.doctor import machine_checks
 from lmforge.bench.doctor.device_checks import check_devices, read_gpu_health
 from lmforge.bench.doctor.host_checks import compare_clocks, compare_hosts, describe_host, name_ranks
 from lmforge.bench.doctor.network_checks import check_network, rounds_of_pairs
+from lmforge.bench.doctor.storage_checks import compare_contents
 from lmforge.bench.parity import strategy_cases
 from lmforge.cli import run
 from lmforge.cluster import host_memory
@@ -282,6 +283,16 @@ def test_what_hosts_have_in_different_versions_is_named_with_the_host() -> None:
     assert findings["variables"].description == "NCCL_DEBUG INFO on 1 of 4 ranks, not there on 3"
     facts[1]["gloo"] = "lo"
     assert [each.status for each in compare_hosts(facts, several_hosts=True) if each.name == "interface"] == ["fail"]
+
+
+def test_of_two_hosts_that_read_other_data_the_second_is_named() -> None:
+    findings = [*compare_contents({"node1": {"data": "a"}, "node2": {"data": "b"}})]
+    assert [(each.status, each.where) for each in findings] == [("fail", ("node2",))]
+    assert findings[0].description == "data: not the same files as on node1"
+    contents = {f"node{number}": {"data": "b" if number == 1 else "a", "model": "c"} for number in (1, 2, 3)}
+    assert [each.where for each in compare_contents(contents)] == [("node1",)]
+    contents["node1"]["data"] = "a"
+    assert [each.description for each in compare_contents(contents)] == ["the same on 3 hosts: data, model"]
 
 
 def test_the_slow_link_the_slow_device_and_the_wrong_clock_are_named() -> None:

@@ -12,15 +12,16 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import pyarrow.parquet
 import pytest
 
 from lmforge import plugins, registry
-from lmforge.config.builtin_names import BUILT_IN_NAMES
+from lmforge.config.builtin_names import BUILT_IN_NAMES, DOCUMENT_SOURCES
 from lmforge.config.extend import extended
 from lmforge.config.load import load_config
 from lmforge.config.stage import PretrainConfig
 from lmforge.data.shards.folder import TokenFolder
-from lmforge.data.sources.text_sources import KNOWN_SUFFIXES
+from lmforge.data.sources.text_sources import open_text_source
 from lmforge.errors import UserError
 from lmforge.rewards.functions import load_reward_functions
 from tests.conftest import Command
@@ -91,9 +92,15 @@ def test_what_lmforge_brings_is_registered_and_can_be_imported() -> None:
                 assert callable(registry.get(kind, name).load()), (kind, name)
 
 
-def test_every_suffix_that_is_read_is_registered_so_that_no_plugin_takes_it() -> None:
-    brought = [entry.name for entry in registry.entries("document_source") if entry.origin == registry.BUILT_IN]
-    assert {f".{name}" for name in brought} == KNOWN_SUFFIXES
+def test_files_of_a_registered_suffix_are_read_by_the_unit_that_it_is_registered_for(tmp_path: Path) -> None:
+    entries = [entry for entry in registry.entries("document_source") if entry.origin == registry.BUILT_IN]
+    assert len(entries) == sum(len(suffixes.split()) for suffixes in DOCUMENT_SOURCES.values())  # none is of two kinds
+    pyarrow.parquet.write_table(pyarrow.table({"text": ["a"]}), tmp_path / "a.parquet")
+    for entry in entries:
+        path = tmp_path / f"a.{entry.name}"
+        if entry.name != "parquet":
+            path.write_text("text")
+        assert {type(unit) for unit in open_text_source(str(path), "text").units()} == {entry.load()}, entry.name
 
 
 OPTIONS = """

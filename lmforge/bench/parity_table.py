@@ -6,7 +6,6 @@ import sys
 from typing import Any
 
 import torch
-from rich.console import Console
 from rich.table import Table
 
 from lmforge.bench import parity
@@ -15,6 +14,7 @@ from lmforge.cluster.distributed import DistributedContext, init_distributed
 from lmforge.config.verbs.examine import DoctorOptions
 from lmforge.errors import UserError, format_count
 from lmforge.parallel.precision import DTYPES, missing_for_compile
+from lmforge.terminal.cells import page_console
 
 # For fp32 sums in another order, over ten steps. The kernels of a GPU also choose the order by the shapes of their inputs.
 TOLERANCES = {"cpu": 2e-6, "cuda": 5e-5}
@@ -104,8 +104,7 @@ def _print_table(rows: list[dict[str, Any]], dist_ctx: DistributedContext, dtype
             *([f"{row['peak_gib']:.2f}"] if peak else []),
         ]
         table.add_row(*cells, style="bold red" if row["wrong"] else None)
-    # In a file or a pipe a table has its full width.
-    console = Console(width=None if sys.stdout.isatty() else 160, highlight=False)
+    console = page_console(160)
     console.print(table)
     tolerances = dict.fromkeys(f"{each:.2g}" for each in _tolerances(DTYPES[dtype], device_type).values())
     wrong, within = [row["strategy"] for row in rows if row["wrong"]], ", ".join(tolerances)

@@ -20,6 +20,7 @@ from lmforge.config.load import parse_config
 from lmforge.config.verbs.bench import BenchConfig
 from lmforge.config.verbs.sweep import sweep_combinations
 from lmforge.errors import RunFailed, UserError
+from lmforge.terminal.cells import page_console
 
 OUT_OF_MEMORY = "out of memory"
 # What a sweep may vary besides options: the recipe.
@@ -118,7 +119,7 @@ def _print_results(rows: list[dict[str, Any]], output: str) -> None:
     if output == "json":
         print(json.dumps(rows, indent=1))
         return
-    console = Console(width=None if sys.stdout.isatty() else FILE_WIDTH, highlight=False, markup=False, soft_wrap=True)
+    console = page_console(FILE_WIDTH, markup=False, soft_wrap=True)
     timed = [row for row in rows if "failed" not in row]
     _print_of_each(console, timed, lambda row: f"{row['ranks']} × {row['device']}, {row['dtype']}, data: {row['data']}")
     if timed and len(rows) == 1:

@@ -9,7 +9,6 @@ import statistics
 import time
 from collections.abc import Callable
 from contextlib import closing
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,11 +25,11 @@ from lmforge.objectives.language import NextTokenObjective
 from lmforge.parallel.dims import data_parallel_rank_and_size, plan_batches
 from lmforge.parallel.precision import choose_compile, choose_dtype
 from lmforge.parallel.validate import check_parallel
-from lmforge.plan.out_of_memory import MemoryEstimator
+from lmforge.plan.out_of_memory import MemoryEstimator, min_gpu_bytes
 from lmforge.plan.peak_flops import rank_peak_flops
-from lmforge.stages.build_model import build_model_and_optimizer, fill_weights
+from lmforge.stages.build_model import build_model_and_optimizer
 from lmforge.stages.dataset_batches import build_loader
-from lmforge.stages.pretrained import find_pretrained, loads_pretrained_weights, resolve_model_config
+from lmforge.stages.pretrained import find_pretrained, resolve_model_config
 from lmforge.stages.training_data import TokenSources, find_missing_folders
 from lmforge.train.determinism import set_determinism
 from lmforge.train.loop import train_step
@@ -61,15 +60,15 @@ class _Trial:
         pretrained = find_pretrained(config.model.source) if config.model.source else None
         self._model_config = resolve_model_config(config, pretrained, tokens.tokenizer.vocab_size if tokens else None)
         check_parallel(config.parallel, self._model_config, self._plan)
+        gpu_bytes = min_gpu_bytes(dist_ctx)
         with dist_ctx.raise_on_all():
-            estimator = MemoryEstimator.of_run(config, self._model_config, self._plan, dist_ctx)
+            estimator = MemoryEstimator.of_run(config, self._model_config, self._plan, dist_ctx, gpu_bytes)
             estimator.check(dist_ctx)
         self._prediction = estimator.predict_run(config, self._device)
         self._dtype, _ = choose_dtype(config.train.dtype, self._device)
         self._compiled, _ = choose_compile(config, self._device, config.train.steps)
         self._objective = NextTokenObjective(z_loss=config.train.z_loss)
-        load_weights = pretrained.load_weights if pretrained and loads_pretrained_weights(config) else None
-        fill = partial(fill_weights, config, dist_ctx, load_weights)
+        load_weights = pretrained.load_weights if pretrained and config.model.load_weights else None
         self._model, self._optimizer = build_model_and_optimizer(
             config,
             self._model_config,
@@ -78,8 +77,7 @@ class _Trial:
             self._dtype,
             self._compiled,
             estimator.step_config.options,
-            fill,
-            loads_weights=load_weights is not None,
+            load_weights,
         )
         self._step_number = itertools.count()
         self.data: BatchLoader | RandomBatches

@@ -7,10 +7,10 @@ training's (docs/barriers.md). One save is in flight at a time. What each rank w
 import math
 import os
 import shutil
-import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from concurrent import futures
 from contextlib import suppress
 from dataclasses import KW_ONLY, dataclass, replace
 from pathlib import Path
@@ -32,6 +32,7 @@ from lmforge.checkpoint.storage import (
     translate_storage_errors,
 )
 from lmforge.cluster.distributed import DistributedContext, use_device_in_thread
+from lmforge.cluster.waiting import start_in_thread
 from lmforge.data.tokenizer import Tokenizer
 from lmforge.errors import RunFailed, UserError, format_bytes
 from lmforge.runs import MANIFEST, STEP_PREFIX, Run, is_local, remove_checkpoint
@@ -91,8 +92,7 @@ class AsyncCheckpointer:
         self._save_ctx = replace(self.dist_ctx, control_group=self.dist_ctx.checkpoint_group)
         self._planners: dict[tuple[str, ...], _SavePlanner] = {}
         self._staging = _HostStaging(self.dist_ctx.device)
-        self._thread: threading.Thread | None = None
-        self._thread_error: BaseException | None = None
+        self._in_flight: futures.Future[None] | None = None
 
     def prepare(self, state: StateDict) -> None:
         """Plan how checkpoints of these tensors are written, and allocate host memory for them, in the background.
@@ -108,15 +108,11 @@ class AsyncCheckpointer:
 
     def _start_thread(self, function: Callable[..., None], *arguments: Any) -> None:
         def run() -> None:
-            try:
-                use_device_in_thread(self.dist_ctx.device)
-                function(*arguments)
-            except BaseException as problem:  # a bug, or a lost peer: for the training thread to raise
-                self._thread_error = problem
+            use_device_in_thread(self.dist_ctx.device)
+            function(*arguments)
 
-        # A daemon thread, so that a process can end without waiting for a lost rank.
-        self._thread = threading.Thread(target=run, name="checkpoint", daemon=True)
-        self._thread.start()
+        # A process that must end does not wait for it: a peer may be lost.
+        self._in_flight = start_in_thread(run, "checkpoint")
 
     def save(self, step: int, state: StateDict, **metadata: Any) -> None:
         """Begin to write the checkpoint of `step`; returns when `state` may change again.
@@ -141,21 +137,20 @@ class AsyncCheckpointer:
 
     def wait(self) -> None:
         """Return when no save is in flight."""
-        if self._thread is None:
+        if self._in_flight is None:
             return
         began = time.perf_counter()
-        self._thread.join()
+        error = self._in_flight.exception()  # a bug, or a lost peer
         self.blocking_seconds += time.perf_counter() - began
-        self._thread = None
-        self._raise_thread_error()
+        self._in_flight = None
+        if error is not None:
+            raise error
 
     def close(self) -> None:
         """Wait at most DRAIN_SECONDS for the save in flight, and ignore its result, since other ranks may be lost. Page-locked
         memory is freed, unless that save still reads it.
         """
-        if self._thread is not None:
-            self._thread.join(DRAIN_SECONDS)
-        if self._thread is None or not self._thread.is_alive():
+        if self._in_flight is None or not futures.wait([self._in_flight], DRAIN_SECONDS).not_done:
             self._staging.close()
 
     def take_saved_steps(self) -> list[int]:
@@ -166,11 +161,6 @@ class AsyncCheckpointer:
         """How many saves have failed in a row, and why the last one did."""
         count = self.consecutive_failures
         return f"{'a save has' if count == 1 else f'{count} saves in a row have'} failed: {self.last_error}"
-
-    def _raise_thread_error(self) -> None:
-        if self._thread_error is not None:
-            error, self._thread_error = self._thread_error, None
-            raise error
 
     def _plan_save(self, state: StateDict) -> "_SavePlanner":
         """The planner of this rank's part of `state`. Ranks plan together once for each set of tensors."""

@@ -10,7 +10,7 @@ import os
 import platform
 import signal
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, wait
+from concurrent.futures import wait
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
@@ -175,11 +175,7 @@ class DistributedContext:
 
     def _run_while_others_wait(self, fn: Callable[[], object], runs_here: bool) -> None:
         """The others wait in many short collectives, since one long collective would time out."""
-        result: Future[object] = Future()
-        if runs_here:
-            result = start_in_thread(fn, "while others wait")
-        else:
-            result.set_result(None)
+        result = start_in_thread(fn if runs_here else lambda: None, "while others wait")
         while not all(self.all_gather(bool(wait([result], RANK_POLL_SECONDS).done))):
             pass
         with self.raise_on_all():

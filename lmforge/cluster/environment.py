@@ -5,7 +5,6 @@ error; otherwise each process would train its own copy. This module does not imp
 How ranks find rank 0 is in `rendezvous.py`.
 """
 
-import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -290,8 +289,3 @@ def read_number(environ: Mapping[str, str], name: str, minimum: int, maximum: in
     if number is None or not minimum <= number <= maximum:
         raise UserError(f"environment: {name}: expected a whole number up to {maximum}, got {quoted(text)}")
     return number
-
-
-def requested_environment(environ: Mapping[str, str] = os.environ) -> str:
-    """The value of `--environment`; `auto` where it was not given."""
-    return environ.get(ENVIRONMENT_VARIABLE) or "auto"

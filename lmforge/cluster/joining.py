@@ -8,14 +8,14 @@ import struct
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 
 import torch.distributed as dist
 
 from lmforge.cluster.environment import ENVIRONMENT_VARIABLE, TORCHRUN, RankInfo
 from lmforge.cluster.rank_info import RESTARTS_VARIABLE
-from lmforge.cluster.rendezvous import PortAnswer, ask_rank0, hosts_to_ask, job_identity, listen, own_address
+from lmforge.cluster.rendezvous import answer_with_port, ask_rank0, hosts_to_ask, job_identity, listen, own_address
 from lmforge.cluster.waiting import REPORT_AFTER_SECONDS, print_line
 from lmforge.errors import name_some
 
@@ -64,8 +64,14 @@ def _start_store(identity: str, world_size: int) -> int:
     _server = dist.TCPStore(
         "localhost", port, is_master=True, wait_for_workers=False, multi_tenant=True, master_listen_fd=listening.detach()
     )
-    PortAnswer(identity, world_size, port)
+    answer_with_port(identity, world_size, port)
     return port
+
+
+def connect_to_store(timeout: timedelta) -> dist.TCPStore:
+    """The store of all ranks. Its keys are seen as they are, without the prefix that torch gives to each restart."""
+    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    return dist.TCPStore(address, port, is_master=False, wait_for_workers=False, timeout=timeout)
 
 
 def allow_open_connections(world_size: int) -> None:
@@ -96,21 +102,17 @@ def choose_gloo_interface(several_hosts: bool) -> None:
 
 def interface_towards(host: str) -> str | None:
     """The network interface over which this machine reaches `host`; None for the loopback, or where it cannot be determined."""
-    try:
-        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-            probe.connect((host, 9))  # nothing is sent
-            address = probe.getsockname()[0]
-            if address.startswith("127."):
-                return None
-            for _, name in socket.if_nameindex():
-                try:
-                    answer = fcntl.ioctl(probe.fileno(), SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
-                except OSError:  # an interface without an IPv4 address
-                    continue
+    # No route, no such name, IPv6 only, not Linux.
+    with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((host, 9))  # nothing is sent
+        address = probe.getsockname()[0]
+        if address.startswith("127."):
+            return None
+        for _, name in socket.if_nameindex():
+            with suppress(OSError):  # an interface without an IPv4 address
+                answer = fcntl.ioctl(probe.fileno(), SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
                 if socket.inet_ntoa(answer[ADDRESS_BYTES]) == address:
                     return name
-    except OSError:  # no route, no such name, IPv6 only, not Linux
-        pass
     return None
 
 
@@ -130,8 +132,7 @@ def report_missing_ranks(
         prefix = f"lmforge/joining-{os.environ.get(RESTARTS_VARIABLE, '')}-{what}"
         try:
             # The rank that serves the store may itself be late.
-            address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-            store = dist.TCPStore(address, port, is_master=False, wait_for_workers=False, timeout=timedelta(hours=1))
+            store = connect_to_store(timedelta(hours=1))
             store.set(f"{prefix}/{rank}", "here")
             number = store.add(f"{prefix}/count", 1)
             registered.set()

@@ -16,6 +16,7 @@ from typing import Any
 
 from lmforge.cluster.environment import ENVIRONMENT_VARIABLE, LAUNCHER_PID_VARIABLE, NODE_RANK_VARIABLE, TORCHRUN
 from lmforge.cluster.rank_info import threads_per_rank
+from lmforge.cluster.waiting import print_line
 from lmforge.errors import EXIT_PEER_LOST, UserError
 
 # After SIGTERM a rank finishes its step and saves; after this time it is killed.
@@ -67,7 +68,7 @@ def launch_local(
             status = start_ranks(num_processes, [*arguments, *(restart_arguments if number else ())], interruption)
         if status != EXIT_PEER_LOST or number == max_restarts or not has_begun():
             break
-        print(f"lmforge: all ranks are started again ({number + 1} of {max_restarts})", file=sys.stderr, flush=True)
+        print_line(f"all ranks are started again ({number + 1} of {max_restarts})")
     return 1 if status == EXIT_PEER_LOST else status
 
 
@@ -121,7 +122,8 @@ def start_ranks(
         for rank, status in statuses.items():
             if status < 0 and status != by_launcher:  # the remaining ranks only know that a peer is lost
                 name = signal.Signals(-status).name
-                print(f"lmforge: rank {rank}{_on_host(rendezvous)} was killed by {name}", file=sys.stderr, flush=True)
+                where = f" on {os.uname().nodename}" if rendezvous else ""
+                print_line(f"rank {rank}{where} was killed by {name}")
                 return EXIT_PEER_LOST
         return EXIT_PEER_LOST if {EXIT_PEER_LOST} <= set(statuses.values()) <= {EXIT_PEER_LOST, by_launcher} else 1
     except SignalException as stopped:
@@ -152,10 +154,6 @@ def launch_plainly(num_processes: int, arguments: list[str], node: int, num_node
         signal.signal(number, end)
     statuses = [process.wait() for process in processes]
     return 2 if 2 in statuses else max((abs(status) for status in statuses), default=0)
-
-
-def _on_host(rendezvous: Rendezvous | None) -> str:
-    return f" on {os.uname().nodename}" if rendezvous else ""
 
 
 class Interruption:

@@ -12,13 +12,13 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Self, TypeVar
 
 from lmforge import __version__
 from lmforge.atomic_files import atomic_write_text
@@ -61,25 +61,26 @@ class NodeGroup:
         return PeerLost(f"{self.names[rank]} does not answer: lost, or its launcher has ended")
 
 
-def read_node_group(environ: Mapping[str, str] = os.environ) -> NodeGroup | None:
+def read_node_group() -> NodeGroup | None:
     """The nodes from the variables of a launcher script; None where there is no such script, or this process is a rank.
 
     Raises UserError where the variables do not fit together.
     """
-    if NODES_VARIABLE not in environ or "TORCHELASTIC_RUN_ID" in environ:
+    if NODES_VARIABLE not in os.environ or "TORCHELASTIC_RUN_ID" in os.environ:
         return None
-    names = tuple(name for name in environ[NODES_VARIABLE].split(",") if name)
-    host, _, port = environ.get(ADDRESS_VARIABLE, "").rpartition(":")
+    nodes, address = os.environ[NODES_VARIABLE], os.environ.get(ADDRESS_VARIABLE, "")
+    names = tuple(name for name in nodes.split(",") if name)
+    host, _, port = address.rpartition(":")
     if not names or not host or not port.isdecimal() or not 0 < int(port) <= MAX_PORT:
         raise UserError(
-            f"environment: {NODES_VARIABLE} = {cut(environ[NODES_VARIABLE])!r}, {ADDRESS_VARIABLE} ="
-            f" {cut(environ.get(ADDRESS_VARIABLE, ''))!r}: expected names with commas between them, and HOST:PORT"
+            f"environment: {NODES_VARIABLE} = {cut(nodes)!r}, {ADDRESS_VARIABLE} = {cut(address)!r}: expected names with commas"
+            " between them, and HOST:PORT"
         )
-    return NodeGroup(names, _node_rank(names, environ), host, int(port))
+    return NodeGroup(names, _node_rank(names), host, int(port))
 
 
-def _node_rank(names: tuple[str, ...], environ: Mapping[str, str]) -> int:
-    text = environ.get(NODE_RANK_VARIABLE, environ.get("SLURM_NODEID", ""))
+def _node_rank(names: tuple[str, ...]) -> int:
+    text = os.environ.get(NODE_RANK_VARIABLE, os.environ.get("SLURM_NODEID", ""))
     if text:
         if not text.isdecimal() or int(text) >= len(names):
             raise UserError(f"environment: {NODE_RANK_VARIABLE} = {quoted(text)}: expected a number below {len(names)}")
@@ -116,7 +117,7 @@ def launch_on_node(
             node_store.check_in(num_processes)
             for number in range(max_restarts + 1):
                 words = [*arguments, *(restart_arguments if number else ())]
-                with node_store.attempt(number) as attempt:
+                with StartAttempt(node_store, number) as attempt:
                     attempt.status = start_ranks(num_processes, words, interruption, attempt.rendezvous)
                 if attempt.ended_by_watcher:
                     interruption.status = 0  # the signal was our own
@@ -167,10 +168,10 @@ class NodeStore:
         or numbers of processes differ."""
         group = self.group
         own = {"lmforge": __version__, "processes": num_processes}
-        self.call(lambda store: store.set(f"node/{group.rank}", json.dumps(own)))
+        self.put(f"node/{group.rank}", json.dumps(own))
         if group.rank == 0:
             problem = self._await_nodes() or self._differences(own)
-            self.call(lambda store: store.set("met", problem or ""))
+            self.put("met", problem or "")
         else:
             problem = self.get("met", JOIN_SECONDS + 30)
         if problem:
@@ -201,19 +202,24 @@ class NodeStore:
                     return f"{name} has {what} {theirs.get(what)}, {self.group.names[0]} has {value}; use the same on all nodes"
         return None
 
-    def get(self, key: str, seconds: float) -> str:
-        """A value that the first node sets. Raises PeerLost where it does not arrive in time."""
-        if not wait_until(lambda: self.call(lambda store: bool(store.check([key]))), seconds):
-            raise self.group.peer_lost(0)
+    def put(self, key: str, value: str) -> None:
+        """Set a value. Raises PeerLost where the first node does not answer."""
+        self.call(lambda store: store.set(key, value))
+
+    def has(self, key: str) -> bool:
+        """Whether a value is set. Raises PeerLost where the first node does not answer."""
+        return self.call(lambda store: bool(store.check([key])))
+
+    def get(self, key: str, seconds: float, rank: int = 0) -> str:
+        """A value that node `rank` sets. Raises PeerLost where it does not come in time."""
+        if not wait_until(lambda: self.has(key), seconds):
+            raise self.group.peer_lost(rank)
         return self.call(lambda store: str(store.get(key).decode()))
 
-    def attempt(self, number: int) -> "_Attempt":
-        """One start of all ranks; every node enters the block."""
-        return _Attempt(self, number)
 
-
-class _Attempt:
-    """One start of all ranks. In the block, a thread watches the other nodes and ends this one's ranks where one fails."""
+class StartAttempt:
+    """One start of all ranks, whose block every node enters: in it, a thread watches the other nodes and ends this one's ranks
+    where one fails."""
 
     def __init__(self, node_store: NodeStore, number: int) -> None:
         self._node_store, self._group, self._prefix = node_store, node_store.group, f"attempt/{number}"
@@ -223,14 +229,14 @@ class _Attempt:
         self._thread = threading.Thread(target=self._watch, name="nodes", daemon=True)
         if self._group.rank == 0:
             port = str(free_port())
-            node_store.call(lambda store: store.set(f"{self._prefix}/port", port))
+            node_store.put(f"{self._prefix}/port", port)
         else:
             port = node_store.get(f"{self._prefix}/port", JOIN_SECONDS)
         self.rendezvous = Rendezvous(
             len(self._group.names), self._group.rank, f"{self._group.address}:{port}", f"lmforge-{number}"
         )
 
-    def __enter__(self) -> "_Attempt":
+    def __enter__(self) -> Self:
         self._thread.start()
         return self
 
@@ -245,7 +251,7 @@ class _Attempt:
             return self._node_store.call(partial(self._decide, may_restart))
         node_store, prefix = self._node_store, self._prefix
         try:
-            node_store.call(lambda store: store.set(f"{prefix}/status/{self._group.rank}", str(self.status)))
+            node_store.put(f"{prefix}/status/{self._group.rank}", str(self.status))
             status, again = json.loads(node_store.get(f"{prefix}/verdict", math.inf))
             node_store.call(lambda store: store.add(f"{prefix}/read", 1))
         except PeerLost as problem:

@@ -7,7 +7,7 @@ import os
 import platform
 from collections.abc import Mapping
 
-from lmforge.cluster.environment import MAX_RANKS, RankInfo, read_environment, read_number, requested_environment
+from lmforge.cluster.environment import ENVIRONMENT_VARIABLE, MAX_RANKS, RankInfo, read_environment, read_number
 from lmforge.cluster.processes import read_process_stat
 
 RESTARTS_VARIABLE = "TORCHELASTIC_RESTART_COUNT"
@@ -18,20 +18,20 @@ def read_rank_info(environ: Mapping[str, str] = os.environ) -> RankInfo:
 
     Raises UserError where they are incomplete, contradict each other, or are not understood.
     """
-    return read_environment(environ, requested_environment(environ))
+    return read_environment(environ, environ.get(ENVIRONMENT_VARIABLE) or "auto")
 
 
-def count_restarts(environ: Mapping[str, str] = os.environ) -> int:
+def count_restarts() -> int:
     """How often the launcher has restarted these ranks; 0 without a launcher. Raises UserError."""
-    return read_number(environ, RESTARTS_VARIABLE, 0, MAX_RANKS) if environ.get(RESTARTS_VARIABLE) else 0
+    return read_number(os.environ, RESTARTS_VARIABLE, 0, MAX_RANKS) if os.environ.get(RESTARTS_VARIABLE) else 0
 
 
-def launcher_identity(environ: Mapping[str, str] = os.environ) -> str | None:
+def launcher_identity() -> str | None:
     """The process of torchrun that started this rank, the same after a restart of the rank; None without torchrun.
 
     Each torchrun has its own restart count, and none counts a restart caused by a host that joined or left.
     """
-    if "TORCHELASTIC_RUN_ID" not in environ:
+    if "TORCHELASTIC_RUN_ID" not in os.environ:
         return None
     parent = os.getppid()
     stat = read_process_stat(parent)

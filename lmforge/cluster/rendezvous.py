@@ -47,10 +47,11 @@ def list_hosts(environ: Mapping[str, str] = os.environ) -> list[str]:
         return _expand_slurm_hosts(nodes)
     if file := environ.get("PBS_NODEFILE"):
         return _read_hosts("PBS_NODEFILE", file)
-    if file := environ.get("LSB_DJOB_RANKFILE") or environ.get("LSB_DJOB_HOSTFILE"):
-        # The first line is the host of the job script, where jsrun starts no task.
-        hosts = _read_hosts("LSB_DJOB_RANKFILE" if "LSB_DJOB_RANKFILE" in environ else "LSB_DJOB_HOSTFILE", file)
-        return hosts[1:] or hosts
+    for variable in ("LSB_DJOB_RANKFILE", "LSB_DJOB_HOSTFILE"):
+        if file := environ.get(variable):
+            # The first line is the host of the job script, where jsrun starts no task.
+            hosts = _read_hosts(variable, file)
+            return hosts[1:] or hosts
     return []
 
 
@@ -149,40 +150,35 @@ def free_port() -> int:
     raise RunFailed(f"none of a hundred ports between {PORTS.start:,} and {PORTS.stop:,} is free on this host")
 
 
-class PortAnswer:
-    """Rank 0's thread that sends the port of the store to every other rank. It ends when all have it.
+def answer_with_port(identity: str, world_size: int, port: int) -> None:
+    """On rank 0, answer every other rank with the port of the store, in a thread that ends when all of them have it.
 
     Raises UserError where none of the job's ports is free.
     """
+    ports = candidate_ports(identity)
+    for candidate in ports:
+        with suppress(OSError):
+            listening = listen(candidate)
+            break
+    else:
+        tried = ", ".join(map(str, ports))
+        raise UserError(f"environment: rank 0 can listen on none of the ports {tried}; set MASTER_ADDR and MASTER_PORT")
+    waiting = set(range(1, world_size))
 
-    def __init__(self, identity: str, world_size: int, port: int) -> None:
-        self._identity, self._port, self._waiting = identity, port, set(range(1, world_size))
-        ports = candidate_ports(identity)
-        for candidate in ports:
-            try:
-                self._socket = listen(candidate)
-                break
-            except OSError:
-                continue
-        else:
-            tried = ", ".join(map(str, ports))
-            raise UserError(f"environment: rank 0 can listen on none of the ports {tried}; set MASTER_ADDR and MASTER_PORT")
-        threading.Thread(target=self._answer, name="rendezvous", daemon=True).start()
+    def answer() -> None:
+        with listening:
+            while waiting:
+                connection, _ = listening.accept()
+                # Somebody else closes, says nothing, or no number.
+                with connection, suppress(OSError, ValueError):
+                    connection.settimeout(ANSWER_SECONDS)
+                    connection.sendall(f"lmforge {identity}\n".encode())
+                    rank = int(_read_line(connection))
+                    connection.sendall(f"{port}\n".encode())
+                    if _read_line(connection) == "received":
+                        waiting.discard(rank)
 
-    def _answer(self) -> None:
-        with self._socket:
-            while self._waiting:
-                connection, _ = self._socket.accept()
-                with connection:
-                    try:
-                        connection.settimeout(ANSWER_SECONDS)
-                        connection.sendall(f"lmforge {self._identity}\n".encode())
-                        rank = int(_read_line(connection))
-                        connection.sendall(f"{self._port}\n".encode())
-                        if _read_line(connection) == "received":
-                            self._waiting.discard(rank)
-                    except (OSError, ValueError):
-                        continue  # an unrelated program: it closed, sent nothing, or sent no number
+    threading.Thread(target=answer, name="rendezvous", daemon=True).start()
 
 
 def _read_line(connection: socket.socket) -> str:
@@ -210,8 +206,10 @@ def ask_rank0(identity: str, rank: int, hosts: list[str]) -> tuple[str, int]:
                     return True
         return False
 
+    others = f" and {len(hosts) - 1} other hosts" if len(hosts) > 1 else ""
+
     def silence(waited: float) -> str:
-        return f"rank {rank}: {_silence(hosts)} after {waited:.0f} s"
+        return f"rank {rank}: rank 0 does not answer on {hosts[0]}{others} after {waited:.0f} s"
 
     if not wait_until(has_answered, MAX_WAIT_SECONDS, silence):
         raise RunFailed(f"{silence(MAX_WAIT_SECONDS)}; was it started, and may it be reached over the network?")
@@ -221,19 +219,12 @@ def ask_rank0(identity: str, rank: int, hosts: list[str]) -> tuple[str, int]:
 def own_address(hosts: list[str]) -> str:
     """This machine's name in `hosts`, by which the others know it; its own name if it is not in `hosts`."""
     for host in hosts:
-        try:
+        with suppress(OSError):
             family, kind, _, _, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
             with socket.socket(family, kind) as probe:
                 probe.bind(address)  # only an address of this machine can be bound
                 return host
-        except OSError:
-            continue
     return socket.gethostname()
-
-
-def _silence(hosts: list[str]) -> str:
-    others = f" and {len(hosts) - 1} other hosts" if len(hosts) > 1 else ""
-    return f"rank 0 does not answer on {hosts[0]}{others}"
 
 
 def _ask_port(host: str, port: int, identity: str, rank: int) -> int | None:

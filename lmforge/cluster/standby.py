@@ -6,11 +6,12 @@ are restarted with more hosts. It joins no process group.
 import os
 import signal
 import socket
+from contextlib import suppress
 from datetime import timedelta
 
 import torch.distributed as dist
 
-from lmforge.cluster.joining import find_rank0
+from lmforge.cluster.joining import connect_to_store, find_rank0
 from lmforge.cluster.rank_info import read_rank_info
 from lmforge.cluster.waiting import print_line, wait_until
 from lmforge.errors import PeerLost
@@ -66,7 +67,7 @@ def stand_by() -> int:
             signal.signal(number, lambda received_now, _: received.append(received_now))
     print_line(describe_standby()[0])
     try:
-        store = _connect()
+        store = connect_to_store(CONNECTION)
         # A store may outlive one start of the ranks, so each start has its own name for the key that releases them.
         name = f"{socket.gethostname()}-{os.getpid()}"
         store.set(_registration(rank), name)
@@ -81,22 +82,15 @@ def release_standby(rank: int) -> None:
     """On rank 0, release the standby ranks, which may have started only just now."""
     if rank != 0 or not _standby_ranks:
         return
-    try:
-        store, names = _connect(), list[str]()
+    # It is gone, or the store is.
+    with suppress(RuntimeError):
+        store, names = connect_to_store(CONNECTION), list[str]()
         for each in _standby_ranks:
             store.wait([_registration(f"{each}")], REGISTRATION)
             names.append(store.get(_registration(f"{each}")).decode())
             store.set(_release(names[-1]), "")
         # The store may end with this process.
         store.wait([_receipt(name) for name in names], REGISTRATION)
-    except RuntimeError:  # it is gone, or the store is
-        return
-
-
-def _connect() -> dist.TCPStore:
-    """The store of all ranks. Its keys are seen as they are, without the prefix that torch gives to each restart."""
-    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    return dist.TCPStore(address, port, is_master=False, wait_for_workers=False, timeout=CONNECTION)
 
 
 def _registration(rank: str) -> str:

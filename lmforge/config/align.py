@@ -5,7 +5,7 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
-from lmforge.config.options import Options, option, section
+from lmforge.config.options import Options, option, section, with_default
 from lmforge.config.ranges import COUNT, DURATION, FRACTION, LENGTH, NONZERO_FRACTION, SCALE, SCALE_OR_0, SEQUENCES
 from lmforge.config.sections import Stage
 from lmforge.config.tuning import ExampleOptions, TunedConfig
@@ -18,9 +18,7 @@ class AlignDataOptions(ExampleOptions):
     """Files of pairs ({prompt, chosen, rejected}; reward takes a margin too), of unpaired preferences
     ({prompt, completion, label}) for kto, or of prompts with columns for grpo."""
 
-    overlong: Literal["drop"] = option(
-        "drop", "what happens to an example longer than data.sequence_length; their number is logged"
-    )
+    overlong: Literal["drop"] = with_default(ExampleOptions, "overlong", "drop")
     apply_chat_template: bool = option(False, "prompts and completions that are strings become turns of the chat template")
 
 

@@ -55,10 +55,10 @@ BUILT_IN_NAMES: dict[str, dict[str, str]] = {
         for suffix in suffixes.split()
     },
     "tracker": {
-        "tensorboard": "lmforge.trackers.tensorboard_run:open_run",
-        "wandb": "lmforge.trackers.wandb_run:open_run",
-        "trackio": "lmforge.trackers.trackio_run:open_run",
-        "mlflow": "lmforge.trackers.mlflow_run:open_run",
+        "tensorboard": "lmforge.trackers.tensorboard_run:TensorBoardRun",
+        "wandb": "lmforge.trackers.wandb_run:WandbRun",
+        "trackio": "lmforge.trackers.trackio_run:TrackioRun",
+        "mlflow": "lmforge.trackers.mlflow_run:MlflowRun",
     },
     "reward": {"python_code": "lmforge.rewards.builtin:python_code"},
 }

@@ -104,11 +104,6 @@ def parse_verb(options_class: type[OptionsT], arguments: list[str]) -> OptionsT:
     return parse_options(load_extended(options_class, {}, None, arguments), arguments)
 
 
-def load_config(arguments: list[str], stage: str = "pretrain") -> Any:
-    """The config of a stage, for a command line without the verb. Raises UserError."""
-    return parse_config(STAGES[stage], arguments)
-
-
 def parse_config(options_class: type[StageConfigT], arguments: list[str]) -> StageConfigT:
     """A recipe, if the first argument is one, overridden by the options after it. Raises UserError."""
     recipe, rest = (Path(arguments[0]), arguments[1:]) if arguments and not arguments[0].startswith("-") else (None, arguments)
@@ -121,8 +116,7 @@ def parse_config(options_class: type[StageConfigT], arguments: list[str]) -> Sta
         raise UserError(f"{recipe}: this recipe is for `lmforge {stage}`, not for `lmforge {verb}`")
     options_class = load_extended(options_class, table, recipe, rest)
     config = parse_options(options_class, _expand_short_options(options_class, rest), table, str(recipe or ""))
-    absolute = tuple(str(Path(path).expanduser().absolute()) for path in config.plugins)
-    return config.model_copy(update={"plugins": absolute}).with_name(recipe.stem if recipe else "run")
+    return config.with_name(recipe.stem if recipe else "run")
 
 
 def build_config(stage: str, options: Mapping[str, Any], recipe: Path | None = None) -> StageConfig:
@@ -135,8 +129,7 @@ def build_config(stage: str, options: Mapping[str, Any], recipe: Path | None = N
     words = ["--plugins", *map(str, options["plugins"])] if "plugins" in options else []
     options_class = load_extended(STAGES[stage], table, recipe, words)
     config = merge_options(options_class, given, table, str(recipe or ""))
-    absolute = tuple(str(Path(path).expanduser().absolute()) for path in config.plugins)
-    return config.model_copy(update={"plugins": absolute}).with_name(recipe.stem if recipe else "run")
+    return config.with_name(recipe.stem if recipe else "run")
 
 
 def _expand_short_options(options_class: type[StageConfig], arguments: list[str]) -> list[str]:

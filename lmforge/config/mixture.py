@@ -1,6 +1,5 @@
 """Sources of data with weights, and the phases of a run that mix them: tables of the recipe's [data]."""
 
-import os
 import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -8,15 +7,15 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Literal
 
-from lmforge.config.options import MAX_NAME_BYTES, Options, option
+from lmforge.config.options import POSSIBLE_PATH, Options, is_impossible_path, option
 from lmforge.config.ranges import COUNT, LENGTH, SCALE, TOKENS
 from lmforge.errors import UserError, nearest_multiples
 from lmforge.untrusted import quoted
 
 SOURCE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 FOLDER_MEANING = "token folder, as `lmforge prepare` writes them, or an address such as s3://bucket/tokens (extra: cloud)"
-QUARANTINE_MEANING = (
-    "damaged parts of shards to train without, as `lmforge prepare --verify` prints them: SHARD or SHARD:FIRST-LAST"
+QUARANTINE = option(
+    (), "damaged parts of shards to train without, as `lmforge prepare --verify` prints them: SHARD or SHARD:FIRST-LAST"
 )
 WeightUnit = Literal["tokens", "samples"]
 
@@ -40,7 +39,7 @@ class TokenSourceOptions(SourceOptions):
     """Token shards."""
 
     folder: str = option(..., FOLDER_MEANING)
-    quarantine: tuple[str, ...] = option((), QUARANTINE_MEANING)
+    quarantine: tuple[str, ...] = QUARANTINE
 
     @property
     def label(self) -> str:
@@ -118,9 +117,8 @@ def is_remote(folder: str) -> bool:
 
 def folder_problems(folder: str, name: str) -> Iterator[str]:
     """The problem of a path that is not an address."""
-    too_long = any(len(os.fsencode(part)) > MAX_NAME_BYTES for part in Path(folder).parts)
-    if not is_remote(folder) and ("\0" in folder or too_long):
-        yield f"{name}: expected a path of names of at most {MAX_NAME_BYTES} bytes, without NUL"
+    if not is_remote(folder) and is_impossible_path(Path(folder)):
+        yield f"{name}: {POSSIBLE_PATH}"
 
 
 def mixture_problems(

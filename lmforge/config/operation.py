@@ -11,7 +11,7 @@ from lmforge.untrusted import quoted
 
 # The launchers whose variables say which rank a process is; `cluster/environment.py` reads them.
 EnvironmentName = Literal["auto", "single", "torchrun", "slurm", "openmpi", "mpich", "pals", "lsf"]
-WHO_STARTED_RANKS = "launcher that started the ranks, if it is not detected; single: none, each process trains alone"
+ENVIRONMENT = option("auto", "launcher that started the ranks, if it is not detected; single: none, each process trains alone")
 MAX_PORT = 65_535
 # Variables of libraries and trackers that a run may need; schedulers forward the whole environment by themselves.
 FORWARDED_VARIABLES = ("HF_*", "NCCL_*", "GLOO_*", "TORCH_*", "WANDB_*", "OMP_*", "LMFORGE_*", "PYTHONPATH", "LD_LIBRARY_PATH")
@@ -69,7 +69,7 @@ class JobOptions(Options):
     """Where ranks are started, by whom, and with what: of `lmforge launch` and `lmforge doctor --on`."""
 
     processes: int = option(1, "ranks to start on each node (torchrun: --nproc-per-node); not under torchrun", **RANKS)
-    environment: EnvironmentName = option("auto", WHO_STARTED_RANKS)
+    environment: EnvironmentName = ENVIRONMENT
     on: Literal["local", "ssh", "slurm", "pbs", "mpi"] = option(
         "local", "what starts the ranks: this machine, the hosts of a file by ssh, sbatch, qsub, or mpiexec"
     )

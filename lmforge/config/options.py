@@ -13,6 +13,7 @@ import types
 import typing
 from collections import deque
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, ClassVar, Self, TypeVar
 
@@ -28,8 +29,8 @@ from lmforge.untrusted import cut, expectation, first_error, parse_toml, quoted,
 OptionPath = tuple[str, ...]
 Alternatives = tuple[tuple[tuple[str, str], tuple[str, str]], ...]
 MAX_NAME_WIDTH = 46
-PLUGINS_MEANING = "Python files that register more names; in a recipe at its top, relative to it"
 MAX_NAME_BYTES = 255  # what file systems take
+POSSIBLE_PATH = f"expected a path of names of at most {MAX_NAME_BYTES} bytes, without NUL"
 
 
 class Options(BaseModel):
@@ -51,10 +52,8 @@ class Options(BaseModel):
     def _check_paths(cls, value: Any) -> Any:
         """Refuse paths that no file system takes here, where the option is known."""
         for path in value if isinstance(value, tuple) else (value,):
-            if isinstance(path, Path) and (
-                "\0" in str(path) or any(len(os.fsencode(name)) > MAX_NAME_BYTES for name in path.parts)
-            ):
-                raise PydanticCustomError("path", f"expected a path of names of at most {MAX_NAME_BYTES} bytes, without NUL")
+            if isinstance(path, Path) and is_impossible_path(path):
+                raise PydanticCustomError("path", POSSIBLE_PATH)
         return value
 
     @field_validator("*")
@@ -77,6 +76,11 @@ class Options(BaseModel):
         """The options that do not have their default value."""
         fields = type(self).model_fields.items()
         return [name for name, field in fields if getattr(self, name) != field.get_default(call_default_factory=True)]
+
+
+def is_impossible_path(path: Path) -> bool:
+    """Whether no file system takes a path."""
+    return "\0" in str(path) or any(len(os.fsencode(name)) > MAX_NAME_BYTES for name in path.parts)
 
 
 OptionsT = TypeVar("OptionsT", bound=Options)
@@ -109,6 +113,11 @@ def argument(default: Any, description: str) -> Any:
 def section(options_class: type[Options], description: str) -> Any:
     """Declare a group of options inside another. A list of them is an option: `tuple[Group, ...] = option((), …)`."""
     return Field(default_factory=options_class, description=description)
+
+
+# What several commands have in common.
+PLUGINS = option((), "Python files that register more names; in a recipe at its top, relative to it")
+OUTPUT_FORMAT = option("text", "output format")
 
 
 def read_recipe(path: Path) -> dict[str, Any]:
@@ -159,8 +168,10 @@ def validate_options(
 ) -> OptionsT:
     """`table` as an `options_class`, strictly: a number in quotes is not a number. Raises UserError as `parse_options` does."""
     try:
-        # JSON mode is strict about types and still takes text for a path and a list for a tuple.
-        return options_class.model_validate_json(_as_json(_with_none_values(options_class, table)), strict=True)
+        # JSON mode is strict about types and still takes text for a path and a list for a tuple. TOML has dates, which JSON
+        # lacks.
+        content = json.dumps(_with_none_values(options_class, table), default=str, ensure_ascii=False)
+        return options_class.model_validate_json(content, strict=True)
     except ValidationError as problem:
         error = first_error(problem)
     if error["type"] == "value_error":  # raised by our own validators, with their own message
@@ -189,10 +200,6 @@ def _with_none_values(options_class: type[BaseModel], table: dict[str, Any]) -> 
         ):
             result[name] = None
     return result
-
-
-def _as_json(value: Any) -> str:
-    return json.dumps(value, default=str, ensure_ascii=False)  # TOML has dates, which JSON lacks
 
 
 def _did_you_mean(options_class: type[Options], path: OptionPath, in_tables: bool = True) -> str:
@@ -338,13 +345,11 @@ def _parse_value(field: FieldInfo, text: str) -> Any:
         return None
     if bool in members and text.lower() in ("true", "false"):
         return text.lower() == "true"
-    try:
+    with suppress(ValueError):
         if int in members:
             return _parse_int(text)
         if float in members:
             return float(text)
-    except ValueError:
-        pass
     return text
 
 

@@ -52,6 +52,8 @@ TORCH_SHARDING_NAMES = {
     "hybrid-grad-shard": "_HYBRID_SHARD_ZERO2",
 }
 DEFAULT_INTERLEAVED_STAGES = 2
+RUNS_FOLDER = option(Path("runs"), "folder that holds the runs")
+DEVICE = option("auto", "auto is cuda where there is one")
 
 
 def _model_option(meaning: str, field: str = "") -> Any:
@@ -62,7 +64,7 @@ class RunOptions(Options):
     """Where the run is kept, and what happens when it exists already."""
 
     name: str = option("", "name of the run; its directory is FOLDER/NAME (default: the recipe's file name)")
-    folder: Path = option(Path("runs"), "folder that holds the runs")
+    folder: Path = RUNS_FOLDER
     resume: Resume = option("auto", "continue a run that exists: auto (if it exists), required, or never")
     overwrite: bool = option(False, "delete a run of this name first")
     stage: Stage | None = option(None, "the verb that trains this recipe; recorded with the run, and refused by other verbs")
@@ -236,7 +238,7 @@ class TrainOptions(Options):
         "weight of the z-loss, log(sum(exp(logits)))^2 of each token, in the loss of pretrain and sft (try 1e-4)",
         **SCALE_OR_0,
     )
-    device: Device = option("auto", "auto is cuda where there is one")
+    device: Device = DEVICE
     compile: Literal["auto", "on", "off"] = option(
         "auto", "torch.compile each block; auto turns it on if a compiler is found, on a CPU only in runs of 200 steps or more"
     )

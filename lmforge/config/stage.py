@@ -9,14 +9,14 @@ from typing import ClassVar, Literal, Self
 from lmforge import registry
 from lmforge.config.mixture import (
     FOLDER_MEANING,
-    QUARANTINE_MEANING,
+    QUARANTINE,
     PhaseOptions,
     TokenSourceOptions,
     folder_problems,
     mixture_problems,
 )
 from lmforge.config.operation import LaunchOptions, LogOptions, WatchOptions
-from lmforge.config.options import PLUGINS_MEANING, Alternatives, Options, option, section, validate_options
+from lmforge.config.options import PLUGINS, Alternatives, Options, option, section, validate_options
 from lmforge.config.ranges import COUNT, RANKS, TOKENS
 from lmforge.config.sections import (
     DEFAULT_GLOBAL_BATCH_SIZE,
@@ -74,7 +74,7 @@ class StageConfig(Options):
         (("schedule", "warmup_steps"), ("schedule", "warmup_ratio")),
     )
 
-    plugins: tuple[str, ...] = option((), PLUGINS_MEANING)
+    plugins: tuple[str, ...] = PLUGINS
     run: RunOptions = section(RunOptions, "where the run is kept")
     data: SequenceOptions = section(SequenceOptions, "training data")
     model: ModelOptions = section(ModelOptions, "the model config: a preset or a Hugging Face folder, and changes to it")
@@ -120,10 +120,13 @@ class StageConfig(Options):
             yield f"optimizer.name = {optimizer.name}: {reason}"
 
     def with_name(self, name: str) -> Self:
-        """The same options with their stage recorded, for a run called `name` unless they name it. Raises UserError."""
+        """The same options as a run records them: with their stage, the paths of plugins absolute, and `name` as that of the
+        run unless they name it. Raises UserError."""
         if not self.run.name and (problem := name_problem(name)):
             raise UserError(f"the recipe's file name names the run: {problem}; give a --run.name")
-        return self._with_run(name=self.run.name or name, stage=self.of_stage)
+        plugins = tuple(str(Path(path).expanduser().absolute()) for path in self.plugins)
+        named = self._with_run(name=self.run.name or name, stage=self.of_stage)
+        return named.model_copy(update={"plugins": plugins})
 
     def again(self) -> Self:
         """The same options for ranks that are restarted: overwriting was done once, and the run is resumed."""
@@ -149,7 +152,7 @@ class PretrainDataOptions(SequenceOptions):
     """What the model is trained on: one token folder, or a mixture of several."""
 
     folder: str = option("data/stdlib", FOLDER_MEANING)
-    quarantine: tuple[str, ...] = option((), QUARANTINE_MEANING)
+    quarantine: tuple[str, ...] = QUARANTINE
     packing: Literal["concat", "best-fit"] = option(
         "concat",
         "concat joins the documents and cuts them every data.sequence_length tokens; best-fit cuts only longer documents, and"

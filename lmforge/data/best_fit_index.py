@@ -18,7 +18,7 @@ memory of packing do not depend on the size of a shard. Writing the index of a f
 import json
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property, lru_cache, partial
 from itertools import accumulate
 from operator import add
@@ -142,8 +142,7 @@ def write_index(folder: Path, name: str, ends: np.ndarray, sequence_length: int)
     with atomic_write(folder / (name + index_suffix(sequence_length))) as file:
         file.write(body.data)
         file.write(checksums.data)
-    digest = xxhash.xxh3_64_hexdigest(checksums.data)
-    return IndexEntry(entry.name, entry.tokens, entry.sequences, entry.spans, digest)
+    return replace(entry, xxh3=xxhash.xxh3_64_hexdigest(checksums.data))
 
 
 def format_manifest(folder: TokenFolder, sequence_length: int, entries: Sequence[IndexEntry]) -> tuple[str, str]:

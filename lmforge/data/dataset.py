@@ -3,17 +3,16 @@ of that epoch gives the index of its sequence. This module does not depend on ra
 samples are in a batch. A mixture of several such datasets is in mixture.py.
 """
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
 from functools import cached_property, lru_cache
 from typing import Annotated, Any, Literal
 
 import numpy as np
-import xxhash
 from pydantic import Field
 from typing_extensions import TypedDict
 
+from lmforge.checksums import hash_json
 from lmforge.data.best_fit_index import BEST_FIT_VERSION, GROUP_SEQUENCES, BestFitIndex
 from lmforge.data.order import Lanes, Permutation, derive_key, permutation, windowed_permutation
 from lmforge.data.packing import BestFitPacking, ConcatPacking, MapRows, PackedSequence, PackedSequences, Packing
@@ -81,8 +80,7 @@ class PackedDataset:
         if self.sequence_length < 1:
             raise ValueError(f"sequences of {self.sequence_length} tokens")
         self._permutation = lru_cache(maxsize=2)(self._permutation_of_epoch)
-        plan = self.plan_at(0)["dataset"]
-        self.plan_hash = xxhash.xxh3_128_hexdigest(json.dumps(plan).encode())
+        self.plan_hash = hash_json(self.plan_at(0)["dataset"])
 
     @property
     def sequences_per_epoch(self) -> int:

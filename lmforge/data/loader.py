@@ -30,7 +30,7 @@ READ_AHEAD_STEPS = 4
 class BatchLoader(AbstractContextManager["BatchLoader"]):
     """This data-parallel rank's part of every global batch.
 
-    The global batch of step k is the samples k·B … (k + 1)·B − 1 of the dataset, B = `global_batch_size`. Data-parallel rank r
+    Global batch k is the samples k·B … (k + 1)·B − 1 of the dataset, B = `global_batch_size`. Data-parallel rank r
     of W (`data_parallel_rank_and_size` in parallel/dims.py) takes the r-th of W contiguous parts of it, in micro-batches of
     `micro_batch_size`. So the global batch is the same for any number of ranks. Where it does not divide, the first parts have
     one sequence more, and all ranks have the same number of micro-batches of one size; the rest is padding, which is not
@@ -64,36 +64,36 @@ class BatchLoader(AbstractContextManager["BatchLoader"]):
         self._thread = ThreadPoolExecutor(1, "loader", use_device_in_thread, (torch.device(self.device),))
         threads = self.dataset.read_threads
         self._readers = ThreadPoolExecutor(threads, "loader-read") if threads > 1 else None
-        # The steps that are being read, in order.
+        # The batches that are being read, in order.
         self._read_ahead: dict[int, Future[Batch]] = {}
 
-    def batches(self, step: int) -> list[Batch]:
-        """The micro-batches of global step `step` (from 0), in order, on the device.
+    def batches(self, batch_index: int) -> list[Batch]:
+        """The micro-batches of global batch `batch_index` (from 0), in order, on the device.
 
-        Reading of the next READ_AHEAD_STEPS steps starts before this returns. Any other step may be requested, but has to be
-        waited for. Exceptions of the reading thread are raised here.
+        Reading of the next READ_AHEAD_STEPS batches starts before this returns. Any other may be requested, at the cost of
+        one wait. Exceptions of the reading thread are raised here.
         """
         began = time.perf_counter()
-        if step not in self._read_ahead:
+        if batch_index not in self._read_ahead:
             for future in self._read_ahead.values():
                 future.cancel()
-            self._read_ahead = {step: self._thread.submit(self._read, step)}
-        future = self._read_ahead.pop(step)
+            self._read_ahead = {batch_index: self._thread.submit(self._read, batch_index)}
+        future = self._read_ahead.pop(batch_index)
         while not wait([future], timeout=SLOW_BATCH_WARNING_SECONDS).done:
             waited, file = time.perf_counter() - began, slow_read(SLOW_BATCH_WARNING_SECONDS / 2)
-            log.warning("step %d: no data for %.0f s from %s", step, waited, file or self.dataset.location)
+            log.warning("batch %d: no data for %.0f s from %s", batch_index, waited, file or self.dataset.location)
         batch = future.result()
         self._read_ahead = {
             later: self._read_ahead.get(later) or self._thread.submit(self._read, later)
-            for later in range(step + 1, step + 1 + READ_AHEAD_STEPS)
+            for later in range(batch_index + 1, batch_index + 1 + READ_AHEAD_STEPS)
         }
         batch = batch.to(self.device, non_blocking=True)
         self.data_wait_seconds += time.perf_counter() - began
         size = self.micro_batch_size
         return [batch[start : start + size] for start in range(0, batch.batch_size, size)]
 
-    def _read(self, step: int) -> Batch:
-        start = step * self.global_batch_size + self._first
+    def _read(self, batch_index: int) -> Batch:
+        start = batch_index * self.global_batch_size + self._first
         stop, padding = start + self._num_sequences, self._local_batch_size - self._num_sequences
         map_rows = map if self._readers is None else self._readers.map
         batch = Batch.from_sequences(self.dataset.sequences(start, stop, padding=padding, map_rows=map_rows))

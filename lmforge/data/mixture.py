@@ -9,7 +9,6 @@ The samples of a source are numbered through all phases: nothing is read twice b
 sequence length its tokens are other sequences: such a phase begins a new epoch of every source.
 """
 
-import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -19,8 +18,8 @@ from itertools import accumulate, pairwise
 from threading import Lock
 
 import numpy as np
-import xxhash
 
+from lmforge.checksums import hash_json
 from lmforge.data.dataset import DataPlan, PackedDataset, PhasePlan
 from lmforge.data.order import derive_key, permutation
 from lmforge.data.packing import MapRows, PackedSequence, PackedSequences
@@ -323,7 +322,7 @@ class MixedDataset:
 
     def plan_hash_at(self, n: int) -> str:
         """A hash of `plan_at(n)` that does not depend on the names of sources."""
-        return xxhash.xxh3_128_hexdigest(json.dumps(self.plan_at(n) | {"names": None}, sort_keys=True).encode())
+        return hash_json(self.plan_at(n) | {"names": None}, sort_keys=True)
 
 
 # The part of a plan that cannot change between phases.

@@ -22,11 +22,11 @@ def measure_loss(
     loaded: LoadedModel,
     dist_ctx: DistributedContext,
     *,
-    data: Path | None = None,
-    split: str = "validation",
-    sequences: int | None = None,
-    sequence_length: int | None = None,
-    batch_size: int = 16,
+    data: Path | None,
+    split: str,
+    sequences: int | None,
+    sequence_length: int | None,
+    batch_size: int,
     on_progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> dict[str, Any]:
     """loss (nats per token), perplexity, bits_per_byte, tokens, bytes, and what was measured on what. Every rank calls it.

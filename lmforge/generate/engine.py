@@ -226,6 +226,8 @@ def generate(
     before the first of `stop_strings`, or after `max_tokens`. `on_text(index, text)` is called with text as soon as it will not
     change; `index` counts completions. Raises UserError where prompt and new tokens exceed what the model reads.
     """
+    if not prompts:
+        return []
     stop_token_ids |= {tokenizer.eos_token_id}
     encoded = [encode_prompt(tokenizer, prompt, prefix_ids) for prompt in prompts]
     engine = Engine(

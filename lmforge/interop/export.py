@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from lmforge.atomic_files import atomic_folder
 from lmforge.errors import UserError
-from lmforge.hub import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
+from lmforge.hub import SAFE_WEIGHTS_INDEX_NAME
 from lmforge.interop.config_json import to_config_json
 from lmforge.interop.safetensors_file import write_safetensors
 from lmforge.interop.transformers_causal_lm import to_stored_tensors
@@ -124,25 +124,21 @@ def _tokenizer_files(folder: str | Path | None) -> list[Path]:
 
 def _write_shards(
     folder: Path,
-    tensors: Mapping[str, torch.Tensor],
+    tensors: dict[str, torch.Tensor],
     read_tensor: Callable[[str], torch.Tensor],
     dtype: torch.dtype | None,
     max_shard_bytes: int,
 ) -> None:
-    sizes = {name: tensor.numel() * (dtype or tensor.dtype).itemsize for name, tensor in tensors.items()}
-    shards: list[list[str]] = [[]]
-    filled = 0
-    for name, size in sizes.items():
-        if filled and filled + size > max_shard_bytes:
-            shards.append([])
-            filled = 0
-        shards[-1].append(name)
-        filled += size
-    weight_map: dict[str, str] = {}
-    for number, names in enumerate(shards, start=1):
-        file = SAFE_WEIGHTS_NAME if len(shards) == 1 else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+    from huggingface_hub import split_state_dict_into_shards_factory
+
+    split = split_state_dict_into_shards_factory(
+        tensors,
+        get_storage_size=lambda tensor: tensor.numel() * (dtype or tensor.dtype).itemsize,
+        filename_pattern="model{suffix}.safetensors",
+        max_shard_size=max_shard_bytes,
+    )
+    for file, names in split.filename_to_tensors.items():
         write_safetensors(folder / file, {name: tensors[name] for name in names}, read_tensor, dtype)
-        weight_map |= dict.fromkeys(names, file)
-    if len(shards) > 1:
-        index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": weight_map}
+    if split.is_sharded:
+        index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
         (folder / SAFE_WEIGHTS_INDEX_NAME).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")

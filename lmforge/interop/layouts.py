@@ -21,7 +21,6 @@ from lmforge.interop.torch_checkpoints import TensorSource
 from lmforge.model import build_model
 from lmforge.model.config import ModelConfig
 
-LAYOUTS = ("nanogpt", "torchtitan", "fms")
 # Keys under which trainers store the model in a checkpoint, and prefixes that wrappers add to its names.
 _PREFIXES = ("", "model.", "model_state.", "state_dict.", "module.")
 _WRAPPER_NAMES = re.compile(r"_orig_mod\.|_checkpoint_wrapped_module\.|_fsdp_wrapped_module\.")
@@ -69,7 +68,7 @@ _FMS = {
 _MARKER_TENSORS = {
     "nanogpt": "transformer.wte.weight",
     "torchtitan": "tok_embeddings.weight",
-    "fms": r"layers.0.ff_sub_layer.w2.weight",
+    "fms": "layers.0.ff_sub_layer.w2.weight",
 }
 _TRANSPOSED = re.compile(r"(c_attn|c_proj|c_fc)\.weight$")
 
@@ -119,14 +118,14 @@ _Parts = dict[str, _StoredSlice | None]
 def convert_checkpoint(path: Path, checkpoint: TensorSource, layout: str, hints: LayoutHints) -> ConvertedCheckpoint:
     """Another trainer's checkpoint as a model of ours. Raises UserError where it is not of the layout, or a hint is wrong.
 
-    layout: one of LAYOUTS, or "auto" for the one whose tensor names it has.
+    layout: nanogpt, torchtitan or fms, or auto for the one whose tensor names it has.
     """
     source = _without_wrappers(checkpoint)
     if layout == "auto":
         layouts = [each for each, marker in _MARKER_TENSORS.items() if marker in source.tensors]
         if not layouts:
             some = ", ".join(sorted(source.tensors)[:3]) or "no tensors"
-            raise UserError(f"{path}: not of a known layout ({', '.join(LAYOUTS)}); it has {some}")
+            raise UserError(f"{path}: not of a known layout ({', '.join(_MARKER_TENSORS)}); it has {some}")
         layout = layouts[0]
     marker = _MARKER_TENSORS[layout]
     if marker not in source.tensors:

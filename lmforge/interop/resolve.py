@@ -9,7 +9,7 @@ from typing import Any
 
 from lmforge import registry
 from lmforge.config.sections import ModelOptions
-from lmforge.errors import UserError
+from lmforge.errors import UserError, prefix_errors
 from lmforge.hub import resolve_model_folder
 from lmforge.interop.config_json import REQUIRED_FIELDS, config_fields_from_json, is_supported_family, read_config_json
 from lmforge.model.config import ModelConfig, base_model_type, get_preset
@@ -55,10 +55,8 @@ def resolve_model_config(
         if name not in chosen:
             raise UserError(f"model.{name}: missing; give it, or begin from a preset ({', '.join(PRESETS)})")
     _check_vocabulary(where, chosen["vocab_size"], vocab_size)
-    try:
+    with prefix_errors(where):
         return ModelConfig(**chosen)
-    except UserError as error:
-        raise UserError(f"{where}: {error}") from None
 
 
 def model_config_from_options(options: ModelOptions, vocab_size: int | None = None) -> ModelConfig:
@@ -74,9 +72,7 @@ def _with_overrides(chosen: dict[str, Any], overrides: dict[str, Any]) -> dict[s
             close = get_close_matches(name, known, n=1)
             raise UserError(f"model.{name}: no such field" + (f"; did you mean {close[0]}?" if close else ""))
     if "num_attention_heads" in overrides and chosen.get("num_key_value_heads") == chosen.get("num_attention_heads"):
-        chosen = {
-            name: value for name, value in chosen.items() if name != "num_key_value_heads"
-        }  # as many, whatever their number
+        chosen = {**chosen, "num_key_value_heads": 0}  # as many, whatever their number
     chosen = chosen | overrides
     model_type = chosen.get("model_type", "llama")
     if registry.find("model_family", model_type) is not None:
@@ -99,10 +95,8 @@ def model_config_from_json(content: dict[str, Any], source: str, implementation:
         from lmforge.interop.transformers_model import to_transformers_config
 
         return to_transformers_config(content, source)
-    try:
+    with prefix_errors(source):
         return ModelConfig(**config_fields_from_json(content))
-    except UserError as error:
-        raise UserError(f"{source}: {error}") from None
 
 
 def _check_vocabulary(where: str, model_size: Any, tokenizer_size: int | None) -> None:

@@ -102,18 +102,11 @@ def find_block_list(base_model: nn.Module) -> str:
     return max(alike, key=lambda name: len(lists[name]))
 
 
-@dataclass(frozen=True)
-class LogitTransform:
-    """What a model does to the products of its head: softcap · tanh(scale · (product + bias) / softcap)."""
+def find_logit_transform(causal: Any, hidden_size: int) -> tuple[float, float | None]:
+    """(scale, softcap) of a model whose logits are softcap · tanh(scale · (product + bias) / softcap), of its head's products.
 
-    scale: float
-    softcap: float | None
-
-
-def find_logit_transform(causal: Any, hidden_size: int) -> LogitTransform:
-    """What `causal` does to its logits. Raises UserError where it does more to them than scaling or soft-capping.
-
-    Found by trying: its own forward runs with a small head, on given hidden states in place of the base model.
+    Found by trying: its own forward runs with a small head, on given hidden states in place of the base model. Raises UserError
+    where it does anything else to its logits.
     """
     name, head = find_base_model_name(causal), causal.get_output_embeddings()
     base = causal.get_submodule(name)
@@ -136,7 +129,7 @@ def find_logit_transform(causal: Any, hidden_size: int) -> LogitTransform:
             setattr(causal, name, base)
             causal.set_output_embeddings(head)
         if softcap is not None and torch.allclose(logits, cap_logits(plain, softcap), rtol=1e-4, atol=1e-3):
-            return LogitTransform(1.0, softcap)
+            return 1.0, softcap
         scale = float((logits * plain).sum() / plain.square().sum())
         alike = torch.allclose(logits, scale * plain, rtol=1e-4, atol=1e-3 * abs(scale))
     if not alike or (head.bias is not None and abs(scale - 1) >= 1e-5):
@@ -144,7 +137,7 @@ def find_logit_transform(causal: Any, hidden_size: int) -> LogitTransform:
             f"model: {type(causal).__name__} changes its logits in a way that lmforge's loss does not (it knows a scale, a"
             " bias, and final_logit_softcapping); use another model"
         )
-    return LogitTransform(1.0 if abs(scale - 1) < 1e-5 else scale, None)
+    return (1.0 if abs(scale - 1) < 1e-5 else scale), None
 
 
 class _FixedBaseModel(nn.Module):

@@ -111,11 +111,10 @@ class TransformersModel(LanguageModel):
         self._takes_positions = "position_ids" in inspect.signature(base.forward).parameters
         if not self._takes_positions and config.model_type not in ALIBI_MODEL_TYPES:
             raise UserError(f"model: a {config.model_type} model cannot be told where documents begin; use another model")
-        transform = find_logit_transform(causal, head.in_features)
-        self._logit_scale = transform.scale
+        self._logit_scale, softcap = find_logit_transform(causal, head.in_features)
         self._constant_buffers, self._constants_device = constant_buffers(causal), torch.device("cpu")
         self.add_module(self._base_model_name, base)
-        self.lm_head = LMHead(head.in_features, head.out_features, bias=head.bias is not None, softcap=transform.softcap)
+        self.lm_head = LMHead(head.in_features, head.out_features, bias=head.bias is not None, softcap=softcap)
         self.tie_weights()
 
     def initial_values(

@@ -18,7 +18,7 @@ from lmforge.interop.safetensors_file import SafetensorsFile
 from lmforge.interop.transformers_causal_lm import TensorConversion, map_stored_names
 from lmforge.interop.transformers_model import TransformersModel
 from lmforge.model import build_model
-from lmforge.model.init_weights import LORA_SUFFIXES, copy_full_tensor, local_part
+from lmforge.model.init_weights import LORA_SUFFIXES, local_part
 from lmforge.model.layers import LanguageModel
 from lmforge.model.lora import LoraConfig, lora_delta
 
@@ -64,7 +64,8 @@ def load_folder(folder: str | Path, model: nn.Module, new_names: Collection[str]
     for conversion in conversions:
         for name, value in conversion.convert(lambda name: file_of[name].read(name)).items():
             _reject_quantized(value.dtype, f"{folder}: {name}")
-            copy_full_tensor(local[name], value)
+            target, part = local_part(local[name])
+            target.copy_(value[part])
 
 
 @torch.no_grad()

@@ -11,7 +11,7 @@ is one complex number. Measured on one CPU thread in fp32 with the model of benc
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -42,10 +42,6 @@ class DecodeGroup:
     stop: int
     shortest: int
     longest: int
-
-    @classmethod
-    def of(cls, lengths: Sequence[int], start: int, stop: int) -> Self:
-        return cls(start, stop, min(lengths[start:stop]), max(lengths[start:stop]))
 
 
 class IncrementalDecoder:
@@ -95,7 +91,8 @@ class IncrementalDecoder:
             groups = [*group_by_length(self._lengths)]
             if self._device.type != "cpu" or len(groups) > MAX_GROUPS:
                 groups = [(0, len(self._lengths))]
-            parts = [DecodeGroup.of(self._lengths, *group) for group in groups]
+            lengths = [self._lengths[start:stop] for start, stop in groups]
+            parts = [DecodeGroup(*group, min(each), max(each)) for group, each in zip(groups, lengths, strict=True)]
             hidden = self._decode_model.decode_step(tokens, self._positions, parts)
         else:
             hidden = self._forward(0, tokens[:, None], self._positions[:, None], longest + 1)[:, 0]

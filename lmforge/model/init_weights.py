@@ -144,13 +144,6 @@ def _runs(part: tuple[slice, ...], shape: torch.Size) -> tuple[Tensor, int]:
     return starts, length
 
 
-def copy_full_tensor(parameter: nn.Parameter, full: Tensor) -> None:
-    """Copy a full tensor into a parameter, in the parameter's dtype; of a sharded one (DTensor) this rank's part."""
-    local, part = local_part(parameter)
-    if local.numel():
-        local.copy_(full[part])
-
-
 def local_part(parameter: nn.Parameter) -> tuple[Tensor, tuple[slice, ...]]:
     """This rank's part of a parameter, sharing its memory, and which slices of the full tensor that is."""
     if not isinstance(parameter, DTensor):

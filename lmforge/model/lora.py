@@ -26,7 +26,7 @@ ALL_LINEAR = "all-linear"
 
 @dataclass(frozen=True)
 class LoraConfig:
-    """Which layers of the blocks are adapted, and how. Raises UserError for impossible numbers.
+    """Which layers of the blocks are adapted, and how. Its numbers are those of `LoraOptions`, which bounds them.
 
     target_modules: each is the end of layer names (`q_proj`, `mlp.up_proj`), a regular expression that matches full names,
         or "all-linear".
@@ -39,12 +39,6 @@ class LoraConfig:
     target_modules: tuple[str, ...] = (ALL_LINEAR,)
     dropout: float = 0.0
     use_rslora: bool = False
-
-    def __post_init__(self) -> None:
-        if self.rank < 1 or self.alpha <= 0:
-            raise UserError(f"lora: rank {self.rank}, alpha {self.alpha}: both must be above zero")
-        if not 0 <= self.dropout < 1:
-            raise UserError(f"lora.dropout: {self.dropout} is not a fraction below 1")
 
     @property
     def scaling(self) -> float:
@@ -135,13 +129,6 @@ def _matches_target(target: str, name: str) -> bool:
         raise UserError(f"lora.target_modules: {target} is neither a name nor a regular expression ({problem})") from None
 
 
-def lora_layers(model: nn.Module) -> Iterator[tuple[str, LoraLinear]]:
-    """The adapted layers of a model, by name."""
-    for name, module in model.named_modules():
-        if isinstance(module, LoraLinear):
-            yield name, module
-
-
 def adapter_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
     """The tensors of a model's adapters, by name."""
     return {name: parameter for name, parameter in model.named_parameters() if name.endswith(LORA_SUFFIXES)}
@@ -151,7 +138,7 @@ def adapter_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
 def disable_adapters(model: nn.Module) -> Iterator[None]:
     """A context in which `model` computes without its adapters, for forward passes without gradients: the reference of
     alignment."""
-    layers = [layer for _, layer in lora_layers(model)]
+    layers = [module for module in model.modules() if isinstance(module, LoraLinear)]
     for layer in layers:
         layer.enabled = False
     try:

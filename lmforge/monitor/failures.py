@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Literal
 
 from lmforge.monitor.heartbeat import MAX_HEARTBEAT_SECONDS
-from lmforge.monitor.log_files import LogFile, LogLine, rank_logs
+from lmforge.monitor.log_files import LogFile, LogLine
 from lmforge.monitor.rank_log import FAILED, PEER_FAILED, PEER_LOST_PATTERN, TIMED_OUT_PATTERN
 from lmforge.monitor.run_status import RUN_ENDED, RankStatus, RunStatus
 from lmforge.runs import Run
@@ -57,8 +57,7 @@ def find_failures(run: Run, attempt: int, status: RunStatus | None = None) -> li
     `status`, for the newest attempt, tells of ranks that vanished.
     """
     failures: list[Failure] = []
-    logs = rank_logs(run.logs_folder / f"attempt-{attempt}")
-    for rank, path in logs.items():
+    for rank, path in run.rank_logs(attempt).items():
         file = LogFile(path, rank)
         if not (count := _bytes_from_first_mark(path)):
             continue

@@ -13,10 +13,15 @@ import re
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypeVar
+
+from lmforge.errors import UserError
+from lmforge.untrusted import read_json
+
+T = TypeVar("T")
 
 # The phase in the file after a rank has ended.
 FINAL_PHASES = ("done", "interrupted", "failed")
@@ -73,6 +78,22 @@ def heartbeat_paths(folder: Path) -> dict[int, Path]:
     """The existing files, by rank."""
     matches = {path: re.fullmatch(r"rank-([0-9]{1,7})\.json", path.name) for path in folder.glob("rank-*.json")}
     return {int(match[1]): path for path, match in matches.items() if match}
+
+
+def overwrite(path: Path, record: Any, width: int) -> int:
+    """Write a dataclass as JSON in place by one write, padded with blanks to `width` bytes. Returns how many it has now."""
+    text = json.dumps(asdict(record)).encode().ljust(width)
+    with open(os.open(path, os.O_WRONLY | os.O_CREAT, 0o644), "wb", buffering=0) as file:
+        file.write(text + b"\n")
+    return len(text)
+
+
+def read_overwritten(path: Path, schema: type[T]) -> tuple[float, T] | None:
+    """When a file was last overwritten, by its file system's clock, and its content; None where it cannot be read."""
+    for _ in range(3):  # it may be read half-written
+        with suppress(UserError, OSError):
+            return path.stat().st_mtime, read_json(path, schema)
+    return None
 
 
 class Heartbeat:
@@ -139,10 +160,7 @@ class Heartbeat:
         phase, written, count = final_phase or phase, time.time(), process_io_bytes()
         noticed, reported = self.stall_noticed, self.stall_reported
         record = HeartbeatRecord(*self._identity, step, number, phase, since, written, count, noticed, reported)
-        record = replace(record, world_size=self._world_size, slow=self.slow_phases)
-        text = json.dumps(asdict(record)).encode().ljust(FILE_BYTES - 1) + b"\n"
-        with open(os.open(self.path, os.O_WRONLY | os.O_CREAT, 0o644), "wb", buffering=0) as file:
-            file.write(text)
+        overwrite(self.path, replace(record, world_size=self._world_size, slow=self.slow_phases), FILE_BYTES - 1)
 
 
 def process_io_bytes() -> int:

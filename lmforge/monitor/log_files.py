@@ -15,13 +15,14 @@ from datetime import datetime
 from pathlib import Path
 from typing import NamedTuple
 
+from lmforge.terminal.cells import clean
+
 CHUNK_BYTES = 2**16
 # A longer line is read as several.
 MAX_LINE_BYTES = 2**14
 STAMP = re.compile(rb"(\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}[+-]\d\d:\d\d) ?")
 # Sequences that move the cursor or colour text of a terminal.
 ESCAPES = re.compile(r"\x1b(?:\[[0-9;:?<=>]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)|[@-Z\\-_])")
-RANK_LOG = re.compile(r"rank-([0-9]{1,9})\.log")
 HEADER = re.compile(r"attempt \d+, rank \d+ of (\d+) on (\S+), process (\d+)")
 
 
@@ -34,12 +35,6 @@ class LogLine(NamedTuple):
     text: str
 
 
-def rank_logs(attempt_folder: Path) -> dict[int, Path]:
-    """The logs in the folder of an attempt, by rank, in order."""
-    logs = {int(name[1]): path for path in attempt_folder.glob("rank-*.log") if (name := RANK_LOG.fullmatch(path.name))}
-    return dict(sorted(logs.items()))
-
-
 def printable(line: bytes) -> str:
     """A line as text that is safe to print on a terminal: without escape sequences, other control characters as dots.
 
@@ -50,7 +45,7 @@ def printable(line: bytes) -> str:
         return text
     states = [state for state in ESCAPES.sub("", text).split("\r") if state.strip()]
     text = (states[-1] if states else "").expandtabs(4)
-    return text if text.isprintable() else "".join(each if each.isprintable() else "·" for each in text)
+    return clean(text)
 
 
 @dataclass

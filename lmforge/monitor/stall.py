@@ -21,7 +21,7 @@ from lmforge.atomic_files import atomic_write_text
 from lmforge.cluster.processes import read_process_stat
 from lmforge.errors import UserError
 from lmforge.monitor.flight_recorder import CollectiveRecord, recent_collectives
-from lmforge.monitor.heartbeat import COMPILING, FINAL_PHASES, HeartbeatRecord, heartbeat_path
+from lmforge.monitor.heartbeat import COMPILING, FINAL_PHASES, HeartbeatRecord, heartbeat_path, read_overwritten
 from lmforge.untrusted import read_json
 
 # How many of the innermost calls of a stack are printed; the file has them all.
@@ -130,13 +130,9 @@ def read_peer(folder: Path, rank: int, own_written_at: float, silent_after_secon
     A rank is silent if its heartbeat is older than `own_written_at`, a time of the same file system's clock, by more than
     `silent_after_seconds`.
     """
-    path = heartbeat_path(folder, rank)
-    for _ in range(3):  # it may be read half-written
-        with suppress(UserError, OSError):
-            written_at, heartbeat = path.stat().st_mtime, asdict(read_json(path, HeartbeatRecord))
-            break
-    else:
+    if (found := read_overwritten(heartbeat_path(folder, rank), HeartbeatRecord)) is None:
         return PeerStatus(rank, {}, "missing")
+    written_at, heartbeat = found[0], asdict(found[1])
     if heartbeat["phase"] in FINAL_PHASES:
         return PeerStatus(rank, heartbeat, "ended")
     silent = max(0.0, own_written_at - written_at)

@@ -22,7 +22,7 @@ from lmforge.monitor.rank_log import stamp_lines, write_to_terminal
 from lmforge.monitor.step_time_drift import DriftDetector
 from lmforge.monitor.stragglers import StragglerMonitor
 from lmforge.monitor.usage.disk import DiskMonitor
-from lmforge.monitor.usage.host import HostPublisher
+from lmforge.monitor.usage.host import publish_usage
 from lmforge.runs import is_local
 
 # A stall is noticed this many heartbeats before it is reported: ranks that wait for each other notice it within one
@@ -77,11 +77,11 @@ class Watchdog:
         self._evidence_mark = -1.0
         self._training_thread = threading.get_ident()
         self._stopped = threading.Event()
-        self._stop_following: list[Callable[[], object]] = []
+        self._to_stop: list[Callable[[], object]] = [self._stragglers.close]
         dist_ctx.wait_context = self._heartbeat.barrier
-        self._disk_monitor: DiskMonitor | None = None
         self._add_event = add_event
-        self._host_publisher = HostPublisher(folder, self._rank) if dist_ctx.rank_info.local_rank == 0 else None
+        if dist_ctx.rank_info.local_rank == 0:
+            self._to_stop.append(publish_usage(folder, self._rank))
         self._thread = threading.Thread(target=self._run, name="watch", daemon=True)
         self._thread.start()
 
@@ -96,20 +96,19 @@ class Watchdog:
         begin, end = self._heartbeat.begin_compiling, self._heartbeat.end_compiling
         callback_handler.register_start_callback(begin)
         callback_handler.register_end_callback(end)
-        self._stop_following = [partial(callback_handler.remove_start_callback, begin)]
-        self._stop_following += [partial(callback_handler.remove_end_callback, end)]
+        self._to_stop += [partial(callback_handler.remove_start_callback, begin)]
+        self._to_stop += [partial(callback_handler.remove_end_callback, end)]
 
     def watch_disk(self, folder: Path, next_checkpoint_bytes: Callable[[], int]) -> None:
         """From now on rank 0 warns where the disk of the checkpoints has become full. A store does not say how much it has."""
         if self._dist_ctx.is_rank0 and is_local(folder):
-            self._disk_monitor = DiskMonitor(folder, next_checkpoint_bytes)
-            self._disk_monitor.start(self._log_lines)
+            self._to_stop.append(DiskMonitor(folder, next_checkpoint_bytes).start(self._log_lines))
 
     def describe_progress(self) -> str:
         """Step and phase, in words."""
         return f"step {self._heartbeat.current.step}, {self._heartbeat.current.phase}"
 
-    def check_step_times(self, step: int, step_seconds: float, pipeline_rank: int = 0) -> list[str]:
+    def check_step_times(self, step: int, step_seconds: float, pipeline_rank: int) -> list[str]:
         """Lines about stragglers and drift. Every rank calls it at the same steps, and none waits.
 
         `step_seconds` is the mean since the last log step, of training alone. Ranks of the same `pipeline_rank` do equal work.
@@ -121,14 +120,9 @@ class Watchdog:
     def stop(self, final_phase: str) -> None:
         """Write the final phase and end the thread."""
         self._dist_ctx.wait_context = None
-        for stop_following in self._stop_following:
-            with suppress(ValueError):  # torch.compiler.reset has removed it
-                stop_following()
-        self._stragglers.close()
-        if self._disk_monitor is not None:
-            self._disk_monitor.stop()
-        if self._host_publisher is not None:
-            self._host_publisher.stop()
+        for stop in self._to_stop:
+            with suppress(ValueError):  # torch.compiler.reset has removed a callback
+                stop()
         self.set_phase(final_phase)
         self._stopped.set()
         self._thread.join(timeout=MAX_HEARTBEAT_SECONDS)  # a disk that hangs must not hang the end

@@ -21,7 +21,7 @@ from lmforge.parallel.precision import check_float8, convert_to_float8
 from lmforge.parallel.tensor_parallel import apply_tensor_parallel
 from lmforge.parallel.validate import check_lora, check_neftune, choose_engine
 
-# The number of graphs of a block after which torch would run it uncompiled.
+# Of a block; after so many torch runs it uncompiled.
 MAX_GRAPHS = 64
 
 
@@ -39,14 +39,16 @@ def parallelize(
 ) -> ParallelModel:
     """Distribute `model` over the ranks as `options` say, in place.
 
-    The model has fp32 weights on the ranks' device; or it is on the meta device, and `init_weights` fills it after it has
-    been sharded. With `loads_weights` that reads files; the flat parts of FSDP1 cannot be read, so it then comes before FSDP1.
-    Master weights stay fp32. With `dtype` bf16, FSDP gathers and computes in bf16 and reduces gradients in fp32; the other
-    engines use autocast and working_weights.py, whose gradients are fp32 as well. With `float8` the matrix products of the
-    blocks are in float8.
+    The model has its weights on the ranks' device; or it is on the meta device, and `init_weights` fills it: for `single` and
+    DDP before it is wrapped, for FSDP after it has been sharded. With `loads_weights` that reads files; the flat parts of FSDP1
+    cannot be read, so it then comes before FSDP1.
 
-    The order is float8 → tensor parallel → context parallel → activation checkpointing → compile → shard → init weights;
-    docs/architecture.md says why each stands where it does.
+    Master weights keep their dtype. With `dtype` bf16, FSDP gathers and computes in bf16 and reduces gradients in fp32; the
+    other engines use autocast and working_weights.py, whose gradients are fp32 as well. With `float8` the matrix products of
+    the blocks are in float8.
+
+    The order is float8 → tensor parallel → context parallel → activation checkpointing → compile → shard (a pipeline is cut
+    into stages first) → init weights; docs/architecture.md says why each stands where it does.
 
     Raises UserError, the same on all ranks, where the options or float8 do not fit the ranks or the model.
     """
@@ -68,15 +70,16 @@ def parallelize(
     if compile_model:
         _compile(model, dist_ctx.device)
     device = torch.device("cpu") if engine == "fsdp1" or options.cpu_offload else dist_ctx.device
-    if mesh is None and init_weights is not None:  # DDP broadcasts weights when it wraps, and FSDP1 takes over their memory
+    # DDP broadcasts weights when it wraps, and FSDP1 takes over their memory.
+    if engine != "fsdp2" and init_weights is not None:
         _allocate(model, device)
         if engine != "fsdp1" or loads_weights:
             init_weights(model)
     engines = {"single": ParallelModel, "ddp": DDPModel, "fsdp1": FSDP1Model, "fsdp2": FSDP2Model}
     engine_class = PipelineModel if options.pipeline_parallel_degree > 1 else engines[engine]
-    autocast_dtype = None if dtype == torch.float32 else dtype
-    parallel_model = engine_class(model, loss_fn, dist_ctx, dims, autocast_dtype, mesh)
-    if mesh is not None and init_weights is not None:
+    compute_dtype = None if dtype == torch.float32 else dtype
+    parallel_model = engine_class(model, loss_fn, dist_ctx, dims, compute_dtype, mesh)
+    if engine == "fsdp2" and init_weights is not None:
         _allocate(model, device)
         init_weights(model)
     elif engine == "fsdp1" and init_weights is not None and not loads_weights:

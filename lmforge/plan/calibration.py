@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from lmforge.errors import UserError
+from lmforge.errors import UserError, format_count
 from lmforge.untrusted import check_content, read_json
 
 VERSION = 1
@@ -154,17 +154,13 @@ class Calibration(BaseModel):
         table = self.table(what)
         return None if table is None else table.at()
 
-    def has_dtype(self, dtype: str) -> bool:
-        return self.table("product", dtype) is not None
-
     @property
     def ranks_per_host(self) -> int:
         return -(-self.ranks // self.hosts)
 
     def describe(self) -> str:
-        ranks = f"{self.ranks} rank{'s' if self.ranks > 1 else ''}"
         hosts = f" on {self.hosts} hosts" if self.hosts > 1 else ""
-        return f"{self.device}, {ranks}{hosts}, {self.time[:10]}"
+        return f"{self.device}, {format_count(self.ranks, 'rank')}{hosts}, {self.time[:10]}"
 
 
 def read_calibration(path: Path) -> Calibration:

@@ -4,9 +4,10 @@
 
 import difflib
 import re
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -57,7 +58,10 @@ class GPU(BaseModel):
         return min(1.0, (limit / self.watts) ** (1 / 3))
 
     def peak_flops(self, dtype: str) -> float | None:
-        """Dense FLOP/s; None where the chip has no such arithmetic."""
+        """Dense FLOP/s of matrix products; None where the chip has no such arithmetic.
+
+        dtype: "fp32" (without TF32), "tf32", "bf16", "fp16" or "fp8".
+        """
         # Tensor cores of these chips run both 16-bit formats at the same speed; older ones have only fp16.
         known = {str(name): rate for name, rate in self.tflops.items()}
         teraflops = known.get(dtype, known.get("bf16") if dtype == "fp16" else None)
@@ -81,6 +85,9 @@ class Network(BaseModel):
         return self.gb_s * GB * self.ports * (1 if self.per_host else gpus_per_host)
 
 
+EntryT = TypeVar("EntryT", GPU, Network)
+
+
 class Hardware(BaseModel):
     """The content of a hardware file."""
 
@@ -91,26 +98,24 @@ class Hardware(BaseModel):
 
     def gpu(self, name: str) -> GPU:
         """The GPU of a name. Raises UserError with the nearest names."""
-        known = {each.name: each for each in self.gpus}
-        if name.lower() not in known:
-            raise UserError(f"--gpu_type: {_unknown(name, list(known))}, or describe it in a file for --hardware")
-        return known[name.lower()]
+        return _by_name(self.gpus, name, "--gpu_type", ", or describe it in a file for --hardware")
 
     def network(self, name: str) -> Network:
         """The network of a name. Raises UserError with the nearest names."""
-        known = {each.name: each for each in self.networks}
-        if name.lower() not in known:
-            raise UserError(f"--network: {_unknown(name, list(known))}")
-        return known[name.lower()]
+        return _by_name(self.networks, name, "--network")
 
     def find(self, device_name: str) -> GPU | None:
         """The GPU that torch.cuda.get_device_name() calls so; None where it is not here."""
-        return next((gpu for gpu in self.gpus if gpu.matches and _is_found(gpu.matches, device_name)), None)
+        patterns = ((gpu, rf"\b{re.escape(gpu.matches)}\b") for gpu in self.gpus if gpu.matches)
+        return next((gpu for gpu, pattern in patterns if re.search(pattern, device_name)), None)
 
 
-def _unknown(name: str, known: list[str]) -> str:
-    near = difflib.get_close_matches(cut(name).lower(), known, n=3, cutoff=0.3) or known
-    return f'no "{cut(name)}"; nearest: {", ".join(near)}'
+def _by_name(entries: Sequence[EntryT], name: str, option: str, way: str = "") -> EntryT:
+    known = {each.name: each for each in entries}
+    if name.lower() not in known:
+        near = difflib.get_close_matches(cut(name).lower(), known, n=3, cutoff=0.3) or known
+        raise UserError(f'{option}: no "{cut(name)}"; nearest: {", ".join(near)}{way}')
+    return known[name.lower()]
 
 
 @cache
@@ -134,23 +139,3 @@ def read_hardware(path: Path | None) -> Hardware:
         gpus=(*gpus, *(each for each in data_sheets().gpus if each.name not in own_gpus)),
         networks=(*networks, *(each for each in data_sheets().networks if each.name not in own_networks)),
     )
-
-
-def find_gpu(device_name: str) -> GPU | None:
-    """The GPU that torch.cuda.get_device_name() calls so; None where it is not in the file."""
-    return data_sheets().find(device_name)
-
-
-def _is_found(name: str, text: str) -> bool:
-    return re.search(rf"\b{re.escape(name)}\b", text) is not None
-
-
-def peak_flops(device_name: str, dtype: str) -> float | None:
-    """The peak of a device in FLOP/s; None where it is not known.
-
-    Args:
-        device_name: as torch.cuda.get_device_name() gives it.
-        dtype: of the matrix products: "fp32" (without TF32), "tf32", "bf16", "fp16" or "fp8".
-    """
-    gpu = find_gpu(device_name)
-    return None if gpu is None else gpu.peak_flops(dtype)

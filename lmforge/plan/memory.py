@@ -4,6 +4,8 @@ from dataclasses import dataclass
 
 from lmforge import registry
 from lmforge.config.sections import OptimizerOptions
+from lmforge.model.config import ModelConfig
+from lmforge.model.flops import parameter_count
 
 DTYPE_BYTES = {"fp32": 4, "bf16": 2}
 
@@ -18,6 +20,12 @@ class ParameterCounts:
     total: int
     trained: int
     trained_block_matrices: int
+
+
+def count_all(model: ModelConfig) -> ParameterCounts:
+    """Those of a model whose weights are all trained."""
+    count = parameter_count(model)
+    return ParameterCounts(count.total, count.total, count.block_matrices)
 
 
 def optimizer_state_bytes(optimizer: OptimizerOptions, master_dtype: str, counts: ParameterCounts) -> int:

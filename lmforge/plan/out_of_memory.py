@@ -50,6 +50,13 @@ ACTIVATION_KINDS = ("activations", "activations of other micro-batches", "recomp
 BATCH_BYTES_PER_TOKEN = 36
 
 
+def min_gpu_bytes(dist_ctx: DistributedContext) -> int | None:
+    """The memory of the smallest GPU of all ranks; None on CPUs. Every rank calls it."""
+    if dist_ctx.device.type != "cuda":
+        return None
+    return min(dist_ctx.all_gather(torch.cuda.get_device_properties(dist_ctx.device).total_memory))
+
+
 @dataclass(frozen=True)
 class MemoryEstimator:
     """What a run needs on each rank. recipe: the StepConfig of the recipe, whose `reduce_every_micro_batch` is None where it is
@@ -70,13 +77,13 @@ class MemoryEstimator:
         model_config: ModelConfig,
         plan: BatchPlan,
         dist_ctx: DistributedContext,
+        gpu_bytes: int | None = None,
+        *,
         has_reference: bool = False,
         step: int = 0,
     ) -> Self:
-        """The estimator of a recipe on these ranks, for a run that goes on from `step`. Every rank calls it."""
-        gpu_bytes, on_gpu = None, dist_ctx.device.type == "cuda"
-        if on_gpu:
-            gpu_bytes = min(dist_ctx.all_gather(torch.cuda.get_device_properties(dist_ctx.device).total_memory))
+        """The estimator of a recipe on these ranks, for a run that goes on from `step`. `gpu_bytes`: `min_gpu_bytes`."""
+        on_gpu = dist_ctx.device.type == "cuda"
         dtype, _ = choose_dtype(config.train.dtype, dist_ctx.device)
         compiled, _ = choose_compile(config, dist_ctx.device, config.train.steps - step)
         stores_weights = stores_attention_weights(dtype, plan.sequence_length, on_gpu=on_gpu, compiled=compiled)

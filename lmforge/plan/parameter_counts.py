@@ -8,10 +8,10 @@ from lmforge.config.stage import StageConfig
 from lmforge.config.tuning import TunedConfig
 from lmforge.model import build_model
 from lmforge.model.config import ModelConfig
-from lmforge.model.flops import adapted_flops_per_token, flops_per_token, parameter_count
+from lmforge.model.flops import adapted_flops_per_token, flops_per_token
 from lmforge.model.layers import LanguageModel
 from lmforge.model.lora import LoraConfig, adapter_parameters, add_lora
-from lmforge.plan.memory import ParameterCounts
+from lmforge.plan.memory import ParameterCounts, count_all
 
 
 def get_lora_config(config: StageConfig) -> LoraConfig | None:
@@ -31,9 +31,9 @@ def build_meta_model(config: StageConfig, model_config: ModelConfig) -> Language
 
 def count_parameters(config: StageConfig, model_config: ModelConfig) -> ParameterCounts:
     """Numbers of parameters of a recipe's model, adapters included."""
-    count = parameter_count(model_config)
+    counts = count_all(model_config)
     if get_lora_config(config) is None:
-        return ParameterCounts(count.total, count.total, count.block_matrices)
+        return counts
 
     def trained(parameters: Iterable[nn.Parameter]) -> int:
         return sum(parameter.numel() for parameter in parameters if parameter.requires_grad)
@@ -42,7 +42,7 @@ def count_parameters(config: StageConfig, model_config: ModelConfig) -> Paramete
     model = build_meta_model(config, model_config)
     adapters = sum(tensor.numel() for tensor in adapter_parameters(model).values())
     matrices = [parameter for parameter in model.blocks.parameters() if parameter.ndim == 2]
-    return ParameterCounts(count.total + adapters, trained(model.parameters()), trained(matrices))
+    return ParameterCounts(counts.total + adapters, trained(model.parameters()), trained(matrices))
 
 
 def adapter_shapes(config: StageConfig, model_config: ModelConfig) -> tuple[tuple[int, int], ...]:

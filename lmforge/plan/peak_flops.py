@@ -20,7 +20,7 @@ from lmforge.cluster.distributed import DistributedContext
 from lmforge.cluster.rank_info import threads_per_rank
 from lmforge.errors import UserError
 from lmforge.parallel.precision import dtype_name
-from lmforge.plan.hardware import peak_flops
+from lmforge.plan.hardware import data_sheets
 from lmforge.runs import processor_name
 from lmforge.untrusted import read_json
 
@@ -45,8 +45,8 @@ def rank_peak_flops(dist_ctx: DistributedContext, dtype: torch.dtype) -> float |
     The ranks of a host share its cores: a CPU's peak is measured with the threads of all of them, and divided.
     """
     if dist_ctx.device.type == "cuda":
-        name = torch.cuda.get_device_name(dist_ctx.device)
-        return peak_flops(name, dtype_name(dtype))
+        gpu = data_sheets().find(torch.cuda.get_device_name(dist_ctx.device))
+        return None if gpu is None else gpu.peak_flops(dtype_name(dtype))
     ranks = dist_ctx.rank_info.local_world_size
     threads = min(ranks * torch.get_num_threads(), threads_per_rank(1))
     return dist_ctx.decide_on_rank0(partial(cpu_peak_flops, dtype, threads)) / ranks

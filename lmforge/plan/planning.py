@@ -124,12 +124,14 @@ def _check_peaks(gpu: GPU, calibration: Calibration, path: Path) -> None:
             )
 
 
-def choose_dtypes(config: StageConfig, gpu: GPU, calibration: Calibration | None = None) -> tuple[str, bool]:
+def choose_dtypes(config: StageConfig, gpu: GPU, calibration: Calibration | None) -> tuple[str, bool]:
     """The compute dtype and whether blocks are compiled, as `auto` resolves on this device.
 
     Raises UserError for a dtype that the device does not have, float8 included.
     """
-    fast = "bf16" in gpu.tflops if not gpu.is_cpu else calibration is not None and calibration.has_dtype("bf16")
+    fast = "bf16" in gpu.tflops
+    if gpu.is_cpu:
+        fast = calibration is not None and calibration.table("product", "bf16") is not None
     dtype = config.train.dtype if config.train.dtype != "auto" else ("bf16" if fast else "fp32")
     check_dtype(gpu, dtype)
     if config.train.float8 and gpu.peak_flops("fp8") is None:
@@ -157,7 +159,7 @@ def build_step_config(
     on_gpu: bool,
     dtype: str,
     compiled: bool,
-    adapters: tuple[tuple[int, int], ...] = (),
+    adapters: tuple[tuple[int, int], ...],
     has_reference: bool = False,
     stores_weights: bool = False,
 ) -> StepConfig:

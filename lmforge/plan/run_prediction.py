@@ -9,7 +9,7 @@ from lmforge.config.stage import StageConfig
 from lmforge.config.verbs.plan import USABLE_FRACTION
 from lmforge.errors import UserError, format_bytes
 from lmforge.plan.calibration import read_calibration
-from lmforge.plan.hardware import data_sheets, find_gpu
+from lmforge.plan.hardware import data_sheets
 from lmforge.plan.planning import Machine, calibrated_gpu, check_dtype, predict_step
 from lmforge.plan.prediction.predict import MEMORY_INTERVAL, OVERHEAD, peak_memory
 from lmforge.plan.prediction.step_config import StepConfig
@@ -101,7 +101,7 @@ def _find_machine(step_config: StepConfig, config: StageConfig, device_name: str
     if len(set(getattr(config.data, "sequence_lengths", ()))) > 1:
         raise UserError("data.phases has several sequence lengths")
     path, per_host = config.log.calibration, step_config.gpus_per_host
-    gpu = data_sheets().gpu("cpu") if device_name is None else find_gpu(device_name)
+    gpu = data_sheets().gpu("cpu") if device_name is None else data_sheets().find(device_name)
     if gpu is None:
         raise UserError(f"{device_name} is not in the hardware file")
     check_dtype(gpu, step_config.dtype)

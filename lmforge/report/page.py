@@ -15,24 +15,21 @@ from lmforge.runs import Run
 REPORT_FILE = "report.html"  # in a run
 
 
-def write_report(runs: Sequence[Run], path: Path, title: str | None = None) -> Path:
-    """Write the report of one run, or of several side by side, to `path`. Returns it.
+def write_report(runs: Sequence[Run], path: Path, title: str | None = None, state: str | None = None) -> Path:
+    """Write the report of one run, or of several side by side, to `path`. Returns it. `state` is as for `read_run`.
 
     Raises UserError where a run cannot be read, OSError where the file cannot be written.
     """
-    return _write_page(render([read_run(run) for run in runs], title), path)
+    page = render([read_run(run, state) for run in runs], title)
+    with atomic_write(path, sync=False) as file:
+        file.write(page.encode(errors="replace"))  # a path need not be Unicode
+    return path
 
 
 def write_run_report(run: Run, state: str | None = None) -> Path:
     """Write `report.html` into a run. `state` is its state, which the ranks may not have written yet. Returns its path; raises
     as `write_report` does."""
-    return _write_page(render([read_run(run, state)]), run.path / REPORT_FILE)
-
-
-def _write_page(page: str, path: Path) -> Path:
-    with atomic_write(path, sync=False) as file:
-        file.write(page.encode(errors="replace"))  # a path need not be Unicode
-    return path
+    return write_report([run], run.path / REPORT_FILE, state=state)
 
 
 def render(runs: Sequence[dict[str, Any]], title: str | None = None) -> str:

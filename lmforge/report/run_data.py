@@ -1,6 +1,7 @@
 """What a report shows of one run, read from its directory as values that JSON has. Everything but the recipe may be missing."""
 
 from collections import Counter
+from collections.abc import Iterator
 from contextlib import suppress
 from itertools import pairwise
 from pathlib import Path
@@ -31,8 +32,6 @@ MAX_LENGTHS_SOURCES = 20
 # Metrics that a run logs once, which are not drawn as curves.
 PREDICTION_PREFIXES = ("predicted/", "measured/")
 MAX_RANKS = 64
-# Kinds of events that are not listed, since the page shows their content elsewhere.
-NOT_LISTED = ("model", "completions")
 
 
 class RunEvent(BaseModel, extra="allow"):
@@ -75,13 +74,13 @@ def read_run(run: Run, state: str | None = None) -> dict[str, Any]:
         "prediction": _prediction(records),
         "axis": _axis(records),
         "step_times": _downsample(_step_times(records), MAX_POINTS),
-        "events": [event for event in events if event["kind"] not in NOT_LISTED],
+        "events": [event for event in events if event["kind"] != "model"],
         "samples": _downsample(samples, MAX_SAMPLES),
         "tables": _completion_tables(run),
         "checkpoints": _checkpoints(run),
         "sources": _sources(config) if isinstance(config, PretrainConfig) else _files(config),
         "options": dict(flat_options(config)),
-        "changed": [name for name, value in flat_options(config) if value != _defaults(type(config)).get(name)],
+        "changed": list(_changed(config)),
         "environment": _environment(run),
         "ranks": _ranks(status),
     }
@@ -245,17 +244,14 @@ def _files(config: StageConfig) -> list[dict[str, Any]]:
     return [{"name": str(file)} for file in getattr(config.data, "files", ())]
 
 
-def _defaults(options: type[Options], prefix: str = "") -> dict[str, Any]:
-    """The default values of the options of a class by section.name."""
-    values: dict[str, Any] = {}
-    for name, field in options.model_fields.items():
-        kind = field.annotation
-        if isinstance(kind, type) and issubclass(kind, Options):
-            values |= _defaults(kind, f"{prefix}{name}.")
+def _changed(options: Options, prefix: str = "") -> Iterator[str]:
+    """section.name of each option that does not have its default value."""
+    for name in options.changed():
+        value = getattr(options, name)
+        if isinstance(value, Options):
+            yield from _changed(value, f"{prefix}{name}.")
         else:
-            default = field.get_default(call_default_factory=True)
-            values[f"{prefix}{name}"] = list(default) if isinstance(default, tuple) else default
-    return values
+            yield f"{prefix}{name}"
 
 
 def _environment(run: Run) -> dict[str, str]:

@@ -15,6 +15,7 @@ from lmforge.monitor.watchdog import Watchdog
 from lmforge.report.page import write_run_report
 from lmforge.runs import Run, storage_errors
 from lmforge.trackers.processes import TrackerProcesses
+from lmforge.train.callbacks import Callbacks
 from lmforge.train.determinism import explain_nondeterministic_op
 from lmforge.train.inputs import RunContext
 from lmforge.train.metrics import ConsoleLogger
@@ -25,7 +26,7 @@ from lmforge.untrusted import cut
 MAX_ERROR_CHARACTERS = 1000  # of an error in events.jsonl
 
 
-def start_attempt(config: StageConfig, run: Run, dist_ctx: DistributedContext) -> RunContext:
+def start_attempt(config: StageConfig, run: Run, dist_ctx: DistributedContext, callbacks: Callbacks) -> RunContext:
     """Write the recipe, open this rank's log, and start the watchdog. Ranks other than 0 print to their logs from now on."""
     attempt = dist_ctx.decide_on_rank0(partial(run.start_attempt, config))
     record_launchers(run, dist_ctx)
@@ -46,7 +47,7 @@ def start_attempt(config: StageConfig, run: Run, dist_ctx: DistributedContext) -
     trackers = TrackerProcesses(console.info, console.warn)
     if dist_ctx.is_rank0:
         trackers.start(run, config.log.trackers, config.log.project)
-    return RunContext(config, run, dist_ctx, watch, console, log, events, trackers)
+    return RunContext(config, run, dist_ctx, watch, console, log, events, trackers, callbacks)
 
 
 def end_attempt(ctx: RunContext, final_phase: str, error: str | None) -> None:

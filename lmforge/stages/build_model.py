@@ -1,6 +1,7 @@
 """A recipe's model: whether it can be trained, the model with its first weights, distributed over ranks, and its optimizer."""
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 
@@ -31,12 +32,12 @@ def build_model_and_optimizer(
     dtype: torch.dtype,
     compiled: bool,
     options: ParallelOptions,
-    fill: Callable[[LanguageModel], None] | None,
-    loads_weights: bool = False,
+    load_weights: Callable[[LanguageModel], frozenset[str]] | None,
+    resumes: bool = False,
 ) -> tuple[ParallelModel, torch.optim.Optimizer]:
     """The model of a recipe, distributed over the ranks as `options` say, and its optimizer.
 
-    `fill` sets the model's weights; `loads_weights`: it reads them from files. With None they are left unset.
+    The model has the weights that `load_weights` reads, or random ones; where it `resumes`, a checkpoint is to give it all.
 
     Every rank calls it. Raises UserError, on every rank, where the recipe does not fit them.
     """
@@ -54,13 +55,13 @@ def build_model_and_optimizer(
         compile_model=compiled,
         float8=config.train.float8,
         options=options,
-        init_weights=fill or (lambda model: None),
-        loads_weights=loads_weights,
+        init_weights=(lambda model: None) if resumes else partial(_fill_weights, config, dist_ctx, load_weights),
+        loads_weights=load_weights is not None,
     )
     return parallel_model, build_optimizer(parallel_model.model, config.optimizer, parallel_model.parameter_shapes)
 
 
-def fill_weights(
+def _fill_weights(
     config: StageConfig,
     dist_ctx: DistributedContext,
     load_weights: Callable[[LanguageModel], frozenset[str]] | None,

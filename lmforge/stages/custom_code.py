@@ -1,7 +1,7 @@
 """User code that a run executes: its objective, callbacks and plugin files."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -20,23 +20,15 @@ class CustomCode:
     objective: Objective | None = None
     callbacks: Sequence[Any] = ()
 
-    def open(self, config: StageConfig) -> "OpenedCode":
+    def open(self, config: StageConfig) -> tuple[Objective, Callbacks]:
         """Build what the recipe names. Raises UserError; nothing of the run has been written."""
         objective = build_objective(config) if self.objective is None else check_objective(self.objective)
-        return OpenedCode(objective, Callbacks.of_run(config, self.callbacks))
+        return objective, Callbacks.of_run(config, self.callbacks)
 
 
 NO_CUSTOM_CODE = CustomCode()
 
 
-@dataclass(frozen=True)
-class OpenedCode:
-    """The objective and the callbacks of a run."""
-
-    objective: Objective
-    callbacks: Callbacks
-
-    def enter(self, ctx: RunContext) -> RunContext:
-        """Copy plugin files into the run's directory. Every rank calls it; returns the context with the callbacks."""
-        ctx.dist_ctx.decide_on_rank0(partial(freeze_plugins, ctx.config.plugins, ctx.run.path))
-        return replace(ctx, callbacks=self.callbacks)
+def copy_plugins(ctx: RunContext) -> None:
+    """Copy plugin files into the run's directory. Every rank calls it."""
+    ctx.dist_ctx.decide_on_rank0(partial(freeze_plugins, ctx.config.plugins, ctx.run.path))

@@ -168,7 +168,7 @@ def _open_train(
     config: TunedConfig, tokenizer: Tokenizer, global_batch_size: int
 ) -> tuple[list[ExampleFolder], list[PackedDataset], TrainingDataset]:
     """The folder of each source, its train split, and the samples mixed of all splits."""
-    folders = open_example_folders(config, tokenizer)
+    folders = [ExampleFolder.open(path) for path in example_folder_paths(config, tokenizer)]
     splits = [_open_split(config, folder, "train") for folder in folders]
     return folders, splits, mix_examples(config, folders, splits, global_batch_size)
 
@@ -198,11 +198,6 @@ def mix_examples(
 def example_folder_paths(config: TunedConfig, tokenizer: Tokenizer) -> list[Path]:
     """Where a recipe's tokenized examples are kept, one folder a source. Raises UserError where a file cannot be read."""
     return [_folder_and_plan(config, source, tokenizer)[0] for source in config.data.file_sources]
-
-
-def open_example_folders(config: TunedConfig, tokenizer: Tokenizer) -> list[ExampleFolder]:
-    """The folders of a recipe's tokenized examples, one a source. Raises UserError where one cannot be read."""
-    return [ExampleFolder.open(path) for path in example_folder_paths(config, tokenizer)]
 
 
 def _open_split(config: TunedConfig, folder: ExampleFolder, split: str) -> PackedDataset:

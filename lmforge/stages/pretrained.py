@@ -128,17 +128,12 @@ def prefer_staged(config: StageConfig, pretrained: Pretrained) -> Pretrained:
     return replace(pretrained, folder=find_staged(config.data.stage_to, pretrained.folder), adapters=adapters)
 
 
-def loads_pretrained_weights(config: StageConfig) -> bool:
-    """Whether the recipe begins from weights that are there."""
-    return config.model.source is not None and config.model.load_weights
-
-
 def download_pretrained(config: StageConfig, dist_ctx: DistributedContext) -> None:
     """Make the model that a recipe begins from available on every host. Every rank calls it. Raises UserError where it can be
     neither found nor downloaded.
     """
     if config.model.source is not None:
-        required: Literal["weights", "config.json"] = "weights" if loads_pretrained_weights(config) else "config.json"
+        required: Literal["weights", "config.json"] = "weights" if config.model.load_weights else "config.json"
         dist_ctx.run_once_per_folder(partial(find_pretrained, config.model.source, required), cache_folder())
 
 

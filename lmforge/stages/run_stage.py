@@ -9,19 +9,19 @@ from datetime import timedelta
 from functools import partial
 from typing import Any
 
-from lmforge.cluster import distributed as cluster
-from lmforge.cluster.distributed import DistributedContext
+from lmforge.cluster.distributed import CONTROL_TIMEOUT, DistributedContext, destroy_distributed, init_distributed
 from lmforge.cluster.memory import record_memory, write_memory_snapshot
 from lmforge.cluster.rank_info import threads_per_rank
 from lmforge.cluster.standby import describe_standby, leave_out_ranks, stand_by
 from lmforge.config.stage import StageConfig
 from lmforge.errors import RunFailed, UserError, format_duration, typed_command
 from lmforge.monitor.loss_curve import draw_loss_curve
-from lmforge.plan.out_of_memory import MemoryEstimator, explain_out_of_memory
+from lmforge.objectives.objective import Objective
+from lmforge.plan.out_of_memory import MemoryEstimator, explain_out_of_memory, min_gpu_bytes
 from lmforge.runs import Run
 from lmforge.stages.alignment.align import has_frozen_reference
 from lmforge.stages.attempt import describe_failure, end_attempt, explain_failures, start_attempt
-from lmforge.stages.custom_code import NO_CUSTOM_CODE, CustomCode, OpenedCode
+from lmforge.stages.custom_code import CustomCode, copy_plugins
 from lmforge.stages.enter_run import enter_run
 from lmforge.stages.setup import build_trainer
 from lmforge.train.determinism import set_determinism
@@ -45,43 +45,49 @@ class StageSpec:
     build_batches: Callable[[Trainer], BatchSource]
 
 
-def run_stage(config: StageConfig, spec: StageSpec, custom: CustomCode = NO_CUSTOM_CODE) -> int:
-    """Run a stage on the ranks of this process group. Returns the exit status. See `run.pretrain`."""
+def run_stage(config: StageConfig, spec: StageSpec, custom: CustomCode) -> int:
+    """Run a stage on the ranks of this process group. Returns the exit status. See `pretrain` in run.py."""
     set_determinism(config.train.deterministic)
     if leave_out_ranks(config.parallel.model_parallel_size):
         return stand_by()
-    dist_ctx = cluster.init_distributed(config.train.device, config.train.threads, collective_timeout(config))
+    dist_ctx = init_distributed(config.train.device, config.train.threads, collective_timeout(config))
     run = Run.from_config(config)
     try:
         with explain_failures(run):
             config, inputs, point = enter_run(config, run, dist_ctx, spec.prepare_data, spec.open_inputs)
+            gpu_bytes = min_gpu_bytes(dist_ctx)
             with dist_ctx.raise_on_all():
-                has_reference = has_frozen_reference(config)
                 estimator = MemoryEstimator.of_run(
-                    config, inputs.model_config, inputs.batch_plan, dist_ctx, has_reference, point.step
+                    config,
+                    inputs.model_config,
+                    inputs.batch_plan,
+                    dist_ctx,
+                    gpu_bytes,
+                    has_reference=has_frozen_reference(config),
+                    step=point.step,
                 )
                 if point.step < config.train.steps:
                     estimator.check(dist_ctx)
-                code = custom.open(config)
-            ctx = start_attempt(config, run, dist_ctx)
+                objective, callbacks = custom.open(config)
+            ctx = start_attempt(config, run, dist_ctx, callbacks)
             final_phase, error = "failed", None
             try:
-                ctx = code.enter(ctx)
-                status = _train(ctx, spec, inputs, point, estimator, code)
+                copy_plugins(ctx)
+                status = _train(ctx, spec, inputs, point, estimator, objective)
                 final_phase = "interrupted" if status else "done"
                 return status
             except BaseException as problem:
                 error = describe_failure(problem)
                 if isinstance(problem, Exception):
                     ctx.log.write_failure(problem, ctx.watch.describe_progress())
-                code.callbacks.run_failed(ctx)
+                callbacks.run_failed(ctx)
                 if isinstance(problem, RunFailed):
                     raise type(problem)(f"{problem}; {last_checkpoint_message(run)}; log: {ctx.log.path}") from problem
                 raise
             finally:
                 end_attempt(ctx, final_phase, error)
     finally:
-        cluster.destroy_distributed()
+        destroy_distributed()
         run.unlock()
 
 
@@ -91,7 +97,7 @@ def _train(
     inputs: RunInputs,
     point: ResumePoint,
     estimator: MemoryEstimator,
-    code: OpenedCode,
+    objective: Objective,
 ) -> int:
     config, steps = ctx.config, ctx.config.train.steps
     if point.step >= steps:
@@ -108,7 +114,7 @@ def _train(
     if config.log.memory_snapshot:
         record_memory(ctx.dist_ctx.device)
     with explain_out_of_memory(estimator, ctx.dist_ctx, ctx.watch.describe_progress, snapshot):
-        trainer = build_trainer(ctx, inputs, point, code.objective, estimator)
+        trainer = build_trainer(ctx, inputs, point, objective, estimator)
         began = time.perf_counter()
         try:
             trainer.batch_source = spec.build_batches(trainer)
@@ -126,13 +132,12 @@ def _train(
 
 
 def collective_timeout(config: StageConfig) -> timedelta:
-    """Longer than the watchdog's timeout: the watchdog reports the rank that hangs and ends the ranks with its exit status,
-    where NCCL would abort them without a report."""
-    return max(cluster.CONTROL_TIMEOUT, timedelta(seconds=2 * (config.watch.timeout_seconds or 0.0)))
+    """Twice what the watchdog waits: it must report which rank hangs and end the ranks, before NCCL aborts them."""
+    return max(CONTROL_TIMEOUT, timedelta(seconds=2 * (config.watch.timeout_seconds or 0.0)))
 
 
 def _notes_on_ranks(dist_ctx: DistributedContext) -> list[str]:
-    """Lines about standby ranks, and about several CPU ranks on one machine, where a single process would be faster."""
+    """Lines about ranks that stand by, and a hint where several share one machine's cores: one process would be faster."""
     ranks = dist_ctx.world_size
     if dist_ctx.device.type != "cpu" or ranks == 1 or dist_ctx.rank_info.local_world_size < ranks:
         return describe_standby()

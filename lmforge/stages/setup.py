@@ -17,7 +17,7 @@ from lmforge.plan.out_of_memory import MemoryEstimator
 from lmforge.plan.parameter_counts import count_parameters, training_flops_per_token
 from lmforge.plan.peak_flops import rank_peak_flops
 from lmforge.plugins import describe_plugins
-from lmforge.stages.build_model import build_model_and_optimizer, fill_weights
+from lmforge.stages.build_model import build_model_and_optimizer
 from lmforge.train.bad_steps import BadStepDetector
 from lmforge.train.inputs import ResumePoint, RunContext, RunInputs
 from lmforge.train.metrics import MetricsFile, PredictionCheck, describe_device
@@ -39,8 +39,7 @@ def build_trainer(
     dtype, dtype_reason = choose_dtype(config.train.dtype, dist_ctx.device)
     with dist_ctx.raise_on_all():
         compiled, compile_reason = choose_compile(config, dist_ctx.device, config.train.steps - point.step)
-    begins = point.manifest is None
-    fill = partial(fill_weights, config, dist_ctx, inputs.load_weights) if begins else None
+    resumes = point.manifest is not None
     parallel_model, optimizer = build_model_and_optimizer(
         config,
         inputs.model_config,
@@ -49,13 +48,13 @@ def build_trainer(
         dtype,
         compiled,
         estimator.step_config.options,
-        fill,
-        loads_weights=inputs.load_weights is not None,
+        inputs.load_weights,
+        resumes,
     )
     if compiled:
         ctx.watch.follow_compilation()
     detector = BadStepDetector(dist_ctx, spike_sigmas=faults.spike_sigmas, window_steps=faults.spike_window_steps)
-    if not begins:
+    if resumes:
         ctx.watch.set_phase("loading", point.step)
         point = load_resume_point(ctx, point, parallel_model, optimizer)
         assert point.manifest is not None
@@ -72,7 +71,7 @@ def build_trainer(
         optimizer,
         detector,
         checkpointer,
-        _open_metrics_file(ctx),
+        MetricsFile(ctx.run.metrics_path) if dist_ctx.is_rank0 else None,
         flops_per_token=cache(partial(training_flops_per_token, config, inputs.model_config)),
         peak_flops=rank_peak_flops(dist_ctx, dtype),
         compiled=compiled,
@@ -87,10 +86,6 @@ def build_trainer(
     if parallel_model.engine != "fsdp1":  # FSDP1 runs an optimizer step to list its tensors
         checkpointer.prepare(parallel_model.state_dict(optimizer, named_optimizer_state))
     return trainer
-
-
-def _open_metrics_file(ctx: RunContext) -> MetricsFile | None:
-    return MetricsFile(ctx.run.metrics_path) if ctx.dist_ctx.is_rank0 else None
 
 
 def _build_checkpointer(

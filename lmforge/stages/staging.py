@@ -9,7 +9,7 @@ from lmforge.config.mixture import is_remote
 from lmforge.config.stage import PretrainConfig, StageConfig
 from lmforge.data.shards.staged_copy import stage_folder
 from lmforge.runs import parse_location
-from lmforge.stages.pretrained import find_pretrained, loads_pretrained_weights
+from lmforge.stages.pretrained import find_pretrained
 
 
 def stage_inputs(config: StageConfig, dist_ctx: DistributedContext) -> None:
@@ -30,7 +30,7 @@ def _folders(config: StageConfig) -> list[Path]:
     folders = []
     if isinstance(config, PretrainConfig):
         folders = [parse_location(source.folder) for source in config.data.all_sources if not is_remote(source.folder)]
-    if config.model.source is not None and loads_pretrained_weights(config):
+    if config.model.source is not None and config.model.load_weights:
         pretrained = find_pretrained(config.model.source, "weights")
         folders += [pretrained.folder, *([pretrained.adapters] if pretrained.adapters else [])]
     return [folder for folder in folders if folder.is_dir()]

@@ -1,10 +1,11 @@
 """Cells, lines and tables for terminals: numbers with their units, bars, sparklines, tables with notes."""
 
+import sys
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import Any, Literal
 
-from rich.console import RenderableType
+from rich.console import Console, RenderableType
 from rich.table import Table
 from rich.text import Text
 
@@ -31,6 +32,11 @@ METRIC_WORDS = {
     "mfu": "MFU {:.0%}",
     "memory_gib": "{:.1f} GiB",
 }
+
+
+def page_console(file_columns: int, **options: Any) -> Console:
+    """The console for tables on standard output, which in a file or a pipe are as wide as they need to be, up to so much."""
+    return Console(width=None if sys.stdout.isatty() else file_columns, highlight=False, **options)
 
 
 def format_metrics(record: Mapping[str, Any]) -> dict[str, str]:

@@ -80,23 +80,30 @@ class TextEvent(BaseModel):
 
 
 class Follower:
-    """Sends what a run writes to one tracker, which it opens when it first can."""
+    """Sends what a run writes to one tracker. `url` is where people see the run, if it is somewhere."""
 
     def __init__(self, options: FollowerOptions) -> None:
-        self._options, self._run, folder = options, Run(Path(options.run)), Path(options.folder)
-        self._folder, self._path = folder, folder / f"{options.tracker}.json"
-        self._tracker: Tracker | None = None
-        self._progress: Progress | None = None
+        """Opens the tracker. Raises whatever it raises."""
+        self._run, folder = Run(Path(options.run)), Path(options.folder)
+        self._path = folder / f"{options.tracker}.json"
+        load_plugins(options.plugins)
+        config = dict(flat_options(self._run.load_config()))
+        entry, own = registry.get("tracker", options.tracker), None
+        if entry.options is not None:  # the config above leaves out the options of plugins
+            table = read_recipe(self._run.recipe_path).get("log", {})
+            own = validate_options(entry.options, table.get(entry.option_name, {}), str(self._run.recipe_path))
+        known = None
         with suppress(OSError, UserError):
-            self._progress = read_json(self._path, Progress)
+            known = read_json(self._path, Progress)
+        run_id = known.run_id if known else None
+        described = TrackedRun(self._run.path, folder, options.project, run_id, config, options.process, own)
+        self._tracker: Tracker = entry.load()(described)
+        self._progress = known or Progress(self._tracker.run_id)
+        self._progress.run_id = self._tracker.run_id
+        self.url = self._tracker.url
 
-    def send_new(self) -> str | None:
-        """Send what was written since the last call. Returns the address of the run when it was just opened."""
-        opened = None
-        if self._tracker is None:
-            opened = self._open()
-        assert self._tracker is not None
-        assert self._progress is not None
+    def send_new(self) -> None:
+        """Send what was written since the last call."""
         for lines, end in _new_lines(self._run.metrics_path, self._progress.metrics_bytes):
             for line in lines:
                 with suppress(UserError):
@@ -104,41 +111,22 @@ class Follower:
                     values = {name: value for name, value in (record.__pydantic_extra__ or {}).items() if value is not None}
                     self._tracker.log_metrics(record.step, values)
             self._progress.metrics_bytes = end
-            self._store()
+            self.store()
         for lines, end in _new_lines(self._run.events_path, self._progress.events_bytes):
             for table in _tables(lines, self._run.path):
                 self._tracker.log_table(table)
             self._progress.events_bytes = end
-            self._store()
-        return opened
+            self.store()
 
     def finish(self, state: str) -> None:
         """Attach the report, and close the tracker."""
-        assert self._tracker is not None
         report = self._run.path / "report.html"
         if report.exists():
             self._tracker.attach(report)
         self._tracker.close(state)
 
-    def _open(self) -> str | None:
-        options, known = self._options, self._progress
-        load_plugins(options.plugins)
-        config = dict(flat_options(self._run.load_config()))
-        run_id = known.run_id if known else None
-        entry, own = registry.get("tracker", options.tracker), None
-        if entry.options is not None:  # the config above leaves out the options of plugins
-            table = read_recipe(self._run.recipe_path).get("log", {})
-            own = validate_options(entry.options, table.get(entry.option_name, {}), str(self._run.recipe_path))
-        described = TrackedRun(self._run.path, self._folder, options.project, run_id, config, options.process, own)
-        self._tracker = entry.load()(described)
-        assert self._tracker is not None
-        self._progress = known or Progress(self._tracker.run_id)
-        self._progress.run_id = self._tracker.run_id
-        self._store()
-        return self._tracker.url
-
-    def _store(self) -> None:
-        assert self._progress is not None
+    def store(self) -> None:
+        """Write down how far it has sent."""
         atomic_write_text(self._path, json.dumps(asdict(self._progress)), sync=False)
 
 
@@ -181,39 +169,39 @@ def _completions(run_folder: Path, table: str, step: int) -> Iterator[tuple[Any,
         yield step, *texts, row.reward, row.tokens, row.ended
 
 
-class _Training:
-    """Reads what the training process writes to our standard input: only the state in which it ended."""
+def _final_state(training_process: int, wait_seconds: float) -> str | None:
+    """The state in which the training process ended, which it says on our standard input; None while it goes on.
 
-    def __init__(self, process: int) -> None:
-        self._process = process
-
-    def state(self, wait_seconds: float) -> str | None:
-        """The final state, or None while training continues; waits at most this long."""
-        deadline = time.monotonic() + wait_seconds
-        while True:
-            left = max(0.0, deadline - time.monotonic())
-            if select.select([0], [], [], min(left, POLL_SECONDS))[0]:
-                words = os.read(0, 64).decode(errors="replace").split()
-                return words[0] if words else "failed"
-            # Its end of the pipe may be open in a process that it started.
-            if os.getppid() != self._process:
-                return "failed"
-            if left == 0.0:
-                return None
+    Waits so long for its end.
+    """
+    deadline = time.monotonic() + wait_seconds
+    while True:
+        left = max(0.0, deadline - time.monotonic())
+        if select.select([0], [], [], min(left, POLL_SECONDS))[0]:
+            words = os.read(0, 64).decode(errors="replace").split()
+            return words[0] if words else "failed"
+        # Its end of the pipe may be open in a process that it started.
+        if os.getppid() != training_process:
+            return "failed"
+        if left == 0.0:
+            return None
 
 
 def follow(options: FollowerOptions, output: int) -> None:
     """Send until the training has ended. The address of the run and the first problem are written to `output`, a file
     descriptor."""
-    training, follower = _Training(options.process), Follower(options)
-    wait_seconds, state, has_complained = POLL_SECONDS, None, False
+    follower, wait_seconds, state, has_complained = None, POLL_SECONDS, None, False
     while state is None:
-        state = training.state(wait_seconds)
+        state = _final_state(options.process, wait_seconds)
         if state is not None:
             _end_this_process_after(options.last_seconds)
         try:
-            if url := follower.send_new():
-                _say(output, "info", url)
+            if follower is None:
+                follower = Follower(options)
+                if follower.url:
+                    _say(output, "info", follower.url)
+                follower.store()
+            follower.send_new()
             if state is not None:
                 follower.finish(state)
             wait_seconds = POLL_SECONDS

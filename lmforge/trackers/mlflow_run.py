@@ -14,7 +14,7 @@ MAX_PARAMS = 100  # of one request
 PATIENCE = {"MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1", "MLFLOW_HTTP_REQUEST_TIMEOUT": "20"}
 
 
-class MlflowRun:
+class MlflowRun(Tracker):
     """A run of mlflow, in the experiment that is named like the project."""
 
     def __init__(self, run: TrackedRun) -> None:
@@ -59,7 +59,3 @@ class MlflowRun:
 
     def close(self, state: str) -> None:
         self._client.set_terminated(self.run_id, STATES.get(state, "FAILED"))
-
-
-def open_run(run: TrackedRun) -> Tracker:
-    return MlflowRun(run)

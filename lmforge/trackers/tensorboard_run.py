@@ -9,16 +9,19 @@ from typing import Any
 from lmforge.trackers.tracker import Table, TrackedRun, Tracker
 
 
-class TensorBoardRun:
+class TensorBoardRun(Tracker):
     """An event file of this attempt; TensorBoard shows all files of the folder as one run."""
 
     url: str | None = None
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, run: TrackedRun) -> None:
         from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
-        self.run_id = folder.name
-        self._writer = EventFileWriter(str(folder))
+        self.run_id = "tensorboard"
+        self._writer = EventFileWriter(str(run.path / self.run_id))
+        if run.run_id is None:
+            rows = [(name, json.dumps(value)) for name, value in run.config.items()]
+            self.log_text("config", _markdown(("option", "value"), rows), 0)
 
     def log_metrics(self, step: int, values: Mapping[str, float]) -> None:
         from tensorboard.compat.proto.summary_pb2 import Summary
@@ -56,11 +59,3 @@ def _markdown(columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
 def _cell(value: Any) -> str:
     text = value if isinstance(value, str) else json.dumps(value)
     return text.replace("|", "\\|").replace("\n", "<br>")
-
-
-def open_run(run: TrackedRun) -> Tracker:
-    tracker = TensorBoardRun(run.path / "tensorboard")
-    if run.run_id is None:
-        rows = [(name, json.dumps(value)) for name, value in run.config.items()]
-        tracker.log_text("config", _markdown(("option", "value"), rows), 0)
-    return tracker

@@ -7,7 +7,7 @@ from pathlib import Path
 from lmforge.trackers.tracker import Table, TrackedRun, Tracker
 
 
-class TrackioRun:
+class TrackioRun(Tracker):
     """A run of trackio, which identifies runs by name: two runs of one name in a project would be merged."""
 
     url: str | None = None
@@ -33,7 +33,3 @@ class TrackioRun:
 
     def close(self, state: str) -> None:
         self._run.finish()
-
-
-def open_run(run: TrackedRun) -> Tracker:
-    return TrackioRun(run)

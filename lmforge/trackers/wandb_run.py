@@ -7,7 +7,7 @@ from pathlib import Path
 from lmforge.trackers.tracker import Table, TrackedRun, Tracker
 
 
-class WandbRun:
+class WandbRun(Tracker):
     """A run of wandb. Its charts use our step: wandb's own counter must not decrease, and ours does after a rollback."""
 
     def __init__(self, run: TrackedRun) -> None:
@@ -40,7 +40,3 @@ class WandbRun:
 
     def close(self, state: str) -> None:
         self._run.finish(exit_code=0 if state == "done" else 1)
-
-
-def open_run(run: TrackedRun) -> Tracker:
-    return WandbRun(run)

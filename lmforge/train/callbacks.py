@@ -51,7 +51,7 @@ class Callbacks:
         self._callbacks = callbacks or {}
 
     @classmethod
-    def of_run(cls, config: StageConfig, own: Sequence[Any] = ()) -> "Callbacks":
+    def of_run(cls, config: StageConfig, own: Sequence[Any]) -> "Callbacks":
         """Build those that a recipe names; `own` come after them. Raises UserError for an object that is not a callback."""
         callbacks = {}
         for name in config.train.callbacks:

@@ -36,13 +36,14 @@ def train_step(
     lr: float,
     max_grad_norm: float,
     set_phase: Callable[[str], None] = lambda phase: None,
+    before_update: Callable[[], None] = lambda: None,
     is_bad_step: Callable[[list[Metrics], Tensor], Tensor] | None = None,
 ) -> tuple[Tensor, list[Metrics]]:
     """One optimizer step on this rank's micro-batches of a global batch.
 
     The gradient is that of the sum of losses over the global batch, divided once by its `num_items`, which are counted
     over micro-batches and ranks before the first backward. `is_bad_step(metrics, gradient norm)` says on the device
-    whether to skip the update. `set_phase` is called as each phase begins.
+    whether to skip the update. `set_phase` is called as each phase begins, and `before_update` before weights change.
 
     Returns the gradient norm before clipping and the metrics of each micro-batch, on the device: the host does not wait.
     """
@@ -53,6 +54,7 @@ def train_step(
     set_phase("reduce")
     grad_norm = parallel_model.clip_grad_norm(max_grad_norm)
     set_phase("optimizer")
+    before_update()
     set_learning_rate(optimizer, lr)
     if is_bad_step is None:
         optimizer.step()
@@ -65,11 +67,11 @@ def train_step(
 def train(trainer: Trainer) -> tuple[int, int]:
     """Train to `train.steps`. Returns the number of steps done, and the signal that stopped it or 0.
 
-    Between log steps the host does not wait for the device.
+    Between log steps the host runs at most one step ahead of the device, and does not wait for it.
     """
     config, watch, console = trainer.ctx.config, trainer.ctx.watch, trainer.ctx.console
     detector, schedule = trainer.bad_step_detector, trainer.checkpoint_schedule
-    metrics, stop_signals = MetricsAccumulator(trainer.ctx.dist_ctx), StopSignals(trainer.ctx.dist_ctx)
+    accumulator, stop_signals = MetricsAccumulator(trainer.ctx.dist_ctx), StopSignals(trainer.ctx.dist_ctx)
     throughput, done, callbacks = _Throughput(trainer), trainer.start_step, trainer.ctx.callbacks
     callbacks.call("on_run_start", trainer.ctx, done, trainer.parallel_model.model)
     console.start_progress(done)
@@ -80,7 +82,7 @@ def train(trainer: Trainer) -> tuple[int, int]:
         while done < config.train.steps:
             step, done = done, done + 1
             with profiler.step(done):
-                lr, grad_norm = _run_step(trainer, throughput, metrics, step)
+                lr, grad_norm = _run_step(trainer, throughput, accumulator, step)
             console.update_progress(done)
 
             watch.set_phase("barrier", step)
@@ -99,12 +101,12 @@ def train(trainer: Trainer) -> tuple[int, int]:
                     schedule.defer(save_request)
                     done = roll_back(trainer, bad_steps[-1])
                     throughput.reset(done)
-                    metrics.reduce_and_reset()
+                    accumulator.reset()
                     continue
 
             record: dict[str, Any] = {}
             if log_is_due:
-                record = {**metrics.reduce_and_reset(), "lr": lr, "grad_norm": float(grad_norm), **throughput.read(done)}
+                record = {**accumulator.reduce_and_reset(), "lr": lr, "grad_norm": float(grad_norm), **throughput.take(done)}
                 gc.collect()
                 for line in watch.check_step_times(done, record["step_seconds"], trainer.parallel_model.pipeline_rank):
                     console.info(line)
@@ -133,12 +135,12 @@ def _build_profiler(ctx: RunContext) -> StepProfiler:
     return StepProfiler(ctx.config.log.profile_window, trace, ctx.dist_ctx.device, ctx.console.info)
 
 
-def _run_step(trainer: Trainer, throughput: "_Throughput", metrics: MetricsAccumulator, step: int) -> tuple[float, Tensor]:
+def _run_step(trainer: Trainer, throughput: "_Throughput", accumulator: MetricsAccumulator, step: int) -> tuple[float, Tensor]:
     """Step `step` (from 0) on the next batch. Returns its learning rate, and the gradient norm on the device."""
     began = time.perf_counter()
     trainer.ctx.watch.set_phase("data", step)
     micro_batches = trainer.batch_source.batches(step + trainer.bad_step_detector.batch_offset)
-    throughput.add(micro_batches)
+    throughput.add_tokens(micro_batches)
     lr, num_graphs = trainer.learning_rate(step), compiled_graph_count()
     grad_norm, _ = train_step(
         trainer.parallel_model,
@@ -147,8 +149,9 @@ def _run_step(trainer: Trainer, throughput: "_Throughput", metrics: MetricsAccum
         trainer.objective.num_items,
         lr=lr,
         max_grad_norm=trainer.ctx.config.optimizer.max_grad_norm,
-        set_phase=partial(_set_phase, trainer, step),
-        is_bad_step=partial(_check_step, trainer, metrics, step + 1),
+        set_phase=partial(trainer.ctx.watch.set_phase, step=step),
+        before_update=trainer.checkpointer.wait_for_staging,  # a save in flight copies the weights of the step before
+        is_bad_step=partial(_check_and_accumulate, trainer, accumulator, step + 1),
     )
     has_compiled = compiled_graph_count() > num_graphs
     seconds = time.perf_counter() - began
@@ -179,13 +182,7 @@ def _garbage_collection_paused() -> Iterator[None]:
         gc.enable()
 
 
-def _set_phase(trainer: Trainer, step: int, phase: str) -> None:
-    if phase == "optimizer":
-        trainer.checkpointer.wait_for_staging()
-    trainer.ctx.watch.set_phase(phase, step)
-
-
-def _check_step(
+def _check_and_accumulate(
     trainer: Trainer, accumulator: MetricsAccumulator, step: int, metrics: list[Metrics], grad_norm: Tensor
 ) -> Tensor:
     is_bad = trainer.bad_step_detector.check(step, metrics, grad_norm)
@@ -221,7 +218,7 @@ class _Throughput:
         self._start_data_seconds = self._trainer.batch_source.data_wait_seconds
         self._work.zero_()
 
-    def add(self, batches: Sequence[Batch]) -> None:
+    def add_tokens(self, batches: Sequence[Batch]) -> None:
         """Count the tokens of these batches; the host does not wait."""
         for batch in batches:
             tokens = (batch.document_ids >= 0).sum().double()
@@ -242,7 +239,7 @@ class _Throughput:
             self._seconds_of[work.__name__] = seconds
         return result
 
-    def read(self, step: int) -> dict[str, Any]:
+    def take(self, step: int) -> dict[str, Any]:
         """The rates, and counters that are not zero. Call it after something has waited for the device."""
         trainer, dist_ctx = self._trainer, self._trainer.ctx.dist_ctx
         steps = max(1, step - self._start_step)

@@ -42,6 +42,10 @@ class MetricsAccumulator:
                 total = torch.where(skip_if, 0.0, total)
             self._sums[name] = self._sums[name] + total if name in self._sums else total
 
+    def reset(self) -> None:
+        """Forget what was added since the last log step."""
+        self._sums = {}
+
     def reduce_and_reset(self) -> dict[str, float]:
         """The mean of each metric over all ranks and micro-batches since the last call; the host waits.
 
@@ -51,7 +55,7 @@ class MetricsAccumulator:
             return {}
         names = sorted(self._sums)
         table = self._dist_ctx.all_reduce_sum(torch.stack([self._sums[name] for name in names])).tolist()
-        self._sums = {}
+        self.reset()
         return {name: total / count for name, (total, count) in zip(names, table, strict=True) if count}
 
 
@@ -71,14 +75,12 @@ class MetricsFile:
     """Appends one JSON object per log step."""
 
     def __init__(self, path: Path) -> None:
-        self._file = open(path, "a", encoding="utf-8")  # noqa: SIM115
-        with open(path, "rb") as written:
-            is_torn = has_torn_end(written)
-        if is_torn:
-            self._file.write("\n")
+        self._file = open(path, "a+b")  # noqa: SIM115
+        if has_torn_end(self._file):
+            self._file.write(b"\n")
 
     def write(self, record: dict[str, Any]) -> None:
-        self._file.write(json.dumps(without_non_finite(record)) + "\n")
+        self._file.write(json.dumps(without_non_finite(record)).encode() + b"\n")
         self._file.flush()
 
     def close(self) -> None:
@@ -200,7 +202,7 @@ class ConsoleLogger:
         line = f"  sample: {text!r}"
         if self._panel is None:
             self.info(line)
-        elif self._is_rank0:
+        else:
             self._write_log(line)
             self._panel.add_sample(step, repr(text))
 

@@ -23,7 +23,8 @@ from lmforge.train.bad_steps import BadStep, BadStepDetector
 from lmforge.train.checkpoint_schedule import CheckpointSchedule
 from lmforge.train.inputs import ResumePoint, RunContext, RunInputs
 from lmforge.train.metrics import MetricsFile, PredictionCheck
-from lmforge.train.optimizers.optimizer import learning_rate, named_optimizer_state
+from lmforge.train.optimizers.optimizer import named_optimizer_state
+from lmforge.train.optimizers.schedules import learning_rate
 
 # After the last step there is no later step at which to retry.
 FINAL_SAVE_ATTEMPTS = 3
@@ -56,7 +57,7 @@ class BatchSource(Protocol):
 
 @dataclass
 class Trainer:
-    """What the loop drives, in the order in which it is built.
+    """What the loop drives.
 
     `resume_point` says where training starts. `flops_per_token` (by the sequence length) and `peak_flops` (of a rank;
     None: unknown) give the MFU.

@@ -43,7 +43,6 @@ def _examine_job(options: DoctorOptions) -> int:
     given = {name: getattr(options, name) for name in JobOptions.model_fields if name in options.model_fields_set}
     launch = (config.launch if config else LaunchOptions()).model_copy(update={**given, "signal_seconds": 1})
     launch = with_nodes(launch)
-    on_cpu = options.device == "cpu" or (config is not None and config.train.device == "cpu")
     try:
         folder = Path(tempfile.mkdtemp(prefix=".lmforge-doctor-", dir=Path.cwd()))
     except OSError as problem:
@@ -53,12 +52,9 @@ def _examine_job(options: DoctorOptions) -> int:
             name="doctor",
             verb="doctor",
             folder=folder,
-            directory=Path.cwd(),
             recipes=(Path(os.devnull),),
             options=launch,
-            python=launch.python or sys.executable,
-            nodes=launch.nodes or 1,
-            gpus=launch.gpus if launch.gpus is not None else (0 if on_cpu else launch.processes),
+            on_cpu=options.device == "cpu" or (config is not None and config.train.device == "cpu"),
             arguments=_arguments(options, launch.processes),
         )
         return _carry_out(plan)

@@ -16,7 +16,7 @@ from lmforge.model.config import ModelConfig
 from lmforge.model.flops import flops_per_token, parameter_count
 from lmforge.parallel.dims import parallel_dims, plan_batches
 from lmforge.parallel.validate import check_parallel, choose_engine
-from lmforge.plan.memory import DTYPE_BYTES, ParameterCounts, checkpoint_bytes
+from lmforge.plan.memory import DTYPE_BYTES, checkpoint_bytes, count_all
 from lmforge.verbs.show.describe_data import describe_data
 
 
@@ -50,7 +50,7 @@ def describe_recipe(config: StageConfig, everything: bool = False) -> str:
     optimizer, master_dtype = config.optimizer, config.train.master_dtype
     lines.append(describe_cost(model, config.data.sequence_length, optimizer, master_dtype))
     flops = float(flops_per_token(model, config.data.sequence_length))
-    state_bytes = _state_bytes(model, optimizer, master_dtype)
+    state_bytes = checkpoint_bytes(optimizer, master_dtype, count_all(model))
     if isinstance(config, TunedConfig) and config.lora.rank is not None:
         from lmforge.plan import parameter_counts  # with torch, which knows the layers
 
@@ -73,7 +73,7 @@ def describe_recipe(config: StageConfig, everything: bool = False) -> str:
     return "\n".join([*lines, "", f"# {shown}", to_toml(config, changed_only=not everything).rstrip()])
 
 
-def resolve_model(config: StageConfig, vocab_size: int | None = None) -> ModelConfig:
+def resolve_model(config: StageConfig, vocab_size: int | None) -> ModelConfig:
     """The model config of a recipe, also where it begins from a checkpoint. Raises UserError."""
     source = config.model.source
     if source is None or is_hub_name(source) or (source / "config.json").exists():
@@ -107,11 +107,6 @@ def describe_cost(model: ModelConfig, sequence_length: int, optimizer: Optimizer
         f"model      {count.total:,} parameters ({count.active_matmul:,} multiply each token),"
         f" {flops_per_token(model, sequence_length):.3g} FLOPs per token at length {sequence_length:,}\n"
         f"memory     {format_bytes(count.total * DTYPE_BYTES[master_dtype])} of {master_dtype} weights;"
-        f" {format_bytes(_state_bytes(model, optimizer, master_dtype))} with the states of {optimizer.name},"
+        f" {format_bytes(checkpoint_bytes(optimizer, master_dtype, count_all(model)))} with the states of {optimizer.name},"
         " over all ranks that shard it"
     )
-
-
-def _state_bytes(model: ModelConfig, optimizer: OptimizerOptions, master_dtype: str) -> int:
-    count = parameter_count(model)
-    return checkpoint_bytes(optimizer, master_dtype, ParameterCounts(count.total, count.total, count.block_matrices))

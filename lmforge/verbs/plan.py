@@ -1,21 +1,21 @@
 """`lmforge plan`: prints what a run will need and cost. The arithmetic is in plan/prediction."""
 
 import json
-import sys
 from dataclasses import asdict
 from itertools import pairwise
 from typing import Any
 
 from rich.console import Console
 from rich.markup import escape
-from rich.table import Table
+from rich.table import Column, Table
 
 from lmforge.config.verbs.plan import AnyPlanConfig
-from lmforge.errors import format_bytes, format_duration
+from lmforge.errors import format_bytes, format_count, format_duration
 from lmforge.plan.memory import DTYPE_BYTES
 from lmforge.plan.planning import Machine, find_machine, make_step_config, predict_phases, predict_step, suggest_fit
 from lmforge.plan.prediction.predict import Prediction, can_reduce_once
 from lmforge.plan.prediction.run_cost import RunCost, run_cost
+from lmforge.terminal.cells import page_console
 from lmforge.verbs.dry_run import resolve_model
 from lmforge.verbs.show.describe_data import find_vocab_size
 
@@ -41,7 +41,7 @@ def run_plan(config: AnyPlanConfig) -> int:
     if config.plan.output == "json":
         print(json.dumps(_as_json(prediction, phases, cost, fits, advice, machine), indent=1))
         return 0
-    console = Console(width=None if sys.stdout.isatty() else 110, highlight=False)
+    console = page_console(110)
     options = prediction.step_config.options
     where = f"{config.plan.gpus} × {machine.gpu.name}"
     if machine.network is not None:
@@ -85,9 +85,8 @@ def _host_bytes(prediction: Prediction, cost: RunCost) -> float:
 
 
 def _memory_table(prediction: Prediction) -> Table:
-    table = Table(title="memory of the fullest rank at its peak", title_justify="left")
-    table.add_column("what")
-    table.add_column("GiB", justify="right")
+    title = "memory of the fullest rank at its peak"
+    table = Table("what", Column("GiB", justify="right"), title=title, title_justify="left")
     for name, count in sorted(prediction.memory.items(), key=lambda item: -item[1]):
         if count >= 2**20:
             table.add_row(name, f"{count / 2**30:.2f}")
@@ -97,10 +96,8 @@ def _memory_table(prediction: Prediction) -> Table:
 
 
 def _time_table(prediction: Prediction) -> Table:
-    table = Table(title="time of a step", title_justify="left")
-    table.add_column("what")
-    table.add_column("ms", justify="right")
-    table.add_column("of the step", justify="right")
+    numbers = (Column(name, justify="right") for name in ("ms", "of the step"))
+    table = Table("what", *numbers, title="time of a step", title_justify="left")
     waits = {"(exposed communication)": prediction.exposed_seconds, "(pipeline bubble)": prediction.bubble_seconds}
     waits["(waiting for the host)"] = prediction.host_seconds
     parts = {name: seconds for name, seconds in prediction.seconds.items() if name not in ("compute", "network")}
@@ -172,11 +169,11 @@ def _print_cost(console: Console, prediction: Prediction, cost: RunCost, config:
         f" {described('gpu_hours', ' GPU-hours')}, {described('kilowatt_hours', ' kWh')}{price}",
         soft_wrap=True,
     )
-    every = cost.checkpoint_every_steps
+    every = format_count(cost.checkpoint_every_steps, "step")
     console.print(
         f"checkpoint {format_bytes(cost.checkpoint_bytes)}, written in {format_duration(cost.checkpoint_seconds)} at"
         f" {config.plan.disk_gb_s:.3g} GB/s; best every {format_duration(cost.checkpoint_every_seconds)}"
-        f" ({every:,} step{'s' * (every != 1)}, Young-Daly); {cost.failures:.2g} failures expected, goodput {cost.goodput:.1%}",
+        f" ({every}, Young-Daly); {cost.failures:.2g} failures expected, goodput {cost.goodput:.1%}",
         soft_wrap=True,
     )
 

@@ -6,7 +6,6 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
 from rich.table import Table
 
 from lmforge.atomic_files import atomic_write_text
@@ -17,7 +16,8 @@ from lmforge.config.verbs.plan import AnyPlanConfig
 from lmforge.errors import RunFailed, UserError, format_bytes
 from lmforge.parallel.dims import plan_batches
 from lmforge.plan.planning import Machine, find_machine, make_step_config
-from lmforge.plan.prediction.search import Candidate, SearchResult, search, why_slower
+from lmforge.plan.prediction.search import Candidate, Finalist, SearchResult, search, why_slower
+from lmforge.terminal.cells import page_console
 from lmforge.untrusted import describe_os_error
 from lmforge.verbs.dry_run import resolve_model
 from lmforge.verbs.show.describe_data import find_vocab_size
@@ -80,7 +80,7 @@ def run_search(config: AnyPlanConfig) -> int:
 
 
 def _print(result: SearchResult, config: AnyPlanConfig, budget: float) -> None:
-    console = Console(width=None if sys.stdout.isatty() else 130, highlight=False)
+    console = page_console(130)
     counts = f"{result.tried:,} configurations tried: {len(result.fitting):,} fit into {format_bytes(budget)},"
     left = f", {result.left_out:,} left out by --configurations" if result.left_out else ""
     console.print(f"{counts} {len(result.too_large):,} do not, {result.refused:,} are refused by a run{left}")
@@ -91,14 +91,12 @@ def _print(result: SearchResult, config: AnyPlanConfig, budget: float) -> None:
     for name in ("configuration", "tokens/s per GPU", "MFU", "GiB", "why slower"):
         table.add_column(name, justify="left" if name in ("configuration", "why slower") else "right")
     for each in result.best[:SHOWN]:
-        assert each.prediction is not None
         speed = f"{each.prediction.tokens_per_second:,.0f}"
         reason = "" if each is winner else why_slower(each, winner)
         table.add_row(each.describe(), speed, f"{each.prediction.mfu:.0%}", f"{each.device_bytes / 2**30:.1f}", reason)
     console.print(table)
-    table = Table(title="the best configuration with each alternative", title_justify="left")
-    for name in ("choice", "configuration", "why it loses"):
-        table.add_column(name)
+    title = "the best configuration with each alternative"
+    table = Table("choice", "configuration", "why it loses", title=title, title_justify="left")
     for choice, candidate, reason in other_choices(result):
         table.add_row(choice, candidate.describe(), reason)
     console.print(table)
@@ -131,7 +129,7 @@ def _files(config: AnyPlanConfig) -> list[Path]:
     return [first, *(first.with_stem(f"{first.stem}-{number}") for number in range(2, config.plan.finalists + 1))]
 
 
-def _write(candidate: Candidate, config: AnyPlanConfig, file: Path) -> None:
+def _write(candidate: Finalist, config: AnyPlanConfig, file: Path) -> None:
     """The recipe with the configuration that was found, as `lmforge pretrain` reads it."""
     table = config.model_dump(mode="json", exclude={"plan"})
     options = candidate.step_config.options.model_dump(mode="json")
@@ -140,7 +138,6 @@ def _write(candidate: Candidate, config: AnyPlanConfig, file: Path) -> None:
     table["train"] |= {"micro_batch_size": candidate.step_config.micro_batch_size, "float8": candidate.step_config.float8}
     table["run"] |= {"name": ""}
     recipe = validate_options(STAGES[config.of_stage], table, str(file))
-    assert candidate.prediction is not None
     header = (
         f"# Found by `lmforge plan --search` for {config.plan.gpus} x {config.plan.gpu_type}: {candidate.describe()}.\n"
         f"# By estimate {candidate.prediction.tokens_per_second:,.0f} tokens/s per GPU and"
@@ -171,7 +168,6 @@ def _how_to_measure(files: list[Path], config: AnyPlanConfig, machine: Machine) 
 def _as_json(result: SearchResult) -> dict[str, Any]:
     best = []
     for each in result.best:
-        assert each.prediction is not None
         row = {"configuration": each.describe(), "tokens_per_second_per_gpu": each.prediction.tokens_per_second}
         options = each.step_config.options.model_dump(mode="json")
         best.append({**row, "device_bytes": round(each.device_bytes), "parallel": options})

@@ -19,7 +19,7 @@ from rich.table import Table
 
 from lmforge.atomic_files import atomic_folder
 from lmforge.cluster.launch import launch_local
-from lmforge.config.load import load_config
+from lmforge.config.load import STAGES, parse_config
 from lmforge.config.verbs.models import EvaluateOptions, GenerateOptions
 from lmforge.config.verbs.pipeline import QuickstartOptions
 from lmforge.config.verbs.prepare import PrepareOptions
@@ -120,7 +120,7 @@ def _train(title: str, stage: QuickstartStage, words: list[str]) -> Path:
     """
     recipe = str(resources.files("lmforge") / "recipes" / f"{stage.recipe}.toml")
     words = [recipe, *words]
-    config = load_config(words, stage.verb)
+    config = parse_config(STAGES[stage.verb], words)
     _print_title(title, stage.verb, *words)
     processes = config.launch.processes
     status = launch_local(processes, [stage.verb, *words]) if processes > 1 else VERBS[stage.verb].load()(config)

@@ -18,6 +18,7 @@ from lmforge.errors import UserError
 from lmforge.runs import Run
 from lmforge.stages.attempt import start_attempt
 from lmforge.stages.run_stage import collective_timeout
+from lmforge.train.callbacks import Callbacks
 
 if __name__ == "__main__":
     folder, watch_seconds = Path(sys.argv[1]), float(sys.argv[2])
@@ -37,7 +38,7 @@ if __name__ == "__main__":
             while True:
                 os.dup(0)
     try:
-        start_attempt(config, Run.from_config(config), dist_ctx)
+        start_attempt(config, Run.from_config(config), dist_ctx, Callbacks())
     except UserError as refused:
         os.write(1, f"refused {refused}\n".encode())
     os._exit(0)

@@ -195,7 +195,7 @@ def test_waiting_is_counted_and_a_stall_is_said(
         loader.batches(3)
         waited = time.perf_counter() - began
         assert 0.3 < loader.data_wait_seconds <= waited
-    assert "step 3: no data for" in caplog.text
+    assert "batch 3: no data for" in caplog.text
     assert "folder: train" in caplog.text
 
 

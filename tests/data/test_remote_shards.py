@@ -279,7 +279,7 @@ def test_a_stall_is_reported_with_the_shard_and_the_request_is_repeated(
     with BatchLoader(dataset, global_batch_size=4, micro_batch_size=4) as loader:
         batch = loader.batches(0)[0]
     assert (batch.labels == Batch.from_sequences(expected.sequences(0, 4)).labels).all()
-    assert f"step 0: no data for 0 s from {server.address}/folder/train-0000" in caplog.text
+    assert f"batch 0: no data for 0 s from {server.address}/folder/train-0000" in caplog.text
 
 
 def test_a_remote_folder_is_verified_and_its_damaged_blocks_named(

@@ -26,7 +26,6 @@ from lmforge.data.batch import Batch
 from lmforge.data.labels import FUSED_LOGITS_BYTES, loss_chunk_tokens
 from lmforge.model import build_model
 from lmforge.model.config import ModelConfig
-from lmforge.model.flops import parameter_count
 from lmforge.model.init_weights import init_weights
 from lmforge.model.layers import HeadOptions
 from lmforge.monitor.flight_recorder import recent_collectives
@@ -37,7 +36,7 @@ from lmforge.parallel.dims import parallel_dims
 from lmforge.parallel.parallel_model import ParallelModel
 from lmforge.parallel.parallelize import parallelize
 from lmforge.parallel.precision import compiled_graph_count
-from lmforge.plan.memory import ParameterCounts, optimizer_state_bytes
+from lmforge.plan.memory import count_all, optimizer_state_bytes
 from lmforge.plan.prediction.step_config import StepConfig
 from lmforge.runs import Run
 from lmforge.stages.alignment.reference import ReferenceModel, reference_logprobs
@@ -299,14 +298,13 @@ def test_between_steps_a_gpu_holds_what_is_predicted(master_dtype: str) -> None:
         max_grad_norm=1.0,
         set_phase=lambda phase: None,
     )
-    count = parameter_count(MEMORY_MODEL)
-    counts = ParameterCounts(count.total, count.total, count.block_matrices)
-    predicted = count.total * dtype.itemsize + optimizer_state_bytes(optimizer_options, master_dtype, counts)
+    counts = count_all(MEMORY_MODEL)
+    predicted = counts.total * dtype.itemsize + optimizer_state_bytes(optimizer_options, master_dtype, counts)
     torch.cuda.synchronize()
     held = torch.cuda.memory_allocated() - before
     # A batch, metrics and workspaces of cuBLAS beside it; gradients are gone, or as large as the weights at most. Working
     # weights in bf16 beside fp32 masters are another half of them.
-    assert predicted <= held <= predicted + 1.5 * count.total * dtype.itemsize + 80 * 2**20
+    assert predicted <= held <= predicted + 1.5 * counts.total * dtype.itemsize + 80 * 2**20
 
 
 # --- runs -------------------------------------------------------------------------------------------------------------

@@ -156,6 +156,10 @@ def test_a_completion_ends_after_max_tokens(spelling: Spelling, byte_tokenizer: 
     assert [(row.text, row.finish_reason) for row in completions] == [("bcde", "length"), ("gh", "stop")]
 
 
+def test_without_prompts_there_are_no_completions(spelling: Spelling, byte_tokenizer: Tokenizer) -> None:
+    assert generate(spelling("abc"), byte_tokenizer, [], max_tokens=4, sampling=GREEDY, seed=0) == []
+
+
 def test_on_text_is_called_token_by_token_with_the_index(spelling: Spelling, byte_tokenizer: Tokenizer) -> None:
     streamed = Streamed(3)
     generate(spelling("abcdefgh"), byte_tokenizer, ["a", "g", "h"], max_tokens=3, sampling=GREEDY, seed=0, on_text=streamed)

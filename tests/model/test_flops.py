@@ -10,7 +10,7 @@ from lmforge.model import build_model
 from lmforge.model.config import get_preset
 from lmforge.model.flops import flops_per_token, parameter_count
 from lmforge.model.presets import PRESETS
-from lmforge.plan.hardware import peak_flops
+from lmforge.plan.hardware import data_sheets
 from tests.model.conftest import MODEL_TYPES, drawn_config, one_document
 
 
@@ -56,6 +56,10 @@ def test_published_sizes() -> None:
 
 
 def test_peaks_are_known_by_the_names_that_cuda_gives() -> None:
+    def peak_flops(device_name: str, dtype: str) -> float | None:
+        gpu = data_sheets().find(device_name)
+        return None if gpu is None else gpu.peak_flops(dtype)
+
     assert peak_flops("NVIDIA H100 80GB HBM3", "bf16") == 989e12
     assert peak_flops("NVIDIA H100 PCIe", "bf16") == 756e12
     assert peak_flops("NVIDIA A100-SXM4-80GB", "fp16") == 312e12

@@ -9,7 +9,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from lmforge.config.align import AlignConfig
 from lmforge.model import build_model
 from lmforge.model.config import ModelConfig
-from lmforge.model.lora import add_lora, lora_layers
+from lmforge.model.lora import LoraLinear, add_lora
 from lmforge.plan.parameter_counts import count_parameters, get_lora_config, training_flops_per_token
 
 LENGTH, ROWS = 40, 2
@@ -50,8 +50,9 @@ def test_adapters_cost_what_torch_counts(method: str, targets: list[str]) -> Non
     # which the first layers would have to be gone back through for.
     vectors = sum(parameter.numel() for parameter in model.parameters() if parameter.dim() == 1)
     first = model.blocks[0].self_attn
-    unasked = sum(layer.weight.numel() for layer in (first.q_proj, first.k_proj, first.v_proj))
-    unasked += sum(layer.lora_A.weight.numel() for name, layer in lora_layers(first) if name in ("q_proj", "k_proj", "v_proj"))
+    projections = first.q_proj, first.k_proj, first.v_proj
+    unasked = sum(layer.weight.numel() for layer in projections)
+    unasked += sum(layer.lora_A.weight.numel() for layer in projections if isinstance(layer, LoraLinear))
     assert (
         counter.get_total_flops() / (ROWS * LENGTH)
         == training_flops_per_token(config, shape, LENGTH) - 4 * vectors - 2 * unasked

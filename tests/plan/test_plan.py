@@ -17,7 +17,7 @@ from lmforge.config.load import read_config
 from lmforge.config.sections import ParallelOptions
 from lmforge.model.config import get_preset
 from lmforge.model.flops import parameter_count
-from lmforge.plan.hardware import HARDWARE_FILE, data_sheets, find_gpu
+from lmforge.plan.hardware import HARDWARE_FILE, data_sheets
 from lmforge.plan.planning import Machine
 from lmforge.plan.prediction import predict as prediction_module
 from lmforge.plan.prediction.predict import Prediction, can_reduce_once, predict
@@ -144,7 +144,7 @@ def test_every_entry_of_the_hardware_file_can_be_planned_for_and_names_its_sourc
         step_config = step_config_of("124m", sequence_length=512, dtype="bf16" if "bf16" in gpu.tflops else "fp32")
         assert prediction_of(step_config, gpu=gpu.name).tokens_per_second > 0
         if gpu.matches:
-            assert find_gpu(f"NVIDIA {gpu.matches} 1GB") == gpu
+            assert data_sheets().find(f"NVIDIA {gpu.matches} 1GB") == gpu
     for network in data_sheets().networks:
         assert prediction_of(step_config_of(gpus=16), network=network.name).tokens_per_second > 0
 

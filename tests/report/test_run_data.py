@@ -10,6 +10,7 @@ import pytest
 
 import lmforge
 from lmforge.cli import run as command
+from lmforge.config.load import build_config
 from lmforge.report.page import write_run_report
 from lmforge.report.run_data import MAX_POINTS, read_run, subject, verdict
 from lmforge.runs import Run, checkpoint_checksum
@@ -111,6 +112,15 @@ def test_options_that_differ_from_the_defaults_are_those_that_were_given(first: 
     assert shown["options"]["optimizer.lr"] == 0.01
     assert {"optimizer.lr", "model.hidden_size", "data.folder", "schedule.warmup_steps"} <= set(shown["changed"])
     assert not {"optimizer.beta1", "optimizer.name", "train.master_dtype", "data.sources"} & set(shown["changed"])
+
+
+def test_a_path_that_was_not_given_does_not_differ_from_its_default(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    config = build_config("pretrain", {"run.name": "plain", "train.steps": 300})
+    run = Run.from_config(config)
+    run.start_attempt(config)
+    assert read_run(run)["options"]["run.folder"] == "runs"
+    assert read_run(run)["changed"] == ["run.name", "run.stage", "train.steps"]
 
 
 def test_the_documents_of_the_data_are_counted_by_length(first: Run) -> None:

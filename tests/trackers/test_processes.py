@@ -90,6 +90,15 @@ def test_a_tracker_without_a_network_is_reported_in_one_line(
     assert not (tmp_path / "a" / "trackers" / "recorded.jsonl").exists()
 
 
+def test_where_people_see_a_run_is_said_though_nothing_can_be_sent_there(
+    train: Train, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert train(6, "fail metrics 1") == 0
+    printed = capsys.readouterr()
+    assert printed.out.count("recording  http://example.org/run\n") == 1
+    assert printed.err.startswith("lmforge: recording: ConnectionError: no route to the server; ")
+
+
 @pytest.mark.parametrize("steps", [2, 400])  # it dies after the end of the run, or in it
 def test_a_tracker_whose_process_dies_is_reported_in_one_line(
     train: Train, tmp_path: Path, steps: int, capsys: pytest.CaptureFixture[str]

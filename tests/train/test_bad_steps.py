@@ -17,6 +17,7 @@ from lmforge.bench.parity import SMALL_MODEL, ParityData
 from lmforge.cli import run as command
 from lmforge.cluster.distributed import DistributedContext
 from lmforge.cluster.rank_info import RankInfo
+from lmforge.config.builtin_names import BUILT_IN_NAMES
 from lmforge.config.options import validate_options
 from lmforge.config.sections import OptimizerOptions, ParallelOptions
 from lmforge.data.dataset import TokenDataset
@@ -80,15 +81,13 @@ def test_a_spike_is_bad_and_noise_is_not_and_a_resumed_guard_judges_alike() -> N
 EVERY_OPTIMIZER = pytest.mark.parametrize(
     "options",
     [
-        {},
+        *({"name": name} for name in BUILT_IN_NAMES["optimizer"]),
         {"implementation": "foreach"},
         {"state_dtype": "bf16"},
-        {"name": "muon"},
         {"name": "muon", "state_dtype": "bf16"},
-        {"name": "sgd"},
         {"name": "sgd", "momentum": 0.0},
     ],
-    ids=lambda options: " ".join(map(str, options.values())) or "fused",
+    ids=lambda options: " ".join(map(str, options.values())),
 )
 
 

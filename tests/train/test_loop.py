@@ -227,20 +227,20 @@ def test_the_time_that_is_left_counts_usual_steps_and_what_comes_between_them(mo
         clock.now += 1.0
 
     steps(2, 300.0, unusual=True)
-    assert throughput.read(2)["seconds_left"] is None, "nothing is known but steps that compile"
+    assert throughput.take(2)["seconds_left"] is None, "nothing is known but steps that compile"
     steps(1, 60.0, unusual=True)
     steps(7, 2.0)
-    assert throughput.read(10)["seconds_left"] == pytest.approx(90 * 2.0)
+    assert throughput.take(10)["seconds_left"] == pytest.approx(90 * 2.0)
     steps(10, 2.0)
     throughput.exclude(validate)
-    assert throughput.read(20)["seconds_left"] == pytest.approx(80 * 2.0 + 4 * 7.0)
+    assert throughput.take(20)["seconds_left"] == pytest.approx(80 * 2.0 + 4 * 7.0)
     steps(1, 60.0, unusual=True)
-    assert throughput.read(21)["seconds_left"] == pytest.approx(79 * 2.0 + 4 * 7.0), "the last usual step counts"
+    assert throughput.take(21)["seconds_left"] == pytest.approx(79 * 2.0 + 4 * 7.0), "the last usual step counts"
     throughput.exclude(save)
     steps(29, 3.0)
-    assert throughput.read(50)["seconds_left"] == pytest.approx(50 * 3.0 + 3 * 7.0 + 1.0)
+    assert throughput.take(50)["seconds_left"] == pytest.approx(50 * 3.0 + 3 * 7.0 + 1.0)
     steps(50, 3.0)
-    assert throughput.read(100)["seconds_left"] == 0.0
+    assert throughput.take(100)["seconds_left"] == 0.0
 
 
 def test_a_run_with_capped_logits_and_a_z_loss_tells_both_losses_and_is_not_exported(

@@ -15,6 +15,7 @@ from lmforge.bench.parity import SMALL_MODEL, ParityData
 from lmforge.cluster import distributed as cluster
 from lmforge.cluster.distributed import DistributedContext
 from lmforge.cluster.rank_info import RankInfo
+from lmforge.config.builtin_names import BUILT_IN_NAMES
 from lmforge.config.sections import OptimizerOptions, ParallelOptions
 from lmforge.model import build_model
 from lmforge.model.config import ModelConfig
@@ -97,12 +98,10 @@ def test_activations_are_those_of_the_formula(
 
 
 OPTIMIZERS = [
-    {"name": "adamw"},
+    *({"name": name} for name in BUILT_IN_NAMES["optimizer"]),
     {"name": "adamw", "state_dtype": "bf16"},
     {"name": "adamw", "implementation": "foreach"},
-    {"name": "muon"},
     {"name": "muon", "state_dtype": "bf16"},
-    {"name": "sgd"},
     {"name": "sgd", "momentum": 0.0},
 ]
 

@@ -22,7 +22,8 @@ from lmforge.model.init_weights import init_weights
 from lmforge.model.layers import LanguageModel
 from lmforge.train.optimizers.adamw import AdamW, stochastic_round_
 from lmforge.train.optimizers.muon import orthogonalize
-from lmforge.train.optimizers.optimizer import build_optimizer, learning_rate, named_optimizer_state, set_learning_rate
+from lmforge.train.optimizers.optimizer import build_optimizer, named_optimizer_state, set_learning_rate
+from lmforge.train.optimizers.schedules import learning_rate
 from tests.seeds import fresh_seed
 
 PEAK = 3e-3

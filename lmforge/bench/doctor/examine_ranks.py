@@ -7,7 +7,7 @@ import os
 import platform
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from functools import cached_property, partial
 from typing import Any
 
@@ -43,6 +43,7 @@ class Examination:
     device_name: str
     timeout_seconds: float
     machine: Sequence[Finding]
+    _named: set[int] = field(default_factory=set)  # the ranks that are known not to answer
 
     def examine(self, print_findings: Callable[[list[Finding]], None]) -> int:
         """Carry out all phases; rank 0 prints the findings. Returns the exit status. Every rank calls it."""
@@ -123,7 +124,6 @@ class Examination:
         return measure_device(choose_device(self.device_name, self.info.local_rank), asks_driver=self.info.local_rank == 0)
 
     def _network(self, step: dict[str, Any]) -> dict[str, Any]:
-        assert self.reports.store is not None
         allow_open_connections(self.info.world_size)
         choose_gloo_interface(several_hosts=self.info.local_world_size < self.info.world_size)
         device = choose_device(self.device_name, self.info.local_rank)
@@ -207,11 +207,6 @@ class Examination:
             where = tuple(names[rank] for rank in new)
             yield Finding(phase, "fail", f"no answer within {self.timeout_seconds:g} s", "it stopped or was cut off", where)
         self._named.update(late)
-
-    @cached_property
-    def _named(self) -> set[int]:
-        """The ranks that are known not to answer."""
-        return set()
 
     def _judge_sharing(self, reports: Reports, leaders: Sequence[int], hosts: dict[int, str]) -> Iterator[Finding]:
         """Whether all hosts see the same folder for runs."""

@@ -22,7 +22,7 @@ from packaging.utils import canonicalize_name
 from lmforge.bench.doctor.finding import Finding
 from lmforge.cluster.host_memory import available_host_memory, format_memory
 from lmforge.cluster.rank_info import threads_per_rank
-from lmforge.errors import format_bytes, how_to_install
+from lmforge.errors import format_bytes, format_count, how_to_install
 from lmforge.runs import processor_name
 
 PACKAGE = "lmforge"
@@ -109,9 +109,8 @@ def _check_torch(device: str) -> Iterator[Finding]:
     has_backend = torch.distributed.is_backend_available if torch.distributed.is_available() else lambda name: False
     backends = ", ".join(name for name in ("gloo", "nccl") if has_backend(name)) or "no backend for several ranks"
     yield Finding("torch", "pass", f"{torch.__version__} ({build}), threads: {torch.get_num_threads()}, {backends}")
-    cores = threads_per_rank(1)
     dtype, reason = choose_dtype("auto", torch.device("cpu"))
-    cpu = f"{processor_name() or platform.machine()}, {cores} {'core' if cores == 1 else 'cores'}"
+    cpu = f"{processor_name() or platform.machine()}, {format_count(threads_per_rank(1), 'core')}"
     yield Finding("cpu", "pass", f"{cpu}, {torch.backends.cpu.get_cpu_capability()}, trains in {dtype_name(dtype)} ({reason})")
     yield from _check_gpus(device)
 

@@ -32,7 +32,7 @@ class RankReports:
         self._rank, self._timeout = info.rank, timeout_seconds
         self._ranks = list(range(info.world_size))
         self.missing: list[int] = []
-        self.store: dist.Store | None = None
+        self.store: dist.Store = dist.HashStore()
         self._own: dict[str, Any] = {}
         if info.world_size > 1:
             find_rank0(info)
@@ -40,7 +40,7 @@ class RankReports:
 
     def post(self, phase: str, value: Any) -> None:
         """Send this rank's report of a phase to rank 0."""
-        if self.store is None or self._rank == 0:
+        if self._rank == 0:
             self._own[phase] = value
         else:
             self.store.set(f"{phase}/{self._rank}", json.dumps(value))
@@ -52,7 +52,7 @@ class RankReports:
         def all_have_answered() -> bool:
             nonlocal waited_for
             for rank in waited_for:
-                if self.store is not None and self.store.check([f"{phase}/{rank}"]):
+                if self.store.check([f"{phase}/{rank}"]):
                     reports[rank] = json.loads(self.store.get(f"{phase}/{rank}"))
             waited_for = [rank for rank in waited_for if rank not in reports]
             return not waited_for
@@ -64,8 +64,7 @@ class RankReports:
 
     def publish(self, name: str, value: Any) -> None:
         """Publish a value for all ranks, on rank 0."""
-        if self.store is not None:
-            self.store.set(name, json.dumps(value))
+        self.store.set(name, json.dumps(value))
 
     def receive(self, name: str) -> Any:
         """Wait for the value that rank 0 publishes."""
@@ -75,19 +74,16 @@ class RankReports:
         return answer["value"]
 
     def _wait_for(self, name: str) -> dict[str, Any]:
-        assert self.store is not None
         self.store.wait([name], timedelta(seconds=PATIENCE_FACTOR * self._timeout))
         return {"value": json.loads(self.store.get(name))}
 
     def await_departures(self) -> None:
         """On rank 0, whose process serves the store: wait until the others have read the last answer, or a moment."""
-        if (store := self.store) is not None:
-            wait_until(lambda: store.add("left", 0) >= len(self._ranks) - 1, min(self._timeout, 5.0))
+        wait_until(lambda: self.store.add("left", 0) >= len(self._ranks) - 1, min(self._timeout, 5.0))
 
     def leave(self) -> None:
         """Tell rank 0 that this rank no longer needs the store."""
-        if (store := self.store) is not None:
-            run_bounded(lambda: {"left": store.add("left", 1)}, self._timeout)
+        run_bounded(lambda: {"left": self.store.add("left", 1)}, self._timeout)
 
 
 def _connect(info: RankInfo, timeout_seconds: float) -> dist.Store:

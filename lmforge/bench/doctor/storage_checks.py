@@ -2,6 +2,7 @@
 
 import os
 import shutil
+import statistics
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -212,7 +213,7 @@ def compare_contents(contents: Mapping[str, Mapping[str, str]]) -> Iterator[Find
     differ = False
     for name in names:
         digests = {host: each.get(name) for host, each in contents.items() if name in each}
-        usual = max(set(digests.values()), key=list(digests.values()).count)
+        usual = statistics.mode(digests.values())
         others = tuple(host for host, digest in digests.items() if digest != usual)
         if others:
             differ = True

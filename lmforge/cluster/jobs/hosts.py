@@ -60,11 +60,11 @@ def read_hosts(path: Path, *, may_repeat: bool = False) -> list[str]:
     return hosts
 
 
-def forwarded_variables(patterns: Sequence[str], environ: Mapping[str, str] = os.environ) -> dict[str, str]:
+def forwarded_variables(patterns: Sequence[str]) -> dict[str, str]:
     """The variables of this process whose names match one of the patterns, in which * stands for any characters."""
     return {
         name: value
-        for name, value in sorted(environ.items())
+        for name, value in sorted(os.environ.items())
         if re.fullmatch(r"\w+", name) and any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
     }
 

@@ -1,6 +1,7 @@
 """`JobPlan`, what is to be started; `Job`, what was started, as `launch/job.json` in the run's directory records it."""
 
 import shlex
+import sys
 import time
 from dataclasses import asdict, dataclass, field
 from enum import StrEnum
@@ -48,22 +49,29 @@ class JobPlan:
 
     name, folder  of the job; the folder holds its scripts and logs
     verb          pretrain, sft, align, run for a pipeline, or doctor
-    directory     where the command was typed, and where the run works
     recipes       the frozen recipe of the run, or of each run of a sweep
-    gpus          GPUs of a node to ask a scheduler for
+    on_cpu        whether it is known that no rank takes a GPU
     arguments     of doctor, which takes no frozen recipe
+    directory     where the command was typed, and where the run works
     """
 
     name: str
     verb: str
     folder: Path
-    directory: Path
     recipes: tuple[Path, ...]
     options: LaunchOptions
-    python: str
-    nodes: int
-    gpus: int
+    on_cpu: bool
     arguments: tuple[str, ...] = ()
+    directory: Path = field(default_factory=Path.cwd)
+
+    @property
+    def nodes(self) -> int:
+        return self.options.nodes or 1
+
+    @property
+    def gpus(self) -> int:
+        """GPUs of a node to ask a scheduler for."""
+        return self.options.gpus if self.options.gpus is not None else 0 if self.on_cpu else self.options.processes
 
     @property
     def is_sweep(self) -> bool:
@@ -76,7 +84,7 @@ class JobPlan:
 
     def python_command(self) -> str:
         """Words of a shell that start Python on a node."""
-        return " ".join(filter(None, (self.options.container, shlex.quote(self.python))))
+        return " ".join(filter(None, (self.options.container, shlex.quote(self.options.python or sys.executable))))
 
 
 @dataclass

@@ -26,6 +26,12 @@ MPI_STOP_SIGNAL = "USR1"
 # The first node writes the status of all into a file.
 SET_STATUS_FILE = f'export {STATUS_VARIABLE}="$folder/node-status$suffix"\nrm -f "${STATUS_VARIABLE}"\n'
 READ_STATUS_FILE = f'[ -s "${STATUS_VARIABLE}" ] && status=$(cat "${STATUS_VARIABLE}")\n'
+# How the script for a scheduler ends.
+END_LINES = """\
+[ $status = 127 ] && echo "lmforge: a node does not see $folder: all nodes need the folder of the run" >&2
+echo $status >"$folder/status$suffix"
+exit $status
+"""
 
 
 def _forward_signals(terminate: str = "TERM") -> str:
@@ -144,19 +150,19 @@ if [ $status = {EXIT_PEER_LOST} ]; then
     [ $(wc -l <"$folder/lost$suffix") -le {options.max_restarts} ] && again=1
 fi
 [ "$again" ] && scontrol requeue "$SLURM_JOB_ID" && exit
-{_end_lines()}"""
+{END_LINES}"""
 
 
 def pbs_script(plan: JobPlan) -> str:
     """The script for qsub. Before the time limit it sends SIGUSR1 to itself, and submits itself again once the run is saved."""
-    options, folder = plan.options, plan.folder
+    options, folder, limit = plan.options, plan.folder, plan.options.time_seconds
     select = [f"select={plan.nodes}", *([f"ncpus={options.cpus}"] if options.cpus else [])]
     select += [f"ngpus={plan.gpus}"] if plan.gpus else []
     lines = [
         f"-N {plan.name[:15]}",
         f"-l {':'.join(select)}:mpiprocs=1",
         "-l place=scatter",
-        *([f"-l walltime={_hours(options.time_seconds)}"] if options.time_seconds else []),
+        *([f"-l walltime={_hours(limit)}"] if limit else []),
         *([f"-A {options.account}"] if options.account else []),
         *([f"-q {options.partition}"] if options.partition else []),
         *([f"-J 0-{len(plan.recipes) - 1}"] if plan.is_sweep else []),
@@ -169,8 +175,8 @@ def pbs_script(plan: JobPlan) -> str:
     setup = "".join(f"{line}\n" for line in options.setup)
     rendezvous = _rendezvous_lines(options, "awk '!seen[$0]++' \"$PBS_NODEFILE\"", "${PBS_JOBID%%[!0-9]*}")
     alarm = again = ""
-    if options.time_seconds:
-        seconds = options.time_seconds - options.signal_seconds
+    if limit:
+        seconds = limit - options.signal_seconds
         alarm = f"(trap 'kill $nap' TERM; sleep {seconds} & nap=$!; wait $nap && kill -USR1 $$) &\nalarm=$!\n"
         again = f"""
 kill $alarm 2>/dev/null
@@ -201,32 +207,20 @@ esac
 {alarm}# After a signal the status of mpiexec says little: the first node writes its own.
 {SET_STATUS_FILE}run mpiexec -n {plan.nodes} $place bash "$folder/{NODE_SCRIPT}" "$recipe"
 {READ_STATUS_FILE}{again}
-{_end_lines()}"""
+{END_LINES}"""
 
 
 def session_script(plan: JobPlan) -> str:
     """What runs without a terminal on this machine, or on each host that ssh reaches: one run, or those of a sweep in order."""
-    lines = [
-        "#!/bin/bash",
-        f"# Written by lmforge {__version__} launch. It starts the ranks of this node ({NODE_SCRIPT}).",
-        f"folder={shlex.quote(str(plan.folder))}",
-        "",
-        _forward_signals(),
-    ]
-    lines += _session_runs(plan, f'run bash "$folder/{NODE_SCRIPT}" "$recipe"')
-    return "\n".join(lines) + "\n"
+    start = f'run bash "$folder/{NODE_SCRIPT}" "$recipe"'
+    return _without_scheduler(plan, "It starts the ranks of this node", _forward_signals(), start)
 
 
 def mpi_script(plan: JobPlan, command: list[str]) -> str:
     """What runs without a terminal on this machine: mpiexec (`command`) starts every rank itself, and again if one is lost."""
     most = plan.options.max_restarts
-    lines = [
-        "#!/bin/bash",
-        f"# Written by lmforge {__version__} launch. mpiexec starts every rank ({NODE_SCRIPT}).",
-        f"folder={shlex.quote(str(plan.folder))}",
-        "",
-        _forward_signals(MPI_STOP_SIGNAL),
-        f"""\
+    functions = f"""\
+{_forward_signals(MPI_STOP_SIGNAL)}
 start() {{
     for number_of_start in $(seq {most + 1}); do
         rm -f "$folder/{FIRST_STATUS_FILE}"
@@ -237,10 +231,20 @@ start() {{
         [ $number_of_start -le {most} ] && echo "lmforge: all ranks are started again ($number_of_start of {most})" >&2
     done
 }}
-""",
-    ]
-    lines += _session_runs(plan, "start")
-    return "\n".join(lines) + "\n"
+"""
+    return _without_scheduler(plan, "mpiexec starts every rank", functions, "start")
+
+
+def _without_scheduler(plan: JobPlan, what: str, functions: str, start: str) -> str:
+    """A script that says `what` it does, defines functions of the shell, and starts each run by one line."""
+    return f"""\
+#!/bin/bash
+# Written by lmforge {__version__} launch. {what} ({NODE_SCRIPT}).
+folder={shlex.quote(str(plan.folder))}
+
+{functions}
+{chr(10).join(_session_runs(plan, start))}
+"""
 
 
 def _session_runs(plan: JobPlan, line: str) -> list[str]:
@@ -291,14 +295,6 @@ def _common_lines(plan: JobPlan, array_variable: str) -> str:
     return "\n".join([*lines, 'rm -f "$folder/status$suffix"'])
 
 
-def _end_lines() -> str:
-    return """\
-[ $status = 127 ] && echo "lmforge: a node does not see $folder: all nodes need the folder of the run" >&2
-echo $status >"$folder/status$suffix"
-exit $status
-"""
-
-
-def _hours(seconds: int | None) -> str:
-    minutes, seconds = divmod(seconds or 0, 60)
+def _hours(seconds: int) -> str:
+    minutes, seconds = divmod(seconds, 60)
     return f"{minutes // 60:02d}:{minutes % 60:02d}:{seconds:02d}"

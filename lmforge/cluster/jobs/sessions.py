@@ -196,21 +196,16 @@ def state(job: Job) -> tuple[JobState, str]:
     alive = [answer.host for answer in answers if answer.printed.strip() == "alive"]
     unreachable = [f"{answer.host}: {answer.message}" for answer in answers if answer.status != 0]
     ended = [str(answer.host) for answer in answers if answer.status == 0 and answer.host not in alive]
-    if alive:
+    waiting = job.number is not None and not job.log.exists()
+    if waiting and _stop_file(job).exists():
+        return JobState.INTERRUPTED, "before it began"
+    has_status = job.number is not None and job.status_path.exists()
+    if alive and not has_status:
         notes = [*unreachable, *([f"ended on {', '.join(ended)}"] if ended else [])]
         where = "" if alive == [None] else f"{len(alive)} of {len(answers)} hosts"
-        waiting = job.number is not None and not job.log.exists()
-        if waiting and _stop_file(job).exists():
-            return JobState.INTERRUPTED, "before it began"
-        finished = job.number is not None and job.status_path.exists()
-        if finished:
-            return job.state_by_status(), ""
         return (JobState.PENDING if waiting else JobState.RUNNING), "; ".join(filter(None, [where, *notes]))
-    if job.number is not None and not job.log.exists() and _stop_file(job).exists():
-        return JobState.INTERRUPTED, "before it began"
-    if unreachable and job.state_by_status() == JobState.LOST:
-        return JobState.LOST, "; ".join(unreachable)
-    return job.state_by_status(), ""
+    state_by_status = job.state_by_status()
+    return state_by_status, "; ".join(unreachable) if state_by_status == JobState.LOST else ""
 
 
 def stop(job: Job, now: JobState, kill: bool) -> None:

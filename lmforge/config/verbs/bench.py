@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import ClassVar, Literal
 
-from lmforge.config.options import Options, option, section
+from lmforge.config.options import OUTPUT_FORMAT, Options, option, section
 from lmforge.config.ranges import COUNT, DURATION
 from lmforge.config.stage import PretrainConfig
 
@@ -21,7 +21,7 @@ class BenchOptions(Options):
     calibrate_seconds: float = option(
         100.0, "with --calibrate: seconds for products, attention and memory together", **DURATION
     )
-    output: Literal["text", "json"] = option("text", "output format")
+    output: Literal["text", "json"] = OUTPUT_FORMAT
 
     def problems(self) -> Iterator[str]:
         changed = self.changed()

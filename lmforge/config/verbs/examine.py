@@ -5,12 +5,12 @@ from pathlib import Path
 from typing import ClassVar, Literal
 
 from lmforge.config.operation import JobOptions
-from lmforge.config.options import Options, argument, option
+from lmforge.config.options import OUTPUT_FORMAT, Options, argument, option
 from lmforge.config.ranges import (
     DURATION,
     SEED,
 )
-from lmforge.config.sections import Device, ExampleFormat
+from lmforge.config.sections import DEVICE, Device, ExampleFormat
 from lmforge.untrusted import cut
 
 
@@ -59,8 +59,8 @@ class DoctorOptions(JobOptions):
     compile: bool = option(False, "with --parity: compiled blocks too")
     dtype: Literal["fp32", "bf16"] = option("fp32", "with --parity: compute dtype of all compared runs")
     seed: int = option(0, "with --parity: seed of weights and data", **SEED)
-    device: Device = option("auto", "auto is cuda where there is one")
-    output: Literal["text", "json"] = option("text", "output format")
+    device: Device = DEVICE
+    output: Literal["text", "json"] = OUTPUT_FORMAT
 
     ESSENTIAL: ClassVar[tuple[str, ...]] = (
         *("recipe", "on", "nodes", "processes", "hosts", "parity", "timeout_seconds", "device", "output"),

@@ -7,6 +7,7 @@ from pathlib import Path
 from lmforge.config.load import SHORT_OPTIONS, STAGES, config_class, parse_config
 from lmforge.config.operation import LaunchOptions
 from lmforge.config.options import Options, argument, option, parse_options, read_recipe
+from lmforge.config.sections import RUNS_FOLDER
 from lmforge.config.stage import StageConfig
 from lmforge.config.verbs.pipeline import PipelineOptions
 from lmforge.errors import UserError
@@ -34,14 +35,14 @@ class JobsOptions(Options):
     """lmforge jobs [NAME]: what `lmforge launch` has started: job, state, step, age and log of each run."""
 
     name: str | None = argument(None, "one run only")
-    folder: Path = option(Path("runs"), "folder that holds the runs")
+    folder: Path = RUNS_FOLDER
 
 
 class StopOptions(Options):
     """lmforge stop NAME: end a run that `lmforge launch` has started; it saves a checkpoint first."""
 
     name: str = argument(..., "name of the run")
-    folder: Path = option(Path("runs"), "folder that holds the runs")
+    folder: Path = RUNS_FOLDER
     kill: bool = option(False, "end it at once, without saving")
 
 

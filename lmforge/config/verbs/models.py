@@ -4,8 +4,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Literal
 
-from lmforge.config.operation import WHO_STARTED_RANKS, EnvironmentName
-from lmforge.config.options import PLUGINS_MEANING, Options, argument, option
+from lmforge.config.operation import ENVIRONMENT, EnvironmentName
+from lmforge.config.options import OUTPUT_FORMAT, PLUGINS, Options, argument, option
 from lmforge.config.ranges import (
     BYTES,
     COUNT,
@@ -18,7 +18,7 @@ from lmforge.config.ranges import (
     SEED,
     SEQUENCES,
 )
-from lmforge.config.sections import Device, DType
+from lmforge.config.sections import DEVICE, Device, DType
 
 ExportDType = Literal["fp32", "bf16", "fp16"]
 MODEL = "a run, a checkpoint, a Hugging Face folder or a name on the hub"
@@ -46,12 +46,12 @@ class EvaluateOptions(Options):
     max_tokens: int = option(64, "longest generated answer, in tokens", **LENGTH)
     stop: tuple[str, ...] = option(("\n",), "strings that end a generated answer")
     answers: Path | None = option(None, "new file for the answer to each question of the tasks, as JSON lines")
-    device: Device = option("auto", "auto is cuda where there is one")
+    device: Device = DEVICE
     dtype: DType = option("fp32", "compute dtype")
     processes: int = option(1, "ranks to start on this machine, which share the work; leave it out under torchrun", **RANKS)
-    environment: EnvironmentName = option("auto", WHO_STARTED_RANKS)
-    output: Literal["text", "json"] = option("text", "output format")
-    plugins: tuple[str, ...] = option((), PLUGINS_MEANING)
+    environment: EnvironmentName = ENVIRONMENT
+    output: Literal["text", "json"] = OUTPUT_FORMAT
+    plugins: tuple[str, ...] = PLUGINS
 
     def problems(self) -> Iterator[str]:
         scores = bool(self.tasks or self.lm_eval)
@@ -79,9 +79,9 @@ class SamplingOptions(Options):
     top_k: int = option(0, "sample from the k likeliest tokens; 0 for all", **COUNT_OR_0)
     top_p: float = option(1.0, "nucleus sampling: the likeliest tokens whose probabilities add up to this", **NONZERO_FRACTION)
     seed: int | None = option(None, "seed of the sampling (default: random)", **SEED)
-    device: Device = option("auto", "auto is cuda where there is one")
+    device: Device = DEVICE
     dtype: DType = option("auto", "compute dtype")
-    plugins: tuple[str, ...] = option((), PLUGINS_MEANING)
+    plugins: tuple[str, ...] = PLUGINS
 
 
 class GenerateOptions(SamplingOptions):
@@ -119,9 +119,9 @@ class ServeOptions(Options):
     )
     max_body_bytes: int = option(4 * 2**20, "largest request, in bytes", **BYTES)
     max_models: int = option(2, "models in memory at once; the least recently used one is unloaded for another", **COUNT)
-    device: Device = option("auto", "auto is cuda where there is one")
+    device: Device = DEVICE
     dtype: DType = option("auto", "compute dtype")
-    plugins: tuple[str, ...] = option((), PLUGINS_MEANING)
+    plugins: tuple[str, ...] = PLUGINS
 
     def problems(self) -> Iterator[str]:
         if not self.models:
@@ -136,7 +136,7 @@ class ExportOptions(Options):
     adapters: bool = option(False, "write the adapters alone, in PEFT's layout, instead of the model with them merged")
     dtype: ExportDType = option("fp32", "dtype of the weights; bf16 and fp16 halve the size and round the values")
     overwrite: bool = option(False, "replace OUT if it is a folder of a model or of adapters")
-    plugins: tuple[str, ...] = option((), PLUGINS_MEANING)
+    plugins: tuple[str, ...] = PLUGINS
 
 
 class ImportOptions(Options):

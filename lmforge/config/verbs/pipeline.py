@@ -10,6 +10,7 @@ from lmforge.config.ranges import (
     COUNT,
     RANKS,
 )
+from lmforge.config.sections import RUNS_FOLDER
 from lmforge.untrusted import cut, name_problem
 
 
@@ -44,7 +45,7 @@ class PipelineOptions(Options):
     """A pipeline file: where its runs are, and [[stages]]."""
 
     name: str | None = option(None, "name of the pipeline; runs are FOLDER/NAME-STAGE (default: the file's name)")
-    folder: Path = option(Path("runs"), "folder that holds the runs")
+    folder: Path = RUNS_FOLDER
     stages: tuple[PipelineStageOptions, ...] = option(..., "[[stages]], in order")
     launch: LaunchOptions = section(LaunchOptions, "how `lmforge launch` starts it")
 

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import ClassVar, Literal
 
-from lmforge.config.options import Options, option, section
+from lmforge.config.options import OUTPUT_FORMAT, Options, option, section
 from lmforge.config.ranges import DURATION, NONZERO_FRACTION, RANKS, SCALE, SCALE_OR_0, Range
 from lmforge.config.stage import PretrainConfig, StageConfig
 from lmforge.config.tuning import SftConfig
@@ -15,10 +15,6 @@ FINALISTS = 24
 FINALIST_RANGE: Range = {"gt": 0, "le": FINALISTS}
 # The fraction of a GPU's memory that a run may use by default; the rest is outside of torch's memory pool.
 USABLE_FRACTION = 0.94
-PLAN_OPTIONS = (
-    *("gpus", "gpu_type", "gpus_per_host", "network", "hardware", "calibration", "price", "disk_gb_s", "failure_gpu_hours"),
-    *("restart_minutes", "search", "configurations", "write", "finalists", "output"),
-)
 
 
 class PlanOptions(Options):
@@ -41,7 +37,7 @@ class PlanOptions(Options):
     write: Path | None = option(None, "with --search: write the fastest configuration as this recipe")
     finalists: int = option(1, "with --write: write the N fastest, as NAME.toml, NAME-2.toml, …", **FINALIST_RANGE)
     usable: float = option(USABLE_FRACTION, "fraction of a GPU's memory that a run may use", **NONZERO_FRACTION)
-    output: Literal["text", "json"] = option("text", "output format")
+    output: Literal["text", "json"] = OUTPUT_FORMAT
 
     def problems(self) -> Iterator[str]:
         if not self.search and (given := [name for name in ("write", "configurations") if name in self.changed()]):
@@ -50,6 +46,8 @@ class PlanOptions(Options):
             yield "--finalists: only with --write, which names the files; add it, or leave this out"
 
 
+# Those that may be typed without their section.
+PLAN_OPTIONS = tuple(name for name in PlanOptions.model_fields if name != "usable")
 ESSENTIAL = (
     "plan.gpus",
     "plan.gpu_type",
@@ -73,12 +71,15 @@ ESSENTIAL = (
 )
 
 
+PLAN = section(PlanOptions, "the ranks and the hardware that it is planned for")
+
+
 class SftPlanConfig(SftConfig):
     """lmforge plan RECIPE.toml: the same for a recipe of `lmforge sft`, with adapters or all weights."""
 
     of_verb: ClassVar[str | None] = "plan"
     ESSENTIAL: ClassVar[tuple[str, ...]] = (*ESSENTIAL, "lora.rank")
-    plan: PlanOptions = section(PlanOptions, "the ranks and the hardware that it is planned for")
+    plan: PlanOptions = PLAN
 
 
 class PlanConfig(PretrainConfig):
@@ -87,7 +88,7 @@ class PlanConfig(PretrainConfig):
     of_verb: ClassVar[str | None] = "plan"
     FOR_STAGE: ClassVar[Mapping[str, type[StageConfig]]] = {"sft": SftPlanConfig}
     ESSENTIAL: ClassVar[tuple[str, ...]] = ESSENTIAL
-    plan: PlanOptions = section(PlanOptions, "the ranks and the hardware that it is planned for")
+    plan: PlanOptions = PLAN
 
 
 AnyPlanConfig = PlanConfig | SftPlanConfig

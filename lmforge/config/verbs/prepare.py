@@ -5,8 +5,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Literal
 
-from lmforge.config.operation import WHO_STARTED_RANKS, EnvironmentName
-from lmforge.config.options import PLUGINS_MEANING, Options, argument, option
+from lmforge.config.operation import ENVIRONMENT, EnvironmentName
+from lmforge.config.options import PLUGINS, Options, argument, option
 from lmforge.config.ranges import (
     LENGTH,
     SEED,
@@ -57,8 +57,8 @@ class PrepareOptions(Options):
     seed: int = option(0, "seed of the order of documents", **SEED)
     workers: int | None = option(None, "worker processes (default: the number of cores)", **THREADS)
     overwrite: bool = option(False, "delete what another preparation left in OUT")
-    environment: EnvironmentName = option("auto", WHO_STARTED_RANKS)
-    plugins: tuple[str, ...] = option((), PLUGINS_MEANING)
+    environment: EnvironmentName = ENVIRONMENT
+    plugins: tuple[str, ...] = PLUGINS
     verify: str | None = option(None, "do not prepare: read every block of this token folder, and name the damaged ones")
     pack: str | None = option(None, "do not prepare: pack this token folder, prepared before, for --best_fit_length")
 

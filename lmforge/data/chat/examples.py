@@ -4,7 +4,7 @@ An example is one sequence of tokens, or several that belong together, such as b
 written once for each set of files and options, and verified when it is opened. What the tokens mean is not known here.
 """
 
-import json
+import hashlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -17,6 +17,7 @@ from pydantic import Field
 from typing_extensions import TypedDict
 
 from lmforge.atomic_files import atomic_folder, atomic_write_json
+from lmforge.checksums import hash_json
 from lmforge.data.chat.spill_buffer import ExampleGroup, SpillBuffer
 from lmforge.data.dataset import PackedDataset
 from lmforge.data.labels import IGNORE_INDEX
@@ -30,7 +31,6 @@ EXAMPLES_MANIFEST = "examples.json"
 SPLITS = ("train", "validation")
 # Incremented whenever the same files and options would give other sequences.
 EXAMPLES_VERSION = 2
-READ_BLOCK_BYTES = 16 << 20
 Count = Annotated[int, Field(ge=0)]
 
 
@@ -60,8 +60,7 @@ def hash_files(files: Sequence[Path]) -> str:
     for path in (file for each in files for file in find_record_files(each)):
         try:
             with open(path, "rb") as file:
-                while block := file.read(READ_BLOCK_BYTES):
-                    digest.update(block)
+                hashlib.file_digest(file, lambda: digest)
         except OSError as problem:
             raise UserError(f"{path}: cannot be read: {problem.strerror}") from None
         digest.update(b"\0file")
@@ -209,7 +208,7 @@ class ExampleFolder:
         if not _are_examples(arrays, described, self.manifest.get("vocab_size", MAX_VOCAB_SIZE)):
             raise UserError(f"{self.path}: its {name} arrays are not what its manifest says; {anew}")
         scalars = {name.removeprefix("label-"): array for name, array in arrays.items() if name.startswith("label-")}
-        digest = xxhash.xxh3_128_hexdigest(json.dumps(described, sort_keys=True).encode())
+        digest = hash_json(described, sort_keys=True)
         return TokenizedExamples(arrays["tokens"], arrays["scored"], arrays["starts"], scalars, described["group"], digest)
 
 

@@ -107,16 +107,16 @@ def _items(value: Any) -> Any:
     return value if isinstance(value, tuple) else (value,)
 
 
-def _number(value: Any) -> Any:
+def _number(value: Any) -> int:
     """The size of a number; 0 for anything else, for which the call itself raises: a list times a number is a longer list."""
-    return abs(value) if isinstance(value, int | float) else 0
+    return int(abs(value)) if isinstance(value, int | float) else 0
 
 
 # --- filters, methods of strings, functions: called with the arguments that these are given ---------------------------------
 
 
 def _padding(text: Any, width: int = 80, *_: Any, **__: Any) -> int:
-    return int(_number(width))
+    return _number(width)
 
 
 def _strip(text: Any, characters: Any = None) -> int:
@@ -147,19 +147,19 @@ def _map(items: Any, *_: Any, attribute: Any = None, **__: Any) -> int:
 
 
 def _indent(text: Any, width: int | str = 4, *_: Any, **__: Any) -> int:
-    return (len(text) + 1) * (len(width) if isinstance(width, str) else int(_number(width)))
+    return (len(text) + 1) * (len(width) if isinstance(width, str) else _number(width))
 
 
 def _batch(items: Any, linecount: int, fill_with: Any = None) -> int:
-    return 0 if fill_with is None else ITEM * int(_number(linecount))
+    return 0 if fill_with is None else ITEM * _number(linecount)
 
 
 def _slice(items: Any, slices: int, fill_with: Any = None) -> int:
-    return STEP * int(_number(slices))
+    return STEP * _number(slices)
 
 
 def _round(number: Any, precision: int = 0, method: str = "common") -> int:
-    return int(_number(precision)) * (int(_number(precision)) + shallow_size(number))
+    return _number(precision) * (_number(precision) + shallow_size(number))
 
 
 def _sum(items: Any, attribute: Any = None, start: Any = 0) -> int:
@@ -181,12 +181,12 @@ def _quadratic(text: Any, *values: Any, **named: Any) -> int:
 
 def _tojson(value: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, sort_keys: bool = False) -> int:
     items = deep_size(value) // VISIT + 1
-    width = 0 if indent is None else SLOW + MAX_DEPTH * (len(indent) if isinstance(indent, str) else int(_number(indent)))
+    width = 0 if indent is None else SLOW + MAX_DEPTH * (len(indent) if isinstance(indent, str) else _number(indent))
     return items * (width + deep_size(separators))
 
 
 def _lipsum(n: int = 5, html: bool = True, min: int = 20, max: int = 100) -> int:
-    return CALL * int(_number(n)) * int(_number(max) + 1)
+    return CALL * _number(n) * (_number(max) + 1)
 
 
 def _split(text: str, sep: str | None = None, *_: Any, **__: Any) -> int:

@@ -96,8 +96,6 @@ def _try_here(source: str, variables: dict[str, str], location: str) -> str:
         (_LONG_CONVERSATION, _TOOLS, True),
         (_LONG_CONVERSATION[1:5], None, False),
     ):
-        try:
+        with suppress(UserError):  # the memory that it used is free again
             template.render(messages, tools, prompt)
-        except UserError:
-            continue  # the memory that it used is free again
     return ""

@@ -5,9 +5,11 @@ import re
 import numpy as np
 import xxhash
 
+from lmforge.data.order import splitmix64
+
 WORD = re.compile(r"\w+")
-# Odd, so that multiplying by it loses no bit (from splitmix64, Steele et al. 2014).
-MULTIPLIERS = (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
+# The step of splitmix64 (Steele et al. 2014), without which 0 would be mixed to 0.
+COUNTER_STEP = np.uint64(0x9E3779B97F4A7C15)
 
 
 def word_hashes(text: str) -> np.ndarray:
@@ -26,7 +28,4 @@ def ngram_hashes(words: np.ndarray, n: int) -> np.ndarray:
 
 def mix(values: np.ndarray) -> np.ndarray:
     """A bijection of 64-bit numbers in which each bit of a result depends on each bit of the value (splitmix64)."""
-    values = values + np.uint64(MULTIPLIERS[0])
-    values = (values ^ (values >> np.uint64(30))) * np.uint64(MULTIPLIERS[1])
-    values = (values ^ (values >> np.uint64(27))) * np.uint64(MULTIPLIERS[2])
-    return values ^ (values >> np.uint64(31))
+    return splitmix64(values + COUNTER_STEP)

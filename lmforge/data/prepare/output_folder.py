@@ -4,7 +4,7 @@
 import os
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ from lmforge.data.shards.folder import TokenFolder, read_token_folder_manifest
 from lmforge.data.shards.format import RESTORE_HINT, SHARD_SUFFIXES, SHARDS_MANIFEST, UNFINISHED
 from lmforge.data.shards.storage import LocalStorage
 from lmforge.errors import UserError
-from lmforge.locks import try_lock
+from lmforge.locks import hold_lock
 from lmforge.untrusted import read_json
 
 EVALUATION_NGRAMS = "evaluation-ngrams.npz"  # in the unfinished folder, for the processes of the preparation
@@ -22,35 +22,22 @@ EVALUATION_NGRAMS = "evaluation-ngrams.npz"  # in the unfinished folder, for the
 @contextmanager
 def lock_output_folder(out: Path, plan: dict[str, Any], overwrite: bool) -> Iterator[bool]:
     """Lock a folder for one plan. Yields whether it is finished already."""
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise _no_folder(out, error) from None
     with lock_folder(out):
         yield _open_plan(out, plan, overwrite)
 
 
-def _no_folder(out: Path, error: OSError) -> UserError:
-    return UserError(f"{out}: cannot be made a token folder: {error.strerror}; name another")
-
-
 @contextmanager
 def lock_folder(out: Path) -> Iterator[None]:
-    """Lock an existing folder, so that no other process writes to it. Raises UserError if another process holds the lock."""
-    try:
-        descriptor = os.open(out, os.O_RDONLY)
-    except OSError as error:
-        raise _no_folder(out, error) from None
-    held = None
-    try:
-        held = try_lock(descriptor, out.with_name(f".{out.name}.held"))
-        if held is False:
+    """Hold a folder, which is made where there is none: nobody else writes to it. Raises UserError if another process does."""
+    with ExitStack() as stack:
+        try:
+            out.mkdir(parents=True, exist_ok=True)
+            is_held = stack.enter_context(hold_lock(out, lambda: True, os.O_RDONLY))
+        except OSError as error:
+            raise UserError(f"{out}: cannot be made a token folder: {error.strerror}; name another") from None
+        if not is_held:
             raise UserError(f"{out}: another preparation is writing here; wait for it, or name another folder")
         yield
-    finally:
-        if held:
-            held.release()
-        os.close(descriptor)
 
 
 def _open_plan(out: Path, plan: dict[str, Any], overwrite: bool) -> bool:

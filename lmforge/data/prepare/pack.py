@@ -3,7 +3,7 @@
 Packing needs no tokens, only where documents end. It writes the same bytes again, whatever an interrupted packing left.
 """
 
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import asdict, replace
 from functools import lru_cache, partial
 from itertools import chain
@@ -45,28 +45,22 @@ def pack_folder(
         TokenFolder.open(path)
     with ExitStack() as stack:
         dist_ctx.decide_on_rank0(lambda: stack.enter_context(lock_folder(path)))
-        return _write_best_fit_index(path, sequence_length, workers=workers, progress=progress, dist_ctx=dist_ctx)
+        return write_best_fit_index(path, sequence_length, workers=workers, progress=progress, dist_ctx=dist_ctx)
 
 
-def add_best_fit_index(
-    path: Path, sequence_length: int, *, workers: int | None, progress: ProgressCallback, dist_ctx: DistContext
-) -> None:
-    """As `pack_folder`, for a locked folder, unless it is packed for this length and no file is missing or truncated."""
-    if not dist_ctx.decide_on_rank0(lambda: _is_packed(TokenFolder.open(path), sequence_length)):
-        _write_best_fit_index(path, sequence_length, workers=workers, progress=progress, dist_ctx=dist_ctx)
-
-
-def _is_packed(folder: TokenFolder, sequence_length: int) -> bool:
-    try:
+def is_packed(path: Path, sequence_length: int) -> bool:
+    """Whether a folder is packed for this length, and nothing of its index is missing or truncated."""
+    folder = TokenFolder.open(path)
+    with suppress(UserError):
         BestFitIndex.open(folder, sequence_length)
-    except UserError:
-        return False
-    return True
+        return True
+    return False
 
 
-def _write_best_fit_index(
+def write_best_fit_index(
     path: Path, sequence_length: int, *, workers: int | None, progress: ProgressCallback, dist_ctx: DistContext
 ) -> BestFitIndex:
+    """As `pack_folder`, of a folder that is held."""
     with dist_ctx.raise_on_all():
         folder, info = TokenFolder.open(path), dist_ctx.rank_info
         split, shards = folder.split(TRAIN_SPLIT), folder.manifest.splits[TRAIN_SPLIT]

@@ -24,12 +24,13 @@ from lmforge.data.prepare.decontaminate import EvaluationNgrams
 from lmforge.data.prepare.dist_context import DistContext, SingleProcessContext
 from lmforge.data.prepare.hook import DocumentHook
 from lmforge.data.prepare.output_folder import lock_output_folder
-from lmforge.data.prepare.pack import add_best_fit_index
+from lmforge.data.prepare.pack import is_packed, write_best_fit_index
 from lmforge.data.prepare.steps import CHARACTERS, Preparation, PreparationPlan, ProgressCallback
 from lmforge.data.shards.folder import TokenFolder
 from lmforge.data.shards.format import SHARDS_MANIFEST, UNFINISHED
 from lmforge.data.sources.open_source import Source, open_source
 from lmforge.data.sources.plugin_unit import NO_READERS, PluginReaders
+from lmforge.data.sources.token_files import TokenSource
 from lmforge.data.tokenizer import Tokenizer, byte_tokenizer
 from lmforge.errors import UserError
 
@@ -107,7 +108,7 @@ class PreparationOptions:
             subset=self.subset,
             readers=self.readers,
         )
-        if corpus.is_tokenized and (document_hook or ngrams or self.deduplicate == "near"):
+        if isinstance(corpus, TokenSource) and (document_hook or ngrams or self.deduplicate == "near"):
             raise UserError(f"{source}: tokens: a hook, near duplicates and decontamination need text; leave them out")
         plan = PreparationPlan(
             corpus.fingerprint(),
@@ -158,8 +159,9 @@ def prepare(
             manifest = preparation.write(chosen.workers)
             dist_ctx.decide_on_rank0(lambda: atomic_write_json(out / SHARDS_MANIFEST, asdict(manifest)) if manifest else None)
         dist_ctx.decide_on_rank0(lambda: shutil.rmtree(out / UNFINISHED, ignore_errors=True))
-        if chosen.best_fit_length:
-            add_best_fit_index(out, chosen.best_fit_length, workers=chosen.workers, progress=show, dist_ctx=dist_ctx)
+        length = chosen.best_fit_length
+        if length and not dist_ctx.decide_on_rank0(lambda: is_packed(out, length)):
+            write_best_fit_index(out, length, workers=chosen.workers, progress=show, dist_ctx=dist_ctx)
         return dist_ctx.decide_on_rank0(lambda: _summary(out, finished, preparation.corpus))
 
 

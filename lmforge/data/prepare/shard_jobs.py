@@ -123,7 +123,7 @@ class _PartList:
     """The documents of a part, as they are listed in its .npz."""
 
     def __init__(self, settings: PartSettings) -> None:
-        self._settings = settings
+        self.settings = settings
         self._columns: dict[str, Any] = {"lengths": array("q"), "hashes": array("Q"), "text_bytes": array("q")}
         self._near_keys: list[np.ndarray] = []
         self.removed = dict.fromkeys(REMOVED_IN_PARTS, 0)
@@ -132,13 +132,13 @@ class _PartList:
         self._columns["lengths"].append(tokens)
         self._columns["hashes"].append(digest)
         self._columns["text_bytes"].append(text_bytes)
-        if self._settings.near_duplicates:
+        if self.settings.near_duplicates:
             assert text is not None
             self._near_keys.append(near_duplicate_keys(text, digest))
 
     def write(self, path: Path) -> None:
         columns = dict(self._columns)
-        if self._settings.near_duplicates:
+        if self.settings.near_duplicates:
             # Each band is a separate column, so that it can be read without the others.
             keys = np.array(self._near_keys, np.uint64).reshape(-1, BANDS)
             columns |= {near_column(band): keys[:, band] for band in range(BANDS)}
@@ -164,13 +164,11 @@ def write_part(job: tuple[int, UnitReader], report: Report, *, settings: PartSet
     listed = _PartList(settings)
     write_documents = _copy_tokens if isinstance(reader.unit, TokenUnit) else _tokenize
     with atomic_write(part_path(settings.out, number, ".tokens")) as file:
-        write_documents(reader, tokenizer, file, listed, report, settings)
+        write_documents(reader, tokenizer, file, listed, report)
     listed.write(part_path(settings.out, number, ".npz"))
 
 
-def _copy_tokens(
-    reader: UnitReader, tokenizer: Tokenizer, file: BinaryIO, listed: _PartList, report: Report, settings: PartSettings
-) -> None:
+def _copy_tokens(reader: UnitReader, tokenizer: Tokenizer, file: BinaryIO, listed: _PartList, report: Report) -> None:
     """Write the documents of a tokenized unit, each with the end-of-text token."""
     progress, dtype, sizes = ReadProgress(), token_dtype(tokenizer.vocab_size), tokenizer.token_byte_lengths()
     for ids, digest in reader.hashed_tokens(progress):
@@ -179,12 +177,11 @@ def _copy_tokens(
         report(progress.bytes)
 
 
-def _tokenize(
-    reader: UnitReader, tokenizer: Tokenizer, file: BinaryIO, listed: _PartList, report: Report, settings: PartSettings
-) -> None:
+def _tokenize(reader: UnitReader, tokenizer: Tokenizer, file: BinaryIO, listed: _PartList, report: Report) -> None:
     """Tokenize the documents of a unit and write them, each with the end-of-text token."""
     progress, dtype, tokens = ReadProgress(), token_dtype(tokenizer.vocab_size), 0
     texts, eos = reader.hashed_texts(progress), np.array([tokenizer.eos_token_id], dtype).data
+    settings = listed.settings
     if settings.evaluation_digest is not None:
         ngrams = EvaluationNgrams.load(settings.out / UNFINISHED / EVALUATION_NGRAMS, settings.evaluation_digest)
         texts = _without_contaminated(texts, ngrams, listed.removed)

@@ -62,9 +62,9 @@ class PreparationPlan:
 class _UnitProgress:
     """Bytes of units that have been read: all bytes of finished units, and for the others what their jobs report."""
 
-    def __init__(self, sizes: list[int], finished: list[bool], update: Callable[[int, int, int, int], None]) -> None:
-        self._sizes, self._finished, self._update = sizes, finished, update
-        self._read = [size if done else 0 for size, done in zip(sizes, finished, strict=True)]
+    def __init__(self, sizes: list[int], update: Callable[[int, int, int, int], None]) -> None:
+        self._sizes, self._update = sizes, update
+        self._finished, self._read = [False] * len(sizes), [0] * len(sizes)
         self._show()
 
     def report(self, unit: int, read: int) -> None:
@@ -149,11 +149,8 @@ class Preparation:
         """The tokenizer made from the documents, on rank 0."""
         plan, dist_ctx = self.plan, self.dist_ctx
         mine = [readers[number] for number in self._my_units(readers, range(len(readers)))]
-        read = _UnitProgress(
-            [reader.unit.size for reader in mine],
-            [False] * len(mine),
-            lambda done, total, *read: self.progress("tokenizer", 0, 1, *read),
-        )
+        sizes = [reader.unit.size for reader in mine]
+        read = _UnitProgress(sizes, lambda done, total, *read: self.progress("tokenizer", 0, 1, *read))
         if plan.tokenizer == CHARACTERS:
             characters = find_characters(mine, pool, dist_ctx, on_progress=read.report)
             return character_tokenizer(characters)
@@ -184,9 +181,7 @@ class Preparation:
         finished = self.dist_ctx.decide_on_rank0(lambda: {path.stem for path in unfinished.glob("part-*.npz")})
         todo = [number for number in range(len(readers)) if part_path(self.out, number, ".npz").stem not in finished]
         mine = self._my_units(readers, todo)
-        done = _UnitProgress(
-            [readers[number].unit.size for number in mine], [False] * len(mine), partial(self.progress, "tokens")
-        )
+        done = _UnitProgress([readers[number].unit.size for number in mine], partial(self.progress, "tokens"))
         settings = PartSettings(self.out, tokenizer_hash, self.plan.deduplicate == "near", self.plan.decontaminate)
         write = partial(write_part, settings=settings)
         with self.dist_ctx.raise_on_all():
@@ -236,9 +231,6 @@ class Preparation:
                 slices = index.part_numbers[chosen], index.starts[chosen], index.lengths[chosen]
                 jobs.append(ShardJob(split, number, *slices))
         return jobs
-
-
-EMPTY = "empty: there is no text in it"
 
 
 def _is_one_document(source: str, readers: Sequence[UnitReader]) -> bool:

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
+from contextlib import suppress
 from functools import partial
 from multiprocessing.connection import Connection
 from multiprocessing.resource_tracker import ensure_running
@@ -91,10 +92,8 @@ class WorkerPool:
             if on_progress is not None:
                 while self._reports.poll():
                     on_progress(*self._reports.recv())
-            try:
+            with suppress(queue.Empty):
                 return finished.get(timeout=None if on_progress is None else REPORT_SECONDS)
-            except queue.Empty:
-                pass
 
     def __enter__(self) -> Self:
         if threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:

@@ -4,7 +4,6 @@ The file format is in format.py; reading bytes is in storage.py.
 """
 
 import errno
-import json
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -16,7 +15,7 @@ from typing import Self
 import numpy as np
 import xxhash
 
-from lmforge.checksums import DamagedFile, parse_checksums
+from lmforge.checksums import DamagedFile, hash_json, parse_checksums
 from lmforge.data.shards.files import ShardFile, SizeCheck, StoredChecksums
 from lmforge.data.shards.format import (
     BLOCK_BYTES,
@@ -115,7 +114,7 @@ class TokenSplit:
         self._shard_bounds = list(accumulate((shard.tokens for shard in shards), initial=0))
         self.num_tokens = self._shard_bounds[-1]
         self.num_documents = sum(shard.documents for shard in shards)
-        self.digest = xxhash.xxh3_128_hexdigest(json.dumps([shard.xxh3 for shard in shards]).encode())
+        self.digest = hash_json([shard.xxh3 for shard in shards])
         self._folder = folder
         # Closing a file discards neither its manifest nor the record of verified blocks.
         self._shard = lru_cache(MAX_PARSED_SHARDS)(lambda i: ShardReader(folder, shards[i]))

@@ -4,6 +4,7 @@ renamed; a marker, written last, means that the copy is complete. An interrupted
 """
 
 import errno
+import hashlib
 import json
 import os
 import shutil
@@ -123,15 +124,12 @@ def _copy_file(source: Path, target: Path) -> None:
         os.fsync(writing.fileno())
         stat = os.fstat(reading.fileno())
         os.utime(writing.fileno(), ns=(stat.st_atime_ns, stat.st_mtime_ns))
-        if _digest_on_disk(writing) != digest.intdigest():
+        if _digest_on_disk(writing) != digest.hexdigest():
             raise DamagedFile(errno.EIO, "is not on the disk as it was written", str(target))
 
 
-def _digest_on_disk(written: BinaryIO) -> int:
-    digest = xxhash.xxh3_64()
+def _digest_on_disk(written: BinaryIO) -> str:
     with open(written.name, "rb") as file:
         if hasattr(os, "posix_fadvise"):  # from the disk, not from memory
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-        while block := file.read(BLOCK_BYTES):
-            digest.update(block)
-    return digest.intdigest()
+        return hashlib.file_digest(file, xxhash.xxh3_64).hexdigest()

@@ -1,6 +1,5 @@
 """Hugging Face datasets as sources of text: by name, streamed from the hub, or a local folder. They need the extra `hf`."""
 
-import json
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -8,26 +7,21 @@ from dataclasses import dataclass
 from functools import lru_cache, partial
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, ClassVar
-
-import xxhash
+from typing import Any
 
 from lmforge.data.sources.records import ReadProgress
-from lmforge.data.sources.text_sources import SourceFile, list_files, stat_file
+from lmforge.data.sources.text_sources import FileSource, SourceFile, list_files, stat_files
 from lmforge.data.sources.units import TEXT_FIELD_HINT, Document, SourceUnit, record_document
 from lmforge.errors import UserError, how_to_install
 from lmforge.hub import (
-    DOWNLOAD_RECORD,
     LOOKUP_SECONDS,
-    MAX_INDEX_BYTES,
-    HubFile,
     cache_folder,
     hub_errors_as_user_errors,
     is_hub_name,
     offline_message,
     parse_model_name,
+    read_download_record,
 )
-from lmforge.untrusted import read_json
 
 # Files that `Dataset.save_to_disk` and `DatasetDict.save_to_disk` write.
 SAVED_DATASET, SAVED_DATASETS = "state.json", "dataset_dict.json"
@@ -108,28 +102,15 @@ class DatasetUnit(SourceUnit):
 
 
 @dataclass(frozen=True)
-class DatasetSource:
+class DatasetSource(FileSource):
     """One split of a dataset. `files` are those of a local folder; of one on the hub the revision says what is in it."""
 
-    spec: str
     location: DatasetLocation
     text_field: str
-    files: tuple[SourceFile, ...]
 
-    is_tokenized: ClassVar[bool] = False
-    skipped_kinds: ClassVar[tuple[tuple[str, int], ...]] = ()
-
-    @property
-    def size(self) -> int:
-        """Bytes of the files of a local folder; 0 for one on the hub."""
-        return sum(file.size for file in self.files)
-
-    def fingerprint(self) -> str:
-        """A hash that changes with the files or the revision, and with what is read of them."""
-        files = [(file.name, file.size, file.modified_ns) for file in self.files]
+    def _identity(self, files: list[tuple[str, int, int]]) -> list[Any]:
         where = self.location
-        content = [self.text_field, where.spec if not files else "", where.subset, where.split, where.revision, files]
-        return xxhash.xxh3_128_hexdigest(json.dumps(content).encode())
+        return [self.text_field, where.spec if not files else "", where.subset, where.split, where.revision, files]
 
     def units(self) -> list[SourceUnit]:
         """All units of work, in a fixed order. Raises UserError for a dataset without the column."""
@@ -159,15 +140,16 @@ def open_dataset_source(spec: str, text_field: str, split: str | None, subset: s
     if find_spec("datasets") is None:
         raise UserError(f"{spec}: a Hugging Face dataset needs the package datasets: {how_to_install('hf')}")
     os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")
-    path, files, revision = Path(spec).expanduser(), [], None
+    path, revision = Path(spec).expanduser(), None
+    files: tuple[SourceFile, ...] = ()
     if path.is_dir():
-        files = sorted((stat_file(file, path) for file in list_files(path)), key=lambda file: file.name)
+        files = stat_files(list_files(path), path)
     else:
         with _library_errors(spec):
             name, requested = parse_model_name(spec)
             downloaded = find_cached_dataset(name, requested)
             revision = downloaded.name if downloaded else _find_commit(name, requested)
-    return DatasetSource(spec, DatasetLocation(spec, subset, split or DEFAULT_SPLIT, revision), text_field, tuple(files))
+    return DatasetSource(spec, files, DatasetLocation(spec, subset, split or DEFAULT_SPLIT, revision), text_field)
 
 
 def _find_commit(name: str, revision: str) -> str:
@@ -189,9 +171,9 @@ def find_cached_dataset(name: str, revision: str) -> Path | None:
     """The cache folder that has the complete dataset at a commit, by which it is named, or None. Does not contact the hub."""
     root = cache_folder() / f"datasets--{name.replace('/', '--')}"
     reference = root / "refs" / revision
-    with suppress(OSError, UserError, KeyError):
+    with suppress(OSError):
         folder = root / "snapshots" / (reference.read_text(encoding="utf-8").strip() if reference.is_file() else revision)
-        record = read_json(folder / DOWNLOAD_RECORD, dict[str, list[HubFile]], max_bytes=MAX_INDEX_BYTES)
-        if all((folder / file.name).stat().st_size == file.size for file in record["files"]):
+        files = read_download_record(folder)
+        if files is not None and all((folder / file.name).stat().st_size == file.size for file in files):
             return folder
     return None

@@ -1,41 +1,18 @@
 """Opens any corpus: text, tokens from other tools, or a Hugging Face dataset."""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from pathlib import Path
-from typing import Protocol
 
-from lmforge.data.sources.hf_dataset import is_dataset, open_dataset_source
+from lmforge.data.sources.hf_dataset import DatasetSource, is_dataset, open_dataset_source
 from lmforge.data.sources.plugin_unit import NO_READERS, PluginReaders
 from lmforge.data.sources.records import content_suffix
-from lmforge.data.sources.text_sources import known_suffixes, list_files, open_text_source
-from lmforge.data.sources.token_files import TokenUnit, find_token_files, open_token_source
-from lmforge.data.sources.units import SourceUnit
+from lmforge.data.sources.text_sources import TextSource, known_suffixes, list_files, open_text_source
+from lmforge.data.sources.token_files import TokenSource, find_token_files, open_token_source
 from lmforge.data.tokenizer import Tokenizer
 from lmforge.errors import UserError
 
-
-class Source(Protocol):
-    """A corpus. `skipped_kinds` counts files of a folder that are not read, by suffix."""
-
-    @property
-    def spec(self) -> str: ...
-
-    @property
-    def skipped_kinds(self) -> tuple[tuple[str, int], ...]: ...
-
-    @property
-    def is_tokenized(self) -> bool:
-        """Whether its units are `TokenUnit`s."""
-
-    @property
-    def size(self) -> int:
-        """Bytes on the disk; 0 where unknown."""
-
-    def fingerprint(self) -> str:
-        """A hash that changes with what is read."""
-
-    def units(self) -> Sequence[SourceUnit | TokenUnit]:
-        """All units of work, in a fixed order."""
+# Each has `units()`, all units of work in a fixed order.
+Source = TextSource | TokenSource | DatasetSource
 
 
 def open_source(

@@ -14,7 +14,7 @@ from typing import Any, Self
 from lmforge import registry
 from lmforge.config.options import Options
 from lmforge.data.sources.records import ReadProgress, open_decompressed
-from lmforge.data.sources.units import Document, SourceUnit, record_document
+from lmforge.data.sources.units import Document, FileUnit, record_document
 from lmforge.errors import UserError
 from lmforge.plugins import describe_plugins, load_plugins
 from lmforge.python_files import describe_exception
@@ -59,18 +59,11 @@ NO_READERS = PluginReaders()
 
 
 @dataclass(frozen=True)
-class PluginUnit(SourceUnit):
+class PluginUnit(FileUnit):
     """One file of a kind that a plugin reads."""
 
-    path: str
-    size: int
-    text_field: str
     kind: str
     readers: PluginReaders
-
-    @property
-    def file(self) -> str:
-        return self.path
 
     def documents(self, progress: ReadProgress, all_fields: bool) -> Iterator[Document]:
         number = 0

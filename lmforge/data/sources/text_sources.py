@@ -3,19 +3,17 @@
 A source has names, sizes and times of files; its units read the text (`units.py`). It does not tokenize, shuffle or write.
 """
 
-import json
 import os
 import sysconfig
+from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Collection, Iterator
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar
-
-import xxhash
+from typing import Any
 
 from lmforge import registry
-from lmforge.config.builtin_names import TEXT
+from lmforge.checksums import hash_json
 from lmforge.data.sources.plugin_unit import NO_READERS, PluginReaders, PluginUnit
 from lmforge.data.sources.records import (
     COMPRESSION_SUFFIXES,
@@ -25,7 +23,6 @@ from lmforge.data.sources.records import (
     open_parquet,
 )
 from lmforge.data.sources.units import (
-    HTML_SUFFIXES,
     TABLE_DELIMITERS,
     TEXT_FIELD_HINT,
     JsonlUnit,
@@ -38,7 +35,6 @@ from lmforge.data.sources.units import (
 )
 from lmforge.errors import UserError
 
-TEXT_SUFFIXES = frozenset(f".{suffix}" for suffix in TEXT.split())
 # fmt: off The advice for files that are not read.
 CONVERSIONS = {
     "convert its rows to .jsonl or .parquet, with the text in one field": (
@@ -56,8 +52,6 @@ CONVERSIONS = {
     "unpack it: of packed files .gz, .zst and .tar are read": (".zip", ".tgz", ".bz2", ".xz", ".7z", ".rar", ".lz4"),
 }
 # fmt: on
-RECORD_SUFFIXES = JSON_SUFFIXES | {".parquet", *TABLE_DELIMITERS, ".tar"}
-KNOWN_SUFFIXES = TEXT_SUFFIXES | HTML_SUFFIXES | RECORD_SUFFIXES
 OTHER_CONVERSION = "if it is plain text, name its suffix in --text_suffixes; if not, extract its text"
 TEXT_UNIT_BYTES = 2 << 20
 JSONL_UNIT_BYTES = 16 << 20
@@ -80,27 +74,38 @@ class SourceFile:
 
 
 @dataclass(frozen=True)
-class TextSource:
-    """The files of a corpus, sorted. `skipped_kinds` counts those of a folder that are not read, by suffix."""
+class FileSource(ABC):
+    """The files of a corpus, sorted by name. `skipped_kinds` counts those of a folder that are not read, by suffix."""
 
     spec: str
     files: tuple[SourceFile, ...]
-    text_field: str
-    skipped_kinds: tuple[tuple[str, int], ...] = ()
-    readers: PluginReaders = NO_READERS
-
-    is_tokenized: ClassVar[bool] = False
+    skipped_kinds: tuple[tuple[str, int], ...] = field(default=(), kw_only=True)
 
     @property
     def size(self) -> int:
+        """Bytes on the disk, 0 where no files are known."""
         return sum(file.size for file in self.files)
 
     def fingerprint(self) -> str:
-        """A hash that changes when a file is added, removed, resized or touched, or another field is read."""
-        content: list[Any] = [self.text_field, [(file.name, file.size, file.modified_ns) for file in self.files]]
-        if any(self.readers.reads(content_suffix(file.name)) for file in self.files):
-            content.append(self.readers.identity())
-        return xxhash.xxh3_128_hexdigest(json.dumps(content).encode())
+        """A hash that changes when a file is added, removed, resized or touched, or when it is read in another way."""
+        files = [(file.name, file.size, file.modified_ns) for file in self.files]
+        return hash_json(self._identity(files))
+
+    @abstractmethod
+    def _identity(self, files: list[tuple[str, int, int]]) -> list[Any]:
+        """All that the documents depend on, as JSON has it; `files` say which version of each file it is."""
+
+
+@dataclass(frozen=True)
+class TextSource(FileSource):
+    """A corpus of text."""
+
+    text_field: str
+    readers: PluginReaders = NO_READERS
+
+    def _identity(self, files: list[tuple[str, int, int]]) -> list[Any]:
+        has_plugins = any(self.readers.reads(content_suffix(file.name)) for file in self.files)
+        return [self.text_field, files, *([self.readers.identity()] if has_plugins else [])]
 
     def units(self) -> list[SourceUnit]:
         """All units of work, in a fixed order."""
@@ -124,11 +129,11 @@ class TextSource:
                 texts.append(file)
                 size += file.size
             elif Path(file.name).suffix in COMPRESSION_SUFFIXES:
-                units.append(JsonlUnit(file.path, 0, None, file.size, self.text_field))
+                units.append(JsonlUnit(file.path, file.size, self.text_field, 0, None))
             else:
                 for start in range(0, file.size, unit_bytes):
                     stop = min(start + unit_bytes, file.size)
-                    units.append(JsonlUnit(file.path, start, stop, stop - start, self.text_field))
+                    units.append(JsonlUnit(file.path, stop - start, self.text_field, start, stop))
         if texts:
             units.append(self._text_unit(texts))
         return units
@@ -140,7 +145,7 @@ class TextSource:
 
 def known_suffixes() -> frozenset[str]:
     """Suffixes of files whose documents can be read, those of plugins included."""
-    return KNOWN_SUFFIXES | {f".{name}" for name in registry.names("document_source")}
+    return frozenset(f".{name}" for name in registry.names("document_source"))
 
 
 def open_text_source(
@@ -174,10 +179,10 @@ def open_text_source(
         root, paths = root.parent, [root]
     else:
         raise UserError(f'{spec}: no such file or folder: give a path, or "stdlib"')
-    files = [stat_file(path, root) for path in paths]
+    files = stat_files(paths, root)
     if not any(file.size for file in files):
         raise UserError(f"{spec}: empty: there is no text in it")
-    return TextSource(spec, tuple(sorted(files, key=lambda file: file.name)), text_field, tuple(skipped.most_common()), readers)
+    return TextSource(spec, files, text_field, readers, skipped_kinds=tuple(skipped.most_common()))
 
 
 def _check_is_text(path: Path) -> None:
@@ -191,10 +196,14 @@ def _check_is_text(path: Path) -> None:
             raise UserError(f"{path}: a binary file: {way}")
 
 
-def stat_file(path: Path, root: Path) -> SourceFile:
-    """A file of a corpus that is in the folder `root`."""
-    status = path.stat()
-    return SourceFile(str(path.absolute()), path.relative_to(root).as_posix(), status.st_size, status.st_mtime_ns)
+def stat_files(paths: Iterable[Path], root: Path) -> tuple[SourceFile, ...]:
+    """The files of a corpus that is in the folder `root`, sorted by name."""
+    stats = [(path, path.stat()) for path in paths]
+    files = [
+        SourceFile(str(path.absolute()), path.relative_to(root).as_posix(), stat.st_size, stat.st_mtime_ns)
+        for path, stat in stats
+    ]
+    return tuple(sorted(files, key=lambda file: file.name))
 
 
 def list_files(root: Path, excluded: frozenset[str] = frozenset()) -> Iterator[Path]:
@@ -227,4 +236,4 @@ def _parquet_units(file: SourceFile, name: str) -> list[SourceUnit]:
     if not (pyarrow.types.is_string(dtype) or pyarrow.types.is_large_string(dtype)):
         raise UserError(f"{file.path}: the field {name!r} is not text but {dtype}")
     groups = [metadata.row_group(number) for number in range(metadata.num_row_groups)]
-    return [ParquetUnit(file.path, number, group.num_rows, group.total_byte_size, name) for number, group in enumerate(groups)]
+    return [ParquetUnit(file.path, group.total_byte_size, name, number, group.num_rows) for number, group in enumerate(groups)]

@@ -9,19 +9,18 @@ The last two say nowhere where documents end. In all of them an end-of-text or b
 out, and `prepare` ends each document with the tokenizer's own end-of-text id.
 """
 
-import json
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import xxhash
 
 from lmforge.data.sources.records import ReadProgress
-from lmforge.data.sources.text_sources import SourceFile, list_files, stat_file
+from lmforge.data.sources.text_sources import FileSource, list_files, stat_files
 from lmforge.data.tokenizer import Tokenizer
 from lmforge.errors import UserError
 
@@ -118,7 +117,6 @@ class FlatUnit(TokenUnit):
                 yield np.concatenate(pieces), 1.0
 
 
-@dataclass(frozen=True)
 class MegatronUnit(TokenUnit):
     """The documents `start` … `stop` − 1 of a pair of files of Megatron-LM."""
 
@@ -181,26 +179,32 @@ class MegatronIndex:
         return len(first) - 1
 
 
-@dataclass(frozen=True)
 class ArrowUnit(TokenUnit):
     """The record batches `start` … `stop` − 1 of an Arrow file."""
 
     def _stored_documents(self) -> Iterator[tuple[np.ndarray, float]]:
-        import pyarrow
+        with _open_arrow(self.path) as (reader, column):
+            for number in range(self.start, self.stop):
+                values = reader.get_batch(number).column(column)
+                read = (number + 1 - self.start) / (self.stop - self.start)
+                is_list = hasattr(values.type, "value_type")
+                if values.null_count or (is_list and values.flatten().null_count):
+                    raise UserError(f"{self.path}: record batch {number:,} has rows or ids that are null")
+                for row in values if is_list else [values]:
+                    ids = (row.values if hasattr(row, "values") else row).to_numpy(zero_copy_only=False)
+                    yield self._check(ids, f"record batch {number:,}", 0), read
 
-        try:
-            with pyarrow.OSFile(self.path) as file, pyarrow.ipc.open_file(file) as reader:
-                column = _arrow_column(reader.schema, self.path)
-                for number in range(self.start, self.stop):
-                    values, read = reader.get_batch(number).column(column), (number + 1 - self.start) / (self.stop - self.start)
-                    is_list = hasattr(values.type, "value_type")
-                    if values.null_count or (is_list and values.flatten().null_count):
-                        raise UserError(f"{self.path}: record batch {number:,} has rows or ids that are null")
-                    for row in values if is_list else [values]:
-                        ids = (row.values if hasattr(row, "values") else row).to_numpy(zero_copy_only=False)
-                        yield self._check(ids, f"record batch {number:,}", 0), read
-        except pyarrow.ArrowException as error:
-            raise UserError(f"{self.path}: cannot be read as an Arrow file: {error}") from None
+
+@contextmanager
+def _open_arrow(path: str) -> Iterator[tuple["pyarrow.ipc.RecordBatchFileReader", str]]:
+    """An Arrow file, and its column of ids; what pyarrow raises in the block becomes a UserError."""
+    import pyarrow
+
+    try:
+        with pyarrow.OSFile(path) as file, pyarrow.ipc.open_file(file) as reader:
+            yield reader, _arrow_column(reader.schema, path)
+    except pyarrow.ArrowException as error:
+        raise UserError(f"{path}: cannot be read as an Arrow file: {error}") from None
 
 
 def _arrow_column(schema: "pyarrow.Schema", path: str) -> str:
@@ -217,25 +221,14 @@ def _arrow_column(schema: "pyarrow.Schema", path: str) -> str:
 
 
 @dataclass(frozen=True)
-class TokenSource:
-    """The files of a tokenized corpus, sorted, and what its ids mean."""
+class TokenSource(FileSource):
+    """A tokenized corpus, and what its ids mean."""
 
-    spec: str
-    files: tuple[SourceFile, ...]
     separators: tuple[int, ...]
     vocab_size: int
-    skipped_kinds: tuple[tuple[str, int], ...] = ()
 
-    is_tokenized: ClassVar[bool] = True
-
-    @property
-    def size(self) -> int:
-        return sum(file.size for file in self.files)
-
-    def fingerprint(self) -> str:
-        """A hash that changes when a file is added, removed, resized or touched, or documents end elsewhere."""
-        content = ["tokens", self.separators, [(file.name, file.size, file.modified_ns) for file in self.files]]
-        return xxhash.xxh3_128_hexdigest(json.dumps(content).encode())
+    def _identity(self, files: list[tuple[str, int, int]]) -> list[Any]:
+        return ["tokens", self.separators, files]
 
     def units(self) -> list[TokenUnit]:
         """All units of work, in a fixed order. Raises UserError naming a file that is none of these kinds."""
@@ -253,14 +246,8 @@ class TokenSource:
 def _detect_kind(path: Path, size: int) -> tuple[type[TokenUnit], int, tuple[object, ...]]:
     """The kind of a file, its number of items, and further arguments of its units."""
     if path.suffix == ".arrow":
-        import pyarrow
-
-        try:
-            with pyarrow.OSFile(str(path)) as file, pyarrow.ipc.open_file(file) as reader:
-                _arrow_column(reader.schema, str(path))
-                return ArrowUnit, reader.num_record_batches, ()
-        except pyarrow.ArrowException as error:
-            raise UserError(f"{path}: cannot be read as an Arrow file: {error}") from None
+        with _open_arrow(str(path)) as (reader, _):
+            return ArrowUnit, reader.num_record_batches, ()
     if path.with_suffix(".idx").exists():
         return MegatronUnit, MegatronIndex.open(path).count_documents(path), ()
     magic, version, tokens = (*np.fromfile(path, "<i4", 3).tolist(), 0, 0, 0)[:3]
@@ -295,5 +282,5 @@ def open_token_source(spec: str, paths: Sequence[Path], tokenizer: Tokenizer, se
         raise UserError(f"separator_id {separator_id:,}: the vocabulary has ids up to {tokenizer.vocab_size - 1:,}")
     separators = sorted({*tokenizer.named_ids, *([] if separator_id is None else [separator_id])})
     root = Path(spec).expanduser()
-    files = [stat_file(path, root if root.is_dir() else path.parent) for path in paths]
-    return TokenSource(spec, tuple(sorted(files, key=lambda file: file.name)), tuple(separators), tokenizer.vocab_size)
+    files = stat_files(paths, root if root.is_dir() else root.parent)
+    return TokenSource(spec, files, tuple(separators), tokenizer.vocab_size)

@@ -9,6 +9,7 @@ import tarfile
 import tokenize
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import PurePosixPath
@@ -113,11 +114,9 @@ class PythonUnit(TextUnit):
 
     def documents(self, progress: ReadProgress, all_fields: bool) -> Iterator[Document]:
         for path in self.paths:
-            try:
-                with tokenize.open(path) as file:
-                    yield Document(file.read(), {"path": path}, partial(str, path))
-            except (SyntaxError, UnicodeDecodeError):
-                pass  # a file with a wrong declaration is one of Python's own tests
+            # A file with a wrong declaration is one of Python's own tests.
+            with suppress(SyntaxError, UnicodeDecodeError), tokenize.open(path) as file:
+                yield Document(file.read(), {"path": path}, partial(str, path))
 
 
 def record_document(record: Record, text_field: str, location: Callable[[], str]) -> Document:
@@ -131,9 +130,11 @@ def record_document(record: Record, text_field: str, location: Callable[[], str]
 
 @dataclass(frozen=True)
 class FileUnit(SourceUnit):
-    """A file of records, or a part of one."""
+    """A file of records, or a part of one. The text of a record is in the field `text_field`."""
 
     path: str
+    size: int
+    text_field: str
 
     @property
     def file(self) -> str:
@@ -146,8 +147,6 @@ class JsonlUnit(FileUnit):
 
     start: int
     stop: int | None
-    size: int
-    text_field: str
 
     def documents(self, progress: ReadProgress, all_fields: bool) -> Iterator[Document]:
         for offset, record in json_lines(self.path, self.start, self.stop, progress):
@@ -160,8 +159,6 @@ class ParquetUnit(FileUnit):
 
     row_group: int
     rows: int
-    size: int
-    text_field: str
 
     def documents(self, progress: ReadProgress, all_fields: bool) -> Iterator[Document]:
         columns = None if all_fields else [self.text_field]
@@ -171,15 +168,11 @@ class ParquetUnit(FileUnit):
             yield Document(row[self.text_field] or "", row, location)
 
 
-@dataclass(frozen=True)
 class TableUnit(FileUnit):
     """A file of comma- or tab-separated values with a header; fields with quotes as RFC 4180 has them.
 
     It is one unit, since a quoted field may contain line ends.
     """
-
-    size: int
-    text_field: str
 
     def documents(self, progress: ReadProgress, all_fields: bool) -> Iterator[Document]:
         csv.field_size_limit(MAX_LINE_BYTES)
@@ -206,16 +199,12 @@ class TableUnit(FileUnit):
                 raise UserError(f"{self.path}, after row {row_number}: not UTF-8; convert the file, or leave it out") from None
 
 
-@dataclass(frozen=True)
 class TarUnit(FileUnit):
     """A tar file of .txt and .json members; others are passed over.
 
     As in WebDataset, members whose names are the same up to the first dot of the last part, and which follow each other, are
     one sample: its text is that of its .txt, else that in a field of its .json.
     """
-
-    size: int
-    text_field: str
 
     def documents(self, progress: ReadProgress, all_fields: bool) -> Iterator[Document]:
         has_files, key, sample = False, "", dict[str, tuple[str, bytes]]()

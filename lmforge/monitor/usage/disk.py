@@ -22,21 +22,19 @@ class DiskMonitor:
     def __init__(self, folder: Path, next_checkpoint_bytes: Callable[[], int]) -> None:
         self._folder, self._next_checkpoint_bytes = folder, next_checkpoint_bytes
         self._shortages: set[str] = set()
-        self._stopped = threading.Event()
 
-    def start(self, warn: Callable[[str], None]) -> None:
-        """Check until stopped, in a thread."""
-        threading.Thread(target=self._run, args=(warn,), name="disk", daemon=True).start()
+    def start(self, warn: Callable[[str], None]) -> Callable[[], None]:
+        """Check in a thread, from now on until the function that is returned is called."""
+        stopped = threading.Event()
+        threading.Thread(target=self._run, args=(warn, stopped), name="disk", daemon=True).start()
+        return stopped.set
 
-    def stop(self) -> None:
-        self._stopped.set()
-
-    def _run(self, warn: Callable[[str], None]) -> None:
+    def _run(self, warn: Callable[[str], None], stopped: threading.Event) -> None:
         while True:
             with suppress(OSError):
                 for line in self.check():
                     warn(line)
-            if self._stopped.wait(CHECK_SECONDS):
+            if stopped.wait(CHECK_SECONDS):
                 return
 
     def check(self) -> list[str]:

@@ -4,20 +4,19 @@ The first rank of each host publishes it with the heartbeats, from a separate th
 heartbeats. So `lmforge top RUN` needs nothing but the run's directory. `lmforge top HOST` samples where it runs.
 """
 
-import json
 import os
 import platform
 import threading
 import time
+from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
 
-from lmforge.errors import UserError
+from lmforge.monitor.heartbeat import overwrite, read_overwritten
 from lmforge.monitor.usage.devices import DeviceReader, DeviceUsage
-from lmforge.untrusted import read_json
 
 PUBLISH_SECONDS = 5.0
 # Older samples are marked in `top`: the host has missed two samples.
@@ -98,52 +97,41 @@ class HostSampler:
 
     def _busiest(self) -> list[ProcessUsage]:
         """psutil keeps its Process objects, and in each the times of the last call of `cpu_percent`."""
-        usages = []
+        loads = []
         for process in psutil.process_iter():
             with suppress(psutil.Error):
-                usages.append((process.cpu_percent(), process))
+                loads.append((process.cpu_percent(), process))
         usages = []
-        busy = [(percent, process) for percent, process in usages if percent > 0]
+        busy = [(percent, process) for percent, process in loads if percent > 0]
         for percent, process in sorted(busy, key=lambda each: -each[0])[: self._num_processes]:
             with suppress(psutil.Error):
                 usages.append(ProcessUsage(process.pid, process.name(), percent, process.memory_info().rss))
         return usages
 
 
-class HostPublisher:
-    """Publishes this host's usage as `host-of-rank-R.json` in the folder of heartbeats, until it is stopped."""
+def publish_usage(folder: Path, rank: int) -> Callable[[], None]:
+    """Publish this host's usage as `host-of-rank-R.json` in the folder of heartbeats, in a thread, until the function that is
+    returned is called. That does not wait for a sample: a driver may hang in it."""
+    path, stopped = folder / f"host-of-rank-{rank}.json", threading.Event()
 
-    def __init__(self, folder: Path, rank: int) -> None:
-        self._path = folder / f"host-of-rank-{rank}.json"
-        self._stopped = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="host usage", daemon=True)
-        self._thread.start()
-
-    def stop(self) -> None:
-        """Do not wait for a sample: a driver may hang in it."""
-        self._stopped.set()
-
-    def _run(self) -> None:
+    def publish() -> None:
         with suppress(Exception):  # monitoring must not end a run
             sampler, longest = HostSampler(), 0
             while True:
                 with suppress(OSError):
-                    # In place and padded, as heartbeats are.
-                    text = json.dumps(asdict(sampler.sample())).encode()
-                    longest = max(longest, len(text))
-                    with open(os.open(self._path, os.O_WRONLY | os.O_CREAT, 0o644), "wb", buffering=0) as file:
-                        file.write(text.ljust(longest) + b"\n")
-                if self._stopped.wait(PUBLISH_SECONDS):
+                    longest = overwrite(path, sampler.sample(), longest)  # in place and padded, as heartbeats are
+                if stopped.wait(PUBLISH_SECONDS):
                     return
+
+    threading.Thread(target=publish, name="host usage", daemon=True).start()
+    return stopped.set
 
 
 def read_published(folder: Path) -> list[HostUsage]:
     """What the hosts of a run have published, by name; a file that cannot be read is left out."""
     newest: dict[str, HostUsage] = {}
     for path in folder.glob("host-of-rank-*.json"):
-        for _ in range(3):  # it may be read half-written
-            with suppress(UserError, OSError):
-                usage = read_json(path, HostUsage)
-                newest[usage.host] = max(usage, newest.get(usage.host, usage), key=lambda each: each.time)
-                break
+        if (content := read_overwritten(path, HostUsage)) is not None:
+            usage = content[1]
+            newest[usage.host] = max(usage, newest.get(usage.host, usage), key=lambda each: each.time)
     return [newest[name] for name in sorted(newest)]

@@ -81,7 +81,7 @@ def block_products(config: ModelConfig, tensor: int) -> tuple[Product, ...]:
     return tuple(Product(*size, kept=number % 2 == 0) for number, size in enumerate(sizes))
 
 
-def compiled_saved_bytes(config: ModelConfig, tokens: int, dtype_bytes: int, tensor: int = 1) -> int:
+def compiled_saved_bytes(config: ModelConfig, tokens: int, dtype_bytes: int, tensor: int) -> int:
     """What a compiled block keeps without checkpointing: its input, both norms' outputs, queries, keys, values, attention's
     output with its log-sum-exps, the sum of attention's branch, and the feed-forward's wide arrays."""
     width, inner = config.hidden_size, config.intermediate_size // tensor
@@ -162,11 +162,6 @@ def count_block(step_config: StepConfig, *, checkpointed: bool) -> BlockCost:
         input_bytes=input_bytes,
         feed_forward_bytes=tokens * inner * number_bytes,
     )
-
-
-def forward_kernels(step_config: StepConfig) -> int:
-    """Kernels that a block launches in its forward pass."""
-    return COMPILED_KERNELS if step_config.compiled else EAGER_KERNELS
 
 
 def is_checkpointed(step_config: StepConfig, number: int) -> bool:

@@ -71,13 +71,18 @@ class Prediction:
         return self.device_bytes * MEMORY_INTERVAL[0], self.device_bytes * MEMORY_INTERVAL[1]
 
     @property
+    def parts(self) -> dict[str, float]:
+        """Seconds that the device spends, by kind, those in which it waits included."""
+        network = ("all-gather", "reduce-scatter", "all-reduce", COMPUTE, NETWORK)
+        parts = {name: seconds for name, seconds in self.seconds.items() if name not in network}
+        parts |= {"exposed communication": self.exposed_seconds, "pipeline bubble": self.bubble_seconds}
+        return parts | {"waiting for the host": self.host_seconds}
+
+    @property
     def bottleneck(self) -> str:
         """The kind of operation that takes most of a step's time."""
-        waits = {"exposed communication": self.exposed_seconds, "pipeline bubble": self.bubble_seconds}
-        waits["the host, which launches kernels"] = self.host_seconds
-        network = ("all-gather", "reduce-scatter", "all-reduce", COMPUTE, NETWORK)
-        parts = {name: seconds for name, seconds in self.seconds.items() if name not in network} | waits
-        return max(parts, key=lambda name: parts[name])
+        most = max(self.parts.items(), key=lambda part: part[1])[0]
+        return "the host, which launches kernels" if most == "waiting for the host" else most
 
 
 def predict(step_config: StepConfig, gpu: GPU, rates: Rates) -> Prediction:

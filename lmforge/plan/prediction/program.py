@@ -8,16 +8,17 @@ reduce-scatter. FSDP1 does the same with one flat tensor.
 
 from lmforge.plan.memory import DTYPE_BYTES, ParameterCounts, optimizer_state_bytes
 from lmforge.plan.prediction.block import (
+    COMPILED_KERNELS,
+    EAGER_KERNELS,
     BlockCost,
     block_shapes,
     count_block,
     embedded_bytes,
-    forward_kernels,
     is_checkpointed,
     mask_bytes,
 )
 from lmforge.plan.prediction.head import count_head
-from lmforge.plan.prediction.rates import HOST_OPTIMIZER_BYTES, UNIT_SECONDS, Rates, make_group
+from lmforge.plan.prediction.rates import HOST_OPTIMIZER_BYTES, LAUNCH_SECONDS, UNIT_SECONDS, Rates, make_group
 from lmforge.plan.prediction.simulator import COMPUTE, NETWORK, Operation
 from lmforge.plan.prediction.step_config import StepConfig
 from lmforge.plan.prediction.units import Stage, Unit, make_unit
@@ -42,6 +43,9 @@ class StepProgram:
         self.replica_group = make_group(step_config.replicas, tensor * step_config.shards, hosts)
         self.reshards = step_config.is_fsdp and step_config.dims.reshard_after_forward
         self.reduces_once = options.reduce_every_micro_batch is False
+        kernels = COMPILED_KERNELS if step_config.compiled else EAGER_KERNELS
+        # What the host takes for a unit, and for the forward pass of a block.
+        self.unit_seconds, self.launch_seconds = (0.0, 0.0) if rates.is_cpu else (UNIT_SECONDS, kernels * LAUNCH_SECONDS)
         plain, saving = (count_block(step_config, checkpointed=each) for each in (False, True))
         self.costs = [saving if is_checkpointed(step_config, number) else plain for number in range(1, stage.blocks + 1)]
         by_vocabulary = tensor if model.vocab_size % tensor == 0 else 1
@@ -72,13 +76,13 @@ class StepProgram:
         self.parameters, self.trained = sum(each.padded for each in every_unit), sum(each.padded_trained for each in every_unit)
         self.starts: list[int] = []  # of each micro-batch, in `operations`
         self._gathered: set[str] = set()
-        self._gathering: dict[str, int] = {}
-        self._copied: list[int] = []
+        self._gathering: dict[str, tuple[int, ...]] = {}
+        self._copied: tuple[int, ...] = ()
         self._buffered: dict[str, float] = {}
         self._reducing: dict[str, float] = {}
-        self._reduction: int | None = None
+        self._reduction: tuple[int, ...] = ()
         self._reduced_units: set[str] = set()
-        self._compute: list[int] = []
+        self._last_compute: tuple[int, ...] = ()
 
     # --- between steps ---------------------------------------------------------------------------------------------------
 
@@ -116,11 +120,12 @@ class StepProgram:
         self._optimizer()
         return self.operations
 
-    def _add(self, name: str, stream: str = COMPUTE, **fields: object) -> int:
+    def _add(self, name: str, stream: str = COMPUTE, **fields: object) -> tuple[int, ...]:
+        """Issue an operation. Returns its number, as `after` of others takes it."""
+        number = (len(self.operations),)
         self.operations.append(Operation(name, stream, **fields))  # type: ignore[arg-type]
-        number = len(self.operations) - 1
         if stream == COMPUTE:
-            self._compute.append(number)
+            self._last_compute = number
         return number
 
     def _gather(self, unit: Unit, *, after: tuple[int, ...]) -> None:
@@ -134,7 +139,7 @@ class StepProgram:
             seconds += unit.padded * self.master_bytes / self.step_config.shards / self.rates.host_copy
         self._gathering[unit.name] = self._add(
             f"gather {unit.name}", NETWORK, seconds=seconds, kind="all-gather", after=after, allocate=buffer,
-            host_seconds=self._host(UNIT_SECONDS))  # fmt: skip
+            host_seconds=self.unit_seconds)  # fmt: skip
 
     def _wait(self, unit: Unit, *, in_forward: bool) -> None:
         """Wait for a unit's all-gather, and copy its parameters out of the buffer, which the forward pass keeps for one more
@@ -152,15 +157,15 @@ class StepProgram:
             f"copy out {unit.name}",
             seconds=2 * nbytes / self.rates.memory,
             kind="copies of parameters",
-            after=(number,),
+            after=number,
             allocate={"gathered weights": nbytes},
             free={} if in_forward else buffer,
         )
-        self._copied = [*self._copied[-1:], copied]
+        self._copied = self._copied[-1:] + copied
 
     def _after_copy(self, *, in_forward: bool) -> tuple[int, ...]:
         """The copy that the next gather waits for: in the forward pass the last but one, in the backward pass the last."""
-        return tuple(self._copied[:1] if in_forward else self._copied[-1:])
+        return self._copied[:1] if in_forward else self._copied[-1:]
 
     def _free(self, unit: Unit) -> dict[str, float]:
         """The memory that resharding a unit frees."""
@@ -168,13 +173,6 @@ class StepProgram:
             return {}
         self._gathered.discard(unit.name)
         return {"gathered weights": float(unit.padded * self.number_bytes)}
-
-    def _host(self, seconds: float) -> float:
-        return 0.0 if self.rates.is_cpu else seconds
-
-    def _last_compute(self) -> tuple[int, ...]:
-        """The last compute operation, for `after`."""
-        return tuple(self._compute[-1:])
 
     def _forward(self) -> None:
         step_config, tokens, width = self.step_config, self.step_config.tokens, self.step_config.model.hidden_size
@@ -194,16 +192,13 @@ class StepProgram:
             self._wait(unit, in_forward=True)
             for name, seconds, kind in self._forward_parts(cost):
                 self._add(f"forward, {unit.name}{name}", seconds=seconds, kind=kind,
-                          host_seconds=self._host(self._launches() if not name else 0.0))  # fmt: skip
+                          host_seconds=0.0 if name else self.launch_seconds)  # fmt: skip
             feed_forward_copies = 3.0 if cost.recomputed_bytes else 1.0
             self._add(f"forward, {unit.name}", allocate={"activations": float(cost.saved_bytes)},
                       transient={"temporary": feed_forward_copies * cost.feed_forward_bytes},
                       free=self._free(unit) if self.reshards else {})  # fmt: skip
         if self.stage.has_head:
             self._head_forward()
-
-    def _launches(self) -> float:
-        return forward_kernels(self.step_config) * self.rates.launch_seconds
 
     def _forward_parts(self, cost: BlockCost, only_dropped: bool = False) -> list[tuple[str, float, str]]:
         """(suffix, seconds, kind) of a block's forward pass; or of what a backward pass computes again."""
@@ -245,7 +240,7 @@ class StepProgram:
         self._wait(self.head, in_forward=True)
         self._add("forward, head and loss", seconds=cost.product_seconds, kind="head and loss",
                   allocate={"activations": cost.norm_bytes, "loss": cost.loss_bytes},
-                  transient={"loss": cost.forward_transient}, host_seconds=self._host(self._launches()))  # fmt: skip
+                  transient={"loss": cost.forward_transient}, host_seconds=self.launch_seconds)  # fmt: skip
         self._add("forward, loss", kind="head and loss", seconds=cost.loss_seconds)
 
     def _backward(self, *, is_first: bool, is_last: bool) -> None:
@@ -279,17 +274,16 @@ class StepProgram:
                   transient={"loss": cost.backward_transient},
                   allocate=self._unreduced(self.root if self.tied else self.head),
                   free={"loss": cost.loss_bytes, "activations": cost.norm_bytes},
-                  host_seconds=self._host(self._launches()))  # fmt: skip
+                  host_seconds=self.launch_seconds)  # fmt: skip
         self._reduce(self.head, is_first=is_first, is_last=is_last)
 
     def _block_backward(self, unit: Unit, cost: BlockCost) -> None:
         rates, step_config, rows = self.rates, self.step_config, self.step_config.tokens
-        wait = () if self._reduction is None else (self._reduction,)
         if cost.recomputed_bytes:
             recomputed = self._forward_parts(cost, only_dropped=True)
             for name, seconds, kind in recomputed:
-                self._add(f"backward, {unit.name}: recompute{name}", seconds=seconds, kind=kind, after=wait,
-                          host_seconds=self._host(self._launches() if not name else 0.0))  # fmt: skip
+                self._add(f"backward, {unit.name}: recompute{name}", seconds=seconds, kind=kind, after=self._reduction,
+                          host_seconds=0.0 if name else self.launch_seconds)  # fmt: skip
             self._add(f"backward, {unit.name}: recompute", allocate={"recomputed": float(cost.recomputed_bytes)})
         feed_forward = (3 if step_config.compiled else 4) * cost.feed_forward_bytes + 2 * cost.input_bytes
         total = cost.saved_bytes + cost.recomputed_bytes
@@ -299,9 +293,9 @@ class StepProgram:
         products = sum(self._product(rows, each.inputs, each.outputs, backward=True) for each in cost.products)
         products *= 1 if step_config.trains_all else 0.5  # else only the gradients of inputs
         extra = {"recomputed": cost.recomputed_bytes * part, "activations": 0.0 if cost.recomputed_bytes else total * part}
-        self._add(f"backward, {unit.name}: feed-forward", seconds=products, kind="matrix products", after=wait, allocate=half,
-                  transient={"temporary": BACKWARD_WIDE * cost.feed_forward_bytes + stream}, free=extra,
-                  host_seconds=self._host(2 * self._launches()))  # fmt: skip
+        self._add(f"backward, {unit.name}: feed-forward", seconds=products, kind="matrix products", after=self._reduction,
+                  transient={"temporary": BACKWARD_WIDE * cost.feed_forward_bytes + stream}, allocate=half, free=extra,
+                  host_seconds=2 * self.launch_seconds)  # fmt: skip
         rest = {"recomputed": cost.recomputed_bytes - extra["recomputed"],
                 "activations": cost.saved_bytes - extra["activations"]}  # fmt: skip
         self._add(f"backward, {unit.name}: attention", seconds=self._attention(cost, backward=True),
@@ -328,7 +322,7 @@ class StepProgram:
             self._reduced_units.add(unit.name)
             if is_last and step_config.replicas > 1:
                 seconds = rates.all_reduce_seconds(float(unit.trained * FP32), self.replica_group)
-                self._add(f"all-reduce {unit.name}", NETWORK, seconds=seconds, kind="all-reduce", after=self._last_compute())
+                self._add(f"all-reduce {unit.name}", NETWORK, seconds=seconds, kind="all-reduce", after=self._last_compute)
             return
         if self.reduces_once and not is_last:
             fresh = {"accumulated gradients": float(unit.trained * FP32)} if is_first else {}
@@ -341,8 +335,8 @@ class StepProgram:
             {"reduce buffers": float(unit.padded_trained * step_config.reduce_dtype_bytes)} if step_config.shards > 1 else {}
         )
         # The compute stream waits for the reduction before, and its buffer is given back, before the next is allocated.
-        waits = self._last_compute() + (() if self._reduction is None else (self._reduction,))
-        self._add(f"copy in {unit.name}", after=waits, kind="copies of parameters", free=self._reducing,
+        self._add(f"copy in {unit.name}", kind="copies of parameters", free=self._reducing,
+                  after=self._last_compute + self._reduction,
                   seconds=unit.trained * (self.number_bytes + step_config.reduce_dtype_bytes) / rates.memory)  # fmt: skip
         self._reducing = buffer
         shard = {kind: count / step_config.shards for kind, count in new.items()}
@@ -352,11 +346,11 @@ class StepProgram:
         nbytes = float(unit.padded_trained * step_config.reduce_dtype_bytes)
         seconds = rates.gather_seconds(nbytes, self.shard_group, "reduce-scatter")
         self._reduction = self._add(f"reduce {unit.name}", NETWORK, seconds=seconds, kind="reduce-scatter",
-                                    after=self._last_compute(), allocate=buffer | shard, free=freed,
-                                    host_seconds=self._host(UNIT_SECONDS))  # fmt: skip
+                                    after=self._last_compute, allocate=buffer | shard, free=freed,
+                                    host_seconds=self.unit_seconds)  # fmt: skip
         if step_config.replicas > 1 and is_last:
             nbytes = unit.padded_trained * step_config.reduce_dtype_bytes / step_config.shards
-            self._reduction = self._add(f"all-reduce {unit.name}", NETWORK, kind="all-reduce", after=(self._reduction,),
+            self._reduction = self._add(f"all-reduce {unit.name}", NETWORK, kind="all-reduce", after=self._reduction,
                                         seconds=rates.all_reduce_seconds(nbytes, self.replica_group))  # fmt: skip
 
     def _optimizer(self) -> None:
@@ -370,4 +364,4 @@ class StepProgram:
             seconds = nbytes / HOST_OPTIMIZER_BYTES + count * self.master_bytes / rates.host_copy
         transient = 3 * count * FP32 if step_config.optimizer.implementation == "foreach" else 0.0
         self._add("optimizer", seconds=seconds, kind="optimizer", after=ends, free=self._reducing | {},
-                  transient={"temporary": transient}, host_seconds=self._host(UNIT_SECONDS))  # fmt: skip
+                  transient={"temporary": transient}, host_seconds=self.unit_seconds)  # fmt: skip

@@ -5,7 +5,7 @@ hold for all devices are constants here, with their sources. None was fitted to 
 """
 
 import math
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 from lmforge.plan.calibration import COLLECTIVES, Calibration, RateTable
 from lmforge.plan.hardware import GB, GPU, Network
@@ -69,8 +69,8 @@ class Measured:
     float8_products: RateTable | None
     attention: tuple[RateTable, RateTable]
     element_wise: RateTable
-    collectives: dict[str, RateTable] = field(default_factory=dict)
-    group: Group | None = None
+    collectives: dict[str, RateTable]
+    group: Group
 
 
 @dataclass(frozen=True)
@@ -92,7 +92,6 @@ class Rates:
     network_latency: float
     host_copy: float
     sms: int
-    launch_seconds: float
     gpus_per_host: int
     is_cpu: bool
     measured: Measured | None = None
@@ -113,7 +112,6 @@ class Rates:
             network_latency=0.0 if network is None else network.latency_us * 1e-6,
             host_copy=gpu.pcie_gb_s * GB * LINK_FRACTION,
             sms=gpu.sms,
-            launch_seconds=LAUNCH_SECONDS,
             gpus_per_host=gpus_per_host,
             is_cpu=gpu.is_cpu,
         )
@@ -128,25 +126,23 @@ class Rates:
         if (copied := [rate for name in ("host to device", "device to host") if (rate := c.value(name))]) and len(copied) == 2:
             changes["host_copy"] = min(copied)
             calibrated.append("host copies")
-        products = c.table("product", dtype)
-        if products is not None:
-            changes["product_flops"] = products.largest
-            if float8 := c.table("product", "fp8"):
-                changes["float8_flops"] = float8.largest
-        plain = replace(self, **changes)  # type: ignore[arg-type]
+        products, float8 = c.table("product", dtype), c.table("product", "fp8")
         if products is None:
-            return replace(plain, calibrated=tuple(calibrated))
+            return replace(self, calibrated=tuple(calibrated), **changes)  # type: ignore[arg-type]
+        changes["product_flops"] = products.largest
+        if float8 is not None:
+            changes["float8_flops"] = float8.largest
+        plain = replace(self, **changes)  # type: ignore[arg-type]
         collectives = {name: table for name in COLLECTIVES if (table := c.table(name)) is not None}
         forward, backward = c.table("attention", dtype), c.table("attention backward", dtype)
         of_backward, element_wise = c.table("product backward", dtype), c.table("element-wise", dtype)
         if forward is None or backward is None or of_backward is None or element_wise is None:
             raise ValueError(f"measured in part only in {dtype}")
         number_bytes = DTYPE_BYTES[dtype]
-        eight = c.table("product", "fp8")
         measured = Measured(
             plain._beside_formula(products, number_bytes),
             plain._beside_formula(of_backward, number_bytes),
-            None if eight is None else plain._beside_formula(eight, 1, float8=True),
+            None if float8 is None else plain._beside_formula(float8, 1, float8=True),
             (forward, backward),
             element_wise,
             collectives,
@@ -180,7 +176,7 @@ class Rates:
             seconds += casts * (2 if backward else 1)
         return seconds
 
-    def attention_seconds(self, flops: float, head_dim: int, length: int, *, backward: bool = False) -> float:
+    def attention_seconds(self, flops: float, head_dim: int, length: int, *, backward: bool) -> float:
         """For this number of FLOPs of a forward or backward pass."""
         if self.measured is None:
             return flops / self.attention_flops[backward]
@@ -229,7 +225,7 @@ class Rates:
 
         Bytes that each link carries grow as (ranks - 1) / ranks, in a group of any size.
         """
-        if self.measured is None or self.measured.group is None or name not in self.measured.collectives:
+        if self.measured is None or name not in self.measured.collectives:
             return None
         timed = self.measured.group
         if (timed.hosts > 1) != (group.hosts > 1) or group.hosts > timed.hosts:

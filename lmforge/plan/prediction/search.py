@@ -13,7 +13,6 @@ from itertools import product
 from typing import Any
 
 from lmforge.config.batch_plan import BatchPlan, divisors
-from lmforge.config.sections import ParallelOptions
 from lmforge.config.verbs.plan import FINALISTS
 from lmforge.errors import UserError
 from lmforge.model.config import ModelConfig
@@ -32,13 +31,12 @@ MAX_DEGREE, MAX_MICRO_BATCH = 16, 64
 
 @dataclass(frozen=True)
 class Candidate:
-    """A configuration; `device_bytes` and `step_seconds` are estimates until `prediction` is there."""
+    """A configuration, with what it needs by estimate. parts: `Prediction.parts`."""
 
     step_config: StepConfig
     device_bytes: float
     step_seconds: float
     parts: dict[str, float]
-    prediction: Prediction | None = None
 
     def describe(self) -> str:
         """What it chooses, in options."""
@@ -53,13 +51,20 @@ class Candidate:
 
 
 @dataclass(frozen=True)
+class Finalist(Candidate):
+    """A configuration that was predicted in full."""
+
+    prediction: Prediction
+
+
+@dataclass(frozen=True)
 class SearchResult:
     """best: what fits, the fastest first, predicted in full. fitting: all estimates that fit, the fastest first.
 
     too_large: the smallest estimates that do not fit. refused: how many the checks of a run refuse.
     """
 
-    best: list[Candidate]
+    best: list[Finalist]
     fitting: list[Candidate]
     too_large: list[Candidate]
     tried: int
@@ -89,12 +94,9 @@ def search(
     too_large.sort(key=lambda each: each.device_bytes)
     finalists = []
     for each in fitting[:FINALISTS]:
-        prediction = predict(resolve_reduction(each.step_config, gpu.memory_bytes, usable), gpu, rates)
-        if prediction.device_bytes <= budget:
-            finalist = Candidate(
-                prediction.step_config, prediction.device_bytes, prediction.step_seconds, _parts(prediction), prediction
-            )
-            finalists.append(finalist)
+        full = predict(resolve_reduction(each.step_config, gpu.memory_bytes, usable), gpu, rates)
+        if full.device_bytes <= budget:
+            finalists.append(Finalist(full.step_config, full.device_bytes, full.step_seconds, full.parts, full))
     finalists.sort(key=lambda each: each.step_seconds)
     return SearchResult(finalists, fitting, too_large, tried, refused, left_out)
 
@@ -158,42 +160,31 @@ def _shorter(model: ModelConfig, layers: int) -> ModelConfig:
 
 
 def estimate(step_config: StepConfig, gpu: GPU, rates: Rates, usable: float) -> Candidate:
+    """Memory and time by estimate, gradients being reduced once a step where that surely fits."""
+    if can_reduce_once(step_config):
+        once = _on_straight_line(step_config.with_options(reduce_every_micro_batch=False), gpu, rates)
+        if surely_fits(once.device_bytes, gpu.memory_bytes, usable):
+            return once
+        step_config = step_config.with_options(reduce_every_micro_batch=True)
+    return _on_straight_line(step_config, gpu, rates)
+
+
+def _on_straight_line(step_config: StepConfig, gpu: GPU, rates: Rates) -> Candidate:
     """Memory and time, extrapolated linearly from two models of few blocks."""
     layers = step_config.model.num_hidden_layers
     few, more = (count * step_config.pipeline for count in FEW_BLOCKS)
-    options: ParallelOptions = step_config.options
-    once = can_reduce_once(step_config)
-    for waits in (True, False) if once else (False,):
-        step_config = step_config.with_options(reduce_every_micro_batch=not waits)
-        if layers <= more:
-            prediction = predict(step_config, gpu, rates)
-            result = Candidate(step_config, prediction.device_bytes, prediction.step_seconds, _parts(prediction))
-        else:
-            low, high = (
-                predict(replace(step_config, model=_shorter(step_config.model, count)), gpu, rates) for count in (few, more)
-            )
-            times = (layers - more) / (more - few)
+    if layers <= more:
+        prediction = predict(step_config, gpu, rates)
+        return Candidate(step_config, prediction.device_bytes, prediction.step_seconds, prediction.parts)
+    low, high = (predict(replace(step_config, model=_shorter(step_config.model, count)), gpu, rates) for count in (few, more))
 
-            def line(below: float, above: float, times: float = times) -> float:
-                return above + times * (above - below)
+    def line(below: float, above: float) -> float:
+        return above + (layers - more) / (more - few) * (above - below)
 
-            parts_low, parts_high = _parts(low), _parts(high)
-            parts = {name: line(parts_low.get(name, 0.0), value) for name, value in parts_high.items()}
-            seconds = line(low.step_seconds, high.step_seconds)
-            result = Candidate(step_config, line(low.device_bytes, high.device_bytes), seconds, parts)
-        if not waits or surely_fits(result.device_bytes, gpu.memory_bytes, usable):
-            break
-    return replace(result, step_config=replace(result.step_config, options=options if not once else result.step_config.options))
-
-
-def _parts(prediction: Prediction) -> dict[str, float]:
-    """Seconds that the device spends, by kind, those in which it waits included."""
-    hidden = ("all-gather", "reduce-scatter", "all-reduce", "compute", "network")
-    parts = {name: seconds for name, seconds in prediction.seconds.items() if name not in hidden}
-    parts["exposed communication"] = prediction.exposed_seconds
-    parts["pipeline bubble"] = prediction.bubble_seconds
-    parts["waiting for the host"] = prediction.host_seconds
-    return parts
+    low_parts = low.parts
+    parts = {name: line(low_parts.get(name, 0.0), seconds) for name, seconds in high.parts.items()}
+    memory, seconds = line(low.device_bytes, high.device_bytes), line(low.step_seconds, high.step_seconds)
+    return Candidate(step_config, memory, seconds, parts)
 
 
 def why_slower(candidate: Candidate, winner: Candidate) -> str:

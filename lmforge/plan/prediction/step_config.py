@@ -6,9 +6,8 @@ from typing import Any
 
 from lmforge.config.sections import OptimizerOptions, ParallelOptions
 from lmforge.model.config import ModelConfig
-from lmforge.model.flops import parameter_count
 from lmforge.parallel.dims import ParallelDims, parallel_dims
-from lmforge.plan.memory import DTYPE_BYTES, ParameterCounts
+from lmforge.plan.memory import DTYPE_BYTES, ParameterCounts, count_all
 
 
 @dataclass(frozen=True)
@@ -75,12 +74,12 @@ class StepConfig:
     @property
     def parameters(self) -> ParameterCounts:
         """The parameters of the whole model, adapters included."""
-        count, adapters = parameter_count(self.model), sum(rows * columns for rows, columns in self.adapters)
+        counts = count_all(self.model)
         if self.trains_all:
-            return ParameterCounts(count.total, count.total, count.block_matrices)
-        adapters *= self.model.num_hidden_layers
+            return counts
+        adapters = self.model.num_hidden_layers * sum(rows * columns for rows, columns in self.adapters)
         head = self.model.num_outputs * self.model.hidden_size if self.model.reward else 0
-        return ParameterCounts(count.total + adapters, adapters + head, adapters)
+        return ParameterCounts(counts.total + adapters, adapters + head, adapters)
 
     @property
     def is_fsdp(self) -> bool:

@@ -86,7 +86,7 @@ function table(head, rows) {
   })))));
   return element("div", { class: "scroll" }, made);
 }
-const shown = (value) => value === null || value === undefined ? "–" : Array.isArray(value) || typeof value === "object" ? JSON.stringify(value) : String(value);
+const shown = (value) => value === null || value === undefined ? "–" : typeof value === "object" ? JSON.stringify(value) : String(value);
 
 const main = document.querySelector("main"), nav = document.querySelector("nav");
 document.querySelector("h1").textContent = title ?? runs.map((run) => run.name).join(" · ");

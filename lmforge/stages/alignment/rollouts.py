@@ -122,7 +122,8 @@ class Rollouts:
         began = time.perf_counter()
         set_index, iteration = divmod(batch_index, self._options.num_iterations)
         if self._set is None or self._set_index != set_index:
-            self._set, self._set_index = self._make_set(set_index, batch_index), set_index
+            step = batch_index - self._trainer.bad_step_detector.batch_offset
+            self._set, self._set_index = self._make_set(set_index, step), set_index
         self.data_wait_seconds += time.perf_counter() - began
         local = self._set[iteration * self._local_batch_size : (iteration + 1) * self._local_batch_size]
         return [_trim_padding(batch).to(self._dist_ctx.device) for batch in self._micro_batches(local)]

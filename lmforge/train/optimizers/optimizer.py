@@ -1,7 +1,6 @@
 """The optimizer, its parameter groups, its state under the model's names, and the learning rate of every step."""
 
 import difflib
-import math
 import re
 import weakref
 from collections.abc import Iterable, Mapping
@@ -12,7 +11,7 @@ from torch import Tensor, nn
 
 from lmforge import registry
 from lmforge.config.extend import entry_options
-from lmforge.config.sections import GroupOptions, OptimizerOptions, ScheduleOptions
+from lmforge.config.sections import GroupOptions, OptimizerOptions
 from lmforge.errors import UserError
 from lmforge.model.layers import LanguageModel
 from lmforge.parallel.precision import DTYPES
@@ -156,24 +155,6 @@ def _get_or_init_state(optimizer: torch.optim.Optimizer, parameter: Tensor, grou
         state["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device)
         state |= {name: torch.zeros_like(parameter) for name in ("exp_avg", "exp_avg_sq")}
     return state
-
-
-def learning_rate(step: int, steps: int, options: ScheduleOptions, peak_lr: float) -> float:
-    """Learning rate of 0-based `step` in a run of `steps`: linear warm-up, then the schedule's shape down to its final ratio.
-
-    The peak is reached after the warm-up, and the final learning rate at the last step. Raises UserError for a schedule of a
-    plugin that returns no finite number from 0 on.
-    """
-    warmup = options.warmup(steps)
-    if step < warmup:
-        return peak_lr * (step + 1) / (warmup + 1)
-    entry = registry.get("schedule", options.name)
-    shape = entry.build(step, steps, options, entry_options(options, entry))
-    if not isinstance(shape, int | float) or not 0 <= shape < math.inf:
-        raise UserError(f"{entry.origin}: schedule {entry.name} returned {shape!r} at step {step}, not a number from 0 on")
-    if shape == 1:
-        return peak_lr
-    return peak_lr * (options.min_lr_ratio + (1 - options.min_lr_ratio) * shape)
 
 
 def step_unless(optimizer: torch.optim.Optimizer, skip: Tensor) -> None:

@@ -1,12 +1,33 @@
-"""Schedules of the learning rate: the fraction of the way from the final rate up to the peak, at each step after warm-up.
+"""The learning rate of a step, and its schedules: how much of the way from the final rate up to the peak is left after warm-up.
 
-Each is called as `(step, steps, schedule, options)`: the 0-based step, the steps of the whole run, the section `[schedule]`,
-and the schedule's own options, of which these have none. It returns 1 at the peak and 0 at the final rate.
+Each schedule is called as `(step, steps, schedule, options)`: the 0-based step, the steps of the whole run, the section
+`[schedule]`, and the schedule's own options, of which these have none. It returns 1 at the peak and 0 at the final rate.
 """
 
 import math
 
+from lmforge import registry
+from lmforge.config.extend import entry_options
 from lmforge.config.sections import ScheduleOptions
+from lmforge.errors import UserError
+
+
+def learning_rate(step: int, steps: int, options: ScheduleOptions, peak_lr: float) -> float:
+    """Learning rate of 0-based `step` in a run of `steps`: linear warm-up, then the schedule's shape down to its final ratio.
+
+    The peak is reached after the warm-up, and the final learning rate at the last step. Raises UserError for a schedule of a
+    plugin that returns no finite number from 0 on.
+    """
+    warmup = options.warmup(steps)
+    if step < warmup:
+        return peak_lr * (step + 1) / (warmup + 1)
+    entry = registry.get("schedule", options.name)
+    shape = entry.build(step, steps, options, entry_options(options, entry))
+    if not isinstance(shape, int | float) or not 0 <= shape < math.inf:
+        raise UserError(f"{entry.origin}: schedule {entry.name} returned {shape!r} at step {step}, not a number from 0 on")
+    if shape == 1:
+        return peak_lr
+    return peak_lr * (options.min_lr_ratio + (1 - options.min_lr_ratio) * shape)
 
 
 def constant(step: int, steps: int, schedule: ScheduleOptions, options: None = None) -> float:

@@ -1,11 +1,9 @@
 """`lmforge jobs` and `lmforge stop`: the jobs of `lmforge launch`, by the name of the run."""
 
 import os
-import sys
 import time
 from pathlib import Path
 
-from rich.console import Console
 from rich.table import Table
 
 from lmforge.cluster.jobs.job import JOB_FILE, LAUNCH_FOLDER, Job, JobState, read_job
@@ -14,7 +12,7 @@ from lmforge.config.verbs.launch import JobsOptions, StopOptions
 from lmforge.errors import UserError
 from lmforge.monitor.run_status import read_run_status
 from lmforge.runs import Run
-from lmforge.terminal.cells import format_age
+from lmforge.terminal.cells import format_age, page_console
 
 # Words that begin with the same letter in no other state, so that no colour is needed to tell them apart.
 STYLES = {JobState.RUNNING: "green", JobState.FAILED: "red", JobState.REFUSED: "red", JobState.LOST: "red"}
@@ -22,18 +20,15 @@ STYLES = {JobState.RUNNING: "green", JobState.FAILED: "red", JobState.REFUSED: "
 
 def run_jobs(options: JobsOptions) -> int:
     """Print a row for each run that was launched. Raises UserError where a run was named that was not."""
-    jobs = _launched(options.folder)
-    if options.name is not None:
-        jobs = {_find(options.name, options.folder): read_job(options.folder / options.name)}
+    jobs = _launched(options.folder) if options.name is None else dict([_find(options.name, options.folder)])
     if not jobs:
         print(f"{options.folder}: nothing was launched from here; lmforge launch RECIPE starts a run")
         return 0
-    console = Console(width=None if sys.stdout.isatty() else 200, highlight=False)
+    console = page_console(200)
     table = Table(box=None, pad_edge=False)
     for title in ("run", "launcher", "job", "state", "step", "launched", "log"):
         table.add_column(title, overflow="fold")
     for path, job in jobs.items():
-        assert job is not None
         try:
             state, detail = job_state(job)
         except UserError as problem:
@@ -49,9 +44,7 @@ def run_jobs(options: JobsOptions) -> int:
 
 def run_stop(options: StopOptions) -> int:
     """Stop a run, or all of a sweep by the sweep's name. Raises UserError where it was not launched or does not answer."""
-    path = _find(options.name, options.folder)
-    job = read_job(path)
-    assert job is not None
+    _, job = _find(options.name, options.folder)
     state, _ = job_state(job)
     if not state.is_active:
         print(f"{options.name}: {state} already")
@@ -62,20 +55,19 @@ def run_stop(options: StopOptions) -> int:
     return 0
 
 
-def _launched(folder: Path) -> dict[Path, Job | None]:
+def _launched(folder: Path) -> dict[Path, Job]:
     """The launched runs, by directory; for a sweep, each of its runs."""
     paths = sorted(file.parent.parent for file in folder.glob(f"*/{LAUNCH_FOLDER}/{JOB_FILE}"))
-    jobs = {path: read_job(path) for path in paths}
-    return {path: job for path, job in jobs.items() if job is not None and job.num_runs == 1}
+    return {path: job for path in paths if (job := read_job(path)) is not None and job.num_runs == 1}
 
 
-def _find(name: str, folder: Path) -> Path:
-    """The directory of a run that was launched. Raises UserError."""
+def _find(name: str, folder: Path) -> tuple[Path, Job]:
+    """The directory of a run that was launched, and its job. Raises UserError."""
     path = folder / name
-    if Path(name).name != name or read_job(path) is None:
+    if Path(name).name != name or (job := read_job(path)) is None:
         names = ", ".join(each.name for each in _launched(folder)) or "none"
         raise UserError(f"{path}: no run that was launched; there are: {names} (--folder names another folder of runs)")
-    return path
+    return path, job
 
 
 def _progress(path: Path) -> str:

@@ -2,7 +2,6 @@
 
 import os
 import shutil
-import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
@@ -36,7 +35,6 @@ FROZEN_NOTE = "# Frozen by `lmforge launch`: the job reads this file.\n\n"
 class _PlannedRun:
     """One run of a job, and its frozen files by name."""
 
-    name: str
     run: Run
     files: dict[str, str]
     config: StageConfig | None = None
@@ -105,7 +103,7 @@ def _plan_runs(request: LaunchRequest, options: LaunchOptions) -> tuple[str, lis
         name = request.config.name or request.recipe.stem
         run = Run(request.config.folder / name)
         files = _frozen_pipeline(request, request.config, name)
-        return f"pipeline   {len(request.config.stages)} stages", [_PlannedRun(name, run, files)]
+        return f"pipeline   {len(request.config.stages)} stages", [_PlannedRun(run, files)]
     combinations = sweep_combinations(request.command.sweep, type(request.config)) if request.command.sweep else [{}]
     runs = []
     summary = ""
@@ -118,7 +116,7 @@ def _plan_runs(request: LaunchRequest, options: LaunchOptions) -> tuple[str, lis
         lines = dry_run(config)
         summary = summary or lines.partition("\n\n")[0]
         recipe = f"{FROZEN_NOTE}{to_toml(config.again())}"
-        runs.append(_PlannedRun(config.run.name, Run.from_config(config), {FROZEN_RECIPE: recipe}, config))
+        runs.append(_PlannedRun(Run.from_config(config), {FROZEN_RECIPE: recipe}, config))
     return summary, runs
 
 
@@ -145,19 +143,14 @@ def _plan_job(request: LaunchRequest, options: LaunchOptions, runs: list[_Planne
     base = runs[0]
     if len(runs) > 1:
         first = runs[0].run.path
-        name = first.name.removesuffix("-0")
-        base = _PlannedRun(name, Run(first.with_name(name)), {})
-    on_cpu = isinstance(request.config, StageConfig) and request.config.train.device == "cpu"
+        base = _PlannedRun(Run(first.with_name(first.name.removesuffix("-0"))), {})
     plan = JobPlan(
-        name=base.name,
+        name=base.run.path.name,
         verb=request.verb,
         folder=base.launch_folder,
-        directory=Path.cwd(),
         recipes=tuple(each.launch_folder / FROZEN_RECIPE for each in runs),
         options=options,
-        python=options.python or sys.executable,
-        nodes=options.nodes or 1,
-        gpus=options.gpus if options.gpus is not None else (0 if on_cpu else options.processes),
+        on_cpu=isinstance(request.config, StageConfig) and request.config.train.device == "cpu",
     )
     return base, plan
 
@@ -173,7 +166,7 @@ def _claim(planned: _PlannedRun) -> Iterator[None]:
         if state.is_active:
             what = f"job {job.job_id}" if job.job_id else "its job"
             raise UserError(
-                f"{run.path}: {what} ({job.launcher}) is {state}; stop it with lmforge stop {planned.name}, or choose"
+                f"{run.path}: {what} ({job.launcher}) is {state}; stop it with lmforge stop {run.path.name}, or choose"
                 " another --run.name"
             )
     try:
@@ -238,7 +231,7 @@ def _submit(plan: JobPlan, hosts: Hosts | None, scripts: dict[str, str], base: _
     if plan.is_sweep:
         for number, each in enumerate(runs):
             own = sessions_of_run(plan, job.sessions, number)
-            write_job(each.run.path, replace(job, name=each.name, number=number, num_runs=1, sessions=own))
+            write_job(each.run.path, replace(job, name=each.run.path.name, number=number, num_runs=1, sessions=own))
     return job
 
 

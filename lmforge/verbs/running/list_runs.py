@@ -2,13 +2,12 @@
 
 import json
 import os
-import sys
 import time
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from rich.console import Console, Group, RenderableType
+from rich.console import Group, RenderableType
 from rich.live import Live
 from rich.table import Table
 from rich.text import Text
@@ -18,7 +17,7 @@ from lmforge.errors import UserError, format_duration
 from lmforge.monitor.run_status import RUN_GOES_ON, read_run_status
 from lmforge.report.run_data import last_state
 from lmforge.runs import Run
-from lmforge.terminal.cells import BAD
+from lmforge.terminal.cells import BAD, page_console
 from lmforge.untrusted import cut, describe_os_error
 from lmforge.verbs.running.top_screen import STATE_STYLES
 
@@ -54,7 +53,7 @@ def list_runs(options: RunsOptions) -> int:
         for row in read_runs(options.folder):
             print(json.dumps(asdict(row)))
         return 0
-    console = Console(highlight=False, width=None if sys.stdout.isatty() else FILE_COLUMNS)
+    console = page_console(FILE_COLUMNS)
     rows = read_runs(options.folder)
     if not options.watch:
         if not rows:

@@ -13,7 +13,7 @@ from rich.style import Style
 from lmforge.config.verbs.watch import LogsOptions
 from lmforge.errors import UserError, format_count
 from lmforge.monitor.failures import CAUSES, Failure, find_failures
-from lmforge.monitor.log_files import LogFile, LogLine, format_clock, merged, rank_logs, tail
+from lmforge.monitor.log_files import LogFile, LogLine, format_clock, merged, tail
 from lmforge.monitor.run_status import RUN_ENDED, RunStatus, read_run_status
 from lmforge.runs import Run
 
@@ -59,7 +59,7 @@ def run_logs(options: LogsOptions) -> int:
 
 def _open_logs(run: Run, attempt: int, rank: int | None) -> list[LogFile]:
     """The logs of an attempt, or that of one rank. Raises UserError where there is none of that rank."""
-    logs = rank_logs(run.logs_folder / f"attempt-{attempt}")
+    logs = run.rank_logs(attempt)
     if rank is not None and attempt and rank not in logs:
         raise UserError(f"--rank: attempt {attempt} of {run.path} has no log of rank {rank}; it has {len(logs)} ranks")
     return [LogFile(path, each) for each, path in logs.items() if rank in (None, each)]
@@ -85,7 +85,7 @@ def _follow(printer: "_Printer", run: Run, attempt: int, files: dict[Path, LogFi
             _print_new(printer, files.values(), to_the_end=True)
             attempt, files, failed_at = newest, {}, None
             printer.print_attempt(run, attempt, status)
-        for each, path in rank_logs(run.logs_folder / f"attempt-{attempt}").items() if attempt else ():
+        for each, path in run.rank_logs(attempt).items():
             if path not in files and rank in (None, each):
                 files[path] = LogFile(path, each)
         has_ended = status.state in RUN_ENDED
@@ -128,7 +128,7 @@ class _Printer:
 
     def print_attempt(self, run: Run, attempt: int, status: RunStatus | None) -> None:
         """The attempt: its ranks, its hosts, and its state."""
-        headers = [LogFile(path, rank).header() for rank, path in rank_logs(run.logs_folder / f"attempt-{attempt}").items()]
+        headers = [LogFile(path, rank).header() for rank, path in run.rank_logs(attempt).items()]
         hosts = list(dict.fromkeys(host for _, host in headers if host))
         num_ranks = max([number for number, _ in headers], default=0)
         self._rank_width = max(self._rank_width, len(str(max(0, num_ranks - 1))))

@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -113,9 +114,7 @@ def run_pipeline(chosen: RunPipelineOptions) -> int:
     group = read_node_group()
     if group is not None and group.rank > 0:
         return run_as_worker_node(group, _run_command)
-    with coordinate_nodes(group, options.folder) as (nodes, outcome):
-        outcome.status = _run_stages(chosen.file, options, nodes)
-    return outcome.status
+    return coordinate_nodes(group, options.folder, partial(_run_stages, chosen.file, options))
 
 
 def _run_stages(file: Path, options: PipelineOptions, nodes: PipelineNodes | None) -> int:

@@ -7,9 +7,7 @@ import json
 import os
 import signal
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import FrameType
 
@@ -36,13 +34,6 @@ LAUNCHER_PREFIXES = ("SLURM_STEP", "PMI_", "PMIX_", "OMPI_", "MPI_LOCAL", "PALS_
 RunCommand = Callable[[list[str], dict[str, str]], tuple[int, int]]
 
 
-@dataclass
-class PipelineOutcome:
-    """The exit status of a pipeline."""
-
-    status: int = 0
-
-
 class PipelineNodes:
     """The nodes of a pipeline, on the first of them. Raises PeerLost where another one does not join or does not answer."""
 
@@ -53,7 +44,7 @@ class PipelineNodes:
         self._number = 0
         marker = FolderMarker(folder)
         try:
-            self._set("marker", json.dumps([str(folder), marker.shared_name]))
+            self._node_store.put("marker", json.dumps([str(folder), marker.shared_name]))
             others = [rank for rank, answer in self._answers("marker").items() if answer != "seen"]
         finally:
             marker.remove()
@@ -74,9 +65,9 @@ class PipelineNodes:
         key = f"stage/{self._number}"
         self._number += 1
         port, inputs = free_port(), describe_inputs(words)
-        self._set(key, json.dumps({"words": words, "port": port, "inputs": inputs}))
+        self._node_store.put(key, json.dumps({"words": words, "port": port, "inputs": inputs}))
         problems = {rank: answer for rank, answer in self._answers(key).items() if answer}
-        self._set(f"{key}/go", "" if problems else "go")
+        self._node_store.put(f"{key}/go", "" if problems else "go")
         if problems:
             path = next(iter(problems.values()))
             raise UserError(
@@ -86,40 +77,33 @@ class PipelineNodes:
         return _environment_of_stage(self._group, port)
 
     def _answers(self, key: str) -> dict[int, str]:
-        answers = {}
-        for rank in range(1, len(self._group.names)):
-            if not wait_until(lambda rank=rank: has_key(self._node_store, f"{key}/{rank}"), ANSWER_SECONDS):  # type: ignore[misc]
-                raise self._group.peer_lost(rank)
-            answers[rank] = read_key(self._node_store, f"{key}/{rank}")
-        return answers
-
-    def _set(self, key: str, value: str) -> None:
-        self._node_store.call(lambda store: store.set(key, value))
+        others = range(1, len(self._group.names))
+        return {rank: self._node_store.get(f"{key}/{rank}", ANSWER_SECONDS, rank) for rank in others}
 
     def end(self, status: int) -> None:
         """Make the other nodes end with a status, and wait briefly until they have read it, since the store ends with this
         process."""
-        self._set("end", str(status))
+        self._node_store.put("end", str(status))
         others = len(self._group.names) - 1
         wait_until(lambda: self._node_store.call(lambda store: bool(store.add("ended", 0) >= others)), READ_SECONDS)
 
 
-@contextmanager
-def coordinate_nodes(group: NodeGroup | None, folder: Path) -> Iterator[tuple[PipelineNodes | None, "PipelineOutcome"]]:
-    """A context in which the first node carries out a pipeline, and sets its status. The other nodes end with the block. Yields
-    no nodes where there are no others."""
-    nodes, outcome = None, PipelineOutcome()
+def coordinate_nodes(group: NodeGroup | None, folder: Path, run_stages: Callable[[PipelineNodes | None], int]) -> int:
+    """Carry out a pipeline, on the first node: `run_stages` gets None where there are no others. Returns its status, with
+    which the others end too."""
+    nodes, status = None, 1
     try:
         nodes = PipelineNodes(group, folder) if group is not None and len(group.names) > 1 else None
-        yield nodes, outcome
-    except BaseException as problem:
-        outcome.status = problem.exit_status if isinstance(problem, (UserError, RunFailed)) else 1
+        status = run_stages(nodes)
+        return status
+    except (UserError, RunFailed) as problem:
+        status = problem.exit_status
         raise
     finally:
         if nodes is not None:
-            nodes.end(outcome.status)
+            nodes.end(status)
         if group is not None:
-            write_status(group, outcome.status)
+            write_status(group, status)
 
 
 def run_as_worker_node(group: NodeGroup, run_command: RunCommand) -> int:
@@ -138,13 +122,13 @@ def run_as_worker_node(group: NodeGroup, run_command: RunCommand) -> int:
     own = FolderMarker(Path(folder))
     own.remove()
     sees = bool(name) and wait_until(lambda: own.sees(name), VISIBLE_SECONDS)
-    node_store.call(lambda store: store.set(f"marker/{group.rank}", "seen" if sees else "absent"))
+    node_store.put(f"marker/{group.rank}", "seen" if sees else "absent")
     while not received:
-        if has_key(node_store, "end"):
-            status = int(read_key(node_store, "end"))
+        if node_store.has("end"):
+            status = int(node_store.get("end", 0))
             node_store.call(lambda store: store.add("ended", 1))
             return status
-        if has_key(node_store, f"stage/{number}"):
+        if node_store.has(f"stage/{number}"):
             received += _start_stage(node_store, f"stage/{number}", run_command)
             number += 1
         time.sleep(LAST_PAUSE_SECONDS)
@@ -153,23 +137,12 @@ def run_as_worker_node(group: NodeGroup, run_command: RunCommand) -> int:
 
 def _start_stage(node_store: NodeStore, key: str, run_command: RunCommand) -> list[int]:
     """Start a stage if all nodes see its inputs. Returns the signal that interrupted it, if one did."""
-    group, stage = node_store.group, json.loads(read_key(node_store, key))
-    difference = _first_difference(stage["inputs"])
-    node_store.call(lambda store: store.set(f"{key}/{group.rank}", difference))
+    group, stage = node_store.group, json.loads(node_store.get(key, 0))
+    node_store.put(f"{key}/{group.rank}", _first_difference(stage["inputs"]))
     if not node_store.get(f"{key}/go", len(group.names) * ANSWER_SECONDS):
         return []
     _, interrupted = run_command(stage["words"], _environment_of_stage(group, stage["port"]))
     return [interrupted] if interrupted else []
-
-
-def has_key(node_store: NodeStore, key: str) -> bool:
-    """Whether a key is set. Raises PeerLost where the first node does not answer."""
-    return node_store.call(lambda store: bool(store.check([key])))
-
-
-def read_key(node_store: NodeStore, key: str) -> str:
-    """The value of a key that is set. Raises PeerLost."""
-    return node_store.call(lambda store: str(store.get(key).decode()))
 
 
 def environment_of_first_node() -> dict[str, str]:

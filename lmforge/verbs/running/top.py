@@ -154,24 +154,19 @@ def _keys() -> Iterator[Callable[[float], str]]:
     import termios
     import tty
 
-    if not sys.stdin.isatty():
-        yield _wait_without_keys
-        return
-    descriptor = sys.stdin.fileno()
-    before = termios.tcgetattr(descriptor)
+    keyboard = [sys.stdin.fileno()] if sys.stdin.isatty() else []  # without one, `select` waits all the same
 
     def key_pressed(seconds: float) -> str:
-        ready, _, _ = select.select([descriptor], [], [], seconds)
-        return os.read(descriptor, 1).decode(errors="replace") if ready else ""
+        ready, _, _ = select.select(keyboard, [], [], seconds)
+        return os.read(ready[0], 1).decode(errors="replace") if ready else ""
 
+    if not keyboard:
+        yield key_pressed
+        return
+    before = termios.tcgetattr(keyboard[0])
     try:
-        tty.setcbreak(descriptor)
+        tty.setcbreak(keyboard[0])
         yield key_pressed
     finally:
         with suppress(termios.error):
-            termios.tcsetattr(descriptor, termios.TCSADRAIN, before)
-
-
-def _wait_without_keys(seconds: float) -> str:
-    time.sleep(seconds)
-    return ""
+            termios.tcsetattr(keyboard[0], termios.TCSADRAIN, before)

@@ -35,8 +35,8 @@ def cluster_line(hosts: Sequence[HostAnswer]) -> Text:
     fresh = [host.usage for host in hosts if host.usage and not host.is_stale]
     devices = [device for usage in fresh for device in usage.devices]
     alive = [device for device in devices if not device.error]
-    parts: list[str | tuple[str, str]] = [(f"{len(fresh)} of {format_count(len(hosts), 'host')}", "bold")]
-    parts[0] = (f"{parts[0][0]} {'answers' if len(hosts) == 1 else 'answer'}", "bold" if len(fresh) == len(hosts) else BAD)
+    answer, style = "answers" if len(hosts) == 1 else "answer", "bold" if len(fresh) == len(hosts) else BAD
+    parts: list[str | tuple[str, str]] = [(f"{len(fresh)} of {format_count(len(hosts), 'host')} {answer}", style)]
     busy = [usage.cpu_percent for usage in fresh if usage.cpu_percent is not None]
     if busy:
         parts.append(f"   CPU {sum(busy) / len(busy):.0f} %" + (f" (least {min(busy):.0f} %)" if len(busy) > 1 else ""))
@@ -64,7 +64,7 @@ def host_table(hosts: Sequence[HostAnswer], columns: int, rows: int | None) -> l
         ],
     )
     ordered = sorted(hosts, key=_host_severity)
-    shown = ordered if rows is None else ordered[:rows]
+    shown = ordered[:rows]
     for host in shown:
         usage, style = host.usage, BAD if host.is_stale else ""
         note = _host_note(host)
@@ -133,7 +133,7 @@ def device_table(
         ],
     )
     ordered = sorted(devices, key=lambda pair: _device_severity(*pair))
-    shown = ordered if rows is None else ordered[:rows]
+    shown = ordered[:rows]
     for host, device in shown:
         assert host.usage
         note, style = _device_note(device), _device_style(device)

@@ -180,7 +180,7 @@ def _rank_table(run: RunStatus, columns: int, rows: int | None) -> list[Renderab
         columns, [("rank", 6, True), ("host", 0, False), ("phase", 0, False), ("for", 7, True), ("step", 9, True)]
     )
     ranks = sorted(run.ranks, key=lambda rank: rank.severity)
-    shown = ranks if rows is None else ranks[:rows]
+    shown = ranks[:rows]
     for rank in shown:
         known = bool(rank.phase)
         table.add_row(

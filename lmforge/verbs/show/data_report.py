@@ -15,6 +15,7 @@ from lmforge.data.shards.source_report import SourceReport, read_source
 from lmforge.errors import UserError
 from lmforge.runs import Run
 from lmforge.stages.training_data import TokenSources
+from lmforge.verbs.show.describe_data import align_right
 from lmforge.verbs.show.show_data import open_config
 
 MAX_PICTURE_ROWS = 40  # of sources; more are drawn closer
@@ -35,11 +36,9 @@ def report_data(source: Path, picture: Path | None) -> str:
         raise UserError(f"{source}: is not trained on token shards; --num_samples 5 prints samples of what it is trained on")
     sources, used = _read_sources(config)
     rows = _rows(sources, used)
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
     if picture is not None:
         _draw(sources, used, rows, title, picture)
-    return "\n".join([title, *lines, *(line for each in sources for line in each.describe_lengths())])
+    return "\n".join([title, *align_right(rows), *(line for each in sources for line in each.describe_lengths())])
 
 
 def _read_sources(config: PretrainConfig) -> tuple[list[SourceReport], list[int]]:

@@ -1,5 +1,7 @@
 """Lines about the data of a pretraining recipe: its folder, or each source of a mixture and how often it is read."""
 
+from collections.abc import Sequence
+
 from lmforge.config.batch_plan import batch_plan
 from lmforge.config.mixture import is_remote
 from lmforge.config.stage import PretrainConfig, StageConfig
@@ -26,10 +28,14 @@ def describe_data(config: PretrainConfig, step: int | None = None, batch_offset:
     steps = {} if step is None else {f"after {step:,} steps": step}
     steps[f"after all {config.train.steps:,}"] = config.train.steps
     rows = _rows(dataset, {title: (number + batch_offset) * size for title, number in steps.items()})
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    table = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
     title = "data       tokens of each source, padding included, and how often it is read"
-    return [title, *table, *dataset.describe_phases()], sources.tokenizer.vocab_size
+    return [title, *align_right(rows), *dataset.describe_phases()], sources.tokenizer.vocab_size
+
+
+def align_right(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Rows of cells as lines of a table."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return ["  ".join(map(str.rjust, row, widths)) for row in rows]
 
 
 def find_vocab_size(config: StageConfig) -> int | None:
