@@ -77,7 +77,7 @@ def speeds(folder: Path, shape: ModelConfig, rounds: int) -> dict[str, Any]:
         async_save=False,
     )
     content = os.urandom(PIECE)
-    found: dict[str, list[float]] = {
+    result: dict[str, list[float]] = {
         name: [] for name in ("plain write", "save", "torch's dcp.save", "load", "torch's dcp.load")
     }
     expected = sum(tensor.nbytes for tensor in tensors_of(state))
@@ -90,20 +90,20 @@ def speeds(folder: Path, shape: ModelConfig, rounds: int) -> dict[str, Any]:
         ]
         # Another one begins each round: the disk remembers who came before.
         for name, work in writing[number % 3 :] + writing[: number % 3]:
-            found[name].append(expected / timed(work) / 1e9)
+            result[name].append(expected / timed(work) / 1e9)
         assert not lines, lines
         reader = dcp.FileSystemReader(folder / "torch")
-        found["load"].append(expected / timed(partial(checkpoint.load, run.checkpoint_path(step), state)) / 1e9)
+        result["load"].append(expected / timed(partial(checkpoint.load, run.checkpoint_path(step), state)) / 1e9)
         their_loading = timed(partial(dcp.load, state, storage_reader=reader, no_dist=True))
-        found["torch's dcp.load"].append(expected / their_loading / 1e9)
+        result["torch's dcp.load"].append(expected / their_loading / 1e9)
         (folder / "plain").unlink()
         for left in (folder / "torch", run.checkpoint_path(step)):
             shutil.rmtree(left)
-        print(", ".join(f"{name} {values[-1]:.2f}" for name, values in found.items()), "GB/s", file=sys.stderr, flush=True)
-    ratios = [ours / plain for ours, plain in zip(found["save"], found["plain write"], strict=True)]
+        print(", ".join(f"{name} {values[-1]:.2f}" for name, values in result.items()), "GB/s", file=sys.stderr, flush=True)
+    ratios = [ours / plain for ours, plain in zip(result["save"], result["plain write"], strict=True)]
     return {
         "bytes": expected,
-        "gigabytes_per_second": {name: summarize(values) for name, values in found.items()},
+        "gigabytes_per_second": {name: summarize(values) for name, values in result.items()},
         "save_to_plain_write": summarize(ratios),
     }
 
@@ -185,7 +185,7 @@ def main() -> int:
     parser.add_argument("--width", type=int, default=768, help="of the model that is saved (default: 768)")
     parser.add_argument("--folder", type=Path, help="on the disk to measure (default: the temporary folder)")
     chosen = parser.parse_args()
-    about = machine()
+    environment = machine()
     shape = ModelConfig(
         vocab_size=32_000,
         hidden_size=chosen.width,
@@ -198,7 +198,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="checkpoint-", dir=chosen.folder) as name:
         held = stall(Path(name), chosen.minutes, chosen.every_minutes, chosen.width // 2)
     what = f"A checkpoint of {speed['bytes'] / 1e9:.2f} GB, {chosen.rounds} rounds, one process; median (lowest–highest)"
-    record = {"benchmark": "checkpoint", "machine": about, "what": what, "speed": speed, "stall": held}
+    record = {"benchmark": "checkpoint", "machine": environment, "what": what, "speed": speed, "stall": held}
     readable = table(record)
     print(f"{readable}\n\nwritten to {write_result('checkpoint', record, readable, chosen.out)} and .json beside it")
     print(json.dumps({"save_to_plain_write": speed["save_to_plain_write"]["median"], "stall_share": held["share"]}))

@@ -27,8 +27,8 @@ from setting import benchmark_parser, machine, machine_lines, summarize, write_r
 
 from lmforge.data.best_fit_index import BestFitIndex
 from lmforge.data.dataset import TokenDataset
+from lmforge.data.prepare.dist_context import SingleProcessContext
 from lmforge.data.prepare.pack import pack_folder
-from lmforge.data.prepare.ranks import OneRank
 from lmforge.data.shards.folder import TokenFolder
 from lmforge.data.shards.format import (
     FORMAT_VERSION,
@@ -76,7 +76,7 @@ def write_documents(folder: Path, documents: int) -> None:
     tokens = generator.integers(5, 261, lengths.sum()).astype(np.uint16)
     entry = write_shard(folder, "train-00000", tokens, lengths, tokenizer.hash)
     write_manifest(folder, "random", tokenizer, [entry])
-    pack_folder(str(folder), PACKED_LENGTH, workers=1, progress=lambda *step: None, ranks=OneRank())
+    pack_folder(str(folder), PACKED_LENGTH, workers=1, progress=lambda *step: None, dist_ctx=SingleProcessContext())
 
 
 def measure_packings(folder: Path, batches: int) -> dict[str, Any]:
@@ -168,7 +168,7 @@ def main() -> int:
         result = measure(chosen.measure, chosen.steps, chosen.sequences)
         print(json.dumps(result | measure_packings(chosen.measure / "documents", chosen.steps)))
         return 0
-    about = machine()
+    environment = machine()
     shards, shard_tokens = (100, 100_000) if chosen.tiny else (SHARDS, SHARD_TOKENS)
     names, tokens = (["lmforge", FLOOR, BY_HAND], 1_000_000) if chosen.tiny else (chosen.loaders, LOADER_TOKENS)
     loaders = {}
@@ -191,7 +191,7 @@ def main() -> int:
     )
     record = {
         "benchmark": "data",
-        "machine": about,
+        "machine": environment,
         "what": what,
         "plan": plan,
         "loaders_what": loaders_what,

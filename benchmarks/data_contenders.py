@@ -211,14 +211,14 @@ WRITE = {"MosaicML Streaming": write_streaming, "Grain": write_grain, "datasets"
 
 def _tree() -> list[int]:
     """This process and all below it."""
-    found = [os.getpid()]
-    for pid in found:
+    results = [os.getpid()]
+    for pid in results:
         try:
             for thread in os.listdir(f"/proc/{pid}/task"):
-                found += map(int, Path(f"/proc/{pid}/task/{thread}/children").read_text().split())
+                results += map(int, Path(f"/proc/{pid}/task/{thread}/children").read_text().split())
         except OSError:
             pass  # it has ended
-    return found
+    return results
 
 
 def _cpu_seconds() -> float:

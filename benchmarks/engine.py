@@ -198,24 +198,24 @@ def main() -> int:
     parser.add_argument("--threads", type=int, default=threads_per_rank(1), help="of each (default: all cores)")
     parser.add_argument("--tiny", action="store_true", help="a small model, to see that everything works")
     chosen = parser.parse_args()
-    about, shapes = machine(), {"tiny": TINY} if chosen.tiny else SHAPES
-    found: dict[str, Any] = {}
+    environment, shapes = machine(), {"tiny": TINY} if chosen.tiny else SHAPES
+    result: dict[str, Any] = {}
     for name, shape in shapes.items():
         draw = random.Random(0)
         prompts = [[draw.randrange(shape.vocab_size) for _ in range(draw.randint(16, 64))] for _ in range(chosen.rows)]
         with tempfile.TemporaryDirectory(prefix="engine-") as folder:
             export_folder(init_weights(build_model(shape), 0), shape, Path(folder) / "model")
             work = Work(Path(folder) / "model", prompts, chosen.new_tokens, chosen.threads)
-            found[name] = {"parameters": parameter_count(shape).total, **hold(work, shape, chosen.rounds)}
+            result[name] = {"parameters": parameter_count(shape).total, **hold(work, shape, chosen.rounds)}
     what = (
         f"fp32, {chosen.rows} prompts of 16 to 64 tokens, {chosen.new_tokens} new tokens each, {chosen.threads} threads, "
         f"{chosen.rounds} rounds; median (lowest–highest)"
     )
-    record = {"benchmark": "engine", "machine": about, "what": what, "rows": chosen.rows, "shapes": found}
+    record = {"benchmark": "engine", "machine": environment, "what": what, "rows": chosen.rows, "shapes": result}
     readable = table(record)
     print(f"{readable}\n\nwritten to {write_result('engine', record, readable, chosen.out)} and .json beside it")
     print(
-        json.dumps({name: {kind: of_shape[kind]["ratio"]["median"] for kind in SAMPLINGS} for name, of_shape in found.items()})
+        json.dumps({name: {kind: of_shape[kind]["ratio"]["median"] for kind in SAMPLINGS} for name, of_shape in result.items()})
     )
     return 0
 

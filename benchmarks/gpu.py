@@ -38,9 +38,9 @@ from lmforge.model.flops import FLOPS_CONVENTION, flops_per_token, parameter_cou
 from lmforge.parallel.precision import has_native_bf16
 from lmforge.plan.hardware import data_sheets
 from lmforge.plan.peak_flops import rank_peak_flops
-from lmforge.plan.planning import Machine, predict_setting
+from lmforge.plan.planning import Machine, predict_step
 from lmforge.plan.prediction.predict import Prediction
-from lmforge.plan.prediction.setting import Setting
+from lmforge.plan.prediction.step_config import StepConfig
 
 GIB = 2**30
 # Of a GPU's memory, what weights, gradients and optimizer states may take; the rest is for activations and logits.
@@ -159,11 +159,11 @@ def trials_of(size: Size, contest: Contest) -> dict[str, tuple[str, Contest]]:
     if size.variants is None:
         names = LMFORGE, LMFORGE_FLOAT8, PLAIN_COMPILED if contest.compiled else PLAIN, TRAINER
         return {name: (name, contest) for name in names}
-    found = {}
+    results = {}
     for name, (checkpointing, micro_tokens) in size.variants.items():
         accumulation = contest.rows // max(1, micro_tokens // contest.length)
-        found[name] = (LMFORGE, replace(contest, activation_checkpointing=checkpointing, accumulation=accumulation))
-    return found
+        results[name] = (LMFORGE, replace(contest, activation_checkpointing=checkpointing, accumulation=accumulation))
+    return results
 
 
 def why(ended: EndedEarly) -> str:
@@ -218,7 +218,7 @@ def prediction_of(name: str, contest: Contest, device_name: str) -> Prediction |
     gpu = data_sheets().find(device_name)
     if gpu is None or gpu.peak_flops(contest.dtype) is None or not name.startswith(LMFORGE):
         return None
-    setting = Setting(
+    step_config = StepConfig(
         contest.shape,
         ParallelOptions(engine="single", activation_checkpointing=contest.activation_checkpointing),
         world_size=1,
@@ -231,7 +231,7 @@ def prediction_of(name: str, contest: Contest, device_name: str) -> Prediction |
         compiled=contest.compiled,
         float8=name == LMFORGE_FLOAT8,
     )
-    return predict_setting(setting, Machine(gpu, None, 1), USABLE_FRACTION)
+    return predict_step(step_config, Machine(gpu, None, 1), USABLE_FRACTION)
 
 
 def figures(
@@ -380,7 +380,7 @@ def arguments(on_gpu: bool) -> argparse.Namespace:
 
 def main() -> int:
     on_gpu = torch.cuda.is_available()
-    chosen, about = arguments(on_gpu), machine()
+    chosen, environment = arguments(on_gpu), machine()
     device = torch.device("cuda", 0) if on_gpu else torch.device("cpu")
     if not on_gpu:
         say("no GPU that torch can use: a tiny shape on the CPU, uncompiled, to see that this works")
@@ -402,7 +402,7 @@ def main() -> int:
             rows = record.cell(
                 label,
                 what=describe(contest),
-                machine=about,
+                machine=environment,
                 shape=to_config_json(contest.shape),
                 flops_per_token=flops,
                 peak_flops=peak,
@@ -413,8 +413,8 @@ def main() -> int:
             settings = trials_of(size, contest)
             for row, trials in hold(label, size, contest, chosen):
                 planned = prediction_of(*settings[row], record.content["device"])
-                found = figures(trials, flops, peak, size.published, planned)
-                rows[row] = {**found, "git_commit": about["git_commit"]}
+                result = figures(trials, flops, peak, size.published, planned)
+                rows[row] = {**result, "git_commit": environment["git_commit"]}
                 compare(rows)
                 record.write()
     say(f"\n{table(record.content)}\n")

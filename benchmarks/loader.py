@@ -83,7 +83,7 @@ def main() -> int:
     if min(chosen.rounds, chosen.steps, chosen.threads) < 1:
         parser.error("--rounds, --steps, --threads: at least 1")
 
-    about = machine()
+    environment = machine()
     torch.set_num_threads(chosen.threads)
     what = (
         f"{chosen.rounds} rounds of {chosen.steps} steps, {chosen.threads} threads of matrix products beside one of the loader;"
@@ -92,7 +92,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="loader-") as name:
         tokens = tokens_of_stdlib(Path(name), files=None, vocab_size=4096)
         batches = {f"{rows} × {length}": measure(tokens, rows, length, chosen.rounds, chosen.steps) for rows, length in BATCHES}
-    record = {"benchmark": "loader", "machine": about, "what": what, "step_seconds": STEP_SECONDS, "batches": batches}
+    record = {"benchmark": "loader", "machine": environment, "what": what, "step_seconds": STEP_SECONDS, "batches": batches}
     readable = table(record)
     print(f"{readable}\n\nwritten to {write_result('loader', record, readable, chosen.out)} and .json beside it")
     return 0

@@ -17,7 +17,7 @@ from lmforge.model.config import ModelConfig, get_preset
 from lmforge.plan.hardware import data_sheets
 from lmforge.plan.planning import Machine
 from lmforge.plan.prediction.predict import Prediction, predict
-from lmforge.plan.prediction.setting import Setting
+from lmforge.plan.prediction.step_config import StepConfig
 
 PUBLISHED = Path(__file__).with_name("published.json")
 
@@ -32,9 +32,9 @@ def predict_row(row: dict[str, Any]) -> Prediction:
     model = get_preset(row["model"]) if isinstance(row["model"], str) else ModelConfig(**row["model"])
     taken = ("sequence_length", "micro_batch_size", "master_dtype", "compiled", "float8", "logit_bytes", "reduce_dtype_bytes")
     fields = {name: row[name] for name in taken if name in row}
-    setting = Setting(model, options, gpus, per_host, accumulation=row.get("accumulation", 1), **fields)
+    step_config = StepConfig(model, options, gpus, per_host, accumulation=row.get("accumulation", 1), **fields)
     machine = Machine(gpu, network if gpus > per_host else None, per_host)
-    return predict(setting, gpu, machine.rates(setting.dtype))
+    return predict(step_config, gpu, machine.rates(step_config.dtype))
 
 
 def describe(row: dict[str, Any]) -> str:

@@ -149,7 +149,7 @@ def main() -> int:
     parser.add_argument("--threads", type=int, default=threads_per_rank(2), help="CPU threads of a rank (default: of two)")
     parser.add_argument("--tiny", action="store_true", help="a model of a few thousand weights: to see that this works")
     chosen = parser.parse_args()
-    about, began = machine(), time.perf_counter()
+    environment, began = machine(), time.perf_counter()
     with tempfile.TemporaryDirectory(prefix="plan-cpu-") as name:
         measure = (chosen.seconds, chosen.steps, chosen.threads)
         rounds = [one_round(Path(name), number, *measure, tiny=chosen.tiny) for number in range(chosen.rounds)]
@@ -158,7 +158,7 @@ def main() -> int:
         f" steps of each configuration; {chosen.threads} threads per rank; nothing compiled; MiB: resident memory;"
         f" {time.perf_counter() - began:,.0f} s in all"
     )
-    record = {"benchmark": "plan_cpu", "machine": about, "what": what, "rows": summarize_rounds(rounds)}
+    record = {"benchmark": "plan_cpu", "machine": environment, "what": what, "rows": summarize_rounds(rounds)}
     readable = table(record)
     print(f"\n{readable}\n\nwritten to {write_result('plan_cpu', record, readable, chosen.out)} and .json beside it")
     return 0

@@ -208,7 +208,7 @@ def main() -> int:
     chosen = parser.parse_args()
     if min(chosen.megabytes, chosen.rounds, chosen.workers) < 1:
         parser.error("--megabytes, --rounds, --workers: at least 1")
-    about = machine()
+    environment = machine()
     with tempfile.TemporaryDirectory(prefix="prepare-") as name:
         written = write_corpus(Path(name), chosen.megabytes)
         seconds = measure(Path(name), ["tokenizers", *chosen.beside], chosen.workers, chosen.rounds)
@@ -222,7 +222,7 @@ def main() -> int:
             ratios = [alone[place] / each[place] for alone, each in zip(seconds["tokenizers"], rounds, strict=True)]
             speeds = [written / 1e6 / each[place] for each in rounds]
             contenders[name][of] = {"megabytes": summarize(speeds), "ratio": summarize(ratios)}
-    record = {"benchmark": "prepare", "machine": about, "what": what, "contenders": contenders}
+    record = {"benchmark": "prepare", "machine": environment, "what": what, "contenders": contenders}
     readable = table(record)
     print(f"{readable}\n\nwritten to {write_result('prepare', record, readable, chosen.out)} and .json beside it")
     return 0

@@ -28,9 +28,9 @@ from lmforge.runs import describe_environment
 RESULTS = Path(__file__).parent / "results"
 
 
-def benchmark_parser(about: str, rounds: int, what: str) -> argparse.ArgumentParser:
-    """With the options that contests share: --rounds, which `what` explains, and --out. `about` is the docstring."""
-    parser = argparse.ArgumentParser(description=about.splitlines()[0])
+def benchmark_parser(docstring: str, rounds: int, what: str) -> argparse.ArgumentParser:
+    """With the options that contests share: --rounds, which `what` explains, and --out. `docstring` is its module's."""
+    parser = argparse.ArgumentParser(description=docstring.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=rounds, help=f"{what} (default: {rounds})")
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the result (default: benchmarks/results)")
     return parser
@@ -54,28 +54,29 @@ def summarize(values: list[float]) -> dict[str, Any]:
 def machine() -> dict[str, Any]:
     """Hardware, versions, date, commit and command; nothing that names this host or its folders."""
     facts = describe_environment()
-    about = {name: facts[name] for name in ("time", "platform", "processor", "cores", "python", "packages", "git_commit")}
+    environment = {name: facts[name] for name in ("time", "platform", "processor", "cores", "python", "packages", "git_commit")}
     for name in ("accelerate", "torchao"):
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            about["packages"][name] = importlib.metadata.version(name)
-    about["instructions"] = torch.backends.cpu.get_cpu_capability()
-    about["memory_gib"] = round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1)
-    about["load_before"] = round(os.getloadavg()[0], 2)
-    about["command"] = shlex.join(["python", f"benchmarks/{Path(sys.argv[0]).name}", *sys.argv[1:]])
-    return about
+            environment["packages"][name] = importlib.metadata.version(name)
+    environment["instructions"] = torch.backends.cpu.get_cpu_capability()
+    environment["memory_gib"] = round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1)
+    environment["load_before"] = round(os.getloadavg()[0], 2)
+    environment["command"] = shlex.join(["python", f"benchmarks/{Path(sys.argv[0]).name}", *sys.argv[1:]])
+    return environment
 
 
-def machine_lines(about: dict[str, Any]) -> list[str]:
+def machine_lines(environment: dict[str, Any]) -> list[str]:
     """The same, to be read by people; with a warning where other work can have disturbed the figures."""
-    versions = ", ".join(f"{name} {version}" for name, version in about["packages"].items())
+    versions = ", ".join(f"{name} {version}" for name, version in environment["packages"].items())
+    instructions = environment["instructions"]
     lines = [
-        f"- {about['processor']}, {about['cores']} cores, {about['instructions']}, {about['memory_gib']} GiB",
-        f"- {about['platform']}",
-        f"- Python {about['python']}, {versions}; commit {about['git_commit']}",
-        f"- {about['time']}, load before: {about['load_before']}",
-        f"- `{about['command']}`",
+        f"- {environment['processor']}, {environment['cores']} cores, {instructions}, {environment['memory_gib']} GiB",
+        f"- {environment['platform']}",
+        f"- Python {environment['python']}, {versions}; commit {environment['git_commit']}",
+        f"- {environment['time']}, load before: {environment['load_before']}",
+        f"- `{environment['command']}`",
     ]
-    if about["load_before"] > 0.3:
+    if environment["load_before"] > 0.3:
         lines.append("- **The machine was busy with other work: read the ratios, not the speeds.**")
     return lines
 

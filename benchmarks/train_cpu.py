@@ -109,7 +109,7 @@ def main() -> int:
     if chosen.rounds < 1 or chosen.threads < 1:
         parser.error("--rounds, --threads: at least 1")
 
-    about = machine()
+    environment = machine()
     missing = missing_for_compile(torch.device("cpu"))
     compiled = not chosen.tiny and missing is None
     left_out = []
@@ -132,7 +132,7 @@ def main() -> int:
             f" {chosen.rounds} interleaved rounds of {chosen.seconds:g} s after {WARM_UP_STEPS} steps of warm-up;"
             " median (low–high), ratios in a round"
         )
-        for line in (*machine_lines(about), what, *left_out):
+        for line in (*machine_lines(environment), what, *left_out):
             say(line)
         results = {}
         for dtype in dtypes:
@@ -140,7 +140,7 @@ def main() -> int:
             results[dtype] = hold(contest, chosen.rounds, chosen.seconds)
     record = {
         "benchmark": "train_cpu",
-        "machine": about,
+        "machine": environment,
         "what": what,
         "shape": to_config_json(shape),
         "parameters": parameter_count(shape).total,

@@ -1,4 +1,4 @@
-"""Train with an objective of one's own: next-token prediction that is not paid for being sure. Any strategy, resume and
+"""Train with a custom objective: next-token prediction that is not paid for being sure. Any strategy, resume and
 checkpoints come with it. `python examples/custom_objective.py PREPARED_FOLDER`
 """
 

@@ -1,4 +1,4 @@
-"""A training loop of one's own on many ranks, with FSDP2. It has no checkpoints, logs and recovery: `train_model` has.
+"""A custom training loop on many ranks, with FSDP2. It has no checkpoints, logs and recovery: `train_model` has.
 
 torchrun --nproc-per-node=2 examples/parallelize_by_hand.py PREPARED_FOLDER OUT
 """

@@ -2,8 +2,8 @@
 there.
 
 Every file that another process may read, or that a crash must not damage, is written through this module. Heartbeats
-(monitor/heartbeat.py, overwritten in place) and resumable downloads (hub.py) are the exceptions and say why. Object stores have
-no rename: checkpoint/ writes the manifest last there. No torch here.
+(monitor/heartbeat.py, overwritten in place) and resumable downloads (hub.py) are the exceptions, for reasons given there.
+Object stores have no rename: checkpoint/ writes the manifest last there. No torch here.
 """
 
 import errno

@@ -1,6 +1,6 @@
 """Files that are verified as they are read: block by block, against the xxh3 that was recorded when they were written.
 
-A flipped bit on a disk is otherwise read in silence. Token shards (data/shards/folder.py) and checkpoints
+Otherwise a flipped bit on a disk would not be detected. Token shards (data/shards/folder.py) and checkpoints
 (checkpoint/storage.py) read through this module; each decides how a file is opened, what it retries, and what an error is
 called. No torch here.
 """
@@ -35,7 +35,7 @@ def hash_json(value: Any, *, sort_keys: bool = False) -> str:
 
 
 class DamagedFile(OSError):
-    """A file that does not hold what was written."""
+    """A file whose content is not what was written."""
 
 
 class Checksums(Protocol):
@@ -47,7 +47,7 @@ class Checksums(Protocol):
 
 
 class ChecksummedFile(ABC):
-    """Reads by position, and gives out no byte before its block was found to be as written. Safe for several threads.
+    """Reads by position, and returns bytes only after their block has been verified. Safe for several threads.
 
     A subclass says how bytes are read (`_pread`, `_current_size`).
 
@@ -63,7 +63,8 @@ class ChecksummedFile(ABC):
         self._size, self._block_bytes, self._remember, self._checksums = size, block_bytes, remember, checksums
         if len(checksums) != (blocks := -(-size // block_bytes)):
             raise DamagedFile(errno.EIO, f"{len(checksums):,} checksums were recorded for its {blocks:,} blocks")
-        # A bit a block: a large corpus has hundreds of millions. One that is lost between threads is verified once more.
+        # One bit per block: a large corpus has hundreds of millions. A bit lost in a race between threads means that the block
+        # is verified again.
         self._verified = bytearray(-(-blocks // 8) if remember else 0)
         self._last_block: tuple[int, bytearray] = (-1, bytearray())
 

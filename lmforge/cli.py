@@ -41,11 +41,11 @@ from lmforge.verbs.table import VERBS
 
 # Set by --debug, and so passed on to the ranks that a verb starts.
 DEBUG_VARIABLE = "LMFORGE_DEBUG"
-# Of a line of error: a path may be longer than another value.
+# Characters of an error line: a path may be longer than other values.
 MAX_LINE, MAX_WORD = 2000, 300
 LONG_WORD = re.compile(rf"\S{{{MAX_WORD + 1},}}")
-# Errors of the files that a program is given, never of the program: links in a circle, a folder in the place of a file or the
-# other way round, a name that is too long, a file that may not or cannot be read.
+# Errors of the files that a user names, not of the program: circular links, a folder in the place of a file or the other way
+# round, a name that is too long, a file that may not or cannot be read.
 FILE_ERRNOS = {errno.ELOOP, errno.EISDIR, errno.ENOTDIR, errno.ENAMETOOLONG, errno.EACCES, errno.EPERM, errno.EROFS, errno.EIO}
 FILE_ERRNOS |= {errno.ENODEV, errno.ENXIO}  # a device or a socket
 # Rounds of a loop of libgomp, some 50 microseconds in all. Its own default is 300,000.
@@ -59,7 +59,7 @@ TRAINING_NOTES = """\
 def main() -> None:
     """Entry of the `lmforge` command: runs a verb and ends the process with its status."""
     limit_spinning()
-    os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # a profiler's own lines would come between those of a run
+    os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # a profiler's own output would mix with that of a run
     exit_process(run(sys.argv[1:]))
 
 
@@ -75,15 +75,14 @@ def limit_spinning() -> None:
 
 
 def exit_process(status: int) -> NoReturn:
-    """End the process; with torch loaded, without taking down the interpreter, which takes up to a second.
-
-    Where ranks have communicated it did harm too: threads of torch that free a tensor meanwhile ask for a lock that is
-    gone, and now and then a rank died of it (SIGABRT) after everything was done and saved. A rank waits for no thread.
+    """End the process. With torch loaded, the interpreter is not finalized, which takes up to a second. After ranks have
+    communicated, finalization could also crash: threads of torch that free a tensor then take a lock that no longer exists, and
+    sometimes a rank died of it (SIGABRT) after everything was saved. A rank does not wait for threads.
     """
     if "torch" in sys.modules:
         if "RANK" in os.environ:  # set when ranks join, whatever started them
             _leave(status)
-        atexit.register(_leave, status)  # what is registered last is called first
+        atexit.register(_leave, status)  # the function registered last is called first
     sys.exit(status)
 
 
@@ -111,7 +110,7 @@ def run(arguments: list[str]) -> int:
         else:
             chosen = parse_command(name, rest)
             status = _carry_out(name, rest, chosen)
-        sys.stdout.flush()  # while a reader that has left can still be noticed
+        sys.stdout.flush()  # while a closed pipe can still be detected
         return status
     except (UserError, RunFailed) as problem:
         if debug:
@@ -121,13 +120,13 @@ def run(arguments: list[str]) -> int:
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
     except BrokenPipeError:
-        # The reader of our output is gone (`| head`): nothing more can be printed, not even at exit.
+        # The reader of our output has ended (`| head`): nothing can be printed any more, not even at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 128 + signal.SIGPIPE
     except Exception as problem:
         if debug:
             if sys.__stderr__ is not None:
-                sys.stderr = sys.__stderr__  # a rank's own may be its log
+                sys.stderr = sys.__stderr__  # a rank's sys.stderr may be its log
             raise
         if foreseen := _foreseen(problem):
             _print_error(str(foreseen))
@@ -165,7 +164,7 @@ def _answer(name: str, arguments: list[str]) -> str | None:
 
 
 def wrap_help(text: str, columns: int) -> str:
-    """Help for a terminal of so many columns: what does not fit on a line goes on below the meaning of its option."""
+    """Help for a terminal of this many columns: long lines are wrapped below the meaning of their option."""
     lines = []
     for line in text.splitlines():
         option_end = re.match(r"(  \S.*?  +)?", line)
@@ -200,7 +199,7 @@ def parse_command(name: str, arguments: list[str]) -> Any:
 
 
 def _split_dry_run(arguments: list[str]) -> tuple[list[str], str | None]:
-    """The arguments without --dry-run and its value, and what it is to print: "changed", "all", or None without it."""
+    """The arguments without --dry-run and its value, and the options to print: "changed", "all", or None without --dry-run."""
     if "--dry-run" not in arguments:
         return arguments, None
     at = arguments.index("--dry-run")
@@ -210,7 +209,7 @@ def _split_dry_run(arguments: list[str]) -> tuple[list[str], str | None]:
 
 
 def _carry_out(name: str, arguments: list[str], chosen: Any) -> int:
-    """Call the function of a verb: here, or on ranks that are started for it. Returns the exit status."""
+    """Call the function of a verb in this process, or on ranks that are started for it. Returns the exit status."""
     verb = VERBS[name]
     if name in STAGES and (scope := _split_dry_run(arguments)[1]):
         from lmforge.verbs.dry_run import dry_run
@@ -221,7 +220,7 @@ def _carry_out(name: str, arguments: list[str], chosen: Any) -> int:
         return _launch([name, *arguments], chosen, chosen.launch.processes, group)
     if name == "doctor" and (group := read_node_group()):
         return launch_plainly(chosen.processes, [name, *arguments], group.rank, len(group.names), group.address, group.port)
-    # Ranks that lmforge has started have the same command line, and an environment that says who they are.
+    # Ranks that lmforge started have the same command line; their environment variables tell their rank.
     if (environment := _requested_environment(chosen)) != "auto" and LAUNCHER_PID_VARIABLE not in os.environ:
         os.environ[ENVIRONMENT_VARIABLE] = environment
     elsewhere = isinstance(chosen, DoctorOptions) and chosen.is_elsewhere
@@ -256,7 +255,7 @@ def _launch(command: list[str], chosen: Any, processes: int, group: NodeGroup | 
 
 
 def _foreseen(problem: Exception) -> UserError | RunFailed | None:
-    """What a library or the system refused, in words for the user; None for an unexpected exception."""
+    """The message for an error of a library or the system; None for an unexpected exception."""
     if isinstance(problem, OSError) and problem.errno in FILE_ERRNOS and problem.filename:
         return UserError(describe_os_error(problem, ""))
     if "torch" in sys.modules:
@@ -270,29 +269,29 @@ def _foreseen(problem: Exception) -> UserError | RunFailed | None:
 
 
 def _reports_errors() -> bool:
-    """Whether this process is the one of its peers that reports to the user what went wrong."""
+    """Whether this process is the one of the ranks that reports the error to the user."""
     try:
         if "torch" not in sys.modules:
             return read_rank_info().is_rank0
         from lmforge.cluster.distributed import claim_error_reporting
 
         return claim_error_reporting()
-    except UserError:  # what went wrong is that it cannot tell which one it is
+    except UserError:  # the error is that it cannot determine its rank
         return True
 
 
 def _print_error(line: str) -> None:
     """One line on standard error, from one rank only."""
     if _reports_errors():
-        # Values from outside are truncated where they are named. Here the rest is bounded, and control characters are removed.
+        # User values are truncated where messages name them. Here the full line is limited, and control characters are removed.
         printable = "".join(each if each.isprintable() else " " for each in line)
         printable = LONG_WORD.sub(lambda word: cut(word[0], MAX_WORD), printable)
         if len(printable) > MAX_LINE:
             printable = f"{printable[: MAX_LINE // 2]} … {printable[-MAX_LINE // 2 :]}"
         print(f"lmforge: {printable}", file=sys.__stderr__, flush=True)
     else:
-        # A launcher ends all ranks as soon as one has left: before the one that reports has. Ranks that fail before they have
-        # joined each other have nothing else to wait for.
+        # A launcher ends all ranks as soon as one ends, possibly before the reporting rank has reported. So ranks that fail
+        # before they have joined wait here.
         time.sleep(2)
 
 

@@ -1,5 +1,5 @@
-"""The errors that end a command, and how messages format commands, sizes and numbers. Any other exception that escapes is a
-defect of ours (see `cli.run`)."""
+"""The errors that end a command, and how messages format commands, sizes and numbers. Any other uncaught exception is a bug in
+lmforge (see `cli.run`)."""
 
 import shlex
 import shutil
@@ -13,10 +13,10 @@ EXIT_PEER_LOST = 75
 
 
 class UserError(Exception):
-    """What the user requests cannot be done: one line saying what is wrong, where, and what to do."""
+    """The user's request cannot be carried out: one line with the problem, its place, and what to do."""
 
     exit_status = 2
-    # It was raised on another rank, and here only so that all ranks end.
+    # Raised on another rank; raised here only so that all ranks end.
     raised_on_peer = False
 
 
@@ -50,7 +50,7 @@ def how_to_install(extra: str) -> str:
 
 
 def typed_command() -> str:
-    """What to type for `lmforge` in this shell: its path, where an environment has it that is not activated."""
+    """How to type `lmforge` in this shell: its path, if it is in an environment that is not activated."""
     installed = Path(sys.executable).with_name("lmforge")
     if shutil.which("lmforge") or not installed.exists():
         return "lmforge"
@@ -75,7 +75,7 @@ def name_some(names: Sequence[object], limit: int = 8, separator: str = ", ") ->
 
 
 def nearest_multiples(value: int, unit: int) -> str:
-    """The multiples of `unit` below and above `value`, which is none: `768 or 1024`; 0 is not among them."""
+    """The multiples of `unit` below and above `value`, without 0: `768 or 1024`."""
     below = value // unit * unit
     return f"{below} or {below + unit}" if below else str(unit)
 

@@ -26,7 +26,7 @@ MODEL_NAME_PATTERN = re.compile(r"(?P<name>[A-Za-z0-9][\w.-]*/[A-Za-z0-9_][\w.-]
 DIGEST_PATTERN = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")
 SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME = "model.safetensors", "model.safetensors.index.json"
 CONFIG_AND_TOKENIZER_FILES = re.compile(r"[^/]+\.(json|jinja)|tokenizer\.model|merges\.txt|vocab\.txt")
-# What `datasets` reads, and the page of a dataset, which says how its files are divided.
+# The files that `datasets` reads, and the dataset card, which says how the files are divided.
 DATA_FILES = re.compile(
     r"(?:README\.md|.+\.(?:jsonl?|csv|tsv|txt|parquet|arrow)(?:\.(?:gz|zst|xz|bz2))?|.+\.(?:zip|tar|tar\.gz))"
 )
@@ -39,10 +39,10 @@ MAX_ATTEMPTS = 5
 RETRY_SECONDS = 1.0
 TIMEOUT_SECONDS = 30.0
 REPORT_EVERY_SECONDS = 10.0
-# What lmforge's defaults and pages call folders: runs/x is no model of an organisation "runs", wherever it is typed.
+# Folder names of lmforge's defaults and documentation: runs/x is never a model of an organization "runs".
 LOCAL_FOLDERS = frozenset({"runs", "data", "models", "checkpoints"})
 
-# A compute node without a network may drop what is sent, and answer nothing.
+# A compute node without a network may silently drop packets.
 LOOKUP_SECONDS = 10.0
 
 Report = Callable[[str], None]
@@ -96,7 +96,7 @@ def parse_model_name(name: str, revision: str | None = None) -> tuple[str, str]:
 
 
 def is_hub_name(source: str | Path) -> bool:
-    """Whether `source` can only be a model on the hub: it has the form of such a name, and no path here is meant.
+    """Whether `source` must be a model on the hub: it has the form of such a name, and is not a local path.
 
     In a folder that exists, or in one of LOCAL_FOLDERS, it is a path, if a misspelt one (runs/quikstart), unless a revision
     follows.
@@ -200,13 +200,13 @@ def read_download_record(folder: Path) -> list[HubFile] | None:
 
 
 def download_command(name: str, revision: str, kind: Kind = "model") -> str:
-    """What to type where there is a network."""
+    """The command to run where there is a network."""
     at = "" if revision == "main" else f"@{revision}"
     return f"lmforge download {name}{at}{' --dataset' if kind == 'dataset' else ''}"
 
 
 def offline_message(name: str, revision: str, kind: Kind) -> str:
-    """Why the hub is not asked, and what to do."""
+    """The reason why the hub is not contacted, and what to do."""
     return (
         f"{name}: no such folder, and {revision} of it is not in the cache {cache_folder()}; HF_HUB_OFFLINE is set, so the hub"
         f" is not asked; run `{download_command(name, revision, kind)}` where there is a network, or unset it"
@@ -262,7 +262,7 @@ class _Destination:
         return path.is_file() and (path.stat().st_size == file.size if verified else file.matches(path))
 
     def mark_complete(self, file: HubFile) -> None:
-        """Note at once that this file was verified: a download that is cut off later need not check it again."""
+        """Record at once that this file was verified, so that it need not be checked again after an interruption."""
         link = self.folder / file.name
         if not self._blobs and self._verified.get(file.name) != file:
             self._verified[file.name] = file
@@ -304,7 +304,7 @@ def _download_file(name: str, commit: str, file: HubFile, path: Path, report: Re
             os.replace(unfinished, path)
             return
         unfinished.unlink()
-        if not resumed:  # else what an earlier attempt left may be at fault: once more, from the start
+        if not resumed:  # otherwise the rest of an earlier attempt may be damaged: try again from the start
             raise UserError(
                 f"{name}: {file.name} did not arrive as the hub describes it (its checksum differs) and was deleted; try again"
             )
@@ -341,7 +341,7 @@ def _append_rest(name: str, commit: str, file: HubFile, growing: BinaryIO, repor
 def _is_temporary(problem: Exception) -> bool:
     """Whether another attempt may succeed: the connection broke, or the server is overloaded."""
     status = getattr(getattr(problem, "response", None), "status_code", None)
-    # The exceptions of HTTP clients are no OSErrors: those are the disk's.
+    # HTTP clients do not raise OSErrors, so an OSError is from the disk.
     return not isinstance(problem, OSError) if status is None else status == 429 or status >= 500
 
 

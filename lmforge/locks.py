@@ -1,4 +1,4 @@
-"""A lock that one process holds at a time, on any file system. No torch here.
+"""A lock that one process holds at a time, on any file system. This module does not import torch.
 
 `flock` where the file system has it: the kernel releases it with the process, however that ends. Lustre and NFS may be mounted
 without it. There the lock is a second file, which its holder touches repeatedly; one that has not been touched for a while
@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-# What a file system without locks answers.
+# The errors of a file system without locks.
 NO_LOCKS_ERRNOS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP, errno.EINVAL)
 REFRESH_SECONDS = 10.0
 POLL_SECONDS = 0.02
@@ -32,7 +32,7 @@ class HeldFile:
 
     def _refresh(self) -> None:
         while not self._released.wait(REFRESH_SECONDS):
-            with suppress(OSError):  # the file system is away, and may come back
+            with suppress(OSError):  # the file system is unavailable, possibly only for a while
                 os.utime(self._path)
 
     def release(self) -> None:
@@ -67,7 +67,7 @@ def try_lock(descriptor: int, held_file: Path) -> Callable[[], None] | None:
 
 
 def is_at(path: Path, descriptor: int) -> bool:
-    """Whether an open file is the one at `path`: who held its lock may have removed it."""
+    """Whether an open file is the one at `path`, which the previous holder may have removed."""
     try:
         return os.path.samestat(os.stat(path, follow_symlinks=False), os.fstat(descriptor))
     except FileNotFoundError:
@@ -84,7 +84,8 @@ def remove_lock_alone(lock: Path) -> None:
 
 @contextmanager
 def hold_lock(path: Path, is_done: Callable[[], bool], flags: int = os.O_RDWR | os.O_CREAT) -> Iterator[bool]:
-    """Hold a lock, the file `path`, once no other process does. Gives False where `is_done` while another one held it.
+    """Acquire the lock file `path` when no other process holds it. Yields False if `is_done` becomes true while another one
+    holds it.
 
     `flags` are those with which it is opened: os.O_RDONLY of a folder.
     """

@@ -22,7 +22,7 @@ GROUP = "lmforge.plugins"
 COPIES = "plugins"  # folder of a run's directory
 MAX_PLUGIN_BYTES = 2**24
 
-# The plugins of this process: of a file the digest of its content, of an entry point name and version of its package.
+# The plugins of this process: the digest of a file, or the name and version of an entry point's package.
 _files: dict[Path, str] = {}
 _packages: dict[str, str] = {}
 
@@ -72,7 +72,7 @@ def _load_file(path: Path) -> None:
     registry.remove(origin)
     with registry.registering(origin):
         try:
-            # Its own name could be that of a library. A new content is a new module, whose classes are others.
+            # The file's own name could be that of a library. New content becomes a new module with new classes.
             import_file(path, f"lmforge_plugin_{path.stem}_{digest[:8]}", "plugin")
         except UserError as error:
             raise UserError(f"{origin}: {_describe(error.__cause__)}" if error.__cause__ else str(error)) from error
@@ -80,7 +80,7 @@ def _load_file(path: Path) -> None:
 
 
 def _describe(error: BaseException) -> str:
-    """What went wrong in a plugin: what we refused in our words, anything else with its place."""
+    """The error of a plugin: the message of a UserError, or any other exception with its location."""
     return str(error) if isinstance(error, UserError) else f"cannot be imported: {describe_exception(error)}"
 
 
@@ -98,20 +98,20 @@ def files_of(chosen: Sequence[Entry]) -> list[str]:
 
 
 def describe_plugins(paths: Sequence[str]) -> dict[str, str]:
-    """What identifies plugins, for a manifest: of each file the digest, of each installed package name and version."""
+    """The identity of plugins, for a manifest: the digest of each file, and name and version of each installed package."""
     by_name = {Path(path).name: _files[Path(path).expanduser().absolute()] for path in paths}
     return by_name | {f"package {package}": package.rpartition(" ")[2] for package in _packages.values()}
 
 
 def describe_changes(then: dict[str, str], now: dict[str, str]) -> list[str]:
-    """In which plugins the code of a checkpoint's run differs from that of this one, in words."""
+    """A description of the plugins whose code differs between a checkpoint's run and this one."""
     words = [f"{name} has changed" for name in now if name in then and then[name] != now[name]]
     words += [f"{name} is new" for name in now if name not in then]
     return words + [f"{name} is no longer used" for name in then if name not in now]
 
 
 def freeze_plugins(paths: Sequence[str], folder: Path) -> None:
-    """Copy the plugin files of a run into its directory, for people who look at it later; they are not loaded from there."""
+    """Copy the plugin files of a run into its directory, for reference; they are not loaded from there."""
     for path in map(Path, paths):
         (folder / COPIES).mkdir(exist_ok=True)
         with atomic_write(folder / COPIES / cut(path.name)) as file:

@@ -1,4 +1,4 @@
-"""Everything that a recipe chooses by name: one table for built-in names and for those of plugins.
+"""The registry of everything that a recipe chooses by name, built in or from plugins.
 
 An entry has a kind (objective, optimizer, …), a name, an implementation that is imported when it is first used, and, if it has
 any, a class of options. Nothing here imports torch or knows what an entry does: `config/builtin_names.py` registers the
@@ -49,7 +49,7 @@ KINDS = {
 
 @dataclass(frozen=True, eq=False)
 class Entry:
-    """What a name stands for.
+    """The entry of a name.
 
     implementation  what the kind is called with (docs/extending.md), or "module:name" of it, imported by `load`
     options         a class of options (`lmforge.Options`), every one with a default; None: there are none
@@ -162,7 +162,7 @@ def get(kind: str, name: str) -> Entry:
 
 
 def unknown_name(kind: str, name: str) -> str:
-    """What is wrong with a name that is not registered, in words."""
+    """The message about a name that is not registered."""
     known = names(kind)
     expected = " or ".join(filter(None, [", ".join(known[:-1]), known[-1]])) if known else f"a registered {kind}"
     return f"expected {expected}, got {quoted(name)}{did_you_mean(name, known) or '; a plugin may add it (--plugins FILE.py)'}"
@@ -180,7 +180,7 @@ def is_known(kind: str, name: str) -> bool:
 
 @contextmanager
 def names_unchecked() -> Iterator[None]:
-    """Within, any name may be chosen: for reading what a run was, whose plugins are not loaded for that."""
+    """A context in which any name may be chosen, for reading the recipe of a run without loading its plugins."""
     token = _unchecked.set(True)
     try:
         yield
@@ -190,7 +190,7 @@ def names_unchecked() -> Iterator[None]:
 
 @contextmanager
 def registering(origin: str) -> Iterator[None]:
-    """Within, what is registered is of `origin`. Where the block raises, nothing of it stays."""
+    """A context in which registrations belong to `origin`. If the block raises, they are removed."""
     before, token = dict(_entries), _origin.set(origin)
     try:
         yield
@@ -203,6 +203,6 @@ def registering(origin: str) -> Iterator[None]:
 
 
 def remove(origin: str) -> None:
-    """Take out what `origin` has registered."""
+    """Remove everything that `origin` has registered."""
     for key in [key for key, entry in _entries.items() if entry.origin == origin]:
         del _entries[key]

@@ -1,4 +1,4 @@
-"""Records of a run that are read again: the lines of metrics.jsonl and of its tables of completions. No torch here.
+"""Reads the records of a run: the lines of metrics.jsonl and of its tables of completions, without torch.
 
 train/metrics.py and stages/alignment/completions.py write them.
 """
@@ -16,7 +16,7 @@ from lmforge.errors import UserError
 from lmforge.untrusted import open_file, parse_json, read_lines
 
 MAX_METRICS_LINE_BYTES = 2**20
-# Of metrics.jsonl, which may be gigabytes: the last validation may be many log steps ago.
+# How much of the end of metrics.jsonl is read, which may have gigabytes. The last validation may be many log steps back.
 METRICS_TAIL_BYTES = 2**18
 COMPLETIONS_FOLDER = "completions"  # in the run
 MAX_COMPLETION_LINE_BYTES = 2**22  # with its prompt; longer ones are left out

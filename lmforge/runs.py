@@ -51,7 +51,7 @@ STEP_PREFIX = "step-"
 MANIFEST = "manifest.json"
 MAX_PATH_QUOTED = 200  # characters of a path in a message
 CHECKPOINT_FORMAT = 3
-# What a run keeps in its directory beside the lock.
+# The entries of a run's directory besides the lock.
 RUN_FILES = ("recipe.toml", "environment.json", "metrics.jsonl", "events.jsonl", "loss.png", "report.html")
 RUN_FOLDERS = ("logs", "health", "checkpoints", "bad", COMPLETIONS_FOLDER, "tensorboard", "trackers", "profile", "launch")
 MAX_HOLDER_CHARACTERS = 200
@@ -77,7 +77,7 @@ def checkpoint_step(folder: Path) -> int | None:
 
 
 def checkpoint_checksum(fields: dict[str, Any]) -> str:
-    """The xxh3-64 that a checkpoint's manifest holds of its other fields, so that a flipped bit in a number is noticed."""
+    """The xxh3-64 of a checkpoint manifest's other fields, so that a flipped bit in a number is detected."""
     return xxhash.xxh3_64_hexdigest(json.dumps(fields, sort_keys=True).encode())
 
 
@@ -129,7 +129,7 @@ def parse_location(text: str) -> Path:
     try:
         from upath import UPath
 
-        # Without a cache of listings, which would hide what others write.
+        # Without a cache of listings, which would hide files that others write.
         return cast(Path, UPath(text, use_listings_cache=False))
     except ImportError as problem:
         raise UserError(f"{text}: needs {problem.name}; {how_to_install('cloud')}") from None
@@ -296,7 +296,7 @@ class Run:
             file = os.fdopen(descriptor, "a+", encoding="utf-8", errors="replace")
         with storage_errors(lock, "cannot be locked", "choose another --run.folder"):
             release = try_lock(file.fileno(), lock.with_name(".lock.held"))
-        # Who is about to end without having begun has removed it: then nobody else sees this lock.
+        # A process that ends before its run has begun removes the file; others would not see this lock.
         if release is None or not is_at(lock, file.fileno()):
             if release:
                 release()
@@ -310,7 +310,7 @@ class Run:
         _held_locks[self.path] = [release, *remove_if_new, file.close]
 
     def check_layout(self) -> None:
-        """Raise UserError where a folder is in the place of one of the run's files, or anything else in that of a folder."""
+        """Raise UserError where a folder has the name of one of the run's files, or something else the name of a folder."""
         for names, expected in ((RUN_FILES, "file"), (RUN_FOLDERS, "folder")):
             for path in (self.path / name for name in names):
                 # A folder may be a link, to a larger disk; a file may not: what is written would go to the file of another.
@@ -322,7 +322,7 @@ class Run:
                     raise UserError(f"{path}: a {actual}, where the run keeps a {expected}; move it away")
 
     def unlock(self) -> None:
-        """Release the lock. Of a run that has not begun nothing is left, if `lock` has made its directory."""
+        """Release the lock. If `lock` has made the directory of a run that has not begun, it is removed."""
         for release in _held_locks.pop(self.path, ()):
             release()
 

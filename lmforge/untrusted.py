@@ -212,8 +212,8 @@ def read_bounded(path: Path, max_bytes: int = MAX_BYTES, error: Callable[[str], 
 def open_file(path: Path) -> Iterator[BinaryIO]:
     """A file to be read. The error of a read names it, too.
 
-    A named pipe that nobody writes to is empty, where `open` would wait for a writer without end. Of devices, which can be
-    without end or make a reader wait, only the empty one is read.
+    A named pipe that nobody writes to counts as empty, where `open` would wait forever for a writer. Devices can be endless or
+    make a reader wait, so only /dev/null is read.
     """
     try:
         if path.is_char_device() and str(path) != os.devnull:

@@ -159,16 +159,16 @@ def _mutate_a_field(rng: random.Random, value: Any) -> None:
 
 def contents(folder: Path) -> dict[str, str]:
     """Every file, link and folder below a folder, and what it holds. Locks may come."""
-    found = {}
+    results = {}
     for root, folders, files in os.walk(folder):
         for path in (Path(root) / name for name in (*folders, *files)):
             if path.is_symlink():
-                found[str(path)] = f"link to {path.readlink()}"
+                results[str(path)] = f"link to {path.readlink()}"
             elif path.is_file() and os.access(path, os.R_OK) and path.name != ".lock":
-                found[str(path)] = xxhash.xxh3_64_hexdigest(path.read_bytes()) if path.stat().st_size < 2**30 else "huge"
+                results[str(path)] = xxhash.xxh3_64_hexdigest(path.read_bytes()) if path.stat().st_size < 2**30 else "huge"
             elif path.name != ".lock":
-                found[str(path)] = "folder" if path.is_dir() else "other"
-    return found
+                results[str(path)] = "folder" if path.is_dir() else "other"
+    return results
 
 
 class _TookTooLong(BaseException):
@@ -267,7 +267,7 @@ def _wrong_ending(status: int, out: str, err: str) -> str:
     if err.count("\n") != 1 or not err.startswith("lmforge: "):
         return f"status {status} without its one line"
     if "; its traceback is in " in err:
-        return "an exception that nobody foresaw"
+        return "an unexpected exception"
     if len(err) > MAX_LINE + 20 or not err[:-1].isprintable():
         return f"a line of {len(err):,} characters, printable: {err[:-1].isprintable()}"
     return ""

@@ -45,9 +45,9 @@ def missing_packages() -> list[str]:
 def how_to_bring(missing: Sequence[str]) -> str:
     """A line for people whose machine has no network."""
     pins = dict(line.lower().split("==") for line in (ROOT / "constraints.txt").read_text().splitlines() if "==" in line)
-    wanted = " ".join(f"{name}=={pins[key]}" if (key := name.replace("-", "_")) in pins else name for name in missing)
+    requirements = " ".join(f"{name}=={pins[key]}" if (key := name.replace("-", "_")) in pins else name for name in missing)
     version = ".".join(platform.python_version_tuple()[:2])
-    fetch = f"python -m pip download --only-binary :all: --python-version {version} --dest wheels {wanted}"
+    fetch = f"python -m pip download --only-binary :all: --python-version {version} --dest wheels {requirements}"
     use = f"{sys.executable} -m pip install --no-index --no-deps --target site wheels/*.whl"
     return f"missing: {', '.join(missing)}. Where there is a network: {fetch}; here: {use}; then PYTHONPATH=site"
 
@@ -80,8 +80,8 @@ def environment(device: str) -> dict[str, Any]:
 class Outcomes:
     """A plugin of pytest: what became of each test, written as soon as it is known."""
 
-    def __init__(self, about: dict[str, Any], path: Path, minutes: float) -> None:
-        self.about, self.path, self._minutes = about, path, minutes
+    def __init__(self, metadata: dict[str, Any], path: Path, minutes: float) -> None:
+        self.metadata, self.path, self._minutes = metadata, path, minutes
         self.tests: dict[str, dict[str, Any]] = {}
         self._began = time.monotonic()
 
@@ -123,7 +123,7 @@ class Outcomes:
 
     def record(self) -> dict[str, Any]:
         counts = {outcome: len(self.of(outcome)) for outcome in ("passed", "failed", "not run")}
-        return {**self.about, "minutes": round(self.minutes, 2), **counts, "tests": self.tests}
+        return {**self.metadata, "minutes": round(self.minutes, 2), **counts, "tests": self.tests}
 
     def write(self) -> None:
         """Into the file, or where that cannot be (a checkout that is read only) one of that name among temporary ones."""

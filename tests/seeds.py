@@ -92,9 +92,9 @@ def _hashed(bits: int, *parts: object) -> int:
 
 def _commit() -> str:
     try:
-        asked = subprocess.run(
+        result = subprocess.run(
             ["git", "rev-parse", "HEAD"], cwd=Path(__file__).parent, capture_output=True, text=True, timeout=30
         )
     except (OSError, subprocess.TimeoutExpired):
         return ""
-    return asked.stdout.strip() if asked.returncode == 0 else ""
+    return result.stdout.strip() if result.returncode == 0 else ""

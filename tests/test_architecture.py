@@ -45,7 +45,7 @@ def module_imports() -> dict[str, set[str]]:
     """The modules that each module imports when it runs, also inside functions; not those for type checkers alone."""
     paths = [path for path in PACKAGE.rglob("*.py") if "recipes" not in path.parts]
     modules = {".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path for path in paths}
-    found: dict[str, set[str]] = {}
+    result: dict[str, set[str]] = {}
     for module, path in modules.items():
         tree = ast.parse(path.read_text(encoding="utf-8"))
         for_types = [each for each in ast.walk(tree) if isinstance(each, ast.If) and "TYPE_CHECKING" in ast.unparse(each.test)]
@@ -53,8 +53,8 @@ def module_imports() -> dict[str, set[str]]:
         for node in ast.walk(tree):
             if isinstance(node, ast.ImportFrom) and id(node) not in left_out:
                 names = {f"{node.module}.{alias.name}" for alias in node.names}
-                found.setdefault(module, set()).update(names & modules.keys() or {str(node.module)} & modules.keys())
-    return found
+                result.setdefault(module, set()).update(names & modules.keys() or {str(node.module)} & modules.keys())
+    return result
 
 
 def drawn() -> Edges:

@@ -103,7 +103,7 @@ def test_a_truncated_shard_is_named_before_a_run_begins(
     size = shard.stat().st_size
     os.truncate(shard, size - 100)
     message = refused("pretrain", *tiny_options, "--data.folder", tokens, "--run.folder", tmp_path / "runs")
-    assert message == f"{shard}: truncated: {size - 100} bytes of {size}: restore it, or prepare anew with overwrite"
+    assert message == f"{shard}: truncated: {size - 100} bytes of {size}: restore it, or prepare again with overwrite"
     assert contents(tmp_path / "runs") == {}
 
 

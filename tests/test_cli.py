@@ -122,8 +122,8 @@ def test_without_arguments_the_verbs_are_listed(lmforge: Command) -> None:
     for words in ([], ["--help"], ["help"], ["-h"]):
         done = lmforge(*words)
         assert done.returncode == 0
-        for verb, about in VERBS.items():
-            assert re.search(rf"^  {verb} +{re.escape(about.summary)}$", done.stdout, re.M)
+        for verb, entry in VERBS.items():
+            assert re.search(rf"^  {verb} +{re.escape(entry.summary)}$", done.stdout, re.M)
 
 
 def test_the_installed_command_prints_its_version() -> None:

@@ -87,7 +87,7 @@ class Piece:
 
 def pieces() -> list[Piece]:
     """All there is to carry out, in reading order."""
-    found = []
+    results = []
     for page in EXECUTED:
         content = page.read_text(encoding="utf-8")
         for block in FENCED.finditer(content):
@@ -95,10 +95,10 @@ def pieces() -> list[Piece]:
             first = content[: block.start(2)].count("\n") + 1
             if kind == "sh":
                 lines = enumerate(text.splitlines(), start=first)
-                found += [Piece(page, at, kind, line) for at, line in lines if is_command(line)]
+                results += [Piece(page, at, kind, line) for at, line in lines if is_command(line)]
             elif kind in ("python", "toml"):
-                found.append(Piece(page, first, kind, text))
-    return found
+                results.append(Piece(page, first, kind, text))
+    return results
 
 
 def shortened_pipeline(path: Path) -> None:
@@ -227,7 +227,7 @@ def reader(tmp_path_factory: pytest.TempPathFactory) -> Reader:
 
 def conversations() -> dict[str, list[dict[str, Any]]]:
     """Files of conversations, of pairs and of prompts, by name."""
-    asked = [
+    questions = [
         (f"What is {one} and {other}?", f"{one + other}", f"{one * other + 100}") for one in range(6) for other in range(6)
     ]
 
@@ -235,13 +235,13 @@ def conversations() -> dict[str, list[dict[str, Any]]]:
         return [{"role": role, "content": content}]
 
     return {
-        "chats.jsonl": [{"messages": turn("user", q) + turn("assistant", good)} for q, good, _ in asked],
-        "more-chats.jsonl": [{"messages": turn("user", f"{q} Now!") + turn("assistant", good)} for q, good, _ in asked],
+        "chats.jsonl": [{"messages": turn("user", q) + turn("assistant", good)} for q, good, _ in questions],
+        "more-chats.jsonl": [{"messages": turn("user", f"{q} Now!") + turn("assistant", good)} for q, good, _ in questions],
         "pairs.jsonl": [
             {"prompt": turn("user", q), "chosen": turn("assistant", good), "rejected": turn("assistant", bad)}
-            for q, good, bad in asked
+            for q, good, bad in questions
         ],
-        "prompts.jsonl": [{"prompt": turn("user", q), "answer": good} for q, good, _ in asked],
+        "prompts.jsonl": [{"prompt": turn("user", q), "answer": good} for q, good, _ in questions],
     }
 
 

@@ -44,7 +44,7 @@ def test_two_ranks_agree_with_one_process_under_every_strategy(lmforge: Command)
     assert all(row["ranks"] == 2 and row["tokens_per_second"] > 0 for row in rows)
 
 
-def test_a_strategy_that_computes_something_else_is_told_and_the_status_says_so(
+def test_a_strategy_with_other_results_is_reported_and_sets_the_status(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert run(["doctor", "--parity", "--steps", "2", "--device", "cpu"]) == 0
@@ -56,7 +56,7 @@ def test_a_strategy_that_computes_something_else_is_told_and_the_status_says_so(
     assert "one process, 2 micro-batches," not in printed.partition("WRONG")[2]
 
 
-def test_in_bf16_the_strategies_agree_and_a_residual_stream_in_fp32_is_told(
+def test_in_bf16_the_strategies_agree_and_a_residual_stream_in_fp32_is_reported(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     words = ["doctor", "--parity", "--dtype", "bf16", "--steps", "2", "--device", "cpu"]
@@ -126,7 +126,7 @@ def test_cached_files_of_a_container_count_as_free_memory(
 
 
 @pytest.mark.needs("a C++ compiler")
-def test_a_compiler_that_works_is_told_from_one_that_does_not(
+def test_a_working_compiler_is_distinguished_from_a_broken_one(
     capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     assert examined(capfd)["compiler"]["status"] == "pass"
@@ -174,7 +174,7 @@ def test_a_gpu_that_is_requested_and_absent_is_broken(
     assert examined(capfd, "--device", "cuda", status=1)["gpu"]["status"] == "fail"
 
 
-def test_a_folder_that_cannot_be_written_is_told(
+def test_a_folder_that_cannot_be_written_is_reported(
     capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -218,9 +218,9 @@ def test_data_that_is_damaged_and_a_model_that_is_not_there_fail(
     shard.write_bytes(bytes(len(shard.read_bytes())))
     words = recipe.read_text().replace(f'"{tiny_tokens}"', f'"{tokens}"')
     recipe.write_text(f'{words}\n[model]\nsource = "org/absent"\n' if "[model]" not in words else words)
-    found = examined(capfd, str(recipe), "--device", "cpu", status=1)
-    assert found["data"]["status"] == "fail"
-    assert "does not match its checksum" in found["data"]["description"]
+    result = examined(capfd, str(recipe), "--device", "cpu", status=1)
+    assert result["data"]["status"] == "fail"
+    assert "does not match its checksum" in result["data"]["description"]
 
 
 def test_a_rank_that_does_not_answer_is_named(recipe: Path, lmforge: Command) -> None:
@@ -316,7 +316,7 @@ def test_every_pair_of_hosts_is_measured_once_and_a_host_is_in_one_pair_at_a_tim
     assert all(len({host for pair in pairs for host in pair}) == 2 * len(pairs) for pairs in plan)
 
 
-def test_what_the_driver_says_of_sick_gpus_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_the_driver_reports_about_faulty_gpus_is_printed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     program = tmp_path / "nvidia-smi"
     program.write_text(
         "#!/bin/sh\nprintf '0, 41, 0x0000000000000004, 0\\n1, 88, 0x0000000000000040, 3\\n2, 40, [N/A], [N/A]\\n'\n"

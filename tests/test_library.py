@@ -23,7 +23,7 @@ from tests.conftest import Command
 ROOT = Path(__file__).parents[1]
 # The public interface. A change here is a change of it: see "Versions" in docs/library.md.
 FUNCTIONS = {
-    "prepare_data": "source, out, *, progress=None, ranks=None, **options",
+    "prepare_data": "source, out, *, progress=None, dist_ctx=None, **options",
     "open_data": "folder, *, sequence_length, split='train', seed=0, shuffle=True",
     "open_batches": "dataset, *, batch_size, micro_batch_size=None, model",
     "open_tokenizer": "path",
@@ -79,18 +79,18 @@ def test_every_public_name_is_there_documented_and_described_on_its_page() -> No
 
 
 def test_no_public_name_is_that_of_a_subpackage_whose_import_would_replace_it() -> None:
-    assert not {found.name for found in pkgutil.iter_modules(lmforge.__path__)} & set(lmforge.__all__)
+    assert not {module.name for module in pkgutil.iter_modules(lmforge.__path__)} & set(lmforge.__all__)
 
 
-def test_type_checkers_are_told_the_same_names_from_the_same_places() -> None:
+def test_type_checkers_get_the_same_names_from_the_same_modules() -> None:
     stub = ast.parse((ROOT / "lmforge" / "__init__.pyi").read_text(encoding="utf-8"))
-    told = {
+    declared = {
         alias.asname or alias.name: f"{node.module}:{alias.name}"
         for node in stub.body
         if isinstance(node, ast.ImportFrom)
         for alias in node.names
     }
-    assert told == lmforge._PUBLIC
+    assert declared == lmforge._PUBLIC
     [names] = [node.value for node in stub.body if isinstance(node, ast.Assign)]
     assert sorted(ast.literal_eval(names)) == sorted(lmforge.__all__)
 
@@ -176,7 +176,7 @@ def test_wrong_options_of_a_program_are_refused_as_those_of_a_recipe(tmp_path: P
         lmforge.train_model({"train.steps": 0})
 
 
-def test_a_program_trains_with_its_objective_and_callbacks_and_goes_on(
+def test_a_program_trains_with_its_objective_and_callbacks_and_continues(
     program: Command, tiny_tokens: Path, tmp_path: Path
 ) -> None:
     text = """

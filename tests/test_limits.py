@@ -492,6 +492,6 @@ def test_importing_a_hugging_face_folder_says_to_use_it_as_it_is(tmp_path: Path,
     ],
     ids=["one machine", "two machines", "one process"],
 )
-def test_ranks_that_share_the_cores_of_one_machine_are_told_so(rank_info: RankInfo, says: bool) -> None:
+def test_ranks_that_share_the_cores_of_one_machine_are_reported(rank_info: RankInfo, says: bool) -> None:
     lines = _notes_on_ranks(DistributedContext(rank_info, torch.device("cpu"), None))
     assert [line.startswith("2 ranks share the ") for line in lines] == [True] * says

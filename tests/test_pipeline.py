@@ -199,4 +199,4 @@ def test_a_stage_that_fails_ends_the_pipeline_with_its_status(tmp_path: Path, lm
     assert done.returncode == 2
     first, last = done.stderr.splitlines()
     assert first == "lmforge: nothing: no such file, folder or preset; `lmforge show presets` lists the presets"
-    assert last == f"lmforge: {file}: stage show ended with status 2; `lmforge run {file}` goes on with this stage"
+    assert last == f"lmforge: {file}: stage show ended with status 2; `lmforge run {file}` continues with this stage"

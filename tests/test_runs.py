@@ -110,7 +110,7 @@ def test_a_run_is_trained_by_one_process_at_a_time_and_free_again_however_that_e
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the kernel is made to refuse a call as Linux's can be")
-def test_on_a_file_system_without_flock_too_one_process_trains_and_a_killed_one_is_told_by_its_silence(tmp_path: Path) -> None:
+def test_without_flock_too_one_process_trains_and_a_killed_one_loses_its_lock(tmp_path: Path) -> None:
     run, held = Run(tmp_path / "a"), tmp_path / "a" / ".lock.held"
     command = [sys.executable, *WITHOUT_FLOCK, HOLD, str(run.path)]
 

@@ -52,16 +52,16 @@ def pytest_on(folder: Path, *words: str, only: tuple[str, ...] = (), **variables
     drawn.unlink(missing_ok=True)
     options = ["-p", "tests.conftest", "-c", str(ROOT / "pyproject.toml"), "--rootdir", str(folder)]
     variables = {"PYTHONPATH": str(ROOT), **variables}
-    asked = [f"{file}::{test}" for test in only] or [str(file)]
+    requested = [f"{file}::{test}" for test in only] or [str(file)]
     program, out = folder / "program.py", folder / f"out-{len(list(folder.iterdir()))}"
     program.write_text("import sys, pytest\nsys.exit(pytest.main())\n")
     out.mkdir()
-    done = preloaded().run([*options, *words, *asked], out, script=program, cwd=ROOT, variables=variables)
+    done = preloaded().run([*options, *words, *requested], out, script=program, cwd=ROOT, variables=variables)
     assert done.returncode == 1, done.stdout + done.stderr
     return done.stdout, drawn.read_text().splitlines()
 
 
-def test_a_seed_repeats_what_is_drawn_and_repetitions_draw_anew(tmp_path: Path) -> None:
+def test_a_seed_repeats_samples_and_repetitions_draw_new_ones(tmp_path: Path) -> None:
     said, drawn = pytest_on(tmp_path, "--repeat", "2", LMFORGE_TEST_SEED="17", LMFORGE_ALL_TOOLS="0")
     assert said.startswith("seed 17, set by LMFORGE_TEST_SEED")
     assert "4 tests not run: need a unicorn (apt-get install unicorn)\n" in said

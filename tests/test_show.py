@@ -247,9 +247,9 @@ def test_the_samples_of_a_run_of_examples_show_what_is_trained_on_of_them(
     assert done.returncode == 0, done.stderr
     shown = lmforge("show", "data", tmp_path / "chat", "--samples", "0:2")
     assert shown.returncode == 0, shown.stderr
-    asked = re.findall(r"<\|user\|>([^\[]*?)<\|end\|>", shown.stdout)
-    assert len(asked) >= 2
-    numbers = [int(text.replace("|", "").split()[0]) for text in asked]
+    requested = re.findall(r"<\|user\|>([^\[]*?)<\|end\|>", shown.stdout)
+    assert len(requested) >= 2
+    numbers = [int(text.replace("|", "").split()[0]) for text in requested]
     assert trained_on(shown.stdout) == [f"Not {number}.{END}" for number in numbers]
 
 

@@ -64,8 +64,8 @@ def has_landlock() -> bool:
 def syscall_header() -> Path | None:
     """The kernel's header with the numbers of this architecture's system calls."""
     folder = Path("/usr/include")
-    found = {"x86_64": folder / "x86_64-linux-gnu/asm/unistd_64.h", "aarch64": folder / "asm-generic/unistd.h"}
-    header = found.get(os.uname().machine)
+    results = {"x86_64": folder / "x86_64-linux-gnu/asm/unistd_64.h", "aarch64": folder / "asm-generic/unistd.h"}
+    header = results.get(os.uname().machine)
     return header if header and header.exists() else None
 
 

@@ -1,7 +1,7 @@
 """Measurements: what a step costs, and whether every parallel strategy computes the same.
 
-Begin with `step_timing.py` (`lmforge bench`; `trial.py` times one recipe); `doctor/` is `lmforge doctor`: what this machine
-has. `parity.py` trains a small model under each strategy and compares it with one process, `parity_table.py` prints that
+Begin with `step_timing.py` (`lmforge bench`; `trial.py` times one recipe); `doctor/` is `lmforge doctor`, the checks of this
+machine. `parity.py` trains a small model under each strategy and compares it with one process, `parity_table.py` prints that
 (`lmforge doctor --parity`); `calibrate.py` measures the constants that plans use instead of data sheets (`lmforge bench
 --calibrate`); `live_memory.py` counts live tensors at the peak of a step; `activation_tracker.py` measures the activations that
 a forward pass leaves.

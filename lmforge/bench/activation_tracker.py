@@ -1,4 +1,4 @@
-"""Measures what a forward pass leaves in memory for its backward pass.
+"""Measures the memory that a forward pass saves for its backward pass.
 
 It tracks storages, not autograd's saved tensors: activation checkpointing keeps some where autograd's hooks do not look.
 """

@@ -1,4 +1,4 @@
-"""`lmforge bench --calibrate`: measures what `lmforge plan --calibration` takes, in about two minutes, and writes one file.
+"""`lmforge bench --calibrate`: measures the speeds for `lmforge plan --calibration` in about two minutes, and writes one file.
 
 All ranks measure at the same time: on a CPU they share cores and memory, as ranks that train do. Collectives and disks are
 measured in the same way as by `lmforge doctor`. The form of the file is in plan/calibration.py.
@@ -27,10 +27,10 @@ from lmforge.plan.activations import num_mask_elements
 from lmforge.plan.calibration import COLLECTIVES, UNITS, VERSION, Calibration, Measurement
 from lmforge.runs import describe_environment, is_local, processor_name
 
-# With less time than this in all, the largest sizes are left out.
+# With less total time than this, the largest sizes are left out.
 FEW_SECONDS = 10.0
-# What is computed in turn lies in more memory than caches hold: in a step, operands come from memory too. With two small
-# operands in a CPU's caches, products were 15 % and element-wise operators 5 times faster than in a step.
+# The operands that are used in turn exceed the caches, since in a step operands come from memory too. With two small operands
+# in a CPU's caches, products were 15 % and element-wise operators 5 times faster than in a step.
 RING_BYTES, MAX_RING = {"cpu": 2**26, "cuda": 2**28}, 64
 
 
@@ -108,7 +108,7 @@ def calibrate(config: BenchConfig) -> int:
 
 
 def measure_calibration(dist_ctx: DistributedContext, config: BenchConfig) -> Calibration:
-    """Everything there is to measure on these ranks. Every rank calls it and gets the same."""
+    """All measurements on these ranks. Every rank calls it and gets the same."""
     device = dist_ctx.device
     on_gpu = device.type == "cuda"
     hosts = len(set(dist_ctx.all_gather(os.uname().nodename)))
@@ -161,7 +161,7 @@ Operands = Iterator[list[torch.Tensor]]
 
 
 class _Stopwatch:
-    """Measures what a rank does by itself, in about so many seconds."""
+    """Measures a single rank's operations, in about this many seconds."""
 
     def __init__(self, dist_ctx: DistributedContext, seconds: float) -> None:
         self._dist_ctx, self._device = dist_ctx, dist_ctx.device
@@ -270,7 +270,7 @@ class _Stopwatch:
             starts = torch.zeros(1, 1, dtype=torch.int64, device=self._device)
             mask = create_attention_mask(ids, None, document_starts=starts, dtype=DTYPES[dtype], head_dim=head_dim)
             gradient = self._random(*size, dtype=DTYPES[dtype])
-            # Of the causal half on a GPU; a CPU computes chunks of queries with all keys up to their end.
+            # A GPU computes the causal half; a CPU computes chunks of queries with all keys up to their end.
             scores = length * length / 2 if self._on_gpu else num_mask_elements(length)
             flops = 4.0 * heads * head_dim * scores
             with torch.no_grad():

@@ -24,7 +24,7 @@ def live_bytes() -> int:
 
 
 def peak_bytes(events: Sequence[Any], live_before: int) -> int:
-    """The most that was live, from the events of a profiler that recorded memory; `live_before` bytes were live before."""
+    """The maximum of live bytes, from the events of a profiler that recorded memory; `live_before` bytes were live before."""
     changes = sorted((event.start_ns(), event.nbytes()) for event in events if event.name() == "[memory]")
     live = peak = live_before
     for _, nbytes in changes:

@@ -1,4 +1,4 @@
-"""Whether every parallel strategy computes the same: a small model is trained a few steps under each, and by one process.
+"""Whether every parallel strategy computes the same: a small model is trained a few steps with each, and in one process.
 
 `lmforge doctor --parity` prints the comparison, and the tests of the strategies check it: losses, gradient norms, weights.
 """
@@ -40,8 +40,8 @@ SMALL_MODEL = ModelConfig(
     num_attention_heads=4,
     num_key_value_heads=2,
 )
-# A larger epsilon than in training: AdamW's step then depends on the size of a gradient. A gradient of the wrong scale
-# shows, and the sign of one that is zero up to rounding does not.
+# A larger epsilon than in training: AdamW's step then depends on the size of a gradient. So a gradient of the wrong scale is
+# detected, while the sign of a gradient that is zero up to rounding does not matter.
 OPTIMIZER = OptimizerOptions(lr=2e-3, eps=1e-3, weight_decay=0.1)
 MAX_GRAD_NORM = 0.5
 NOTHING = nullcontext()
@@ -215,7 +215,7 @@ def relative_differences(result: ParityResult, reference: ParityResult) -> dict[
 
 
 def run_single(case: ParityCase, data: ParityData, dist_ctx: DistributedContext) -> ParityResult:
-    """What this process computes by itself on the same device: the reference of all cases of one model and optimizer."""
+    """The result of one process on the same device: the reference for all cases of one model and optimizer."""
     alone = DistributedContext(RankInfo(), dist_ctx.device, None)
     return run_case(replace(case, options=ParallelOptions(engine="single"), compile_model=False, accumulation=1), data, alone)
 

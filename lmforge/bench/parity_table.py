@@ -46,7 +46,7 @@ def _run_cases(dist_ctx: DistributedContext, options: DoctorOptions) -> list[dic
     data = ParityData(sequences=SEQUENCES_PER_RANK * dist_ctx.world_size, steps=options.steps, seed=options.seed)
     cases = parity.strategy_cases(dist_ctx.world_size, options.compile, DTYPES[options.dtype])
     reference = parity.run_single(cases[0], data, dist_ctx) if dist_ctx.is_rank0 else None
-    gc.freeze()  # cases and the compiler collect garbage often: what stays need not be traversed each time
+    gc.freeze()  # cases and the compiler run garbage collection often, which need not traverse lasting objects each time
     shows_progress = dist_ctx.is_rank0 and sys.stderr.isatty()
     rows = []
     for case in cases:

@@ -25,7 +25,7 @@ from lmforge.terminal.cells import page_console
 OUT_OF_MEMORY = "out of memory"
 # What a sweep may vary besides options: the recipe.
 RECIPE = "recipe"
-# Columns where standard output is no terminal: nothing is cut off, as two paths that begin alike would look the same.
+# Columns where standard output is not a terminal: wide enough that nothing is cut off, since paths may differ only at the end.
 FILE_WIDTH = 10_000
 
 
@@ -52,7 +52,7 @@ def bench(config: BenchConfig, arguments: list[str]) -> int:
 
 
 def _sweep(config: BenchConfig, arguments: list[str]) -> int:
-    """Time every combination and print. Each is reported as soon as it is done; what is done is printed whatever ends it.
+    """Time every combination and print. Each is reported when it is done; finished ones are printed even after an interruption.
 
     Raises UserError where no combination can be timed, and RunFailed where one crashed: the others are timed all the same.
     """
@@ -78,10 +78,10 @@ def _sweep(config: BenchConfig, arguments: list[str]) -> int:
 
 
 def _run_trial(arguments: list[str], overrides: dict[str, str]) -> dict[str, Any]:
-    """One combination in its own processes, so that its memory and its failure end with them."""
+    """One combination in separate processes, so that its memory is freed and its failure is contained."""
     recipe = [overrides[RECIPE]] if RECIPE in overrides else []
     options = [word for name, value in overrides.items() if name != RECIPE for word in (f"--{name}", value)]
-    # The last of an option given twice counts, and a list may be empty.
+    # If an option is given twice, the last value counts; a list may be empty.
     words = [*recipe, *arguments, *options]
     try:
         parse_config(BenchConfig, words)
@@ -166,7 +166,7 @@ def _print_table(console: Console, rows: list[dict[str, Any]]) -> None:
 
 
 def _outcome(row: dict[str, Any]) -> str:
-    """Of a combination that was not timed, in a word or two."""
+    """Why a combination was not timed, in a word or two."""
     if row["failed"] == OUT_OF_MEMORY:
         return OUT_OF_MEMORY
     return "failed" if row.get("crashed") else "refused"

@@ -1,4 +1,4 @@
-"""What a step of one recipe costs on these ranks: times of whole steps, of their phases, and of communication.
+"""The cost of a step of one recipe on these ranks: times of full steps, of their phases, and of communication.
 
 A trial builds what training would build, runs whole optimizer steps and times them and their phases. It then runs a step under
 the profiler, to time communication. Tokens come from the recipe's shards, or are random where there are none.
@@ -54,7 +54,7 @@ class _Trial:
     def __init__(self, config: BenchConfig, dist_ctx: DistributedContext) -> None:
         self._config, self._device, self._is_rank0 = config, dist_ctx.device, dist_ctx.is_rank0
         self._plan = plan_batches(config, dist_ctx.world_size)
-        # Steps that are compared have one length.
+        # Compared steps must have one sequence length.
         config = config.model_copy(update={"data": config.data.model_copy(update={"phases": ()})})
         tokens = None if find_missing_folders(config) else TokenSources.open(config)
         pretrained = find_pretrained(config.model.source) if config.model.source else None
@@ -76,7 +76,7 @@ class _Trial:
             dist_ctx,
             self._dtype,
             self._compiled,
-            estimator.setting.options,
+            estimator.step_config.options,
             load_weights,
         )
         self._step_number = itertools.count()
@@ -100,7 +100,7 @@ class _Trial:
         memory_gib = peak_memory_gib(self._device)
         return self._row([sum(phases.values()) for phases in steps]) | {
             "warmup_seconds": warmup_seconds,
-            "cpu_seconds": cpu_seconds,  # of all threads of rank 0 in a step: what others take from its cores is not in it
+            "cpu_seconds": cpu_seconds,  # of all threads of rank 0 in a step, not of other processes
             "memory_gib": memory_gib,
             "phase_seconds": steps[(len(steps) - 1) // 2],
             **self._profile(bench.trace if self._is_rank0 else None),
@@ -145,7 +145,7 @@ class _Trial:
         return seconds
 
     def _row(self, seconds: list[float]) -> dict[str, Any]:
-        """What was timed, its rates, and what they hold for. The lower median of an even number of steps is one of them."""
+        """The timed values, the rates, and their conditions. The lower median is used, which is the value of an actual step."""
         median = statistics.median_low(seconds)
         tokens_per_second, world_size = self._plan.tokens / median, self._model.dist_ctx.world_size
         flops = tokens_per_second / world_size * flops_per_token(self._model_config, self._plan.sequence_length)
@@ -168,7 +168,7 @@ class _Trial:
         }
 
     def _profile(self, trace_file: Path | None) -> dict[str, float]:
-        """Of one step: seconds in which collectives run, overlapped by computation or not; live tensors at its peak."""
+        """Measure one step: seconds in which collectives run, overlapped by computation or not; live tensors at its peak."""
         on_gpu = self._device.type == "cuda"
         activities = [ProfilerActivity.CPU] + ([ProfilerActivity.CUDA] if torch.cuda.is_available() else [])
         self._synchronize()
@@ -189,7 +189,7 @@ class _Trial:
 
 
 def _union_length(spans: list[tuple[float, float]]) -> float:
-    """Length of the union of intervals: collectives overlap each other."""
+    """Length of the union of intervals, since collectives may overlap."""
     total, until = 0.0, float("-inf")
     for start, end in sorted(spans):
         total += max(0.0, end - max(start, until))

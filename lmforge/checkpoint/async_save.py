@@ -43,7 +43,8 @@ DRAIN_SECONDS = 60.0
 
 @dataclass(frozen=True)
 class RetentionPolicy:
-    """What stays: the newest `keep_last`, the `keep_best` by `metric` at their step, and all that are marked as kept."""
+    """Which checkpoints are kept: the newest `keep_last`, the `keep_best` by `metric` at their step, and all that are marked as
+    kept."""
 
     keep_last: int
     keep_best: int = 0
@@ -51,11 +52,11 @@ class RetentionPolicy:
     maximize: bool = False
 
     def steps_to_delete(self, manifests: dict[int, Manifest]) -> list[int]:
-        """The steps to delete, of those in `manifests`."""
+        """The steps in `manifests` that are to be deleted."""
         values = {step: manifest.metrics.get(self.metric) for step, manifest in manifests.items()}
         finite = {step: value for step, value in values.items() if value is not None and math.isfinite(value)}
         sign = -1 if self.maximize else 1
-        best = sorted(finite, key=lambda step: (sign * finite[step], step))  # of equal ones the older first
+        best = sorted(finite, key=lambda step: (sign * finite[step], step))  # ties: the older first
         temporary = [step for step in sorted(manifests) if not manifests[step].kept]
         staying = {*temporary[-self.keep_last :], *best[: self.keep_best]}
         return [step for step in temporary if step not in staying]
@@ -65,8 +66,8 @@ class RetentionPolicy:
 class AsyncCheckpointer:
     """Writes the checkpoints of a run. Every rank has one, and calls each method at the same step.
 
-    `metadata` has the fields of the manifest that are the same in every checkpoint of this run. `log` gets lines for people,
-    on rank 0. `expected_bytes` is the size of the last checkpoint; before the first an estimate.
+    `metadata` has the fields of the manifest that are the same in every checkpoint of this run. `log` is called with log lines,
+    on rank 0. `expected_bytes` is the size of the last checkpoint, or an estimate before the first.
 
     blocking_seconds      how long callers have waited, in total
     consecutive_failures  saves that have failed in a row; the last at `failed_at` (time.monotonic) with `last_error`
@@ -96,7 +97,7 @@ class AsyncCheckpointer:
     def prepare(self, state: StateDict) -> None:
         """Plan how checkpoints of these tensors are written, and allocate host memory for them, in the background.
 
-        With a thousand ranks that takes a minute, for which training would wait at the first save.
+        With a thousand ranks this takes a minute, which would delay training at the first save.
         """
         self._start_thread(self._prepare, state)
 
@@ -146,9 +147,8 @@ class AsyncCheckpointer:
             raise error
 
     def close(self) -> None:
-        """Wait at most DRAIN_SECONDS for the save in flight, and ignore how it ends: its peers may be lost.
-
-        Page-locked memory is given back, unless that save still reads it.
+        """Wait at most DRAIN_SECONDS for the save in flight, and ignore its result, since other ranks may be lost. Page-locked
+        memory is freed, unless that save still reads it.
         """
         if self._in_flight is None or not futures.wait([self._in_flight], DRAIN_SECONDS).not_done:
             self._staging.close()
@@ -163,7 +163,7 @@ class AsyncCheckpointer:
         return f"{'a save has' if count == 1 else f'{count} saves in a row have'} failed: {self.last_error}"
 
     def _plan_save(self, state: StateDict) -> "_SavePlanner":
-        """The planner of what this rank writes of `state`. Ranks agree on it once for each set of tensors."""
+        """The planner of this rank's part of `state`. Ranks plan together once for each set of tensors."""
         names = tuple(sorted(name for part in state.values() for name in part)) + tuple(sorted(state))
         planner = self._planners.get(names) or _SavePlanner()
         planner.set_up_planner(state, is_coordinator=self._save_ctx.is_rank0)
@@ -180,7 +180,8 @@ class AsyncCheckpointer:
 
     def _run_save(self, planner: "_SavePlanner", metadata: dict[str, Any]) -> None:
         final = self.run.checkpoint_path(metadata["step"])
-        # An object store cannot rename a folder: there a checkpoint exists once its manifest, written last, does.
+        # An object store cannot rename a folder. There a checkpoint is complete when its manifest exists, which is written
+        # last.
         folder = final.with_name(f"{final.name}{PARTIAL_SUFFIX}") if is_local(final) else final
         try:
             self._staging.wait()
@@ -221,18 +222,19 @@ class AsyncCheckpointer:
         if save_ctx.is_rank0:
             try:
                 delete_old_checkpoints(self.run, self.retention, newest_step=metadata["step"])
-            except Exception as problem:  # the new checkpoint exists anyway; the next save tries again
+            except Exception as problem:  # the new checkpoint is complete; the next save deletes again
                 self.log(f"{self.run.checkpoints_folder}: old checkpoints could not be deleted: {problem}")
 
     def check_free_space(self) -> None:
-        """Raise RunFailed where the disk has no space for one more checkpoint. A store does not say how much it has."""
+        """Raise RunFailed where the disk has no space for one more checkpoint. For an object store the free space is
+        unknown."""
         folder = self.run.checkpoints_folder
         if not is_local(folder):
             return
         try:
             make_folder(folder)
         except OSError:
-            return  # the save itself will say why
+            return  # the save itself will report the error
         needed, free = self.expected_bytes, shutil.disk_usage(folder).free
         if free < needed:
             needs = f"it takes {format_bytes(needed)}, and {format_bytes(free)} are free"
@@ -251,7 +253,7 @@ class AsyncCheckpointer:
 
 
 class _SavePlanner(dcp.DefaultSavePlanner):
-    """PyTorch's planner of what this rank writes: copies, by name, of the tensors that were planned, where there are any."""
+    """PyTorch's planner of this rank's part, which writes the copies of tensors, by name, where there are copies."""
 
     staged: dict[str, Tensor] | None = None
 
@@ -259,7 +261,7 @@ class _SavePlanner(dcp.DefaultSavePlanner):
         return super().lookup_object(index) if self.staged is None else self.staged[index.fqn]
 
     def local_tensors(self) -> dict[str, Tensor]:
-        """This rank's parts of what it writes, by name."""
+        """The tensors that this rank writes, by name."""
         written = {item.index.fqn: self.state_dict[item.index.fqn] for item in self.plan.items}
         return {name: tensor.to_local() if isinstance(tensor, DTensor) else tensor for name, tensor in written.items()}
 
@@ -293,7 +295,7 @@ class _HostStaging:
                 for name, tensor in tensors.items():
                     self._copies[name].copy_(tensor, non_blocking=True)
                 self._copy_done = self._stream.record_event()
-            self._copy_sources = tensors  # keeps tensors alive that were made for this save only
+            self._copy_sources = tensors  # keeps tensors alive that were created only for this save
         return {name: self._copies[name] for name in tensors}
 
     def wait_on_device(self) -> None:
@@ -307,7 +309,7 @@ class _HostStaging:
             self._copy_sources = {}
 
     def close(self) -> None:
-        """Drop the copies, and give back what was page-locked. A process that trains again would lock it a second time."""
+        """Free the copies and unlock their memory. A process that trains again would lock memory a second time."""
         self.wait()
         for copy in self._copies.values():
             if self._on_gpu and copy.is_pinned():
@@ -318,8 +320,8 @@ class _HostStaging:
 def _host_tensor(like: Tensor, page_locked: bool) -> Tensor:
     tensor = torch.empty(like.shape, dtype=like.dtype)
     if page_locked and tensor.nbytes:
-        # torch's own page-locked memory has sizes of powers of two, up to twice as much. Where the system refuses to lock
-        # more, the copy is slower and just as right.
+        # torch's own page-locked memory has sizes of powers of two, up to twice as much. Where the system refuses to lock more
+        # memory, the copy is slower but correct.
         portable = 1
         torch.cuda.cudart().cudaHostRegister(tensor.data_ptr(), tensor.nbytes, portable)
     return tensor

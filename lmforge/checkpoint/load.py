@@ -27,15 +27,15 @@ from lmforge.model.lora import LoraConfig, lora_delta
 from lmforge.runs import MANIFEST
 from lmforge.untrusted import check_content
 
-# A single process saves and loads without process groups on purpose; torch warns each time that it assumes so.
+# A single process saves and loads without process groups on purpose; torch warns about this each time.
 warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
 
 
 def load(folder: Path, state: StateDict) -> None:
     """Fill the tensors of `state` (as in `AsyncCheckpointer.save`; "optimizer" may be left out) in place.
 
-    Any strategy may have written them. Nothing is sent between ranks: each reads its own parts. Raises CorruptCheckpoint where
-    a file does not hold what was written, and UserError where a tensor is missing or has another shape; tensors may then be
+    Any strategy may have written them. Ranks do not communicate: each reads its own parts. Raises CorruptCheckpoint where a
+    file does not hold what was written, and UserError where a tensor is missing or has another shape; tensors may then be
     half-filled.
     """
     reader = _open_reader(folder)
@@ -60,9 +60,8 @@ def _open_reader(folder: Path) -> SafeReader:
 
 
 def stored_lora_config(manifest: Manifest) -> LoraConfig | None:
-    """The config of the low-rank adapters that a checkpoint has beside the weights; None where it has none.
-
-    Raises CorruptCheckpoint where the manifest does not say it.
+    """The config of a checkpoint's low-rank adapters; None where it has none. Raises CorruptCheckpoint where the manifest lacks
+    it.
     """
     options = check_content(manifest.recipe.get("lora", {}), LoraOptions, f"{MANIFEST}: recipe.lora", CorruptCheckpoint)
     return None if options.rank is None else LoraConfig(**options.model_dump())
@@ -73,7 +72,7 @@ def load_weights(folder: Path, manifest: Manifest, model: LanguageModel, new_nam
     """Fill a model from a checkpoint, whose adapters are merged. The model may be sharded: each rank reads its parts.
 
     The model's own adapters and `new_names` are not in the checkpoint and stay as they are. Raises CorruptCheckpoint where a
-    file does not hold what was written, and UserError where it is another model's.
+    file does not hold what was written, and UserError where it is the checkpoint of another model.
     """
     own = {name: each for name, each in model.named_parameters() if not name.endswith(LORA_SUFFIXES) and name not in new_names}
     load(folder, {"model": own})
@@ -83,9 +82,8 @@ def load_weights(folder: Path, manifest: Manifest, model: LanguageModel, new_nam
 
 
 class StoredModel:
-    """The model's tensors in a checkpoint, by name: `tensors` on the meta device, and each one's value by `read`.
-
-    `read` merges adapters; `adapters` has them as they are, and `lora` is their config, None where there are none.
+    """The model's tensors in a checkpoint, by name: `tensors` on the meta device, and each one's value by `read`, which merges
+    adapters. `adapters` are the unmerged adapters, and `lora` is their config, None where there are none.
     """
 
     def __init__(self, folder: Path, manifest: Manifest) -> None:

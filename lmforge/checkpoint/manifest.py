@@ -1,4 +1,5 @@
-"""The manifest of a checkpoint, whether its files are as the manifest says, and which checkpoint is the newest intact one."""
+"""The manifest of a checkpoint, the check of its files against the manifest, and the search for the newest intact
+checkpoint."""
 
 import base64
 import json
@@ -27,7 +28,8 @@ Count = Annotated[int, Field(ge=0, le=2**62)]
 
 
 class _RecipeSection(TypedDict, total=False):
-    """The options that are read of a section of the recipe in a manifest; others are only compared with another's."""
+    """The options that are read from a section of a manifest's recipe. Others are only compared with those of another
+    recipe."""
 
     stage: str | None
     folder: str | None
@@ -52,7 +54,7 @@ class _WrittenBy(TypedDict, total=False):
 
 
 class DetectorState(TypedDict):
-    """What train/bad_steps.py keeps in a checkpoint; losses are the newest last, None where there was none yet."""
+    """The state of train/bad_steps.py in a checkpoint; losses are the newest last, None where there was none yet."""
 
     skipped_steps: Count
     consecutive_bad_steps: Count
@@ -101,13 +103,13 @@ class Manifest:
 
     @property
     def json_text(self) -> str:
-        """What is written: the fields, and a digest of them, so that a flipped bit in a number is noticed."""
+        """The JSON to write: the fields and their digest, so that a flipped bit in a number is detected."""
         table = asdict(self)
         return json.dumps({**table, "xxh3": checkpoint_checksum(table)}, indent=1) + "\n"
 
     @property
     def batch_offset(self) -> int:
-        """Step k trains on batch k + batch_offset: 0, unless the run rolled back and went on with later batches."""
+        """Step k trains on batch k + batch_offset: 0, unless the run rolled back and continued with later batches."""
         return self.consumed_sequences // self.global_batch_size - self.step
 
 
@@ -134,7 +136,7 @@ def read_manifest(folder: Path) -> Manifest:
 
 
 def verify(folder: Path, *, with_tensors: bool = True) -> Manifest:
-    """The manifest of a checkpoint whose files are as it says. Raises CorruptCheckpoint otherwise.
+    """The manifest of a checkpoint whose files match it. Raises CorruptCheckpoint otherwise.
 
     Every file is read and verified; without `with_tensors`, of the files of tensors only the size is checked.
     """
@@ -157,9 +159,8 @@ def verify(folder: Path, *, with_tensors: bool = True) -> Manifest:
 
 
 def candidates(run: Run, skipped: list[str], before_step: int | None = None) -> Iterator[tuple[Path, Manifest]]:
-    """The checkpoints of a run, before `before_step` if given, newest first, whose files have their sizes.
-
-    A line for each other one is added to `skipped`.
+    """The checkpoints of a run (before `before_step`, if given) whose files have the right sizes, newest first. A line for each
+    other one is added to `skipped`.
     """
     steps = [step for step in run.checkpoint_steps() if before_step is None or step < before_step]
     for partial in sorted(run.checkpoints_folder.glob(f"*{PARTIAL_SUFFIX}")) if before_step is None else ():

@@ -1,8 +1,8 @@
 """The files of a checkpoint: hashed block by block as they are written, and verified block by block as they are read.
 
-PyTorch's own reader loads a flipped bit in silence. Here a reader of a part of a file verifies the blocks of that part, so that
-an intact checkpoint is read once and a damaged one is never used. These are file systems for PyTorch Distributed
-Checkpoint, on anything that behaves like a `pathlib.Path`: a local folder, or an address through fsspec.
+PyTorch's own reader does not detect a flipped bit. This reader verifies the blocks of each part that it reads, so that an
+intact checkpoint is read only once and a corrupt one is never used. These are file systems for PyTorch Distributed Checkpoint,
+on anything that behaves like a `pathlib.Path`: a local folder, or an address through fsspec.
 """
 
 import io
@@ -42,7 +42,7 @@ class CorruptCheckpoint(UserError):
 
 
 def unreadable(problem: OSError, path: Path) -> CorruptCheckpoint:
-    """The error for a file of a checkpoint that cannot be read; it gives the name of `path` without its folder."""
+    """The error for a checkpoint file that cannot be read. It names the file without its folder."""
     return CorruptCheckpoint(describe_os_error(problem, path).removeprefix(f"{path.parent}/"))
 
 
@@ -120,7 +120,7 @@ class _VerifiedFile(ChecksummedFile, io.RawIOBase):
 
 
 class _PathFileSystem(FileSystem):
-    """What PyTorch's file system does on local paths, on anything that behaves like one."""
+    """PyTorch's file system, for any object that behaves like a local path."""
 
     def concat_path(self, path: Any, suffix: str) -> Any:
         return path / suffix
@@ -183,9 +183,8 @@ class VerifyingFileSystem(_PathFileSystem):
 
 
 def check_writable(run: Run) -> None:
-    """Raise UserError where the checkpoints of a run cannot be written: before it trains, not at its first save.
-
-    A folder of their own is made. The one in the run's directory is made with that; here it is checked if it is there.
+    """Raise UserError where a run's checkpoints cannot be written, before it trains instead of at its first save. A separate
+    folder for checkpoints is created. The one in the run's directory is created later, and is checked only if it exists.
     """
     folder = run.checkpoints_folder
     if run.external_checkpoints is None and not folder.is_dir():
@@ -217,7 +216,7 @@ def digest_file(path: Path) -> FileDigests:
 
 
 class CheckpointWriter(dcp.FileSystemWriter):
-    """PyTorch's writer, for tensors that are in host memory already, through our file system."""
+    """PyTorch's writer with our file system, for tensors that are already in host memory."""
 
     def __init__(self, folder: Path, files: HashingFileSystem) -> None:
         super().__init__(folder.name, sync_files=is_local(folder), per_thread_copy_ahead=0)

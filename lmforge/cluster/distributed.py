@@ -31,13 +31,13 @@ from lmforge.errors import RunFailed, UserError
 
 CONTROL_TIMEOUT = timedelta(hours=2)
 RANK_POLL_SECONDS = 5.0
-# Threads are allocated one by one, each with its own stack: thousands on a small machine end in a crash of the C library.
+# Each thread allocates its own stack: thousands of threads on a small machine crash the C library.
 THREADS_PER_CORE, MIN_THREADS_LIMIT = 4, 64
 T = TypeVar("T")
 
 
 def choose_device(requested: str, local_rank: int = 0) -> torch.device:
-    """`auto`, `cpu` or `cuda` as a device of this process. Raises UserError where CUDA is requested and absent.
+    """`auto`, `cpu` or `cuda` as a device of this process. Raises UserError where CUDA is requested but not available.
 
     Where the launcher shows each process only its own GPU (Slurm's --gpus-per-task=1), that is device 0.
     """
@@ -49,7 +49,7 @@ def choose_device(requested: str, local_rank: int = 0) -> torch.device:
 
 
 def device_index(local_rank: int, num_visible: int) -> int:
-    """Which of the `num_visible` GPUs that a process sees is its own. Raises UserError where there are too few."""
+    """The index of this process's GPU among the `num_visible` that it sees. Raises UserError where there are too few."""
     if num_visible == 1:
         return 0
     if local_rank >= num_visible:
@@ -125,7 +125,7 @@ class DistributedContext:
 
     @contextmanager
     def raise_on_all(self) -> Iterator[None]:
-        """The block succeeds on all ranks, or raises on all: the exception of the lowest rank that failed.
+        """The block succeeds on all ranks, or raises on all ranks the exception of the lowest rank that failed.
 
         The block must not communicate: a rank that raises inside it would leave the others waiting.
         """
@@ -154,7 +154,7 @@ class DistributedContext:
         self._run_while_others_wait(fn, self.rank_info.local_rank == 0)
 
     def run_once_per_folder(self, fn: Callable[[], object], folder: Path) -> None:
-        """As `run_once_per_host`, but of the hosts that share `folder`, which `fn` fills, only the first calls it."""
+        """As `run_once_per_host`, but only the first of the hosts that share `folder` calls `fn`, which fills it."""
         self._run_while_others_wait(fn, self._is_first_with(folder))
 
     def _is_first_with(self, folder: Path) -> bool:
@@ -167,14 +167,14 @@ class DistributedContext:
         try:
             names = self.all_gather(marker and marker.shared_name)
             sees_another = marker is not None and any(marker.sees(name) for name in names[: info.rank] if name)
-            self.all_gather(None)  # before the markers are removed, every rank has looked
+            self.all_gather(None)  # every rank looks before the markers are removed
         finally:
             if marker is not None:
                 marker.remove()
         return first_of_host and not sees_another
 
     def _run_while_others_wait(self, fn: Callable[[], object], runs_here: bool) -> None:
-        """They wait in many short collectives instead of one long one, which would time out."""
+        """The others wait in many short collectives, since one long collective would time out."""
         result = start_in_thread(fn if runs_here else lambda: None, "while others wait")
         while not all(self.all_gather(bool(wait([result], RANK_POLL_SECONDS).done))):
             pass
@@ -182,7 +182,7 @@ class DistributedContext:
             result.result()
 
     def decide_on_rank0(self, fn: Callable[[], T]) -> T:
-        """What `fn` returns on rank 0, on every rank; what it raises there is raised on every rank."""
+        """Call `fn` on rank 0. Every rank returns its result, or raises its exception."""
         result: Any = None
         with self.raise_on_all():
             if self.is_rank0:
@@ -220,7 +220,7 @@ def init_distributed(device: str = "auto", threads: int | None = None, timeout: 
     # Flight recorder: the last collectives of each rank, for the report of a stall. It costs 5 µs a collective, and is read
     # when the first group is made.
     os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000" if on_gpu else "64")
-    # A second initialization in the same processes would find the first one's keys in the store, so each has its own prefix.
+    # Each initialization in the same processes has its own prefix, so that it does not find the keys of an earlier one.
     _init_count, _reports_errors = _init_count + 1, None
     allow_open_connections(info.world_size)
     find_rank0(info)
@@ -235,7 +235,7 @@ def init_distributed(device: str = "auto", threads: int | None = None, timeout: 
                 f"environment: MASTER_PORT = {os.environ['MASTER_PORT']}: rank 0 cannot listen on it; choose a free port"
             ) from None
         _store = dist.PrefixStore(f"lmforge-{_init_count}", store)
-        if on_gpu:  # before NCCL connects the ranks, which fails in words of its own where two have one GPU
+        if on_gpu:  # before NCCL connects the ranks: its own error for two ranks on one GPU is unclear
             identity = platform.node(), str(torch.cuda.get_device_properties(chosen).uuid)
             check_gpus_differ(exchange_gpus(_store, rank, world_size, identity))
         # On GPUs gloo too, for tensors in host memory.
@@ -258,13 +258,13 @@ def exchange_gpus(store: dist.Store, rank: int, world_size: int, identity: tuple
     store.set(f"gpu-{rank}", json.dumps(identity))
     values = store.multi_get([f"gpu-{number}" for number in range(world_size)])
     store.set(f"gpu-read-{rank}", "")
-    if rank == 0:  # whose process serves the store: it must not end before the others have read
+    if rank == 0:  # rank 0 serves the store, so it must not end before the others have read
         store.wait([f"gpu-read-{number}" for number in range(world_size)])
     return [tuple(json.loads(value)) for value in values]
 
 
 def check_gpus_differ(gpus: Sequence[tuple[str, str]]) -> None:
-    """Raise UserError where two ranks have the same (host, GPU), on which NCCL fails with a message that names neither."""
+    """Raise UserError where two ranks have the same (host, GPU). NCCL would fail with a message that names neither."""
     for rank, gpu in enumerate(gpus):
         if (first := gpus.index(gpu)) < rank:
             raise UserError(
@@ -281,7 +281,8 @@ def _check_threads(threads: int | None) -> None:
 
 
 def _terminate_with_launcher() -> None:
-    """Have the kernel send SIGTERM when the launcher is killed. Otherwise ranks would train on, and keep the run locked."""
+    """Make the kernel send SIGTERM when the launcher is killed. Otherwise ranks would continue to train, and keep the run
+    locked."""
     library = ctypes.CDLL(None)
     # Removed, because processes that a rank starts have another parent.
     launcher = os.environ.pop(LAUNCHER_PID_VARIABLE, None)
@@ -309,7 +310,7 @@ def keep_freed_memory() -> None:
 
 
 def destroy_distributed() -> None:
-    """Destroy the process groups, if there are any, and let the ranks end that stand by."""
+    """Destroy the process groups, if there are any, and release the standby ranks."""
     if dist.is_initialized():
         release_standby(dist.get_rank())
         dist.destroy_process_group()
@@ -332,6 +333,6 @@ def claim_error_reporting() -> bool:
     if _reports_errors is None:
         try:
             _reports_errors = int(_store.add("lmforge/error-reported", 1)) == 1
-        except RuntimeError:  # the store went with the host that kept it
+        except RuntimeError:  # the store was lost with its host
             _reports_errors = True
     return _reports_errors

@@ -1,8 +1,8 @@
 """Which launcher started this process, and as which rank: one answer from the variables of torchrun, Slurm, MPI and LSF.
 
-A process that no launcher started is the only rank. A launcher that is there but whose variables are not understood, or
-contradict each other, is an error: otherwise each of its processes would train a copy of its own. No torch here: the rank is
-needed before torch is imported. Where the ranks meet is in `rendezvous.py`.
+A process that no launcher started is the only rank. Variables of a launcher that are unknown or contradict each other are an
+error; otherwise each process would train its own copy. This module does not import torch, since the rank is needed before that.
+How ranks find rank 0 is in `rendezvous.py`.
 """
 
 import re
@@ -14,9 +14,9 @@ from lmforge.config.ranges import RANKS
 from lmforge.errors import UserError
 from lmforge.untrusted import quoted
 
-# What `--environment` says, for this process and those that it starts.
+# The value of `--environment`, for this process and those that it starts.
 ENVIRONMENT_VARIABLE = "LMFORGE_ENVIRONMENT"
-# What the script of a job sets on each node: names of the nodes in order, separated by commas; HOST:PORT of the first one; and
+# Set by the script of a job on each node: names of the nodes in order, separated by commas; HOST:PORT of the first one; and
 # which of them this is (without it: SLURM_NODEID, else the one that has this host's name).
 NODES_VARIABLE, ADDRESS_VARIABLE, NODE_RANK_VARIABLE = "LMFORGE_NODES", "LMFORGE_ADDRESS", "LMFORGE_NODE_RANK"
 # A file in which the first node writes the status of all, and one that refuses its input 2: that of MPICH's mpiexec is 0
@@ -25,16 +25,16 @@ STATUS_VARIABLE = "LMFORGE_STATUS_FILE"
 # Set for ranks that `--launch.processes` starts: the id of the process that started them.
 LAUNCHER_PID_VARIABLE = "LMFORGE_LAUNCHER"
 MAX_RANKS: int = RANKS["le"]
-# From here on Slurm counts what is no step of tasks: the batch script, an interactive shell, the prolog.
+# Slurm's step ids from this value on are not steps of tasks: the batch script, an interactive shell, the prolog.
 FIRST_SPECIAL_STEP = 0xFFFF_FFF0
-FORCE_HINT = "say what is meant with --environment, or start with torchrun"
+FORCE_HINT = "choose the launcher with --environment, or start with torchrun"
 
 
 @dataclass(frozen=True)
 class RankInfo:
     """`rank` of `world_size` ranks, `local_rank` of `local_world_size` on its host, which is number `node`.
 
-    launched: by torchrun or another launcher; not where it started this process alone, except with torchrun.
+    launched: whether a launcher started this process. False where the launcher started only one process, except for torchrun.
     environment: the name of the launcher, as in `--environment`.
     """
 
@@ -53,8 +53,7 @@ class RankInfo:
 
 @dataclass(frozen=True)
 class Launcher:
-    """The variables in which a launcher tells a process its place. Of several names the first that is set counts.
-
+    """The variables in which a launcher tells a process its rank. If several names are given, the first one that is set counts.
     command: what messages call it.
     """
 
@@ -117,7 +116,7 @@ UNKNOWN_LAUNCHERS = {
 
 
 def read_environment(environ: Mapping[str, str], requested: str = "auto") -> RankInfo:
-    """The rank of this process, by the variables of its launcher: of the `requested` one, or of the one that is found.
+    """The rank of this process, from the variables of the `requested` launcher, or of the one that is detected.
 
     Raises UserError where variables are missing, contradict each other, or are those of a launcher that is not understood.
     """
@@ -181,7 +180,7 @@ def _check_understood(environ: Mapping[str, str]) -> None:
 
 
 def _check_against_torchrun(environ: Mapping[str, str], other: Launcher | None) -> None:
-    """Raise UserError where RANK was set by hand, and the same for all processes of a launcher."""
+    """Raise UserError where RANK was set by hand to the same value for all processes of a launcher."""
     if other is None or "TORCHELASTIC_RUN_ID" in environ or "RANK" not in environ or "WORLD_SIZE" not in environ:
         return
     rank, world_size = (read_number(environ, name, -MAX_RANKS, MAX_RANKS) for name in ("RANK", "WORLD_SIZE"))
@@ -246,7 +245,7 @@ def _read_rank_info(environ: Mapping[str, str], launcher: Launcher) -> RankInfo:
         raise UserError(f"environment: {counted}: ranks count from 0 to below {limits}")
     if world_size == 1 and launcher is not TORCHRUN:
         return RankInfo()
-    # Ranks fill one host after the other, where nothing says otherwise.
+    # Unless a variable says otherwise, ranks fill one host after the other.
     node = rank // local_world_size if node is None else node
     return RankInfo(rank, world_size, local_rank, local_world_size, launched=True, node=node, environment=launcher.name)
 

@@ -1,4 +1,4 @@
-"""How much of the host's memory this process may still allocate, by the limits of Linux. No torch here."""
+"""How much of the host's memory this process may still allocate, by the limits of Linux. This module does not import torch."""
 
 import re
 import resource
@@ -7,13 +7,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 GIB = 2**30
-# Where a container sees its control group.
+# The control group as mounted in a container.
 CGROUP_FOLDER = Path("/sys/fs/cgroup")
 
 
 @dataclass(frozen=True)
 class AvailableMemory:
-    """Bytes that this process has and may still allocate, and what limits them, in words."""
+    """Bytes that this process uses and may still allocate, and a description of the limit."""
 
     used_bytes: int
     free_bytes: int

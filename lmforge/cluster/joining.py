@@ -19,13 +19,13 @@ from lmforge.cluster.rendezvous import answer_with_port, ask_rank0, hosts_to_ask
 from lmforge.cluster.waiting import REPORT_AFTER_SECONDS, print_line
 from lmforge.errors import name_some
 
-# gloo groups of all ranks: for host memory, for decisions, for checkpoints. Each connects every rank with every other.
+# The number of gloo groups of all ranks: for host memory, decisions and checkpoints. Each connects every pair of ranks.
 GLOO_GROUPS = 3
 # Shards, logs, libraries, sockets of NCCL.
 OTHER_OPEN_FILES = 1024
 # Linux's request for the IPv4 address of an interface, and where the address is in the answer.
 SIOCGIFADDR, ADDRESS_BYTES = 0x8915, slice(20, 24)
-# An address that nobody has (RFC 5737): the way to it is the default route.
+# An address that no host has (RFC 5737): the route to it is the default route.
 OUTSIDE = "192.0.2.1"
 
 
@@ -34,10 +34,10 @@ _server: dist.TCPStore | None = None
 
 
 def find_rank0(info: RankInfo) -> None:
-    """Set the variables of torchrun, MASTER_ADDR and MASTER_PORT among them, where another launcher started this process.
+    """Set torchrun's variables, including MASTER_ADDR and MASTER_PORT, where another launcher started this process.
 
-    Rank 0 starts the store on a free port, which the others ask it for. Raises UserError where nothing says where rank 0 is,
-    and RunFailed where it does not answer.
+    Rank 0 starts the store on a free port, which the others ask it for. Raises UserError where the address of rank 0 is
+    unknown, and RunFailed where it does not answer.
     """
     if info.environment == TORCHRUN.name:
         return
@@ -50,7 +50,7 @@ def find_rank0(info: RankInfo) -> None:
         else:
             address, port = ask_rank0(job_identity(info), info.rank, hosts)
         os.environ |= {"MASTER_ADDR": address, "MASTER_PORT": f"{port}"}
-    # From here on torchrun's variables count, and not those that they were read from.
+    # From here on torchrun's variables are used instead of the launcher's.
     os.environ[ENVIRONMENT_VARIABLE] = TORCHRUN.name
     os.environ |= {"RANK": f"{info.rank}", "WORLD_SIZE": f"{info.world_size}", "GROUP_RANK": f"{info.node}"}
     os.environ |= {"LOCAL_RANK": f"{info.local_rank}", "LOCAL_WORLD_SIZE": f"{info.local_world_size}"}
@@ -75,11 +75,9 @@ def connect_to_store(timeout: timedelta) -> dist.TCPStore:
 
 
 def allow_open_connections(world_size: int) -> None:
-    """Raise this process's limit on open files to what gloo's connections to all ranks take, as far as the system lets it.
-
-    The usual limit of 1,024 is less than what 512 ranks take. Where even the hard limit does not suffice, gloo connects two
-    ranks only once they have something to say. That is not the rule, since a rank that connects late waits without a time-out
-    for one that has died.
+    """Raise this process's limit on open files to what gloo's connections to all ranks need, as far as the system permits. The
+    usual limit of 1,024 is too low for 512 ranks. Where even the hard limit is too low, gloo connects two ranks only when they
+    first communicate. This is not the default, since such a rank waits without a time-out for one that has died.
     """
     needed = GLOO_GROUPS * world_size + OTHER_OPEN_FILES
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -93,17 +91,17 @@ def allow_open_connections(world_size: int) -> None:
 def choose_gloo_interface(several_hosts: bool) -> None:
     """Let gloo use the network interface that routes to the host of rank 0, unless GLOO_SOCKET_IFNAME says which.
 
-    By itself gloo takes the one that this host's name resolves to, which on many machines is the loopback.
+    By default gloo uses the one that this host's name resolves to, which on many machines is the loopback.
     """
     if "GLOO_SOCKET_IFNAME" in os.environ or not several_hosts:
         return
-    # The host of rank 0 may know its own name as the loopback; then it is the interface to the world outside.
+    # On the host of rank 0 its name may resolve to the loopback; then the interface of the default route is used.
     if name := interface_towards(os.environ["MASTER_ADDR"]) or interface_towards(OUTSIDE):
         os.environ["GLOO_SOCKET_IFNAME"] = name
 
 
 def interface_towards(host: str) -> str | None:
-    """The network interface over which this machine reaches `host`; None for the loopback, or where nothing says which."""
+    """The network interface over which this machine reaches `host`; None for the loopback, or where it cannot be determined."""
     # No route, no such name, IPv6 only, not Linux.
     with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect((host, 9))  # nothing is sent
@@ -122,11 +120,10 @@ def interface_towards(host: str) -> str | None:
 def report_missing_ranks(
     rank: int, world_size: int, what: str, patience_seconds: float = REPORT_AFTER_SECONDS
 ) -> Iterator[None]:
-    """Around code that waits for all ranks. `what` tells apart what the same processes wait for.
-
-    torch waits for all ranks in silence, and fails after minutes with a message that names none. Here each rank writes a key to
-    the store over a connection of its own (the other one is busy waiting), and the first that joined prints who has not.
-    Ranks that have not joined after `patience_seconds` are printed on stderr, and again each time the wait has doubled.
+    """For a block that waits for all ranks. `what` names the wait, of which the same processes may have several. torch waits
+    for all ranks without a message, and after minutes fails with one that names no rank. Here each rank writes a key to the
+    store over a connection of its own (the other one is busy waiting), and the first that joined prints who has not. Ranks that
+    have not joined after `patience_seconds` are printed on stderr, and again each time the wait has doubled.
     """
     joined, registered = threading.Event(), threading.Event()
 
@@ -134,13 +131,13 @@ def report_missing_ranks(
         began, pause = time.monotonic(), patience_seconds
         prefix = f"lmforge/joining-{os.environ.get(RESTARTS_VARIABLE, '')}-{what}"
         try:
-            # The rank that keeps the store may itself be late.
+            # The rank that serves the store may itself be late.
             store = connect_to_store(timedelta(hours=1))
             store.set(f"{prefix}/{rank}", "here")
             number = store.add(f"{prefix}/count", 1)
             registered.set()
             if number > 1:
-                return  # one rank looks: with thousands, all together would keep the store busy
+                return  # only one rank polls: thousands of ranks would overload the store
             while not joined.wait(pause):
                 pause = time.monotonic() - began
                 if store.add(f"{prefix}/count", 0) == world_size:
@@ -148,7 +145,7 @@ def report_missing_ranks(
                 missing = [each for each in range(world_size) if not store.check([f"{prefix}/{each}"])]
                 print_line(f"{_missing_message(missing, world_size)} after {pause:.0f} s")
         except (RuntimeError, KeyError, ValueError):
-            return  # no store answers: the rank that waits for it reports that
+            return  # the store does not answer, which the rank that waits for it reports
         finally:
             registered.set()
 

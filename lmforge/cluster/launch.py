@@ -21,7 +21,7 @@ from lmforge.errors import EXIT_PEER_LOST, UserError
 
 # After SIGTERM a rank finishes its step and saves; after this time it is killed.
 GRACE_SECONDS = 120
-# So many can be tried out even on a small machine; a machine with sixteen GPUs has many cores.
+# This many are allowed even on a small machine. (A machine with sixteen GPUs has many cores.)
 PROCESSES_PER_CORE, MIN_PROCESSES_LIMIT = 4, 16
 INTERRUPTED_STATUSES = [128 + number for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)]
 # Signals that end the ranks. SIGUSR1 is what schedulers send when the time is nearly up.
@@ -81,7 +81,7 @@ def start_ranks(
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-    meeting: dict[str, Any] = {
+    rendezvous_options: dict[str, Any] = {
         "min_nodes": 1,
         "max_nodes": 1,
         "run_id": f"lmforge-{os.getpid()}",
@@ -90,11 +90,11 @@ def start_ranks(
         "local_addr": "localhost",
     }
     if rendezvous is not None:
-        meeting = {
+        rendezvous_options = {
             "min_nodes": rendezvous.num_nodes,
             "max_nodes": rendezvous.num_nodes,
             "run_id": rendezvous.run_id,
-            # The nodes are known, and so is the order of their ranks.
+            # The nodes and the order of their ranks are fixed.
             "rdzv_backend": "static",
             "rdzv_endpoint": rendezvous.endpoint,
             "rdzv_configs": {"rank": rendezvous.node_rank},
@@ -102,12 +102,12 @@ def start_ranks(
     try:
         config = LaunchConfig(
             nproc_per_node=num_processes,
-            # torch would restart after every failure, bad input included.
+            # torch would restart after every failure, including invalid input.
             max_restarts=0,
             shutdown_timeout=GRACE_SECONDS,
             # Its own handlers would raise again at a second signal, while ranks still save; `launcher_environment` has ours.
             signals_to_handle="",
-            **meeting,
+            **rendezvous_options,
         )
         elastic_launch(config, sys.executable)("-m", "lmforge", *arguments)
     except ChildFailedError as failed:
@@ -120,7 +120,7 @@ def start_ranks(
         # The launcher ends ranks with SIGTERM when another has failed.
         by_launcher = -signal.SIGTERM
         for rank, status in statuses.items():
-            if status < 0 and status != by_launcher:  # the ranks that are left only know that a peer is gone
+            if status < 0 and status != by_launcher:  # the remaining ranks only know that a peer is lost
                 name = signal.Signals(-status).name
                 where = f" on {os.uname().nodename}" if rendezvous else ""
                 print_line(f"rank {rank}{where} was killed by {name}")
@@ -134,7 +134,8 @@ def start_ranks(
 def launch_plainly(num_processes: int, arguments: list[str], node: int, num_nodes: int, address: str, port: int) -> int:
     """Run `python -m lmforge ARGUMENTS` as the ranks of one node of several, and wait for them. Returns one status for all.
 
-    Nobody waits for another node, nor ends ranks because one has failed: the ranks find out by themselves who is missing.
+    A launcher neither waits for other nodes nor ends its ranks when another node fails: the ranks themselves detect which node
+    is missing.
     """
     common: dict[str, object] = {"WORLD_SIZE": num_nodes * num_processes, "LOCAL_WORLD_SIZE": num_processes, "GROUP_RANK": node}
     common |= {"MASTER_ADDR": address, "MASTER_PORT": port, "TORCHELASTIC_RUN_ID": "lmforge"}
@@ -162,9 +163,8 @@ class Interruption:
         self.status = 0
 
     def handle(self, number: int, frame: FrameType | None) -> None:
-        """Have the ranks end, with SIGTERM where the signal is SIGUSR1, of which processes that a rank has started would die.
-
-        A scheduler may send a signal to all processes of a job and a script to some of them again: the ranks are saving then.
+        """Make the ranks end. SIGUSR1 is passed on as SIGTERM, since it would kill processes that a rank has started. A signal
+        may arrive twice, from the scheduler and from a script; the ranks are saving by then.
         """
         from torch.distributed.elastic.multiprocessing.api import SignalException
 
@@ -183,12 +183,12 @@ def launcher_environment() -> Iterator[Interruption]:
     interruption = Interruption()
     handlers = {number: signal.signal(number, interruption.handle) for number in LAUNCHER_SIGNALS}
     environment = dict(os.environ)
-    # The launcher's own reports (a table of exit codes, "no error file defined") say less than our ranks do.
+    # The launcher's own reports (a table of exit codes, "no error file defined") are less useful than those of our ranks.
     logging.disable(logging.CRITICAL)
     # Without it torch prints a warning. Each rank sets its threads in `init_distributed`.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     os.environ[LAUNCHER_PID_VARIABLE] = str(os.getpid())
-    os.environ[ENVIRONMENT_VARIABLE] = TORCHRUN.name  # whatever else has started this process
+    os.environ[ENVIRONMENT_VARIABLE] = TORCHRUN.name  # whatever else started this process
     try:
         yield interruption
     finally:

@@ -1,6 +1,5 @@
-"""How much memory this process may still allocate, whether something fits into it, and errors that say that there was none.
-
-What a run needs, and what would have fitted, is arithmetic on its recipe (plan/). Limits of the host are in `host_memory.py`.
+"""How much memory this process may still allocate, whether something fits into it, and out-of-memory errors. What a run needs
+and what would fit is computed from its recipe in plan/. Limits of the host are in `host_memory.py`.
 """
 
 import os
@@ -15,7 +14,7 @@ import torch
 from lmforge.cluster.host_memory import AvailableMemory, available_host_memory, format_memory, read_kib_table
 from lmforge.errors import UserError
 
-# Allocations and frees that are remembered with their stacks.
+# The number of allocations and frees that are recorded with their stacks.
 MAX_MEMORY_EVENTS = 100_000
 # Both are read by torch; the second is the older name.
 ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
@@ -34,13 +33,13 @@ def is_out_of_memory(problem: BaseException) -> bool:
 
 
 def describe_request(problem: BaseException) -> str:
-    """How much memory was requested when there was none left, in words."""
+    """A description of how much memory was requested when there was none left."""
     request = _REQUESTED_BYTES_PATTERN.search(str(problem))
     return f"{format_memory(float(request[1]) * _UNITS[request[2]])} were requested" if request else "a request was refused"
 
 
 def set_allocator_defaults(environ: MutableMapping[str, str] = os.environ) -> None:
-    """Let the GPU allocator grow its segments, which loses less memory to gaps, unless the user has set it up.
+    """Let the GPU allocator expand its segments, which reduces fragmentation, unless the user has configured it.
 
     Call it before the first allocation.
     """
@@ -49,12 +48,12 @@ def set_allocator_defaults(environ: MutableMapping[str, str] = os.environ) -> No
 
 
 def record_memory(device: torch.device) -> None:
-    """Remember from now on where each block of a GPU's memory was allocated, for `write_memory_snapshot`."""
+    """Record from now on where each block of a GPU's memory is allocated, for `write_memory_snapshot`."""
     torch.cuda.memory._record_memory_history(max_entries=MAX_MEMORY_EVENTS, device=device)
 
 
 def write_memory_snapshot(path: Path) -> None:
-    """Write what the GPU's memory holds, as https://pytorch.org/memory_viz draws it."""
+    """Write a snapshot of the GPU's memory for https://pytorch.org/memory_viz."""
     torch.cuda.memory._dump_snapshot(str(path))
 
 
@@ -80,9 +79,8 @@ def check_fits(
 ) -> None:
     """Raise UserError where `what` (in words) needs more memory than this process may allocate.
 
-    `way` says what to do, or computes it from the number of free bytes. `num_ranks` of this host ask at the same time.
-
-    Asked before anything is built: the kernel would let it begin, and then kill the process without a message.
+    `way` is the advice, or a function of the free bytes that returns it. `num_ranks` of this host check at the same time. It is
+    called before anything is built, since the kernel would kill the process later without a message.
     """
     available = available_memory(device, num_ranks)
     swap = 0 if device.type == "cuda" else read_kib_table(Path("/proc/meminfo")).get("SwapFree", 0)

@@ -1,8 +1,8 @@
-"""The nodes of one run: how their launchers meet, who is missing, who is lost, and how all end with one status.
+"""The nodes of one run: how their launchers connect, which nodes are missing or lost, and how all end with one exit status.
 
 On each node one launcher (`lmforge pretrain …` with NODES_VARIABLE and its neighbours set) starts the ranks of that node. The
-first one serves a store for the others. torch's launcher, which starts the ranks, does not name a node that is missing, nor
-does it tell an interruption from bad input; that is what this store is for. Ranks themselves are in `distributed.py`.
+first one serves a store for the others. torch's launcher, which starts the ranks, does not name a missing node, and does not
+distinguish an interruption from invalid input. This store serves both. Ranks themselves are in `distributed.py`.
 """
 
 import json
@@ -31,14 +31,14 @@ from lmforge.errors import EXIT_PEER_LOST, PeerLost, UserError, name_some
 from lmforge.untrusted import cut, quoted
 
 JOIN_SECONDS = 600.0
-# A node whose launcher has sent no heartbeat for so long is lost, and so is the first node if it does not answer.
+# After this time a node whose launcher sends no heartbeat is lost, and so is the first node if it does not answer.
 LOST_AFTER_SECONDS = 60.0
 BEAT_SECONDS = 2.0
-# What ranks have to end by themselves once another node's have failed; and again, after SIGTERM.
+# The time that ranks get to end by themselves after another node's have failed; and again after SIGTERM.
 PATIENCE_SECONDS = 30.0
-# The first node waits so long for the others to read what it has decided.
+# The first node waits this long for the others to read its decision.
 READ_SECONDS = 10.0
-# Which status counts where nodes end with different ones: bad input, interrupted, failed, a lost peer.
+# The precedence of statuses where nodes end with different ones: invalid input, interrupted, failed, a lost peer.
 PRECEDENCE = [2, *INTERRUPTED_STATUSES, 1, EXIT_PEER_LOST]
 T = TypeVar("T")
 
@@ -62,7 +62,7 @@ class NodeGroup:
 
 
 def read_node_group() -> NodeGroup | None:
-    """The nodes as a launcher script says; None where there is no such script, or this is a rank already.
+    """The nodes from the variables of a launcher script; None where there is no such script, or this process is a rank.
 
     Raises UserError where the variables do not fit together.
     """
@@ -106,18 +106,18 @@ def launch_on_node(
     """As `launch_local`, together with the launchers of the other nodes: all return the same status. Where STATUS_VARIABLE
     names a file, the first node writes it there.
 
-    Returns EXIT_PEER_LOST where a node was lost: whoever has started the launchers may start them again. Raises UserError
-    where the nodes do not fit together or the port is taken, PeerLost where some do not come.
+    Returns EXIT_PEER_LOST where a node was lost: the program that started the launchers may start them again. Raises UserError
+    where the nodes do not fit together or the port is taken, PeerLost where some nodes do not join.
     """
     from torch.distributed.elastic.multiprocessing.api import SignalException
 
     with launcher_environment() as interruption:
         try:
-            meeting = NodeMeeting(group)
-            meeting.check_in(num_processes)
+            node_store = NodeStore(group)
+            node_store.check_in(num_processes)
             for number in range(max_restarts + 1):
                 words = [*arguments, *(restart_arguments if number else ())]
-                with StartAttempt(meeting, number) as attempt:
+                with StartAttempt(node_store, number) as attempt:
                     attempt.status = start_ranks(num_processes, words, interruption, attempt.rendezvous)
                 if attempt.ended_by_watcher:
                     interruption.status = 0  # the signal was our own
@@ -138,12 +138,12 @@ def launch_on_node(
 
 
 def write_status(group: NodeGroup, status: int) -> None:
-    """On the first node, leave the status of all where STATUS_VARIABLE says."""
+    """On the first node, write the status of all to the file that STATUS_VARIABLE names."""
     if group.rank == 0 and (path := os.environ.get(STATUS_VARIABLE)):
         atomic_write_text(Path(path), f"{status}\n")
 
 
-class NodeMeeting:
+class NodeStore:
     """The store of a run's launchers, from this node's point of view."""
 
     def __init__(self, group: NodeGroup) -> None:
@@ -159,12 +159,12 @@ class NodeMeeting:
                     return fn(self._store)
                 return call_bounded(partial(fn, self._store), LOST_AFTER_SECONDS)
             except (RuntimeError, TimeoutError):
-                # A call that has not returned keeps the store to itself: the next ones would wait for it.
+                # A call that has not returned blocks the store's client: later calls would wait for it.
                 self._is_cut_off = True
         raise self.group.peer_lost(0)
 
     def check_in(self, num_processes: int) -> None:
-        """Wait for all nodes, saying which are missing. Raises PeerLost when the time is over, UserError where the versions
+        """Wait for all nodes, and report which are missing. Raises PeerLost after the time limit, UserError where the versions
         or numbers of processes differ."""
         group = self.group
         own = {"lmforge": __version__, "processes": num_processes}
@@ -178,7 +178,7 @@ class NodeMeeting:
             raise (PeerLost if problem.endswith("not joined") else UserError)(problem)
 
     def _await_nodes(self) -> str | None:
-        """What to say where not all nodes have come; on the first node."""
+        """The message about nodes that have not joined; on the first node."""
         group, missing = self.group, list(range(len(self.group.names)))
 
         def are_all_here() -> bool:
@@ -221,17 +221,17 @@ class StartAttempt:
     """One start of all ranks, whose block every node enters: in it, a thread watches the other nodes and ends this one's ranks
     where one fails."""
 
-    def __init__(self, meeting: NodeMeeting, number: int) -> None:
-        self._meeting, self._group, self._prefix = meeting, meeting.group, f"attempt/{number}"
+    def __init__(self, node_store: NodeStore, number: int) -> None:
+        self._node_store, self._group, self._prefix = node_store, node_store.group, f"attempt/{number}"
         self.status = EXIT_PEER_LOST
         self.ended_by_watcher = False
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="nodes", daemon=True)
         if self._group.rank == 0:
             port = str(free_port())
-            meeting.put(f"{self._prefix}/port", port)
+            node_store.put(f"{self._prefix}/port", port)
         else:
-            port = meeting.get(f"{self._prefix}/port", JOIN_SECONDS)
+            port = node_store.get(f"{self._prefix}/port", JOIN_SECONDS)
         self.rendezvous = Rendezvous(
             len(self._group.names), self._group.rank, f"{self._group.address}:{port}", f"lmforge-{number}"
         )
@@ -248,12 +248,12 @@ class StartAttempt:
     def agree(self, may_restart: bool) -> tuple[int, bool]:
         """(status of all nodes, whether all start again). The first node decides."""
         if self._group.rank == 0:
-            return self._meeting.call(partial(self._decide, may_restart))
-        meeting, prefix = self._meeting, self._prefix
+            return self._node_store.call(partial(self._decide, may_restart))
+        node_store, prefix = self._node_store, self._prefix
         try:
-            meeting.put(f"{prefix}/status/{self._group.rank}", str(self.status))
-            status, again = json.loads(meeting.get(f"{prefix}/verdict", math.inf))
-            meeting.call(lambda store: store.add(f"{prefix}/read", 1))
+            node_store.put(f"{prefix}/status/{self._group.rank}", str(self.status))
+            status, again = json.loads(node_store.get(f"{prefix}/verdict", math.inf))
+            node_store.call(lambda store: store.add(f"{prefix}/read", 1))
         except PeerLost as problem:
             if not self.ended_by_watcher:
                 print_line(str(problem))
@@ -261,8 +261,8 @@ class StartAttempt:
         return int(status), bool(again)
 
     def _decide(self, may_restart: bool, store: Any) -> tuple[int, bool]:
-        """What `agree` returns on all nodes, from the status of each; on the first node."""
-        meeting, num_nodes, heartbeats = self._meeting, len(self._group.names), _PeerHeartbeats()
+        """The result of `agree` for all nodes, from the status of each; on the first node."""
+        node_store, num_nodes, heartbeats = self._node_store, len(self._group.names), _PeerHeartbeats()
         statuses = {0: self.status}
         store.set(f"{self._prefix}/status/0", str(self.status))
 
@@ -270,31 +270,31 @@ class StartAttempt:
             for rank in set(range(num_nodes)) - statuses.keys():
                 if store.check([key := f"{self._prefix}/status/{rank}"]):
                     statuses[rank] = int(store.get(key))
-                elif rank in meeting.lost or heartbeats.is_lost(store, rank):
-                    meeting.lost.add(rank)
+                elif rank in node_store.lost or heartbeats.is_lost(store, rank):
+                    node_store.lost.add(rank)
                     statuses[rank] = EXIT_PEER_LOST
             return len(statuses) == num_nodes
 
         wait_until(have_all_ended)
         status = next((each for each in PRECEDENCE if each in statuses.values()), max(statuses.values()))
-        again = status == EXIT_PEER_LOST and may_restart and not meeting.lost
+        again = status == EXIT_PEER_LOST and may_restart and not node_store.lost
         store.set(f"{self._prefix}/verdict", json.dumps([status, again]))
-        readers = num_nodes - 1 - len(meeting.lost)
-        # The store goes with this process.
+        readers = num_nodes - 1 - len(node_store.lost)
+        # The store ends with this process.
         wait_until(lambda: store.add(f"{self._prefix}/read", 0) >= readers, READ_SECONDS)
         return status, again
 
     def _watch(self) -> None:
-        """Tell the others that this node is there; end its ranks when another one's have failed or it is lost."""
+        """Send heartbeats of this node; end its ranks when another node is lost or its ranks have failed."""
         heartbeats, failed_at = _PeerHeartbeats(), None
         while not self._stop.wait(BEAT_SECONDS):
             try:
-                lost, has_failed = self._meeting.call(partial(self._look, heartbeats))
+                lost, has_failed = self._node_store.call(partial(self._look, heartbeats))
             except PeerLost as problem:
                 self._end_ranks(str(problem))
                 return
             if lost:
-                self._end_ranks(f"{self._group.describe(lost)}: not heard of for {LOST_AFTER_SECONDS:.0f} s")
+                self._end_ranks(f"{self._group.describe(lost)}: no heartbeat for {LOST_AFTER_SECONDS:.0f} s")
                 return
             if has_failed and failed_at is None:
                 failed_at = time.monotonic()
@@ -308,7 +308,7 @@ class StartAttempt:
         store.set(f"beat/{group.rank}", str(time.monotonic()))
         others = [rank for rank in range(len(group.names)) if rank != group.rank]
         if group.rank == 0 and (lost := [rank for rank in others if heartbeats.is_lost(store, rank)]):
-            self._meeting.lost |= set(lost)
+            self._node_store.lost |= set(lost)
             store.set(f"{prefix}/lost", json.dumps(lost))
         if store.check([f"{prefix}/lost"]):
             return json.loads(store.get(f"{prefix}/lost")), False
@@ -322,7 +322,7 @@ class StartAttempt:
         if reason and self._group.rank in (0, 1):
             print_line(f"{reason}; the ranks of {self._group.names[self._group.rank]} end")
         os.kill(os.getpid(), signal.SIGTERM)
-        # They may wait for ranks that are gone, without end, and have nothing to save.
+        # They may wait forever for lost ranks, and have nothing to save.
         if not self._stop.wait(PATIENCE_SECONDS):
             for process in _children():
                 with suppress(ProcessLookupError):
@@ -336,7 +336,7 @@ class _PeerHeartbeats:
         self._seen: dict[int, tuple[bytes, float]] = {}
 
     def is_lost(self, store: Any, rank: int) -> bool:
-        """Whether a node has been silent for LOST_AFTER_SECONDS, as far as this object has been asked."""
+        """Whether a node has sent no heartbeat for LOST_AFTER_SECONDS, as seen in calls to this object."""
         key, now = f"beat/{rank}", time.monotonic()
         value = store.get(key) if store.check([key]) else b""
         last, since = self._seen.get(rank, (None, now))

@@ -1,4 +1,4 @@
-"""Other processes: programs of schedulers and MPI, called with a time limit, and what Linux says of a process."""
+"""Other processes: calls of scheduler and MPI programs with a time limit, and information from /proc."""
 
 import subprocess
 from collections.abc import Sequence
@@ -15,7 +15,7 @@ NOT_INSTALLED, NO_ANSWER = 127, 124
 
 
 def call(command: Sequence[str], what: str) -> str:
-    """What a command prints. Raises UserError, beginning with `what`, where it fails or is not there."""
+    """The output of a command. Raises UserError, beginning with `what`, where it fails or is not installed."""
     status, printed, message = try_call(command)
     if status != 0:
         raise UserError(f"{what}: {message}")
@@ -38,7 +38,7 @@ def try_call(command: Sequence[str]) -> tuple[int, str, str]:
 
 @dataclass(frozen=True)
 class ProcessStat:
-    """What /proc says of a process: the letter of its state, its parent, and when it began, in clock ticks since the boot."""
+    """A process as in /proc: the letter of its state, its parent, and its start time in clock ticks since boot."""
 
     state: str
     parent: int
@@ -46,10 +46,10 @@ class ProcessStat:
 
 
 def read_process_stat(process: int) -> ProcessStat | None:
-    """What Linux says of a process; None where it has ended, or the system has no /proc."""
+    """A process from /proc; None where it has ended, or the system has no /proc."""
     try:
         text = Path(f"/proc/{process}/stat").read_text(encoding="utf-8", errors="replace")
     except OSError:
         return None
-    fields = text.rpartition(")")[2].split()  # before it is the name of the command, which may be anything
+    fields = text.rpartition(")")[2].split()  # before it is the name of the command, which may contain any characters
     return ProcessStat(fields[0], int(fields[1]), fields[19])

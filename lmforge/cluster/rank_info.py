@@ -1,6 +1,6 @@
 """The rank of this process, how often its launcher has restarted it, and its part of the cores.
 
-No torch here: the rank is needed before torch is imported. Which variables say so, `environment.py` knows.
+This module does not import torch, since the rank is needed before that. The variables of launchers are in `environment.py`.
 """
 
 import os
@@ -27,16 +27,15 @@ def count_restarts() -> int:
 
 
 def launcher_identity() -> str | None:
-    """The process of torchrun that started this rank, the same when it starts it anew; None without torchrun.
+    """The process of torchrun that started this rank, the same after a restart of the rank; None without torchrun.
 
-    How often it has restarted the ranks, each of several torchruns counts by itself, and none of them counts a start that a
-    host made by joining or leaving.
+    Each torchrun has its own restart count, and none counts a restart caused by a host that joined or left.
     """
     if "TORCHELASTIC_RUN_ID" not in os.environ:
         return None
     parent = os.getppid()
     stat = read_process_stat(parent)
-    # A process number is used again, but not at the same time of the same boot.
+    # A process id can be reused, but not with the same start time in the same boot.
     return f"{platform.node()} {parent} {stat.started if stat else ''}"
 
 

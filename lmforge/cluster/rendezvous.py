@@ -1,8 +1,9 @@
-"""Where the ranks of Slurm, MPI and LSF meet: the hosts of the job, and the free port that rank 0 tells the others.
+"""How the ranks of Slurm, MPI and LSF connect: the hosts of the job, and the free port that rank 0 sends to the others.
 
 torchrun sets MASTER_ADDR and MASTER_PORT. Elsewhere rank 0 takes a free port for the store, and answers on one of a few ports
 that follow from the job's identity; the others ask there, on the first hosts of the job. Answers for other jobs are ignored, so
-two jobs on one host do not meet. Both variables are used as they are where a batch script has set them. No torch here.
+two jobs on one host do not mix. Where a batch script has set both variables, they are used unchanged. This module does not
+import torch.
 """
 
 import hashlib
@@ -22,7 +23,7 @@ from lmforge.errors import RunFailed, UserError
 from lmforge.untrusted import describe_os_error, quoted
 
 NUM_CANDIDATE_PORTS = 8
-# Below those that systems give to outgoing connections. docs/clusters.md tells a firewall to let them pass.
+# Below the ports that systems use for outgoing connections. docs/clusters.md lists them for firewalls.
 PORTS = range(20_000, 32_000)
 # The host of rank 0 is the first one, unless ranks were distributed in another order.
 MAX_HOSTS_ASKED = 16
@@ -90,10 +91,9 @@ def job_identity(info: RankInfo, environ: Mapping[str, str] = os.environ) -> str
 
 
 def _identity_from_hydra() -> str:
-    """MPICH's mpiexec has no variable for it. On each host a proxy of it starts the ranks, whose arguments say
-    where mpiexec listens.
-
-    It also answers on the socket that ranks inherit, but then takes the end of a rank for a crash, and kills the others.
+    """MPICH's mpiexec has no variable for it. On each host a proxy process starts the ranks, and its arguments contain the
+    address of mpiexec. The socket that ranks inherit would tell too, but then mpiexec takes the end of a rank for a crash, and
+    kills the others.
     """
     process = os.getpid()
     while process > 1 and (stat := read_process_stat(process)):
@@ -113,7 +113,7 @@ def _set_both_hint(reason: str) -> str:
 
 
 def hosts_to_ask(info: RankInfo, environ: Mapping[str, str] = os.environ) -> list[str]:
-    """Where rank 0 may be. Raises UserError where nothing says so."""
+    """The hosts where rank 0 may be. Raises UserError where they are unknown."""
     if address := environ.get("MASTER_ADDR"):
         return [address]
     if info.local_world_size == info.world_size:
@@ -141,9 +141,8 @@ def listen(port: int) -> socket.socket:
 
 
 def free_port() -> int:
-    """A port on which nobody listens, for a process that will begin to listen later.
-
-    It is not one of those that systems give to outgoing connections: one of them could take it until then. Raises RunFailed.
+    """A free port for a process that will listen on it later. It is not one that systems use for outgoing connections, which
+    could take it until then. Raises RunFailed.
     """
     for port in random.SystemRandom().sample(PORTS, 100):
         with suppress(OSError), listen(port):
@@ -193,7 +192,7 @@ def _read_line(connection: socket.socket) -> str:
 
 
 def ask_rank0(identity: str, rank: int, hosts: list[str]) -> tuple[str, int]:
-    """Ask rank 0 for the port of its store, again and again until it is there. Returns its host too.
+    """Ask rank 0 for the port of its store, repeatedly until it answers. Returns its host too.
 
     Raises RunFailed after MAX_WAIT_SECONDS.
     """
@@ -218,7 +217,7 @@ def ask_rank0(identity: str, rank: int, hosts: list[str]) -> tuple[str, int]:
 
 
 def own_address(hosts: list[str]) -> str:
-    """The one of `hosts` that this machine is, by the name under which the others know it; its own name if it is none."""
+    """This machine's name in `hosts`, by which the others know it; its own name if it is not in `hosts`."""
     for host in hosts:
         with suppress(OSError):
             family, kind, _, _, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]

@@ -1,7 +1,6 @@
-"""Ranks that are left over where ranks work together in groups: they stand by until the others are done.
-
-After a host was lost, five ranks may be left of a job whose model is split over two. Four of them go on; the fifth waits, and
-takes part again when all ranks are started anew with more hosts. It joins no process group.
+"""Standby ranks: ranks left over where ranks work in groups, which wait until the others are done. For example, five ranks may
+remain of a job whose model is split over two ranks. Four of them train; the fifth waits, and takes part again when all ranks
+are restarted with more hosts. It joins no process group.
 """
 
 import os
@@ -25,11 +24,11 @@ _standby_ranks = range(0)
 
 
 def leave_out_ranks(group_size: int) -> bool:
-    """Go on with as many ranks as fill groups of `group_size`, and say whether this one is left over.
+    """Continue with as many ranks as fill groups of `group_size`. Returns whether this rank is left over.
 
-    Every rank calls it before `init_distributed`, for which WORLD_SIZE and LOCAL_WORLD_SIZE are then those of the ranks that go
-    on. Where there are fewer than one group, nothing is changed: the caller refuses that. Raises UserError and RunFailed as
-    `find_rank0` does.
+    Every rank calls it before `init_distributed`, which then sees WORLD_SIZE and LOCAL_WORLD_SIZE of the remaining ranks. With
+    fewer ranks than one group nothing is changed, and the caller refuses that. Raises UserError and RunFailed as `find_rank0`
+    does.
     """
     global _standby_ranks
     info = read_rank_info()
@@ -39,7 +38,7 @@ def leave_out_ranks(group_size: int) -> bool:
     find_rank0(info)
     world_size = info.world_size - left_over
     _standby_ranks = range(world_size, info.world_size)
-    # The ranks of a host are neighbours.
+    # The ranks of a host are consecutive.
     local_world_size = min(info.local_world_size, world_size - (info.rank - info.local_rank))
     if info.rank in _standby_ranks:
         return True
@@ -48,7 +47,7 @@ def leave_out_ranks(group_size: int) -> bool:
 
 
 def describe_standby() -> list[str]:
-    """A line for the log that names the ranks that stand by; none where there are none."""
+    """A log line that names the standby ranks; empty where there are none."""
     if not _standby_ranks:
         return []
     ranks = ", ".join(map(str, _standby_ranks))
@@ -63,13 +62,13 @@ def stand_by() -> int:
     """
     rank, received = os.environ["RANK"], list[int]()
     for number in SIGNALS:
-        # A scheduler's signal to save is for all; torchrun ends ranks with SIGTERM before it starts them anew.
+        # A scheduler's signal to save goes to all ranks; torchrun ends ranks with SIGTERM before it restarts them.
         if number != signal.SIGTERM or "TORCHELASTIC_RUN_ID" not in os.environ:
             signal.signal(number, lambda received_now, _: received.append(received_now))
     print_line(describe_standby()[0])
     try:
         store = connect_to_store(CONNECTION)
-        # A store may outlive a start of the ranks, so what releases them is named anew by each.
+        # A store may outlive one start of the ranks, so each start has its own name for the key that releases them.
         name = f"{socket.gethostname()}-{os.getpid()}"
         store.set(_registration(rank), name)
         wait_until(lambda: bool(store.check([_release(name)])))
@@ -80,7 +79,7 @@ def stand_by() -> int:
 
 
 def release_standby(rank: int) -> None:
-    """On rank 0, let the ranks end that stand by; they may only just have been started."""
+    """On rank 0, release the standby ranks, which may have started only just now."""
     if rank != 0 or not _standby_ranks:
         return
     # It is gone, or the store is.

@@ -1,6 +1,5 @@
-"""Waiting for other processes and nodes: polling that says so, and calls that a cut network leaves without an answer.
-
-No torch here: `rendezvous.py` waits before torch is imported.
+"""Waiting for other processes and nodes: polling with progress messages, and calls that may never return over a broken network.
+This module does not import torch, since `rendezvous.py` waits before that.
 """
 
 import math
@@ -13,7 +12,8 @@ from concurrent.futures import Future
 from typing import TypeVar
 
 T = TypeVar("T")
-# Pauses grow from the first to the last: what is there at once is seen at once, and thousands of ranks ask one store.
+# Pauses grow from the first to the last value: an early success is noticed at once, and thousands of ranks do not overload the
+# store.
 FIRST_PAUSE_SECONDS, LAST_PAUSE_SECONDS, PAUSE_FACTOR = 0.01, 0.2, 1.5
 REPORT_AFTER_SECONDS = 30.0
 CONNECT_SECONDS = 5.0
@@ -39,9 +39,8 @@ def wait_until(reached: Callable[[], bool], seconds: float = math.inf, report: C
 
 
 def await_listener(address: str, port: int, seconds: float, report: Callable[[str, float], str] | None = None) -> None:
-    """Wait until somebody listens there. Raises OSError where nobody does, which says more than what torch prints then.
-
-    report: as of `wait_until`; it is given the reason too.
+    """Wait until the port accepts connections. Raises OSError otherwise, which is clearer than torch's own message. report: as
+    for `wait_until`, with the reason as first argument.
     """
     problem: OSError | None = None
 
@@ -83,13 +82,12 @@ def start_in_thread(fn: Callable[[], T], name: str) -> Future[T]:
 
 
 def call_bounded(fn: Callable[[], T], seconds: float) -> T:
-    """What `fn` returns or raises; TimeoutError where it is not done in time, and goes on in a thread.
-
-    Over a network that is cut, a call of a TCPStore returns neither its answer nor a time-out, and hears no signal.
+    """Call `fn` in a thread, and return or raise its result. Raises TimeoutError where it takes too long; the thread continues.
+    Over a broken network, a call of a TCPStore neither returns nor times out, and ignores signals.
     """
     return start_in_thread(fn, "bounded call").result(seconds)
 
 
 def print_line(line: str) -> None:
-    """Print a line of a process that waits on standard error."""
+    """Print the line of a waiting process on standard error."""
     print(f"lmforge: {line}", file=sys.stderr, flush=True)

@@ -1,4 +1,4 @@
-"""How the global batch is cut into micro-batches: the one place where batch sizes are derived."""
+"""How the global batch is cut into micro-batches. Only this module derives batch sizes."""
 
 import math
 from dataclasses import dataclass

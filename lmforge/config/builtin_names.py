@@ -1,7 +1,6 @@
-"""The built-in names, and the implementation of each, which is imported when it is first used. No torch here.
-
-They are registered in the same way as those of plugins, with `registry.register`. Which kinds there are, and what an
-implementation is called with, is in docs/extending.md.
+"""The built-in names, and the implementation of each, which is imported when it is first used. This module does not import
+torch. The names are registered as those of plugins are, with `registry.register`. docs/extending.md lists the kinds and the
+arguments of an implementation.
 """
 
 from typing import Any
@@ -63,7 +62,7 @@ BUILT_IN_NAMES: dict[str, dict[str, str]] = {
     },
     "reward": {"python_code": "lmforge.rewards.builtin:python_code"},
 }
-# What must be known about a name without importing its implementation (docs/extending.md).
+# Properties of a name that are needed without importing its implementation (docs/extending.md).
 FACTS: dict[tuple[str, str], dict[str, Any]] = {
     ("optimizer", "adamw"): {"reads_found_inf": True},
     ("optimizer", "muon"): {"reads_found_inf": True, "needs_matrices": True},

@@ -1,4 +1,4 @@
-"""Options of plugins become part of the config classes, so that they are read, checked and explained as any other.
+"""Adds the options of plugins to the config classes, so that they are read, checked and explained like any other.
 
 An entry of the registry with options has a section of its name in the section where its kind is chosen: `[optimizer.NAME]`.
 """

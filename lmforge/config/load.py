@@ -19,7 +19,7 @@ from lmforge.registry import KINDS, did_you_mean, names_unchecked
 StageConfigT = TypeVar("StageConfigT", bound=StageConfig)
 
 STAGES: dict[str, type[StageConfig]] = {"pretrain": PretrainConfig, "sft": SftConfig, "align": AlignConfig}
-# What a stage that resumes is given, whatever its arguments and recipe say: what was to be deleted has been.
+# Options that override arguments and recipe when a stage resumes: what was to be deleted has been deleted.
 RESUME_ARGUMENTS = ["--run.overwrite", "false", "--run.resume", "auto"]
 # Options that may be typed without their section.
 SHORT_OPTIONS = {
@@ -56,7 +56,7 @@ def read_config(recipe: Path) -> StageConfig:
 
 
 def read_record(recipe: Path) -> StageConfig:
-    """The config of a recipe that a run has recorded, without loading its plugins: their names stand, their options are left
+    """The config of a recipe that a run has recorded, without loading its plugins: their names are kept, their options are left
     out. Raises UserError."""
     table = read_recipe(recipe)
     options_class = config_class(table, str(recipe))
@@ -110,7 +110,7 @@ def parse_config(options_class: type[StageConfigT], arguments: list[str]) -> Sta
     table = read_recipe(recipe) if recipe else {}
     stage = _stage_of(table, str(recipe))
     options_class = cast("type[StageConfigT]", options_class.FOR_STAGE.get(stage or "", options_class))
-    # Before options that only the other stage has are refused.
+    # Checked before options that only the other stage has are refused.
     if stage not in (None, options_class.of_stage):
         verb = options_class.of_verb or options_class.of_stage
         raise UserError(f"{recipe}: this recipe is for `lmforge {stage}`, not for `lmforge {verb}`")

@@ -105,7 +105,7 @@ class PhaseOptions(Options):
 
     @property
     def weight_table(self) -> dict[str, Fraction]:
-        """The weights by the name of their source; empty where the sources' own hold."""
+        """The weights by the name of their source; empty where the sources' own weights are used."""
         return {pair.partition("=")[0]: self._weight_of(pair) or Fraction(0) for pair in self.weights}
 
 
@@ -116,7 +116,7 @@ def is_remote(folder: str) -> bool:
 
 
 def folder_problems(folder: str, name: str) -> Iterator[str]:
-    """What is wrong with a path that is no address."""
+    """The problem of a path that is not an address."""
     if not is_remote(folder) and is_impossible_path(Path(folder)):
         yield f"{name}: {POSSIBLE_PATH}"
 
@@ -124,7 +124,7 @@ def folder_problems(folder: str, name: str) -> Iterator[str]:
 def mixture_problems(
     sources: Sequence[AnySourceOptions], phases: Sequence[PhaseOptions], sequence_length: int
 ) -> Iterator[str]:
-    """What is wrong with sources and phases together, in lines for the user."""
+    """Problems of sources and phases in combination, as lines for the user."""
     names = Counter(source.label for source in sources)
     if double := [name for name, count in names.items() if count > 1]:
         yield f"data.sources: two sources are called {double[0]}; give each a name"
@@ -133,7 +133,7 @@ def mixture_problems(
         if unknown := [name for name in phase.weight_table if name not in names]:
             yield f"{where}: there is no source {quoted(unknown[0])}; the sources are {', '.join(names)}"
         if phase.steps is None and phase.tokens is None and not is_last:
-            yield f"{where}: give its steps or tokens: only the last phase goes on to the end of the run"
+            yield f"{where}: give its steps or tokens: only the last phase lasts to the end of the run"
         if phase.sequence_length is not None and phase.sequence_length > sequence_length:
             yield (
                 f"{where}: its sequence_length = {phase.sequence_length} is more than data.sequence_length = {sequence_length},"

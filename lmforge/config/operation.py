@@ -1,4 +1,4 @@
-"""The sections of a recipe that say how a run is watched, logged and started; none changes what is trained."""
+"""The sections of a recipe about monitoring, logging and launching; none changes the training."""
 
 import re
 from collections.abc import Iterator
@@ -13,7 +13,7 @@ from lmforge.untrusted import quoted
 EnvironmentName = Literal["auto", "single", "torchrun", "slurm", "openmpi", "mpich", "pals", "lsf"]
 ENVIRONMENT = option("auto", "launcher that started the ranks, if it is not detected; single: none, each process trains alone")
 MAX_PORT = 65_535
-# Of libraries and trackers that a run may need; schedulers pass on the whole environment by themselves.
+# Variables of libraries and trackers that a run may need; schedulers forward the whole environment by themselves.
 FORWARDED_VARIABLES = ("HF_*", "NCCL_*", "GLOO_*", "TORCH_*", "WANDB_*", "OMP_*", "LMFORGE_*", "PYTHONPATH", "LD_LIBRARY_PATH")
 
 

@@ -1,6 +1,6 @@
 """Declaring options, and reading them: a TOML recipe and a command line become one validated tree of pydantic models.
 
-Nothing here knows what an option means: it merges, validates and explains. Recipe and command line go through the same
+This module merges, validates and explains options, independent of their meaning. Recipe and command line go through the same
 validation, so both give the same error message. `to_toml` writes a tree as a recipe.
 """
 
@@ -36,15 +36,15 @@ POSSIBLE_PATH = f"expected a path of names of at most {MAX_NAME_BYTES} bytes, wi
 class Options(BaseModel):
     """A group of options; keys that are not declared are refused."""
 
-    # Validators are built when first used: help needs none, and answers the sooner.
+    # Validators are built when first used, since help does not need them.
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, defer_build=True)
     # Two ways to say one thing, as pairs of (section, option): the one on the command line replaces the other in a recipe.
     ALTERNATIVES: ClassVar[Alternatives] = ()
-    # Of a verb with many options those that most people need, in the order in which help lists them.
+    # For a verb with many options: those that most people need, in the order in which help lists them.
     ESSENTIAL: ClassVar[tuple[str, ...]] = ()
 
     def problems(self) -> Iterator[str]:
-        """What is wrong with options that are valid one by one, in lines for the user. The first of them is reported."""
+        """Problems of options that are valid individually, as lines for the user. The first one is reported."""
         return iter(())
 
     @field_validator("*")
@@ -168,12 +168,13 @@ def validate_options(
 ) -> OptionsT:
     """`table` as an `options_class`, strictly: a number in quotes is not a number. Raises UserError as `parse_options` does."""
     try:
-        # JSON mode is strict about types and still takes text for a path and a list for a tuple. TOML has dates, JSON has not.
+        # JSON mode is strict about types and still takes text for a path and a list for a tuple. TOML has dates, which JSON
+        # lacks.
         content = json.dumps(_with_none_values(options_class, table), default=str, ensure_ascii=False)
         return options_class.model_validate_json(content, strict=True)
     except ValidationError as problem:
         error = first_error(problem)
-    if error["type"] == "value_error":  # raised by our own validators, in their own words
+    if error["type"] == "value_error":  # raised by our own validators, with their own message
         message = str(error["ctx"]["error"])
         raise UserError(f"{source}: {message}" if source else message)
     path = tuple(part for part in error["loc"] if isinstance(part, str))
@@ -202,7 +203,7 @@ def _with_none_values(options_class: type[BaseModel], table: dict[str, Any]) -> 
 
 
 def _did_you_mean(options_class: type[Options], path: OptionPath, in_tables: bool = True) -> str:
-    """A hint at the option that was probably meant: in the section that was named, else anywhere."""
+    """A hint at the option that was probably meant: in the named section, otherwise in any."""
     typed = cut(".".join(path)).replace("-", "_")
     section, _, last = typed.rpartition(".")
     full = [".".join(known) for known, _ in iter_options(options_class, in_tables=in_tables)]
@@ -281,7 +282,7 @@ def _is_option_name(word: str) -> bool:
 
 
 def _parse_command_line(options_class: type[Options], arguments: list[str]) -> dict[OptionPath, Any]:
-    """What `arguments` give, by option. Of an option given twice the last counts."""
+    """What `arguments` give, by option. If an option is given twice, the last value counts."""
     known = dict(iter_options(options_class))
     given: dict[OptionPath, Any] = {}
     for word in arguments:

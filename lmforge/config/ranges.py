@@ -1,15 +1,14 @@
-"""How large each kind of number may be, in options and in model configs: wider than any machine needs, and never unbounded.
-
-A number without a bound is a job without an end, or a size that overflows where sizes are multiplied. Each range is a dict of
-pydantic's bounds: `steps: int = option(1000, "…", **COUNT)`. Whether sizes fit together into memory is checked later, by
-cluster/memory.py and plan/out_of_memory.py.
+"""How large each kind of number may be, in options and in model configs: larger than any machine needs, but always bounded. An
+unbounded number could be a job that never ends, or a size that overflows in a product. Each range is a dict of pydantic's
+bounds: `steps: int = option(1000, "…", **COUNT)`. Whether sizes fit together into memory is checked later, by cluster/memory.py
+and plan/out_of_memory.py.
 """
 
 from typing import Any
 
 Range = dict[str, Any]
 
-COUNT: Range = {"gt": 0, "le": 10**9}  # steps, examples, files: what takes time and little memory
+COUNT: Range = {"gt": 0, "le": 10**9}  # steps, examples, files: numbers that cost time but little memory
 COUNT_OR_0: Range = {"ge": 0, "le": 10**9}
 SEQUENCES: Range = {"gt": 0, "le": 2**24}  # in one batch, of all ranks
 LENGTH: Range = {"gt": 0, "le": 2**26}  # tokens of a sequence
@@ -22,7 +21,7 @@ TOKEN_ID: Range = {"ge": 0, "lt": 2**24}
 SEED: Range = {"ge": 0, "le": 2**62}
 
 FRACTION: Range = {"ge": 0, "le": 1}
-PROBABILITY: Range = {"ge": 0, "lt": 1}  # of what may not be certain, such as dropout
+PROBABILITY: Range = {"ge": 0, "lt": 1}  # probabilities that must be below 1, such as dropout
 NONZERO_FRACTION: Range = {"gt": 0, "le": 1}
 SCALE: Range = {"gt": 0, "le": 1e36}  # learning rates, weights of losses, temperatures: what fp32 holds
 SCALE_OR_0: Range = {"ge": 0, "le": 1e36}

@@ -39,7 +39,8 @@ DType = Literal["auto", "fp32", "bf16"]
 ConversationFormat = Literal["auto", "messages", "sharegpt", "alpaca", "prompt-completion", "text"]
 ExampleFormat = Literal[ConversationFormat, "prompts"]
 
-# One forward pass of this many tokens keeps matrix multiplications busy on every device we know; more costs memory.
+# A forward pass with this many tokens is large enough for efficient matrix multiplications on every known device; more tokens
+# cost memory.
 COMFORTABLE_MICRO_BATCH_TOKENS = 16_384
 DEFAULT_GLOBAL_BATCH_SIZE = 32
 # torch's name of each sharding (ShardingStrategy), which `parallel.sharding` takes too.
@@ -253,7 +254,7 @@ class TrainOptions(Options):
     @field_validator("callbacks", mode="before")
     @classmethod
     def _take_list(cls, given: Any) -> Any:
-        """A list, also where a validator of the whole section has made Python of JSON, of which a tuple is expected."""
+        """Accepts a list too, where a validator of the whole section has parsed JSON, since a tuple is expected."""
         return tuple(given) if isinstance(given, list) else given
 
     def problems(self) -> Iterator[str]:

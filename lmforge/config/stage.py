@@ -1,4 +1,5 @@
-"""What the config of every training stage has: its sections, and the combinations that are refused; and that of pretraining."""
+"""The config that all training stages share (its sections, and the combinations that are refused), and the config of
+pretraining."""
 
 import math
 from collections.abc import Iterator, Mapping
@@ -36,7 +37,7 @@ from lmforge.config.sections import (
 from lmforge.errors import UserError, nearest_multiples
 from lmforge.untrusted import name_problem
 
-# What `--help` lists of every stage after what is its own.
+# The options that `--help` lists for every stage, after the stage's own.
 ESSENTIAL_TO_TRAINING = (
     "train.steps",
     "train.epochs",
@@ -63,7 +64,7 @@ class StageConfig(Options):
 
     of_stage: ClassVar[Stage] = "pretrain"
     of_verb: ClassVar[str | None] = None
-    # The class that a verb takes instead for a recipe of another stage.
+    # The class that a verb uses instead for a recipe of another stage.
     FOR_STAGE: ClassVar[Mapping[str, "type[StageConfig]"]] = {}
     ESSENTIAL: ClassVar[tuple[str, ...]] = ("model.preset", "model.source", *ESSENTIAL_TO_TRAINING)
     ALTERNATIVES: ClassVar[Alternatives] = (

@@ -8,9 +8,9 @@ import torch
 
 from lmforge.data.packing import PackedSequences
 
-# Fewest document starts of a sequence, so that most batches have as many.
+# The minimum size of a sequence's document starts, so that most batches have the same size.
 MIN_DOCUMENT_STARTS = 8
-# What an objective reports of a batch, by name: (sum, count), so that any reduction over batches and ranks is exact.
+# The metrics of a batch by name, as (sum, count), so that any reduction over batches and ranks is exact.
 Metrics = dict[str, tuple[torch.Tensor, torch.Tensor]]
 
 
@@ -70,7 +70,7 @@ class Batch:
 
     @classmethod
     def from_token_lists(cls, token_lists: Sequence[Sequence[int]]) -> Self:
-        """One document a sequence, padded at its end to the longest; nothing is scored."""
+        """One document per sequence, padded at the end to the longest; no label is scored."""
         sequences = PackedSequences.empty(len(token_lists), max(map(len, token_lists)))
         for sequence, tokens in zip(sequences, token_lists, strict=True):
             sequence.put_document(tokens)
@@ -114,7 +114,8 @@ class Batch:
         return self.map(lambda tensor: tensor[index])
 
     def with_document_starts(self) -> "Batch":
-        """The batch with `document_starts`, as many of each sequence, a power of two: shapes of batches should be few."""
+        """The batch with `document_starts`, padded to a power of two per sequence, so that batches have few different
+        shapes."""
         begins = torch.ones_like(self.document_ids, dtype=torch.bool)
         begins[:, 1:] = self.document_ids[:, 1:] != self.document_ids[:, :-1]
         most = max(MIN_DOCUMENT_STARTS, int(begins.sum(1).max()))
@@ -124,7 +125,7 @@ class Batch:
         return replace(self, document_starts=starts)
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> "Batch":
-        """The batch on a device; on a GPU with `document_starts`, which are computed before, on the host."""
+        """The batch on a device; on a GPU with `document_starts`, which are computed on the host first."""
         if self.document_starts is None and self.tokens.device.type == "cpu" and torch.device(device).type == "cuda":
             return self.with_document_starts().to(device, non_blocking)
         return self.map(lambda tensor: tensor.to(device, non_blocking=non_blocking))

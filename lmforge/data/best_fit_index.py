@@ -39,7 +39,7 @@ from lmforge.data.shards.storage import read_with_retries
 from lmforge.errors import UserError
 from lmforge.untrusted import MAX_MANIFEST_BYTES, parse_json
 
-# Raised whenever the same tokens would give other sequences, or other files.
+# Incremented whenever the same tokens would give other sequences or files.
 BEST_FIT_VERSION = 1
 # Approximate size of a group: large enough that its sequences have hardly any padding. 16 MB of tokens at a length of 2,048.
 GROUP_SEQUENCES = 4096
@@ -47,7 +47,7 @@ GROUP_SEQUENCES = 4096
 
 @dataclass(frozen=True, slots=True)
 class IndexEntry:
-    """The index of one shard of so many `tokens`: its sequences and spans, and the xxh3 of its checksums in hexadecimal."""
+    """The index of one shard: its numbers of tokens, sequences and spans, and the xxh3 of its checksums in hexadecimal."""
 
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]{1,100}$")]
     tokens: Count
@@ -71,7 +71,7 @@ class IndexEntry:
 
 @dataclass(frozen=True)
 class BestFitManifest:
-    """best-fit-LENGTH.json; `tokens` is the digest of the split that it is of."""
+    """The content of best-fit-LENGTH.json; `tokens` is the digest of its split."""
 
     version: int
     sequence_length: Count
@@ -93,7 +93,7 @@ def best_fit_lengths(folder: TokenFolder) -> list[int]:
 
 
 def describe_best_fit(folder: TokenFolder, sequence_length: int) -> str:
-    """A line that describes an index, or says what is wrong with it. A folder can be used without an index."""
+    """A line that describes an index, or its damage. A folder can be used without an index."""
     try:
         return BestFitIndex.open(folder, sequence_length).describe()
     except UserError as problem:
@@ -188,7 +188,8 @@ class BestFitIndex:
 
     @classmethod
     def open(cls, folder: TokenFolder, sequence_length: int, *, check_sizes: bool = True) -> Self:
-        """Raises UserError where the folder has no index for this length, or it is damaged or of other tokens."""
+        """Raises UserError where the folder has no index for this length, or the index is damaged or belongs to other
+        tokens."""
         name, hint = manifest_name(sequence_length), pack_again_hint(folder.path, sequence_length)
         path = folder.path / name
         if (digest := folder.manifest.best_fit.get(str(sequence_length))) is None:
@@ -222,17 +223,17 @@ class BestFitIndex:
 
     @cached_property
     def _first_sequences(self) -> list[int]:
-        """The first sequence of each shard, and how many there are."""
+        """The first sequence of each shard, and at the end the number of sequences."""
         return list(accumulate((entry.sequences for entry in self.manifest.shards), initial=0))
 
     @cached_property
     def _first_tokens(self) -> list[int]:
-        """The first token of each shard, and how many there are."""
+        """The first token of each shard, and at the end the number of tokens."""
         return list(accumulate((entry.tokens for entry in self.manifest.shards), initial=0))
 
     @property
     def hint(self) -> str:
-        """What to do where it is damaged."""
+        """The advice for a damaged index."""
         return pack_again_hint(self.folder.path, self.manifest.sequence_length)
 
     @property

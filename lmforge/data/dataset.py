@@ -1,8 +1,6 @@
-"""Sample number → packed sequence: all that a trainer needs of its data.
-
-There is no state. Sample n belongs to epoch n div sequences_per_epoch, and a keyed permutation of that epoch gives the index of
-its sequence. Ranks, batches and threads are not known here: which samples are in a batch is decided in loader.py. A mixture of
-several such datasets is in mixture.py.
+"""Sample number → packed sequence, without state. Sample n belongs to epoch n div sequences_per_epoch, and a keyed permutation
+of that epoch gives the index of its sequence. This module does not depend on ranks, batches or threads: loader.py decides which
+samples are in a batch. A mixture of several such datasets is in mixture.py.
 """
 
 from collections.abc import Mapping, Sequence
@@ -22,7 +20,7 @@ from lmforge.data.shards.folder import TokenFolder
 from lmforge.data.shards.format import TRAIN_SPLIT
 from lmforge.errors import UserError
 
-# Raised whenever the same plan would give other sequences, so that a run is never resumed on other data unnoticed.
+# Incremented whenever the same plan would give other sequences, so that a run is never silently resumed on other data.
 PACKING_VERSION = 2
 # A piece of a remote shard (remote_storage.py) at two bytes per token.
 CHUNK_TOKENS = 2**21
@@ -34,7 +32,7 @@ Ratio = Annotated[str, Field(pattern=r"^[0-9]{1,4000}(/[1-9][0-9]{0,4000})?$")]
 
 
 class PhasePlan(TypedDict):
-    """What a checkpoint keeps of a phase: proportions are fractions by the digest of their source."""
+    """The plan of a phase in a checkpoint: proportions are fractions by the digest of their source."""
 
     samples: Count
     sequence_length: Count
@@ -43,9 +41,8 @@ class PhasePlan(TypedDict):
 
 
 class DataPlan(TypedDict, total=False):
-    """What a checkpoint keeps of the data that it was trained on; `names` are those of the sources by their digests.
-
-    `dataset` is the plan of one that is no mixture.
+    """The data plan in a checkpoint. `names` are the names of the sources by their digests; `dataset` is the plan of a dataset
+    that is not a mixture.
     """
 
     version: Count
@@ -58,7 +55,7 @@ class DataPlan(TypedDict, total=False):
 
 @dataclass(eq=False)
 class PackedDataset:
-    """The sequences of a packing: shuffled anew each epoch without end, or (`shuffle=False`) once, in order.
+    """The sequences of a packing: reshuffled each epoch without end, or (`shuffle=False`) once, in order.
 
     Without shuffling, sequences beyond the last are all padding, so an evaluation can read full batches and still count every
     sequence once. `plan` lists all that sequences depend on, except the seed; `name` keys the order: of stored tokens it is
@@ -76,7 +73,7 @@ class PackedDataset:
     shuffle: bool = True
     window: tuple[int, int] | None = None  # (sequences of a chunk, chunks that are shuffled together); None: all
     lanes: Lanes | None = None  # with a window: each has windows of its own
-    read_threads: int = 1  # how many sequences are worth reading at once: of remote shards several
+    read_threads: int = 1  # how many sequences to read at once: several for remote shards
     source_names: tuple[str, ...] = ()  # where it is joined of several sources
 
     def __post_init__(self) -> None:
@@ -115,7 +112,8 @@ class PackedDataset:
         return self.read(range(start, stop), padding=padding, map_rows=map_rows)
 
     def read(self, samples: Sequence[int], *, padding: int = 0, map_rows: MapRows = map) -> PackedSequences:
-        """These samples, and so many rows of padding. Raises UserError naming shard, offset and sample that cannot be read.
+        """These samples, followed by this many rows of padding. Raises UserError naming shard, offset and sample that cannot be
+        read.
 
         `map_rows` may read rows in several threads.
         """
@@ -150,7 +148,7 @@ class PackedDataset:
 
     @property
     def order_plan(self) -> list[int]:
-        """What the order depends on beside seed and name, for the plan of a mixture, which knows the period of lanes."""
+        """What the order depends on besides seed and name, for the plan of a mixture, which has the period of lanes."""
         return [*(self.window or ()), *([self.lanes.count] if self.lanes else [])]
 
 

@@ -1,14 +1,14 @@
 """Conventions for labels: which value is not scored, and how many labels are scored at a time. No torch."""
 
-# torch's own default: a label of this value adds nothing to a loss.
+# torch's default: a label of this value does not contribute to a loss.
 IGNORE_INDEX = -100
 # Logits are computed for this many tokens at a time: [CHUNK_TOKENS, vocab_size] is the largest array of a loss.
 CHUNK_TOKENS = 2048
-# A CPU passes over the logits of a chunk several times, which is a third faster where they stay in its cache (measured with
-# 4,096 ids). Chunks of fewer tokens than this would add up the gradient of the head's weight too often.
+# A CPU reads the logits of a chunk several times, which is a third faster if they stay in its cache (measured with 4,096 ids).
+# With fewer tokens per chunk than this, the gradient of the head's weight would be accumulated too often.
 CACHED_LOGITS_BYTES, MIN_CACHED_TOKENS = 2**23, 256
-# What the logits of a chunk may take where compiled passes score it, which keep nothing else of that size: larger chunks
-# read the head's weight less often.
+# The memory limit for a chunk's logits in compiled passes, which keep nothing else of that size. Larger chunks read the head's
+# weight less often.
 FUSED_LOGITS_BYTES = 2**30
 
 

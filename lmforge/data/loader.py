@@ -1,6 +1,6 @@
 """Step → micro-batches on the device, read some steps ahead of the computation.
 
-Which samples a step takes follows from its number. The loader has no state to checkpoint.
+The samples of a step depend only on its number, so the loader has no state to checkpoint.
 """
 
 import logging

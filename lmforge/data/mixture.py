@@ -25,12 +25,12 @@ from lmforge.data.order import derive_key, permutation
 from lmforge.data.packing import MapRows, PackedSequence, PackedSequences
 from lmforge.errors import UserError
 
-# Raised whenever the same plan would give other samples.
+# Incremented whenever the same plan would give other samples.
 MIXTURE_VERSION = 1
 # A block has at least one sample of every source, and a table of its size is kept.
 MIN_PROPORTION = Fraction(1, 1_000_000)
 CACHED_BLOCKS = 4
-# Of blocks that lanes make longer: larger ones take seconds and hundreds of megabytes in every rank.
+# The limit of blocks that lanes make longer: larger ones take seconds and hundreds of megabytes in every rank.
 MAX_BLOCK_SIZE = 1 << 22
 
 
@@ -81,7 +81,8 @@ class BlockOrder:
         self._bounds = [int(bound * denominator) for bound in accumulate(proportions, initial=Fraction(0))]
         self._denominator, self._key, self._unit, self._parts = denominator, (seed, "mixture", phase), unit, parts
         needed = math.ceil(1 / min(proportion for proportion in proportions if proportion))
-        # Over fewer samples than `needed` the count of a source could shrink, so every part of a block has as many.
+        # With fewer samples than `needed` the count of a source could decrease, so every part of a block has at least this
+        # many.
         self.block_size = -(-needed // max(1, unit // parts)) * unit
         if parts > 1 and self.block_size > max(unit, MAX_BLOCK_SIZE):
             raise UserError(
@@ -92,7 +93,7 @@ class BlockOrder:
         self._lock = Lock()
 
     def assign(self, start: int, stop: int) -> tuple[np.ndarray, np.ndarray]:
-        """Of samples start … stop − 1, start < stop: the source, and how many of the source come before it; int64 each."""
+        """The source of samples start … stop − 1, start < stop, and how many of that source come before each; int64 each."""
         size = self.block_size
         blocks = range(start // size, (stop - 1) // size + 1)
         sources, ranks = (np.concatenate(arrays) for arrays in zip(*map(self._block, blocks), strict=True))
@@ -136,7 +137,7 @@ class BlockOrder:
 
 @dataclass(frozen=True)
 class _PhaseStart:
-    """Where a phase begins: the sample, and of each source its samples and epochs before the phase.
+    """Where a phase begins: its first sample, and for each source the samples and epochs before the phase.
 
     `samples` counts from where the sequence length changed last; `epochs` are those begun before that.
     """
@@ -212,7 +213,7 @@ class MixedDataset:
                 yield number, first, last
 
     def assign(self, start: int, stop: int) -> tuple[np.ndarray, np.ndarray]:
-        """Of samples start … stop − 1: the source, and the index of the sequence in it; int64 [samples] each."""
+        """The source of samples start … stop − 1, and the index of the sequence in it; int64 [samples] each."""
         if not 0 <= start <= stop:
             raise ValueError(f"samples {start} to {stop}")
         sources, indices = np.zeros(stop - start, np.int64), np.zeros(stop - start, np.int64)
@@ -251,7 +252,7 @@ class MixedDataset:
 
     @property
     def read_threads(self) -> int:
-        """How many sequences are worth reading at once: of remote shards several."""
+        """How many sequences to read at once: several for remote shards."""
         return max(dataset.read_threads for phase in self.phases for dataset in phase.datasets)
 
     def describe_sample(self, n: int) -> str:
@@ -276,7 +277,7 @@ class MixedDataset:
         return [SourceUse(int(a), int(b), float(c)) for a, b, c in zip(samples, tokens, epochs, strict=True)]
 
     def describe_phases(self) -> list[str]:
-        """A line per phase: its steps, mixture and sequence length, and what its change of length leaves unread."""
+        """A line per phase: its steps, mixture and sequence length, and the tokens that its change of length leaves unread."""
         lines = []
         for number, (phase, start) in enumerate(zip(self.phases, self._starts, strict=True)):
             first = start.sample // self._unit
@@ -320,13 +321,13 @@ class MixedDataset:
         return {**plan, "names": dict(zip(digests, self.names, strict=True))}
 
     def plan_hash_at(self, n: int) -> str:
-        """A hash of `plan_at(n)`, whatever the sources are called."""
+        """A hash of `plan_at(n)` that does not depend on the names of sources."""
         return hash_json(self.plan_at(n) | {"names": None}, sort_keys=True)
 
 
-# What of a plan cannot change from phase to phase.
+# The part of a plan that cannot change between phases.
 FIXED = ("version", "seed", "unit")
-# What a stage trains on.
+# The training data of a stage.
 TrainingDataset = PackedDataset | MixedDataset
 
 

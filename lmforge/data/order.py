@@ -20,10 +20,10 @@ import xxhash
 
 from lmforge.errors import UserError
 
-# Up to this size a Feistel network is measurably not uniform, and a table of two bytes an entry is small.
+# Up to this size a Feistel network is measurably non-uniform, and a table with two bytes per entry is small.
 MAX_TABLE_SIZE = 65_536
 FEISTEL_ROUNDS = 6
-# Of positions dealt to lanes: a table of 16 bytes each is kept for each source.
+# The longest cycle of positions assigned to lanes: each source keeps a table of 16 bytes per position.
 MAX_LANE_CYCLE = 65_536
 
 UInt64Array = np.ndarray[Any, np.dtype[np.uint64]]
@@ -46,7 +46,7 @@ def splitmix64(x: UInt64Array) -> UInt64Array:
 
 
 def _random_uint64(key: int, start: int, stop: int) -> UInt64Array:
-    """Values `start` … `stop` − 1 of a key. It is hashed first, or neighbouring keys would have the same values, shifted."""
+    """Values `start` … `stop` − 1 of a key. The key is hashed first, or adjacent keys would give the same values, shifted."""
     first: UInt64Array = np.full(1, key, np.uint64)
     numbers: UInt64Array = np.arange(start, stop, dtype=np.uint64)
     return splitmix64(splitmix64(first) + numbers)
@@ -81,7 +81,7 @@ class Lanes:
     period: Fraction
 
     def __post_init__(self) -> None:
-        if self.period > MAX_LANE_CYCLE:  # rounded, it would be another period, and from twice as much on no period at all
+        if self.period > MAX_LANE_CYCLE:  # rounding would give another period, and for twice the value none at all
             raise UserError(
                 f"data.num_canonical_nodes: a global batch has {math.ceil(self.period):,} samples of a source, more than"
                 f" {MAX_LANE_CYCLE:,}; leave it out, or make train.global_batch_size smaller"

@@ -54,8 +54,8 @@ class PackedSequences(PackedSequence):
     def empty(cls, count: int, sequence_length: int, extras: Sequence[str] = (), *, with_sources: bool = False) -> Self:
         """Rows to be written; what is in them before is arbitrary, except `source_ids` (0).
 
-        All arrays are one piece of memory: the C library keeps one for the next batch. Several smaller ones it gives back to
-        the system after each batch, and to fault them in again, page by page, takes longer than to read the batch.
+        All arrays are one piece of memory: the C library keeps one for the next batch. Smaller arrays would be returned to the
+        system after each batch, and the page faults of allocating them again take longer than reading the batch.
         """
         dtypes = [np.int64] * 3 + [np.int32] * (1 + with_sources) + [np.float32] * len(extras)
         ends = np.cumsum([count * sequence_length * np.dtype(dtype).itemsize for dtype in dtypes])
@@ -107,7 +107,7 @@ class PackedSequences(PackedSequence):
 
 
 class MapRows(Protocol):
-    """`map`, or the one of an executor."""
+    """`map`, or an executor's `map`."""
 
     def __call__(self, read: Callable[[int], None], rows: range, /) -> Iterator[None]: ...
 
@@ -150,8 +150,8 @@ class TokenReader(Protocol):
 def best_fit(sizes: np.ndarray, capacity: int) -> tuple[np.ndarray, np.ndarray]:
     """Put items of these sizes (int [n], each from 1 to `capacity`) into bins: each into the fullest bin with enough space.
 
-    The longest first (Ding et al., "Fewer Truncations", arXiv 2404.10830). No item is cut; the rest of a bin stays empty.
-    Returns (items int64 [n] in the order of bins, starts int64 [bins + 1] of each bin among them). Deterministic.
+    Longer items are placed first (Ding et al., "Fewer Truncations", arXiv 2404.10830). Items are not cut; the rest of a bin
+    stays empty. Returns (items int64 [n] in the order of bins, starts int64 [bins + 1] of each bin among them). Deterministic.
     """
     bins: list[list[int]] = []
     with_space: defaultdict[int, list[int]] = defaultdict(list)

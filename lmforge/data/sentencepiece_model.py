@@ -1,10 +1,8 @@
-"""SentencePiece `.model` files (Kudo and Richardson 2018) as a tokenizer.json that gives the same ids. No training here.
-
-A file holds pieces with scores, and what is done to a text before it is divided: a table of characters that are replaced, runs
-of blanks that become one, a blank before the text. The library's own classes do each of these but for a few settings, which are
-refused. Whatever is converted is compared with SentencePiece on a few texts before it is used. What stays different: a letter
-that is normalized, with an accent that Unicode has no single character for, loses the accent; and pieces of one score may be
-in another order.
+"""SentencePiece `.model` files (Kudo and Richardson 2018) as a tokenizer.json that gives the same ids. It does not train. A
+file has pieces with scores and the normalization of a text: a table of replaced characters, runs of blanks that become one, a
+blank before the text. The tokenizers library supports all of these except for a few settings, which are refused. Whatever is
+converted is compared with SentencePiece on a few texts before it is used. What stays different: a letter that is normalized,
+with an accent that Unicode has no single character for, loses the accent; and pieces of one score may be in another order.
 """
 
 import json
@@ -72,9 +70,9 @@ def convert_sentencepiece(file: Path) -> tuple[str, dict[str, str]]:
     plain = tokenizers.Tokenizer.from_str(ours.to_str())
     plain.encode_special_tokens = True
     for probe in (*PROBES, *_symbols_in_text(proto)):
-        # Two orders of the same pieces have one score in a unigram model, and the last bits of a sum decide: 0+00 or 00+0.
+        # In a unigram model two orders of the same pieces have the same score, so the last bits of a sum decide: 0+00 or 00+0.
         if sorted(plain.encode(probe, add_special_tokens=False).ids) != sorted(theirs.encode(probe)):
-            raise UserError(f"{file}: converted, it would encode {quoted(probe)} otherwise; give a tokenizer.json")
+            raise UserError(f"{file}: converted, it would encode {quoted(probe)} differently; give a tokenizer.json")
     named = {"eos_token": theirs.eos_id(), "bos_token": theirs.bos_id(), "unk_token": theirs.unk_id()}
     config: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
     config |= {role: proto.pieces[number].piece for role, number in named.items() if number >= 0}
@@ -82,7 +80,7 @@ def convert_sentencepiece(file: Path) -> tuple[str, dict[str, str]]:
 
 
 def _unsupported(proto: Any) -> str | None:
-    """What of a model is not converted; None: all of it is. `proto` is a ModelProto here and below."""
+    """The feature of a model that cannot be converted, or None. `proto` is a ModelProto here and below."""
     kinds = {piece.type for piece in proto.pieces}
     if proto.trainer_spec.model_type not in (UNIGRAM, BPE):
         return "of neither unigram nor BPE type"
@@ -129,11 +127,11 @@ def _scored_pieces(proto: Any) -> list[tuple[str, float]]:
     """The scores by which SentencePiece divides a text."""
     scores = [piece.score for piece in proto.pieces if piece.type == NORMAL]
     highest, lowest = max(scores, default=0.0), min(scores, default=0.0)
-    never = 10 * lowest - 100  # less than the characters of its spelling have together
+    never = 10 * lowest - 100  # less than the sum of its characters' scores
     scored = []
     for piece in proto.pieces:
         if piece.type == USER_DEFINED:
-            # SentencePiece's own formula, with which a symbol is always preferred.
+            # SentencePiece's own formula, which always prefers a symbol.
             scored.append((piece.piece, len(piece.piece.encode()) * highest - 0.1))
         else:
             scored.append((piece.piece, piece.score if piece.type == NORMAL else never))
@@ -156,8 +154,8 @@ def _normalizer(proto: Any) -> normalizers.Normalizer:
     steps: list[normalizers.Normalizer] = []
     if spec.precompiled_charsmap:
         if spec.name in COMPOSING_RULES:
-            # The library looks up what one sees as one character, such as a letter with its accent or \r\n, and takes the
-            # shortest entry that fits: that of the letter alone.
+            # The library looks up grapheme clusters, such as a letter with its accent or \r\n, and takes the shortest entry
+            # that matches: that of the letter alone.
             steps.append(normalizers.NFC())
             if spec.name.startswith("nmt"):
                 steps.append(normalizers.Replace("\r\n", "  "))

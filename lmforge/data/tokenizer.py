@@ -1,8 +1,8 @@
 """Text ↔ token ids: train a byte-level BPE, take bytes or characters, or open any tokenizer.json, and treat all of them alike.
 
-A text becomes its own tokens and no others. Tokenizers come with post-processors that add a token before or after, with
-truncation and padding as they were saved, and with special tokens that a text may spell. All of that is switched off; only
-`prepare` puts a token between documents.
+A text is encoded without additional tokens. Tokenizers come with post-processors that add a token before or after, with
+truncation and padding as they were saved, and with special tokens that a text may spell. All of this is switched off; only
+`prepare` adds a token between documents.
 """
 
 import codecs
@@ -47,7 +47,7 @@ PRE_TOKENIZE_PATTERN = "|".join(
     )
 )
 
-# Where a long text may be cut, how much around a cut is compared, and how many places are tried.
+# Where a long text may be cut, how many characters around a cut are compared, and how many positions are tried.
 PIECE_CHARACTERS = 1 << 20
 BYTE_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>")
 LINE_END = re.compile(r"\S\s*\n(?=\S)")
@@ -63,7 +63,7 @@ MAX_GROWTH = 1000  # of a text in its normalizer and decoder
 
 
 def _growths(part: Any) -> Iterator[float]:
-    """How much longer each step of a tokenizer.json can make a text that a step before it made longer."""
+    """The maximum factor by which each step of a tokenizer.json can lengthen a text."""
     if isinstance(part, dict) and part.get("type") in ("Replace", "Prepend"):
         pattern = part.get("pattern")
         replaced = pattern.get("String") if isinstance(pattern, dict) else None
@@ -107,7 +107,7 @@ def character_tokenizer(characters: Iterable[str]) -> "Tokenizer":
     Other characters become one token that stands for no text.
     """
     tokens = [EOS_TOKEN, *CHAT_SPECIAL_TOKENS, UNKNOWN_TOKEN, *sorted(set(characters))]
-    # A BPE without merges: of the library's models the one that needs no regular expression to divide characters.
+    # A BPE without merges: the only model of the library that needs no regular expression to split a text into characters.
     model = models.BPE({token: id for id, token in enumerate(tokens)}, [], unk_token=UNKNOWN_TOKEN)
     backend = tokenizers.Tokenizer(model)
     backend.decoder = decoders.Fuse()
@@ -116,7 +116,7 @@ def character_tokenizer(characters: Iterable[str]) -> "Tokenizer":
 
 
 def _tokenizer_config(**tokens: str) -> dict[str, str]:
-    """The file that says to transformers which tokens are which, by its name."""
+    """The file that tells transformers the roles of tokens, by its name."""
     config = {"tokenizer_class": "PreTrainedTokenizerFast", **tokens, "clean_up_tokenization_spaces": False}
     return {"tokenizer_config.json": json.dumps(config, indent=2)}
 
@@ -156,7 +156,7 @@ class Tokenizer:
             self.eos_token_id = self._find_eos_token_id()
             self.bos_token_id = self._named_token_id("bos_token")
         self.named_ids = [id for id in (self.eos_token_id, self.bos_token_id) if id is not None]
-        # Some files do not mark these as special: text that spells them would be encoded as them.
+        # Some files do not mark these tokens as special, so text that spells them would be encoded as them.
         self._backend.add_special_tokens([self.id_to_token(id) for id in self.named_ids])
         self._encoder = self._text_encoder()
 
@@ -165,7 +165,7 @@ class Tokenizer:
         model = self._json["model"]
         if not isinstance(vocab := model.get("vocab"), list):
             return self._backend
-        # A unigram model finds whatever is in its vocabulary. These spellings no text can guess.
+        # A unigram model matches everything in its vocabulary, so these tokens get spellings that no text contains.
         hidden = {id: secrets.token_hex(16) for id in self.all_special_ids}
         pieces = [[hidden.get(id, token), score] for id, (token, score) in enumerate(vocab)]
         added = [{**token, "content": hidden.get(token["id"], token["content"])} for token in self.added_tokens]
@@ -174,8 +174,8 @@ class Tokenizer:
 
     @contextmanager
     def _library_errors(self, what: str) -> Iterator[None]:
-        """What the library raises as UserError: nothing narrower than Exception, and panics of Rust, which are not derived from
-        it."""
+        """Turns the library's exceptions into UserError: it raises plain Exception, and Rust panics, which are not derived from
+        Exception."""
         try:
             yield
         except BaseException as error:
@@ -222,13 +222,13 @@ class Tokenizer:
         return xxhash.xxh3_128_hexdigest(canonical.encode())
 
     def encode(self, text: str) -> list[int]:
-        """The ids of a text and no others: a special token's spelling is encoded as text."""
+        """The ids of a text, without additional ones; a special token's spelling is encoded as text."""
         with self._library_errors("cannot encode a text"):
             return self._encoder.encode(text, add_special_tokens=False).ids
 
     @cached_property
     def prefix_ids(self) -> list[int]:
-        """What its own post-processor puts before a text, usually the beginning-of-text token; empty for many."""
+        """The ids that its post-processor puts before a text, usually the beginning-of-text token; often empty."""
         plain, processed = self.encode("a"), self._backend.encode("a", add_special_tokens=True).ids
         starts = [at for at in range(len(processed)) if processed[at : at + len(plain)] == plain]
         return processed[: starts[0]] if starts else []
@@ -291,7 +291,7 @@ class Tokenizer:
         if named is not None:
             return named
         specials = [token["content"] for token in self.added_tokens if token["special"]]
-        # A tokenizer.json alone does not say which token ends a text; these never mean anything else.
+        # A tokenizer.json does not tell which token ends a text; these names have no other meaning.
         known = [token for token in (EOS_TOKEN, "</s>", "<|end_of_text|>", "<eos>") if token in specials]
         if len(known) == 1:
             return self._vocab[known[0]]
@@ -315,12 +315,12 @@ class Tokenizer:
 
     @cached_property
     def all_special_ids(self) -> frozenset[int]:
-        """The ids that are no text: tokens that the file marks as special, and those that begin and end a text."""
+        """The ids that do not stand for text: tokens that the file marks as special, and those that begin and end a text."""
         return frozenset([*self.named_ids, *(token["id"] for token in self.added_tokens if token["special"])])
 
     @cached_property
     def _continuation_tokenizer(self) -> tuple[tokenizers.Tokenizer, str]:
-        """The tokenizer with one more token, which a text can be put after, and its spelling, which no text can guess."""
+        """The tokenizer with one more token, to put before a text, and its spelling, which no text contains."""
         tokens, before = tokenizers.Tokenizer.from_str(self._encoder.to_str()), secrets.token_hex(16)
         tokens.encode_special_tokens = True
         tokens.add_tokens([tokenizers.AddedToken(before, normalized=False)])
@@ -371,7 +371,7 @@ class Tokenizer:
 
 
 class StreamDecoder:
-    """Decodes one id at a time, and keeps back the bytes of a character that is not complete yet."""
+    """Decodes one id at a time, and holds the bytes of an incomplete character."""
 
     def __init__(self, tokenizer: Tokenizer, is_continuation: bool):
         self._tokenizer = tokenizer
@@ -389,7 +389,7 @@ class StreamDecoder:
         return self._utf8.decode(piece)
 
     def finish(self) -> str:
-        """What was kept back, with U+FFFD for a character that was never completed."""
+        """The remaining text, with U+FFFD for an incomplete character."""
         return self._utf8.decode(b"", final=True)
 
 

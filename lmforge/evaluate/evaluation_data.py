@@ -1,4 +1,4 @@
-"""What a loss is measured on: token shards, tokenized examples of fine-tuning, or files of text or conversations."""
+"""The data for measuring a loss: token shards, tokenized examples of fine-tuning, or files of text or conversations."""
 
 from collections.abc import Mapping
 from itertools import islice

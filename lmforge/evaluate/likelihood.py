@@ -1,4 +1,4 @@
-"""Log-probabilities of continuations, by which multiple choice is decided: many pairs, in batches, over ranks.
+"""Log-probabilities of continuations, for multiple choice: many pairs, in batches, over ranks.
 
 The batches are the same for any number of ranks, and so are the results, to the last bit. Every rank has the full model.
 """
@@ -44,7 +44,7 @@ def encode_pair(tokenizer: Tokenizer, prefix_ids: list[int], context: str, conti
 
 
 def max_input_length(config: ModelConfig) -> int:
-    """How many tokens evaluation gives a model at most: as many as it was trained for."""
+    """The maximum number of tokens in evaluation: the length that the model was trained for."""
     return config.max_sequence_length or config.max_position_embeddings
 
 
@@ -88,7 +88,7 @@ def run_in_batches(
     batches = [order[first : first + batch_size] for first in range(0, len(order), batch_size)]
     local: dict[int, Result] = {}
     with dist_ctx.raise_on_all():
-        # Every rank has the full model, so each takes batches of its own, whatever the ranks train in common.
+        # Every rank has the full model, so each takes its own batches, independent of how training uses the ranks.
         for numbers in batches[dist_ctx.rank_info.rank :: dist_ctx.world_size]:
             on_batch()
             local |= zip(numbers, fn(numbers), strict=True)

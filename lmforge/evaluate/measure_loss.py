@@ -1,4 +1,4 @@
-"""The loss of a loaded model on documents that a name stands for: what `lmforge evaluate` prints."""
+"""The loss of a loaded model on documents given by name, as `lmforge evaluate` prints it."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -47,10 +47,10 @@ def measure_loss(
         length = min(length, loaded.config.max_sequence_length)
     with dist_ctx.raise_on_all():
         dataset, split = open_evaluation_dataset(loaded, sources, split, length)
-    # More sequences than there are would be padding.
+    # Sequences beyond the data would be padding.
     batch_size = min(batch_size, max(MIN_BATCH_LIMIT, -(-dataset.sequences_per_epoch // dist_ctx.world_size)))
     with dist_ctx.raise_on_all():
-        # A lower bound: the batch, the residual stream and what a block adds to it.
+        # A lower bound: the batch, the residual stream and a block's output.
         bytes_per_token = 64 + 2 * 4 * loaded.config.hidden_size
         what, way = f"{batch_size:,} sequences of {length:,} tokens", "give a smaller --batch_size or --sequence_length"
         check_fits(batch_size * length * bytes_per_token, dist_ctx.device, what, way)

@@ -44,7 +44,7 @@ class Question:
 
     @property
     def example_answer(self) -> str | None:
-        """The answer that it is shown with as a few-shot example; None where it has only a pattern."""
+        """Its answer as a few-shot example; None where it has only a pattern."""
         if self.choices:
             return self.choices[self.correct_choice]
         return self.answers[0] if self.answers else None
@@ -98,7 +98,7 @@ def load_task(path: str | Path) -> QuestionTask:
 
 
 def load_texts(path: str | Path) -> list[str]:
-    """The questions of a file and their answers, as they are written there. Raises UserError as `load_task` does."""
+    """The questions of a file and their answers, unchanged. Raises UserError as `load_task` does."""
     texts = []
     for question, (_, record) in zip(load_task(path).questions, read_records(path), strict=True):
         texts += [str(record.get("question", record.get("prompt"))), *question.choices, *question.answers]
@@ -210,7 +210,7 @@ def _build_prompt(task: QuestionTask, question: Question, settings: TaskSettings
 
 
 def _separator(prompt: str, answer: str) -> str:
-    """What stands between a prompt and its answer: a space, unless one of them has it."""
+    """The separator between a prompt and its answer: a space, unless one of them has it."""
     return "" if not prompt or prompt[-1].isspace() or answer[:1].isspace() else " "
 
 

@@ -22,7 +22,7 @@ from lmforge.model.layers import LanguageModel
 
 @dataclass(frozen=True)
 class GenerationRequest:
-    """Generate at most `max_tokens` tokens after `prompt_ids`, up to one of `stop_token_ids`, drawn from `seed` alone.
+    """Generate at most `max_tokens` tokens after `prompt_ids`, up to one of `stop_token_ids`, sampled with `seed`.
 
     `top_logprobs` is how many of the likeliest tokens are reported with each.
     """
@@ -67,7 +67,8 @@ class Engine:
     """
 
     def __init__(self, model: LanguageModel, *, vocab_size: int, max_batch_size: int, max_length: int) -> None:
-        # In mixed precision sharded weights are fp32 at rest and bf16 when gathered: the embedding in use decides.
+        # In mixed precision sharded weights are stored in fp32 and gathered in bf16, so the dtype is that of the gathered
+        # embedding.
         weight = model.embeddings[0].weight
         self._device, dtype = weight.device, weight.dtype
         if torch.is_autocast_enabled(self._device.type):
@@ -79,7 +80,7 @@ class Engine:
         self._decoder = model.incremental_decoder(max_batch_size, max_length, device=self._device, dtype=dtype)
         self._last_request_id = 0
         self._pending: list[_RunningRequest] = []
-        # In the decoder's order, as are the tensors: last tokens, and the uniform numbers that draw the next ones.
+        # In the decoder's order, like the tensors of last tokens and of uniform numbers for sampling the next ones.
         self._running: list[_RunningRequest] = []
         self._last_tokens = torch.zeros(0, dtype=torch.long, device=self._device)
         self._uniforms = torch.zeros(0, max_length, dtype=torch.float64, device=self._device)
@@ -87,7 +88,7 @@ class Engine:
 
     @property
     def num_unfinished(self) -> int:
-        """Requests that have not finished, those that wait for the next step included."""
+        """The number of unfinished requests, including those that wait for the next step."""
         return len(self._running) + len(self._pending)
 
     @property
@@ -222,8 +223,8 @@ def generate(
     """Complete each prompt, a text or token ids.
 
     Each prompt is put after `prefix_ids`. A completion ends at the tokenizer's end-of-text token or one of `stop_token_ids`,
-    before the first of `stop_strings`, or after `max_tokens`. `on_text(index, text)` is called with text as soon as it is
-    certain; `index` counts completions. Raises UserError where prompt and new tokens exceed what the model reads.
+    before the first of `stop_strings`, or after `max_tokens`. `on_text(index, text)` is called with text as soon as it will not
+    change; `index` counts completions. Raises UserError where prompt and new tokens exceed what the model reads.
     """
     if not prompts:
         return []

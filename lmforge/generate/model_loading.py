@@ -28,9 +28,9 @@ from lmforge.parallel.precision import choose_dtype
 from lmforge.runs import parse_location
 from lmforge.untrusted import read_json
 
-# A model may read sequences for which a KV cache has no memory.
+# A model may support sequences that are too long for the memory of a KV cache.
 DEFAULT_MAX_LENGTH = 4096
-# Stages in which texts begin and end as the tokenizer and its chat template say.
+# Stages in which texts begin and end according to the tokenizer and its chat template.
 POST_TRAINING_STAGES = ("sft", "align")
 
 
@@ -135,7 +135,7 @@ def _from_checkpoint(
     recipe = manifest.recipe
     data = manifest.written_by.get("data") or recipe.get("data", {}).get("folder")
     sources = manifest.written_by.get("sources") or ({data: data} if data else {})
-    # GRPO has prompts without answers: nothing to measure a loss on.
+    # GRPO has prompts without answers, so there is no data to measure a loss on.
     has_text = recipe.get("align", {}).get("method") != "grpo"
     training_data = {name: parse_location(source) for name, source in sources.items()} if has_text else {}
     return LoadedModel(model.to(dtype).eval(), config, tokenizer, folder, recipe, *ids, training_data)

@@ -13,7 +13,7 @@ from lmforge.data.order import splitmix64
 _SPLITMIX_INCREMENT = 0x9E3779B97F4A7C15
 # The token is searched in blocks of this size: a cumulative sum over the whole vocabulary takes ten times as long.
 _SEARCH_BLOCK = 128
-# Below it only one token can be drawn, and fp32 soon rounds the temperature to zero.
+# Below this temperature only one token can be drawn, and fp32 soon rounds it to zero.
 MIN_TEMPERATURE = 1e-30
 
 
@@ -81,10 +81,10 @@ def _invert_cdf(probabilities: Tensor, uniforms: Tensor) -> Tensor:
     sums = blocks.sum(-1, dtype=torch.float64)
     reached = sums.cumsum(-1)
     goal = uniforms[:, None] * reached[:, -1:]
-    # Nothing exceeds NaN: the last block is taken, and the caller finds that the probability is NaN.
+    # No comparison with NaN is true, so the last block is taken, and the caller finds that the probability is NaN.
     block = torch.searchsorted(reached, goal, right=True).clamp(max=reached.shape[-1] - 1)
     within = blocks[torch.arange(len(uniforms), device=uniforms.device), block[:, 0]].cumsum(-1, dtype=torch.float64)
-    # Summed in another order, the same numbers may stay a rounding below the goal.
+    # Summed in another order, the same numbers may end slightly below the target, by rounding.
     rest = torch.minimum(goal - (reached - sums).gather(1, block), within[:, -1:] * (1 - 2**-52)).clamp(min=0)
     token = (block * _SEARCH_BLOCK + torch.searchsorted(within, rest, right=True))[:, 0]
     return token.clamp(max=probabilities.shape[-1] - 1)

@@ -1,4 +1,4 @@
-"""From tokens that come one by one to text that can be shown: whole characters, and no part of a stop string."""
+"""Turns a stream of tokens into text to show: complete characters, and no part of a stop string."""
 
 from collections.abc import Sequence
 
@@ -12,7 +12,7 @@ def encode_prompt(tokenizer: Tokenizer, prompt: str | Sequence[int], prefix_ids:
 
 
 def default_prefix_id(tokenizer: Tokenizer) -> int:
-    """The id that stands before a text with nothing before it: the tokenizer's bos, or its eos where it has none."""
+    """The id before a text without prefix: the tokenizer's bos, or its eos where it has none."""
     return tokenizer.eos_token_id if tokenizer.bos_token_id is None else tokenizer.bos_token_id
 
 
@@ -23,7 +23,7 @@ class TextStreamer:
     """
 
     def __init__(self, tokenizer: Tokenizer, stop_strings: Sequence[str], is_continuation: bool = False) -> None:
-        """`is_continuation`: it goes on with a text, so that the blank before its first word counts."""
+        """`is_continuation`: it continues a text, so that the blank before its first word counts."""
         self._decoder = tokenizer.stream_decoder(is_continuation)
         self._stop_strings = stop_strings
         self._num_emitted = 0  # characters of `text` that were returned
@@ -32,7 +32,7 @@ class TextStreamer:
         self.finish_reason: str | None = None
 
     def add(self, token: int, is_stop: bool) -> str:
-        """Add the next token; with `is_stop` it is the last and has no text. Returns the text that became certain."""
+        """Add the next token; with `is_stop` it is the last and has no text. Returns the text that will not change any more."""
         self.token_ids.append(token)
         self.text += self._decoder.finish() if is_stop else self._decoder.feed(token)
         stops = [start for start in map(self.text.find, self._stop_strings) if start >= 0]

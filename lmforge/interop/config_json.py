@@ -1,8 +1,7 @@
 """Between ModelConfig and the content of a Hugging Face config.json.
 
 Reads the spelling of transformers 4 (`rope_theta`, `rope_scaling`) and of transformers 5 (`rope_parameters`); writes the
-former, which both read. Refuses by name what lmforge cannot compute. Which values make sense together is decided in
-model/config.py.
+former, which both read. Refuses by name what lmforge cannot compute. model/config.py checks which values are valid together.
 """
 
 import re
@@ -56,7 +55,7 @@ _CLASSIFIER_SUFFIX = "ForSequenceClassification"
 
 
 class _ConfigJson(BaseModel, strict=True):
-    """Types of the fields that are looked at before ModelConfig checks the numbers."""
+    """Types of the fields that are read before ModelConfig checks the numbers."""
 
     architectures: list[str] | None = None
     num_labels: int | None = None
@@ -77,7 +76,7 @@ def read_config_json(path: Path) -> dict[str, Any]:
     """The content of a config.json. Raises UserError where it cannot be read."""
     if not path.is_file():
         raise UserError(f"{path}: no such file; give a folder in Hugging Face's layout, or the name of a preset")
-    # Infinity is refused by the name of its field.
+    # Infinity is refused later, with the name of its field.
     return read_json(path, dict[str, Any], hint="copy the file again", allow_nan=True)
 
 

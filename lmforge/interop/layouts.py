@@ -1,4 +1,4 @@
-"""The checkpoints of other trainers, and which of their stored tensors each of ours is made of.
+"""The checkpoints of other trainers: which of their stored tensors make up each of ours.
 
 nanoGPT (a torch.save file: GPT-2 with linear maps that are not transposed), torchtitan (a DCP folder: Llama under Meta's
 names) and fms-fsdp (a DCP folder or a file: Llama under the names of IBM's foundation-model-stack, some matrices fused).
@@ -21,7 +21,7 @@ from lmforge.interop.torch_checkpoints import TensorSource
 from lmforge.model import build_model
 from lmforge.model.config import ModelConfig
 
-# Where trainers put the model beside what else they save, and what wrappers put before its names.
+# Keys under which trainers store the model in a checkpoint, and prefixes that wrappers add to its names.
 _PREFIXES = ("", "model.", "model_state.", "state_dict.", "module.")
 _WRAPPER_NAMES = re.compile(r"_orig_mod\.|_checkpoint_wrapped_module\.|_fsdp_wrapped_module\.")
 # Stored but not learned: causal masks and rotary tables.
@@ -75,7 +75,7 @@ _TRANSPOSED = re.compile(r"(c_attn|c_proj|c_fc)\.weight$")
 
 @dataclass(frozen=True)
 class LayoutHints:
-    """What a checkpoint does not say and the user must; None where it was not given."""
+    """Values that a checkpoint lacks and the user must give; None where not given."""
 
     num_attention_heads: int | None = None
     rope_theta: float | None = None

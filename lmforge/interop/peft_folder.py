@@ -1,4 +1,4 @@
-"""Adapters in PEFT's layout, out and in: adapter_config.json beside adapter_model.safetensors.
+"""Writes and reads adapters in PEFT's layout: adapter_config.json and adapter_model.safetensors.
 
 Tensors there have our names with a prefix. Options of PEFT that change the result of a forward pass and are not supported
 are refused by name, and so are options that are not known here.
@@ -23,7 +23,7 @@ from lmforge.untrusted import read_json
 
 ADAPTER_CONFIG_FILE, ADAPTER_WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
 _PREFIX = "base_model.model."
-# Options that are read here, or that do not change what is computed once there are tensors.
+# Options that are read here, or that do not change the computation once tensors exist.
 _SUPPORTED = {
     "r", "lora_alpha", "lora_dropout", "use_rslora", "target_modules", "peft_type",
     "exclude_modules", "layers_to_transform", "layers_pattern", "fan_in_fan_out",

@@ -1,6 +1,5 @@
-"""Which model config a recipe asks for: from a preset, a folder, or a name on the Hugging Face hub, with overrides.
-
-No torch, unless transformers is to compute the model.
+"""The model config of a recipe: from a preset, a folder, or a name on the Hugging Face hub, with overrides. It imports torch
+only if transformers computes the model.
 """
 
 from dataclasses import fields
@@ -20,7 +19,7 @@ from lmforge.model.presets import PRESETS
 def resolve_model_config(
     source: str | Path | None, overrides: dict[str, Any], vocab_size: int | None = None, implementation: str = "lmforge"
 ) -> ModelConfig:
-    """The model config that a recipe asks for. Raises UserError for one that cannot be computed.
+    """The model config of a recipe. Raises UserError for one that cannot be computed.
 
     Args:
         source: name of a preset, folder with a config.json, name on the Hugging Face hub, or None to take every field from
@@ -61,7 +60,7 @@ def resolve_model_config(
 
 
 def model_config_from_options(options: ModelOptions, vocab_size: int | None = None) -> ModelConfig:
-    """The model config that the options of a recipe ask for; nano where they name none. Raises UserError."""
+    """The model config from the options of a recipe; nano where they name none. Raises UserError."""
     source = options.source or options.preset or "nano"
     return resolve_model_config(source, options.overrides(), vocab_size, options.implementation)
 

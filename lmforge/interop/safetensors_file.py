@@ -24,7 +24,7 @@ from lmforge.untrusted import open_file, parse_json
 
 # Tensors that are converted or sent to a device pass through host memory in blocks of this size.
 BLOCK_BYTES = 1 << 24
-# How far ahead of the current read the system is told what comes next.
+# How far ahead of the current read the system is told to read.
 READAHEAD_BYTES = 1 << 26
 # Less than a page is not read by itself: disks read whole pages.
 PAGE_BYTES = 4096

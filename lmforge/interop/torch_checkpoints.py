@@ -1,9 +1,8 @@
-"""PyTorch's checkpoints, Distributed Checkpoint (DCP) folders and torch.save files, read without trust in what is stored.
-
-DCP pickles its metadata, and a pickle can run anything: here it is unpickled by a reader that builds the dataclasses which
-describe tensors, and nothing else. Our own checkpoints are read so too (checkpoint/load.py). `open_tensor_source` opens those
-of other trainers, in a single process: their tensors by name and one at a time. Both formats can hold objects beside the
-tensors; these are skipped, and nothing that is stored is executed.
+"""PyTorch's checkpoints, Distributed Checkpoint (DCP) folders and torch.save files, read without trusting their content. DCP
+pickles its metadata, and a pickle can run any code. Here an unpickler builds only the dataclasses that describe tensors. Our
+own checkpoints are read in the same way (checkpoint/load.py). `open_tensor_source` opens those of other trainers, in a single
+process: their tensors by name and one at a time. Both formats can hold objects beside the tensors; these are skipped, and
+nothing that is stored is executed.
 """
 
 import io
@@ -28,7 +27,7 @@ from lmforge.untrusted import read_stream
 
 METADATA_FILE = ".metadata"
 MAX_METADATA_BYTES = 2**30
-# What torch and the standard library raise over a damaged file.
+# The exceptions that torch and the standard library raise for a damaged file.
 _READ_ERRORS = (
     OSError,
     RuntimeError,

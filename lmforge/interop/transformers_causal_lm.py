@@ -1,8 +1,8 @@
 """transformers' own models: its configs read, its modules built without weights, and what families differ in.
 
-Families differ in more than their configs say: which list holds the blocks, what is done to logits, which constants lie
-beside the weights. That is found by inspecting the modules and by running them on small inputs. Models that a
-`LanguageModel` cannot express are refused. No code that comes with a folder runs.
+Families differ in more than their configs say: which list holds the blocks, what is done to logits, which constants lie beside
+the weights. These are determined by inspecting the modules and by running them on small inputs. Models that a `LanguageModel`
+cannot express are refused. No code that comes with a folder runs.
 
 Most families are stored as they are computed. Some are not: experts are one tensor each in a folder, and computed as one
 stack. The rules for that are transformers' own, used in both directions, so that an export opens anywhere.
@@ -26,7 +26,7 @@ from lmforge.model.layers import cap_logits
 from lmforge.untrusted import quoted
 
 MIN_TRANSFORMERS_VERSION = (5, 20)
-# Their positions are slopes on the distance of two tokens: they need not be told where a document begins or ends.
+# Their positions are slopes on the distance of two tokens, so they do not need document boundaries.
 ALIBI_MODEL_TYPES = ("bloom", "mpt")
 _ATTENTION_LAYER_TYPES = {"full_attention", "sliding_attention", "chunked_attention"}
 _HEAD_NAME = "lm_head"
@@ -115,7 +115,7 @@ def find_logit_transform(causal: Any, hidden_size: int) -> tuple[float, float | 
         torch.manual_seed(0)
         hidden = torch.randn(1, 3, hidden_size)
         small = nn.Linear(hidden_size, 5, bias=False)
-        plain = 100 * torch.randn(1, 3, 5)  # so large that capped ones would differ
+        plain = 100 * torch.randn(1, 3, 5)  # so large that soft-capped ones would differ
         small.weight.copy_(torch.linalg.lstsq(hidden[0], plain[0]).solution.t())
         plain = small(hidden)
         try:

@@ -1,7 +1,7 @@
 """First values of a wrapped model, as its family draws them in transformers.
 
-What a family does to a parameter is watched on the meta device, where it costs nothing. Where in the end it draws or fills the
-whole tensor, as nearly all do, each rank draws its part as of our own models. Otherwise every rank draws the full tensor.
+A family's initialization is recorded on the meta device, where it costs nothing. If it finally draws or fills the full tensor,
+as nearly all do, each rank draws its part as for our own models. Otherwise every rank draws the full tensor.
 """
 
 from collections.abc import Callable, Collection, Iterator
@@ -63,7 +63,7 @@ def family_initial_values(causal: Any, names: Collection[str], seed: int) -> Ite
 
 
 def _value_of(calls: list[tuple[Any, torch.Size, tuple[Any, ...]]], shape: torch.Size) -> InitialValue | None:
-    """What a parameter of this shape holds after these calls; None where the last one does not overwrite all of it."""
+    """The first value of a parameter of this shape after these calls; None where the last one does not overwrite all of it."""
     if not calls:
         return None
     operator, written, arguments = calls[-1]

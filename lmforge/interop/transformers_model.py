@@ -177,7 +177,7 @@ class TransformersModel(LanguageModel):
         with document_attention_masks(base.config._attn_implementation, document_ids, positions):
             output = base(
                 input_ids=tokens,
-                # All ones: with a mask, transformers does not guess documents from positions.
+                # All ones: with a mask, transformers does not derive documents from positions.
                 attention_mask=torch.ones_like(document_ids, dtype=torch.long),
                 past_key_values=cache,
                 use_cache=cache is not None,
@@ -190,7 +190,7 @@ class TransformersModel(LanguageModel):
 
 @contextmanager
 def document_attention_masks(attn_implementation: str, document_ids: Tensor, positions: Tensor) -> Iterator[None]:
-    """Inside, every mask that transformers makes for this attention lets tokens see only their own document.
+    """A context in which every mask that transformers makes for this attention lets tokens see only their own document.
 
     Its rules (causal, sliding windows, chunks) are given positions within the document, not slots of the sequence, so that
     a document is computed the same wherever it stands. `document_ids`, `positions`: [sequences, slots] of all keys.
@@ -238,7 +238,7 @@ def _count_parameters(config_json: str) -> tuple[int, int, int, int]:
 
 
 class TransformersIncrementalDecoder:
-    """What model.incremental.IncrementalDecoder is, for a TransformersModel."""
+    """The counterpart of model.incremental.IncrementalDecoder for a TransformersModel."""
 
     def __init__(self, model: TransformersModel, max_length: int, device: torch.device) -> None:
         model.config.check_length(max_length)

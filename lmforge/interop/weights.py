@@ -1,8 +1,8 @@
 """Weights of a folder in Hugging Face's layout (model.safetensors, or its shards and their index) into a model.
 
-Our tensor names are Hugging Face's, so nothing is converted, except for wrapped models whose stored tensors are in other
-pieces than the computed ones (transformers_causal_lm.py). Missing and unexpected tensors are refused. Of a sharded model only
-this rank's bytes are read (safetensors_file.py). Nothing is unpickled. Writing is in export.py, our checkpoints in checkpoint/.
+Our tensor names are Hugging Face's, so nothing is converted, except for wrapped models whose stored tensors are in other pieces
+than the computed ones (transformers_causal_lm.py). Missing and unexpected tensors are refused. For a sharded model only this
+rank's bytes are read (safetensors_file.py). Nothing is unpickled. Writing is in export.py, our checkpoints in checkpoint/.
 """
 
 from collections.abc import Collection, Mapping
@@ -72,8 +72,8 @@ def load_folder(folder: str | Path, model: nn.Module, new_names: Collection[str]
 def merge_adapters(model: LanguageModel, lora_config: LoraConfig, tensors: Mapping[str, Tensor], source: str) -> None:
     """Add low-rank adapters, full tensors by our names, to the weights of a model in place.
 
-    Of a sharded model each rank adds to its own part; a pipeline stage may lack layers; adapters that the model has itself
-    stay as they are. Raises UserError, beginning with `source` (where they come from), unless each fits a layer of the model.
+    In a sharded model each rank adds to its own part; a pipeline stage may lack layers; adapters that the model has itself stay
+    as they are. Raises UserError, beginning with `source` (where they come from), unless each fits a layer of the model.
     """
     local = dict(model.named_parameters())
     shapes = {name: [*each.shape] for name, each in _full_model(model).named_parameters()}

@@ -1,4 +1,4 @@
-"""A whole stage for programs, with an objective and callbacks of one's own."""
+"""Training stages for programs, with a custom objective and callbacks."""
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path

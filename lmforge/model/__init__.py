@@ -1,7 +1,7 @@
 """Our architectures: the Llama and GPT-2 families, their configs and presets, attention, caches, adapters and FLOPs.
 
-What a config.json or a folder of weights looks like is not decided here but in interop/, which also wraps models of
-transformers as a `LanguageModel`; how a model is distributed is decided in parallel/.
+interop/ reads config.json and folders of weights, and wraps models of transformers as a `LanguageModel`. parallel/ distributes
+a model.
 
 Begin with llama.py, a decoder from embedding to final norm, then layers.py (`LanguageModel`: what every model offers) and
 attention.py. Other packages use `build_model`, `ModelConfig` (config.py), `LanguageModel`, `init_weights`, `add_lora` (lora.py)

@@ -1,8 +1,8 @@
-"""Attention: which tokens see which, the one place where scores are computed, and the keys and values that are kept.
+"""Attention: which tokens attend to which, the computation of attention, and the KV cache.
 
-A mask is made once per forward from the document ids of a batch and passed to every block. A token sees itself and the
-earlier tokens of its own document, at most `window` of them. Padding is a document like any other (its id is -1): it
-sees itself, so that no row of scores is empty and nothing becomes NaN.
+A mask is made once per forward from the document ids of a batch and passed to every block. A token sees itself and the earlier
+tokens of its own document, at most `window` of them. Padding is treated as a document with id -1 that sees itself, so that no
+row of scores is empty, which would give NaN.
 
 Context parallelism: each rank has a part of every sequence, and attention gathers keys and values of the other ranks.
 All-gather rather than a ring: with grouped heads keys and values are few, documents and windows need no special case,
@@ -41,7 +41,7 @@ class ContextParallel:
     def shard_batch(self, batch: Batch) -> Batch:
         """This rank's tokens of each sequence: [sequences, length / ranks]. The length divides by twice the ranks."""
         ranges = self.local_ranges(batch.sequence_length // self.group.size())
-        full = replace(batch, document_starts=None)  # they are for whole sequences
+        full = replace(batch, document_starts=None)  # they describe full sequences
         return full.map(lambda tensor: torch.cat([tensor[:, first : first + count] for first, count in ranges], dim=1))
 
     def local_ranges(self, local_length: int) -> list[tuple[int, int]]:
@@ -60,9 +60,9 @@ class ContextParallel:
 
 @dataclass(frozen=True)
 class AttentionMask:
-    """Which keys each query sees, in the form that the backend of this device takes.
+    """Which keys each query sees, in the form that the attention backend takes.
 
-    At most one of the masks is set. Without any, the queries are all tokens, and each sees itself and all before it.
+    At most one of the masks is set. Without a mask, attention is causal over all tokens.
 
     dense_mask: bool [sequences, 1, queries, keys], True where seen, for torch's scaled_dot_product_attention.
     block_mask: the same for FlexAttention on CUDA, which skips blocks of scores that are masked throughout.
@@ -146,7 +146,7 @@ def attend(queries: Tensor, keys: Tensor, values: Tensor, mask: AttentionMask) -
     """
     grouped = queries.shape[1] != keys.shape[1]
     if mask.cu_seqlens is not None:
-        from torch.nn.attention.varlen import varlen_attn  # loaded by the choice of this backend
+        from torch.nn.attention.varlen import varlen_attn  # imported when this backend was chosen
 
         length, left = queries.shape[2], -1 if mask.window is None else mask.window - 1
         q, k, v = (each.transpose(1, 2).flatten(0, 1) for each in (queries, keys, values))
@@ -170,8 +170,8 @@ def attend(queries: Tensor, keys: Tensor, values: Tensor, mask: AttentionMask) -
         keys, values = (each.repeat_interleave(copies, dim=1) for each in (keys, values))
     if mask.dense_mask is None:
         return scaled_dot_product_attention(queries, keys, values, is_causal=True, enable_gqa=grouped)
-    # Nothing tells the kernel that the upper triangle is empty. In chunks, each with the keys up to its own end, most of it is
-    # never computed: a third of the time at 1,024 tokens on a CPU. Chunks below 256 queries are not faster.
+    # The kernel does not know that the upper triangle is masked. With chunks of queries, each with the keys up to its end, most
+    # of it is skipped: a third of the time at 1,024 tokens on a CPU. Chunks below 256 queries are not faster.
     chunks, done = [], 0
     compiled = torch.compiler.is_compiling()
     stores_weights = stores_attention_weights(queries.dtype, keys.shape[2], on_gpu=queries.is_cuda, compiled=compiled)
@@ -246,7 +246,8 @@ class LayerKVCache:
         self._sequences, self._positions = sequences, positions
 
     def update(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Store those of the new tokens, [sequences, key_value_heads, length, head_dim]; returns views of all so far."""
+        """Store keys and values of new tokens, [sequences, key_value_heads, length, head_dim]. Returns views of all tokens so
+        far."""
         for kept, new in ((self._keys, keys), (self._values, values)):
             kept[self._sequences, :, self._positions] = new.transpose(1, 2).to(kept.dtype)
         return self._keys, self._values
@@ -254,7 +255,7 @@ class LayerKVCache:
     def mask(self, window: int | None) -> AttentionMask:
         """A token sees the slots of its sequence up to its own, at most `window` of them."""
         num_slots = self._keys.shape[2]
-        if window is None and self._positions.shape[1] == num_slots:  # new sequences: their tokens are all that there are
+        if window is None and self._positions.shape[1] == num_slots:  # new sequences have no earlier tokens
             return AttentionMask()
         slots = torch.arange(num_slots, device=self._keys.device)
         return AttentionMask(dense_mask=causal_mask(self._positions, slots, window)[:, None])
@@ -263,10 +264,10 @@ class LayerKVCache:
 class KVCache:
     """Keys and values of earlier tokens, so that generation computes each token once.
 
-    `max_length` slots for each of `batch_size` sequences, allocated at once and filled by the model's forward: keys and
-    values of the token at position p are in slot p. Sequences have lengths of their own, and those in use are always the
-    first ones, so that a decoding step reads and writes one block of memory. Raises UserError where the model cannot compute
-    that many tokens (learned positions), or the device has no memory for them.
+    `max_length` slots for each of `batch_size` sequences, allocated at once and filled by the model's forward: keys and values
+    of the token at position p are in slot p. Sequences have different lengths, and those in use are always the first ones, so
+    that a decoding step reads and writes one block of memory. Raises UserError where the model cannot compute that many tokens
+    (learned positions), or the device has no memory for them.
     """
 
     def __init__(

@@ -1,7 +1,7 @@
-"""Which kernel computes attention over whole sequences, and why: it follows from the device, the dtype and the model.
+"""Which kernel computes attention over full sequences, and why. It depends on the device, the dtype and the model.
 
-Variable-length flash attention computes only the scores within documents, and needs no mask. FlexAttention takes any mask
-and any dtype. Dense SDPA is left for CPUs, where FlexAttention has no backward pass, and for heads too small for the others.
+Variable-length flash attention computes only the scores within documents, and needs no mask. FlexAttention takes any mask and
+any dtype. Dense SDPA is used on CPUs, where FlexAttention has no backward pass, and for heads too small for the others.
 """
 
 import inspect
@@ -16,9 +16,9 @@ VARLEN, FLEX, DENSE = "varlen", "flex", "dense"
 # The smallest head_dim that FlexAttention takes; flash attention takes multiples of 8 up to 256.
 FLEX_MIN_HEAD_DIM = 16
 FLASH_HEAD_DIM_MULTIPLE, FLASH_MAX_HEAD_DIM = 8, 256
-# Most keys of a query for which compiled blocks on a CPU store all weights in bf16.
+# Maximum keys per query for which compiled blocks on a CPU store all attention weights in bf16.
 MAX_STORED_KEYS = 1024
-# What is asked of torch's function, whose arguments came with different versions.
+# The arguments that torch's function must have; they were added in different versions.
 _ARGUMENTS = {"window_size", "enable_gqa"}
 # By the first number of a GPU's compute capability: flash attention's own packages have faster kernels than torch.
 _FLASH_IMPLEMENTATIONS = {9: "FA3", 10: "FA4"}
@@ -39,7 +39,7 @@ def load_varlen_attn() -> Any:
 
 @dataclass(frozen=True)
 class AttentionBackend:
-    """`name` is VARLEN, FLEX or DENSE; `reason` says why it is not one that comes before, and is empty for VARLEN."""
+    """`name` is VARLEN, FLEX or DENSE; `reason` says why an earlier one of these was not chosen, and is empty for VARLEN."""
 
     name: str
     reason: str = ""

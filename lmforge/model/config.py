@@ -1,8 +1,6 @@
-"""The config of a model: its fields, and which values make sense together.
-
-Numbers only, and no torch: reading a config costs nothing. The modules that take these numbers are in llama.py and gpt2.py,
-their spelling in a config.json is in interop/config_json.py, where a recipe gets them from is in interop/resolve.py, and what
-a model costs is in flops.py.
+"""The config of a model: its fields, and which values are valid together. It does not import torch, so reading a config is
+fast. The modules that take these numbers are in llama.py and gpt2.py, their spelling in a config.json is in
+interop/config_json.py, where a recipe gets them from is in interop/resolve.py, and what a model costs is in flops.py.
 """
 
 from dataclasses import dataclass
@@ -106,7 +104,7 @@ class ModelConfig:
         if self.reward:
             self._set("tie_word_embeddings", False)
             self._set("final_logit_softcapping", None)
-            # transformers reads the reward at the last token that is not padding: no end-of-text token may be padding.
+            # transformers reads the reward at the last token that is not padding, so padding must not be an end-of-text token.
             ends = self.eos_token_id if isinstance(self.eos_token_id, tuple) else (self.eos_token_id,)
             if self.pad_token_id in ends:
                 self._set("pad_token_id", None)
@@ -118,18 +116,18 @@ class ModelConfig:
 
     @property
     def family(self) -> str:
-        """Whose arithmetic this model has: "llama" (llama.py), "gpt2" (gpt2.py) or "transformers" (interop/). That of a plugin
-        counts as the family that it is like."""
+        """The family whose code computes this model: "llama" (llama.py), "gpt2" (gpt2.py) or "transformers" (interop/). For a
+        plugin's family, the one that it extends."""
         return "gpt2" if self.base_type == "gpt2" else "llama"
 
     @property
     def base_type(self) -> str:
-        """The model_type whose fields this config has: its own, or of a plugin's family the one that it is like."""
+        """The model_type whose fields this config has: its own, or for a plugin's family the one that it extends."""
         return base_model_type(self.model_type)
 
     @property
     def num_outputs(self) -> int:
-        """How many numbers the head returns for a token."""
+        """The number of outputs of the head per token."""
         return 1 if self.reward else self.vocab_size
 
     @property

@@ -18,8 +18,8 @@ FLOPS_CONVENTION = (
 class ParameterCount:
     """Parameters of a model: all, those of its input embeddings, and those in matrix products with each token.
 
-    `active_matmul` leaves out the input embeddings, which are looked up; a tied one is also the head and is counted. Of
-    experts it has the fraction that one token is routed to. `block_matrices` counts the 2-D parameters of the blocks.
+    `active_matmul` leaves out the input embeddings, which are looked up; a tied one is also the head and is counted. It has the
+    fraction of the experts that one token is routed to. `block_matrices` counts the 2-D parameters of the blocks.
     """
 
     total: int
@@ -29,7 +29,7 @@ class ParameterCount:
 
 
 def parameter_count(config: ModelConfig) -> ParameterCount:
-    """The parameters of a model, a tied embedding counted once. Of a wrapped model they are counted from its modules."""
+    """The parameters of a model, a tied embedding counted once. Those of a wrapped model are counted from its modules."""
     counted = config.counted_parameters()
     if counted is not None:
         return ParameterCount(*counted)
@@ -64,8 +64,8 @@ def adapted_flops_per_token(config: ModelConfig, sequence_length: int, total: in
 def flops_per_token(config: ModelConfig, sequence_length: int) -> int:
     """Floating-point operations of training per token, forward and backward, of sequences of `sequence_length` tokens.
 
-    By FLOPS_CONVENTION; docs/tuning.md says what is made of it. Packed sequences and sliding windows do
-    less attention than it counts.
+    By FLOPS_CONVENTION; docs/tuning.md says how it is used. Packed sequences and sliding windows do less attention than it
+    counts.
     """
     attention = 12 * config.num_hidden_layers * config.num_attention_heads * config.head_dim * sequence_length
     return 6 * parameter_count(config).active_matmul + attention

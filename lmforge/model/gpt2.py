@@ -70,7 +70,8 @@ class GPT2Block(nn.Module):
         cache: LayerKVCache | None = None,
         token_rng: TokenRng | None = None,
     ) -> Tensor:
-        """hidden [sequences, length, hidden_size] → the same shape and dtype. Positions are learned: nothing is rotated."""
+        """hidden [sequences, length, hidden_size] → the same shape and dtype. Positions are learned, so there is no rotary
+        embedding."""
         attended = self.attn(self.ln_1(hidden), mask, cache, token_rng)
         hidden = add_residual(hidden, attended, token_rng, 0)
         return add_residual(hidden, self.mlp(self.ln_2(hidden), token_rng), token_rng, 1)

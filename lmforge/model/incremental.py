@@ -1,7 +1,7 @@
 """Incremental decoding: several sequences that grow by a token at a time, with each token computed once.
 
-Sequences join and leave while others go on; they are numbered 0, 1, … in the order in which they joined. Which token comes
-next is not decided here but in generate/.
+Sequences join and leave while others continue; they are numbered 0, 1, … in the order in which they joined. Sampling the next
+token is in generate/.
 
 A model of the Llama family is decoded by `LlamaDecodeModel`: the same sums as llama.py in fewer and larger operations. One
 product computes the queries, keys and values of a token, another gate and up of its feed-forward; a pair of rotary channels
@@ -26,11 +26,11 @@ from lmforge.model.rope import rotary_frequencies
 
 # Sequences are computed together where the shortest has at least this fraction of the longest one's tokens.
 MIN_LENGTH_RATIO = 0.75
-# With more tokens at once, activations take more memory than keys and values do, and nothing gets faster.
+# With more tokens at once, activations take more memory than keys and values, and the speed does not increase.
 MAX_GROUP_TOKENS = 1 << 14
 # Attention in more groups than this is slower than attention over empty slots.
 MAX_GROUPS = 8
-# Copied weights may take this many bytes. The products of a larger model take so long that fusing them gains nothing.
+# The limit for copied weights, in bytes. The products of a larger model take so long that fusing them is not faster.
 MAX_COPY_BYTES = 1 << 30
 
 
@@ -101,11 +101,13 @@ class IncrementalDecoder:
         return hidden
 
     def _sees_all(self, slots: int) -> bool:
-        """Whether a token may see this many slots in every layer: a recorded step reads them all, a window fewer."""
+        """Whether a token may see this many slots in every layer. A recorded step reads all of them, while a window limits
+        them."""
         return all(window is None or window >= slots for window in self._model.config.layer_windows)
 
     def _padded_step(self, tokens: Tensor, positions: Tensor, slots: int) -> Tensor:
-        """One token of each of the first sequences, which see no more than `slots`. Nothing depends on their lengths."""
+        """One token of each of the first sequences, which see at most `slots`. The computation does not depend on their
+        lengths."""
         if self._decode_model is not None:
             return self._decode_model.decode_step(tokens, positions, [DecodeGroup(0, len(tokens), 0, slots - 1)])
         return self._forward(0, tokens[:, None], positions[:, None], slots)[:, 0]
@@ -125,7 +127,7 @@ class IncrementalDecoder:
 
 
 def group_by_length(lengths: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """(start, stop) of neighbours to be computed together: of lengths that differ little, and not too many tokens."""
+    """(start, stop) of consecutive sequences to be computed together: with similar lengths, and not too many tokens."""
     start, shortest, longest = 0, lengths[0], lengths[0]
     for index, length in enumerate(lengths):
         shortest, longest = min(shortest, length), max(longest, length)
@@ -150,7 +152,7 @@ def _qkv_layers(block: Any) -> tuple[nn.Linear, nn.Linear, nn.Linear]:
 
 
 class LlamaDecodeModel:
-    """Computes what `model`, a Llama, would compute with `cache`; only it can read what it has written to the cache.
+    """Computes the same as `model`, a Llama, with `cache`. Only this class can read what it has written to the cache.
 
     The weights of the fused products are copied, in the dtype of the cache, when this is created: later changes of the
     model's weights are not seen. No gradients, no dropout.
@@ -213,7 +215,7 @@ class LlamaDecodeModel:
         return self._forward(tokens[:, None], 0, positions[:, None], attend_layer, None)[:, 0]
 
     def _group_mask(self, positions: Tensor, group: DecodeGroup, window: int | None) -> tuple[slice, slice, Tensor]:
-        """Of a group: its sequences, the slots that any of them sees, and what is added to the scores of each sequence."""
+        """A group's sequences, the slots that any of them sees, and what is added to the scores of each sequence."""
         first = 0 if window is None else max(0, group.shortest + 1 - window)
         sequences, slots = slice(group.start, group.stop), slice(first, group.longest + 1)
         numbers = torch.arange(slots.start, slots.stop, device=positions.device)
@@ -249,7 +251,7 @@ class LlamaDecodeModel:
                 self._cache.key_values[layer][:, indices, :, positions] = heads[:, :, self._heads :].unflatten(2, (2, -1))
                 attended = attend_layer(layer, q, k, v).reshape(sequences, length, -1)
                 if last_tokens is not None and layer == len(self._layers) - 1:
-                    # Of the other tokens only keys and values are needed.
+                    # Only the keys and values of the other tokens are needed.
                     hidden, attended = hidden[last_tokens], attended[last_tokens]
                 hidden = hidden + fused.o_proj(attended)
                 gate, up = fused.gate_up(block.post_attention_layernorm(hidden)).chunk(2, dim=-1)

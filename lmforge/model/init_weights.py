@@ -1,8 +1,8 @@
 """First values of the weights.
 
-Each number of a tensor is drawn as a function of the run's seed, the tensor's name and the number's index in it. So values
-depend on nothing else: not on the order of construction, the device, the number of ranks, or which other tensors exist; and a
-rank draws only what it holds. How they are drawn is in weight_rng.py.
+Each number of a tensor is drawn as a function of the run's seed, the tensor's name and the number's index in it. So values do
+not depend on the order of construction, the device, the number of ranks, or other tensors, and a rank draws only its own part.
+How they are drawn is in weight_rng.py.
 """
 
 import math
@@ -39,7 +39,7 @@ class InitialValue:
 
 @dataclass(frozen=True)
 class FlatShard:
-    """What a rank of FSDP1 holds of a parameter of this name and shape: numbers from `start` on of the flattened tensor."""
+    """An FSDP1 rank's part of a parameter with this name and shape: numbers from `start` on of the flattened tensor."""
 
     name: str
     shape: torch.Size
@@ -50,8 +50,8 @@ class FlatShard:
 class HeldPart:
     """This rank's part of a parameter.
 
-    values: [runs, length], sharing its memory; each row holds neighbours in the flattened full tensor.
-    starts: int64 [runs]: the index of each row's first number in the flattened full tensor.
+    values: [runs, length], sharing its memory; the numbers of a row are contiguous in the flattened full tensor. starts: int64
+    [runs]: the index of each row's first number in the flattened full tensor.
     """
 
     shape: torch.Size
@@ -59,7 +59,7 @@ class HeldPart:
     starts: Tensor
 
     def fill(self, value: InitialValue | Tensor, key: int) -> None:
-        """Give it its first value, in its own dtype; of a full tensor it takes what it holds."""
+        """Set the first value, in the part's own dtype; from a full tensor it copies this rank's part."""
         if isinstance(value, Tensor):
             for start, row in zip(self.starts.tolist(), self.values, strict=True):
                 row.copy_(value.flatten()[start : start + len(row)])
@@ -76,7 +76,7 @@ def initial_value(
 
     Norm weights are one and biases zero. The rest is normal(0, initializer_range), divided by sqrt(2 * layers) for the
     projections that add to the residual stream, so that its variance does not grow with depth (GPT-2, section 2.3).
-    `embedding_std` replaces initializer_range for the input embedding. Of a low-rank adapter's pair, A is uniform in
+    `embedding_std` replaces initializer_range for the input embedding. In a low-rank adapter's pair, A is uniform in
     ±1/sqrt(inputs) (Kaiming with a slope of sqrt(5)) and B zero: at first an adapter adds nothing.
     """
     if name.endswith((".bias", LORA_SUFFIXES[1])):
@@ -97,7 +97,7 @@ def initial_value(
 def init_weights(model: Model, seed: int, embedding_std: float | None = None) -> Model:
     """Give every parameter of a model its first value, in place, and return the model.
 
-    Of a sharded parameter each rank draws its part, and nothing is sent between ranks. A wrapped model of transformers is
+    Each rank draws its part of a sharded parameter, and nothing is sent between ranks. A wrapped model of transformers is
     initialised as transformers does it.
     """
     parts = _held_parts(model)
@@ -117,7 +117,7 @@ def init_adapters(model: nn.Module, seed: int, new_names: Collection[str] = ()) 
 
 
 def _held_parts(model: nn.Module) -> dict[str, HeldPart]:
-    """By the parameters' own names, what this rank holds of them, leaving out those of which it holds nothing."""
+    """This rank's parts of the parameters, by name, without those of which it holds nothing."""
     parts: dict[str, HeldPart] = {}
     flat_shards: dict[str, FlatShard] = model.flat_shards  # type: ignore[assignment]
     for name, parameter in model.named_parameters():
@@ -133,8 +133,8 @@ def _held_parts(model: nn.Module) -> dict[str, HeldPart]:
 
 
 def _runs(part: tuple[slice, ...], shape: torch.Size) -> tuple[Tensor, int]:
-    """The rows of neighbours that a part of a tensor consists of: where each begins in the flattened tensor; their length."""
-    # From this dimension on, numbers of the part are neighbours: it holds all of each dimension behind it.
+    """The contiguous rows of a part of a tensor: where each begins in the flattened tensor, and their length."""
+    # From this dimension on, numbers of the part are contiguous: it has all of each later dimension.
     first = max((dim for dim, each in enumerate(part) if each != slice(0, shape[dim])), default=0)
     starts, length = torch.zeros(1, dtype=torch.int64), 1
     for dim, (each, size) in enumerate(zip(part, shape, strict=True)):

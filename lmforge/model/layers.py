@@ -19,17 +19,16 @@ from lmforge.model.rope import rotary_embedding
 
 
 def apply_linear(layer: nn.Module, x: Tensor, token_rng: TokenRng | None) -> Tensor:
-    """`layer(x)`; a layer with an adapter (lora.py) has a dropout of its own, and is given what to draw from."""
+    """`layer(x)`; a layer with an adapter (lora.py) has its own dropout, and is given the `token_rng` for it."""
     return layer(x) if token_rng is None or not hasattr(layer, "lora_A") else layer(x, token_rng)
 
 
 def to_autocast_dtype(hidden: Tensor) -> Tensor:
-    """Embeddings in the dtype of autocast, where it is on: it casts none, and the residual stream would stay fp32.
-
-    FSDP computes in bf16 from the embedding on. With this the other engines do, too.
+    """Embeddings in the dtype of autocast, where it is on. Autocast does not cast embeddings, so the residual stream would stay
+    fp32. FSDP computes in bf16 from the embedding on; with this class the other engines do, too.
     """
     device_type = hidden.device.type
-    if hidden.is_meta or not torch.is_autocast_enabled(device_type):  # torch knows of no autocast on meta
+    if hidden.is_meta or not torch.is_autocast_enabled(device_type):  # torch has no autocast on the meta device
         return hidden
     return hidden.to(torch.get_autocast_dtype(device_type))
 
@@ -61,7 +60,7 @@ Passes = Literal["operators", "fused", "stored"]
 
 @dataclass(frozen=True)
 class HeadOptions:
-    """What an output head does beside its matrix product.
+    """Options of an output head besides its matrix product.
 
     bias: [vocab], added to the logits. softcap: logits become softcap · tanh(logits / softcap) (Gemma 2, arXiv 2408.00118).
     passes: what computes losses from logits. "operators" are torch's; "fused" and "stored" are compiled, for GPUs and for CPUs
@@ -159,7 +158,7 @@ class LanguageModel(nn.Module):
         return self.final_norm(hidden)
 
     def make_token_rng(self, rng_keys: Tensor | None, document_ids: Tensor) -> TokenRng | None:
-        """What dropout and NEFTune draw from on this rank for tokens with these keys; None where both are off."""
+        """The random numbers of dropout and NEFTune on this rank for tokens with these keys; None where both are off."""
         drops = self.dropout or (self.lora_config is not None and self.lora_config.dropout)
         if rng_keys is None or not (drops or self.neftune_noise_alpha):
             return None
@@ -231,7 +230,7 @@ class LanguageModel(nn.Module):
             yield name, initial_value(name, shape, self.config, embedding_std)
 
     def tie_weights(self) -> None:
-        """Make the head's weight the embedding's, where the config says so. Repeat after `to_empty`, which unties."""
+        """Tie the head's weight to the embedding's, where the config says so. Repeat after `to_empty`, which unties them."""
         if self.config.tie_word_embeddings:
             self.lm_head.weight = self.embeddings[0].weight  # type: ignore[assignment]
 

@@ -1,4 +1,4 @@
-"""Low-rank adapters (LoRA; Hu et al., arXiv 2106.09685): few weights that are trained beside frozen ones.
+"""Low-rank adapters (LoRA; Hu et al., arXiv 2106.09685): a small number of trained weights besides the frozen ones.
 
 An adapted layer computes W x + scaling · B A x. W keeps its name, `….q_proj.weight`; A and B are called
 `….q_proj.lora_A.weight` and `….q_proj.lora_B.weight`, as in PEFT. Their first values are in init_weights.py, PEFT's folders
@@ -102,7 +102,7 @@ def add_lora(model: LanguageModel, config: LoraConfig) -> None:
     if not chosen:
         raise UserError(f'lora.target_modules: names no layer; leave it out for "{ALL_LINEAR}"')
     model.requires_grad_(False)
-    # The head of a reward model is new: it is trained itself.
+    # The head of a reward model is new, so it is trained without an adapter.
     model.lm_head.requires_grad_(model.config.reward)
     for name, (layer, site) in layers.items():
         if name in chosen:
@@ -136,7 +136,8 @@ def adapter_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
 
 @contextmanager
 def disable_adapters(model: nn.Module) -> Iterator[None]:
-    """Inside, `model` computes without its adapters, for forward passes without gradients: the reference of alignment."""
+    """A context in which `model` computes without its adapters, for forward passes without gradients: the reference of
+    alignment."""
     layers = [module for module in model.modules() if isinstance(module, LoraLinear)]
     for layer in layers:
         layer.enabled = False

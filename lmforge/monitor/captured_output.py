@@ -1,8 +1,7 @@
-"""What libraries in C, and processes that inherit this one's output, write while a panel is on the terminal.
-
-They write to descriptors 1 and 2, past Python's streams, and would be drawn over. Meanwhile these descriptors are those of the
-rank's log. It is read again for the lines to show. A pipe would lose the last words of a process that crashes, and block a
-library that writes more than it holds, where the reader waits for the interpreter lock that the library has.
+"""Captures what C libraries and child processes write while a panel is on the terminal. They write to descriptors 1 and 2
+directly, and the panel would overwrite it. So these descriptors are redirected to the rank's log, from which the lines to show
+are read. A pipe would lose the last words of a process that crashes, and block a library that writes more than it holds, where
+the reader waits for the interpreter lock that the library has.
 """
 
 import os
@@ -38,7 +37,7 @@ class CapturedOutput:
             sys.stdout = self._terminal
 
     def take_lines(self) -> list[str]:
-        """The complete lines since the last call that nobody has stamped with their time, as text that drives no terminal."""
+        """The complete lines since the last call that have no time stamp yet, as text that is safe to print on a terminal."""
         *lines, self._unfinished = (self._unfinished + self._log.read()).split(b"\n")
         return [printable(line) for line in lines if not STAMP.match(line)]
 

@@ -1,4 +1,4 @@
-"""Which rank of an attempt failed first, and with what: by cause, then by the clock.
+"""Which rank of an attempt failed first, and how: ordered by cause, then by time.
 
 When one rank fails, all others fail too: they lose it, or time out. Their errors come later, and there are more of them. So the
 error of a rank that failed by itself comes before that of a rank that lost another one, whatever the clocks of the hosts say. A
@@ -18,7 +18,7 @@ from lmforge.monitor.rank_log import FAILED, PEER_FAILED, PEER_LOST_PATTERN, TIM
 from lmforge.monitor.run_status import RUN_ENDED, RankStatus, RunStatus
 from lmforge.runs import Run
 
-# A failure is in the end of a log.
+# A failure is at the end of a log.
 TAIL_BYTES = 2**18
 MAX_LINES = 200
 # How a crash begins in the output of C and C++, of torch, and of Python as it dies of a signal.
@@ -26,7 +26,7 @@ CRASH = re.compile(
     r"^(Fatal Python error: |terminate called |Segmentation fault|.*\bCUDA error: |.*: Assertion .* failed|\*\*\* Aborted )"
 )
 STALL = "STALL: "
-# Words of which a log with a failure, a crash or a stall has at least one.
+# A log with a failure, a crash or a stall contains at least one of these words.
 CRASH_WORDS = b"Fatal Python error: ", b"terminate called ", b"Segmentation fault", b"CUDA error: ", b": Assertion "
 MARKS = (FAILED.encode(), STALL.encode(), b"*** Aborted ", *CRASH_WORDS)
 CONTEXT_BYTES = 2**13
@@ -73,7 +73,7 @@ def find_failures(run: Run, attempt: int, status: RunStatus | None = None) -> li
 def _bytes_from_first_mark(path: Path) -> int:
     """How many bytes before its end a log has the first mark of a failure, with some before it; 0 where it has none.
 
-    To look for a few words is twenty times as fast as to parse the lines: most ranks of a thousand have nothing to say.
+    Searching for a few words is twenty times as fast as parsing the lines, and most of a thousand ranks have no failure.
     """
     with open(path, "rb") as file:
         file.seek(max(0, file.seek(0, os.SEEK_END) - TAIL_BYTES))
@@ -92,7 +92,7 @@ def _latest_time(failure: Failure) -> float:
 
 
 def _failures_in(lines: Sequence[LogLine], rank: int, host: str) -> Iterator[Failure]:
-    """The failure that a rank has written down, and the last stall that it reported."""
+    """The failure in a rank's log, and the last stall that it reported."""
     at = next((at for at, line in enumerate(lines) if line.text.startswith((FAILED, PEER_FAILED))), None)
     crash = next((at for at, line in enumerate(lines) if CRASH.match(line.text)), None)
     begin = at if at is not None else crash
@@ -122,7 +122,7 @@ def _crashed_thread_first(texts: list[str]) -> list[str]:
 
 
 def _names_peer(lines: Sequence[LogLine]) -> bool:
-    """Whether the output of a crash says that the other end is gone or has not come: NCCL ends a rank that waits too long."""
+    """Whether the output of a crash says that another rank is lost or did not join: NCCL ends a rank that waits too long."""
     return any(PEER_LOST_PATTERN.search(line.text) or TIMED_OUT_PATTERN.search(line.text) for line in lines)
 
 

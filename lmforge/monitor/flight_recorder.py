@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 MAX_PER_GROUP = 8
-# Of gloo and of NCCL; builds for the CPU lack the second. Private to torch; checked with 2.13.0.
+# The functions of gloo and of NCCL; builds for the CPU lack the second. Private to torch; checked with 2.13.0.
 _DUMP_FUNCTIONS = ("_dump_fr_trace", "_dump_nccl_trace")
 
 
@@ -28,7 +28,7 @@ class CollectiveRecord:
 
 def recent_collectives() -> list[CollectiveRecord]:
     """The last few collectives of every group, oldest first. Empty where nothing is recorded."""
-    import torch  # not above: who only reads reports needs no torch
+    import torch  # imported here, since reading reports does not need torch
     import torch.distributed as dist
 
     if not dist.is_available() or not dist.is_initialized():

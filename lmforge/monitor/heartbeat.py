@@ -1,4 +1,4 @@
-"""What a rank does at this moment, for other ranks to read: `health/rank-R.json`, written every few seconds by a thread.
+"""The current step and phase of a rank, for other ranks to read: `health/rank-R.json`, written every few seconds by a thread.
 
 The training thread sets its step and phase, which takes about a microsecond; the thread decides when to write. An old
 phase in a fresh heartbeat is a stall, an old heartbeat is a dead process; `stall.py` draws these conclusions. The file is
@@ -23,15 +23,15 @@ from lmforge.untrusted import read_json
 
 T = TypeVar("T")
 
-# What is left in the file when a rank has ended.
+# The phase in the file after a rank has ended.
 FINAL_PHASES = ("done", "interrupted", "failed")
-# Between two heartbeats; less where a stall must be reported sooner.
+# The interval between heartbeats; shorter where a stall must be reported sooner.
 MAX_HEARTBEAT_SECONDS = 2.0
-# While torch compiles, inside of whatever the rank does.
+# The phase while torch compiles, inside of any other phase.
 COMPILING = "compiling"
-# A file server may show what another host wrote this much later.
+# The maximum delay until a file server shows what another host wrote.
 SILENT_AFTER_SECONDS = 10.0
-# Longer than any heartbeat. Shorter ones are padded with blanks, so that nothing is left of the one before.
+# Longer than any heartbeat. Shorter ones are padded with blanks, so that they overwrite the previous one completely.
 FILE_BYTES = 512
 
 
@@ -75,7 +75,7 @@ def heartbeat_path(folder: Path, rank: int) -> Path:
 
 
 def heartbeat_paths(folder: Path) -> dict[int, Path]:
-    """The files that there are, by rank."""
+    """The existing files, by rank."""
     matches = {path: re.fullmatch(r"rank-([0-9]{1,7})\.json", path.name) for path in folder.glob("rank-*.json")}
     return {int(match[1]): path for path, match in matches.items() if match}
 
@@ -110,13 +110,13 @@ class Heartbeat:
         self._world_size = world_size
         self._identity = rank, platform.node(), os.getpid()
         self.on_phase: Callable[[str, int], None] | None = None
-        # Of each phase the two longest times, the shorter first.
+        # The two longest times of each phase, the shorter first.
         self._longest: dict[str, list[float]] = {}
         self._training_thread = threading.get_ident()
         self._phase_before_compiling = ""
 
     def set_phase(self, phase: str, step: int) -> None:
-        """Set what this rank does from now on; docs/watching.md lists the phases. It takes about a microsecond and never
+        """Set the current phase of this rank; docs/watching.md lists the phases. It takes about a microsecond and never
         fails."""
         before, clock = self.current, time.perf_counter()
         self.current = PhaseMark(step, before.phase_number + 1 if step == before.step else 0, phase, time.time(), clock)
@@ -129,7 +129,7 @@ class Heartbeat:
 
     @contextmanager
     def barrier(self) -> Iterator[None]:
-        """Around waiting for other ranks: the phase is `barrier` inside. Changes nothing in other threads."""
+        """Context for waiting for other ranks, in which the phase is `barrier`. Does nothing in other threads."""
         if threading.get_ident() != self._training_thread or self.current.phase == "barrier":
             yield
             return
@@ -146,7 +146,7 @@ class Heartbeat:
         self.set_phase(COMPILING, self.current.step)
 
     def end_compiling(self, _: object) -> None:
-        """The phase is again what it was before."""
+        """Restore the previous phase."""
         if self.current.phase == COMPILING:
             self.set_phase(self._phase_before_compiling, self.current.step)
 

@@ -38,7 +38,7 @@ class LogLine(NamedTuple):
 def printable(line: bytes) -> str:
     """A line as text that is safe to print on a terminal: without escape sequences, other control characters as dots.
 
-    Of what was written over itself with carriage returns, such as a progress bar, the last state is left.
+    Where carriage returns overwrote text, as in a progress bar, the last state is left.
     """
     text = line.decode("utf-8", errors="replace").rstrip("\r\n")
     if text.isprintable():
@@ -56,11 +56,11 @@ class LogFile:
     rank: int
     _offset: int = 0
     _number: int = 0
-    # Of the last line with a time; 0 before there was one.
+    # The time of the last line that has one; 0 before that.
     _time: float = 0.0
 
     def skip_to_tail(self, num_lines: int) -> None:
-        """Let the next read begin with the last `num_lines` lines. Reads backwards, no further than these."""
+        """Make the next read begin with the last `num_lines` lines. Reads backwards, only as far as needed."""
         with open(self.path, "rb") as file:
             offset, missing = file.seek(0, os.SEEK_END), num_lines + 1  # the last line's own end is one of them
             while offset > 0 and missing > 0:
@@ -74,7 +74,7 @@ class LogFile:
         self._offset = offset if missing == 0 else 0
 
     def skip_to_last_bytes(self, count: int) -> None:
-        """Let the next read begin with the first whole line of the last `count` bytes."""
+        """Make the next read begin with the first complete line of the last `count` bytes."""
         if (offset := os.path.getsize(self.path) - count) > 0:
             with open(self.path, "rb") as file:
                 file.seek(offset)
@@ -122,13 +122,13 @@ class LogFile:
         return result
 
     def _parse(self, line: bytes) -> list[LogLine]:
-        """The line, its time 0 where it has none; nothing for the zeros that a crash of the host leaves in a file."""
+        """The line, with time 0 if it has none; nothing for zero bytes, which a crash of the host leaves in a file."""
         if line and not line.strip(b"\0"):
             return []
         seconds = 0.0
         if stamp := STAMP.match(line):
             try:
-                # Clocks are set back now and then; a file is in the order in which it was written.
+                # Clocks may be set back, but the lines of a file are in the order of writing.
                 seconds = max(self._time, datetime.fromisoformat(stamp[1].decode()).timestamp())
             except (ValueError, OverflowError, OSError):
                 stamp = None

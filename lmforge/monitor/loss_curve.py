@@ -10,18 +10,17 @@ from lmforge.atomic_files import atomic_write
 from lmforge.errors import UserError
 from lmforge.runs import Run
 
-LARGEST_DRAWN = 1e30  # beyond it matplotlib computes no ticks
-# The first picture is drawn so long after the start. Importing matplotlib takes a second, and so slows no first step.
+LARGEST_DRAWN = 1e30  # matplotlib computes no ticks beyond this
+# The time until the first picture, so that importing matplotlib, which takes a second, does not slow the first steps.
 FIRST_AFTER_SECONDS = 60.0
-# Of a run's time, the most that goes into pictures: of a long run there is more to read and to draw.
+# The maximum fraction of a run's time for drawing: a long run has more records to read and to draw.
 MAX_FRACTION = 0.01
 CLOSE_SECONDS = 30.0  # a file server that does not answer must not hang the end
 
 
 class LossCurveThread:
-    """Draws the curve of a run now and then, in a thread, and calls `then`, which may draw more.
-
-    What goes wrong there is ignored: the end of the run reports it.
+    """Draws the curve of a run from time to time in a thread, and calls `then`, which may draw more. Errors are ignored here,
+    and reported at the end of the run.
     """
 
     def __init__(self, run: Run, then: Callable[[Run], object] = lambda run: None) -> None:

@@ -22,18 +22,18 @@ from typing import Any, TextIO
 from lmforge.cluster.rank_info import RankInfo
 from lmforge.errors import PeerLost
 
-# Beginnings of the line that says how a rank failed: by itself, or because of another rank.
+# Prefixes of the line about a rank's failure: by itself, or because of another rank.
 FAILED, PEER_FAILED = "FAILED at ", "PEER FAILED at "
-# What gloo and NCCL say when the other end is gone.
+# Messages of gloo and NCCL when the other rank is lost.
 PEER_LOST_PATTERN = re.compile(
     r"[Cc]onnection (closed|reset|refused)|[Bb]roken pipe|remote process exited|NCCL communicator was aborted"
 )
-# What they say when the other end does not come: the rank that says it waited for another.
+# Their messages when the other rank does not join: the rank that prints it waited for another.
 TIMED_OUT_PATTERN = re.compile(r"Timed out waiting|[Ww]ait timeout|[Cc]ollective operation timeout|[Ss]ocket [Tt]imeout")
 
 
 def stamp_lines(text: str) -> str:
-    """Lines of text, each after the time of now; the last one is ended."""
+    """Lines of text, each prefixed with the current time; the last one ends with a newline."""
     now = _now()
     return "".join(f"{now} {line}\n" for line in text.removesuffix("\n").split("\n"))
 
@@ -44,7 +44,7 @@ def _now() -> str:
 
 
 def is_caused_by_peer(problem: BaseException) -> bool:
-    """Whether a rank failed because another one did, or did not come: it is not where to look for the cause."""
+    """Whether a rank failed because another one failed or did not join, so that it is not the cause."""
     if isinstance(problem, PeerLost) or getattr(problem, "raised_on_peer", False):
         return True
     text = str(problem)
@@ -83,7 +83,7 @@ class _TeeToLog:
 
 
 def terminal_stderr() -> TextIO:
-    """Standard error without the log, for what is written to the log anyway."""
+    """Standard error without the log, for messages that are written to the log separately."""
     return sys.stderr.terminal if isinstance(sys.stderr, _TeeToLog) else sys.stderr
 
 

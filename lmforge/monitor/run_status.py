@@ -51,7 +51,7 @@ class RankStatus:
 
     @property
     def has_problem(self) -> bool:
-        """Whether it cannot go on, or has failed."""
+        """Whether it cannot continue, or has failed."""
         return self.state in ("missing", "gone", "stopped", "silent") or self.phase == "failed"
 
     @property
@@ -62,7 +62,7 @@ class RankStatus:
 
     @property
     def note(self) -> str:
-        """What is wrong with it, in words; empty where nothing is."""
+        """A description of its problem; empty if it has none."""
         age = format_age(self.heartbeat_age_seconds or 0.0)
         words = {
             "missing": "no heartbeat: it never joined",
@@ -125,7 +125,7 @@ def run_state(ranks: Sequence[RankStatus]) -> RunState:
 
 
 def _read_ranks(folder: Path) -> list[RankStatus]:
-    """Every rank that there should be, by rank: heartbeats say how many there are."""
+    """All ranks of the run, by rank; heartbeats contain the number of ranks."""
     written: dict[int, float] = {}
     for rank, path in heartbeat_paths(folder).items():
         with suppress(OSError):
@@ -152,7 +152,7 @@ def _rank_status(peer: PeerStatus, age: float | None, verdict: str) -> RankStatu
         peer.state,  # type: ignore[arg-type]
         beat.get("step", 0),
         beat.get("phase", ""),
-        # Of a rank that goes on, as it was when it last said so.
+        # For a rank that continues, the value at its last heartbeat.
         max(0.0, beat["written"] - beat["since"] if peer.state == "running" else peer.seconds_in_phase) if beat else 0.0,
         beat.get("written", 0.0),
         age,

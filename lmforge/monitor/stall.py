@@ -1,7 +1,8 @@
 """The report of a stall: which rank is stuck, which ranks wait for it, and where each of them is.
 
-`write_evidence` writes what a stalled rank knows about itself, `read_peer` reads what another rank wrote, `classify_ranks` says
-from that who is stuck, and `report_lines` puts it in words. Nothing here asks a peer: one that hangs cannot answer.
+`write_evidence` writes what a stalled rank knows about itself, `read_peer` reads what another rank wrote, `classify_ranks`
+decides from that which ranks are stuck, and `report_lines` writes the report. Only files are read, since a rank that hangs
+cannot answer.
 """
 
 import json
@@ -67,7 +68,7 @@ class PeerStatus:
 
     @property
     def progress(self) -> tuple[int, int]:
-        """How far it has come: its step, and the phases it has begun in it."""
+        """Its progress: its step, and the number of phases begun in it."""
         return (self.heartbeat["step"], self.heartbeat["number"])
 
     @property
@@ -173,7 +174,8 @@ def classify_ranks(peers: Sequence[PeerStatus]) -> dict[int, str]:
 
 
 def compiling_peers(peers: Sequence[PeerStatus], patience_seconds: float) -> list[PeerStatus]:
-    """The ranks that the others wait for and that compile, for less than `patience_seconds`: no reason to report a stall."""
+    """The ranks that the others wait for, if they have been compiling for less than `patience_seconds`: this is not reported as
+    a stall."""
     verdict = classify_ranks(peers)
     return [
         peer
@@ -183,7 +185,7 @@ def compiling_peers(peers: Sequence[PeerStatus], patience_seconds: float) -> lis
 
 
 def compiling_line(compiling: Sequence[PeerStatus], num_ranks: int) -> str:
-    """What is reported of ranks that compile in place of a stall."""
+    """The report about ranks that compile, instead of a stall."""
     who = f"{_format_ranks(compiling)}: " if num_ranks > 1 else ""
     longest = max(peer.seconds_in_phase for peer in compiling)
     return f"{who}still compiling after {_format_seconds(longest)} (a long first step is normal)"
@@ -211,7 +213,7 @@ def report_lines(
     lines = [f"STALL: {stalled}: {_summary(peers, stuck, waiting)}", *table]
     if not stuck and waiting:
         lines += _divergence_lines(waiting)
-    # A compiler's stack says nothing to most readers.
+    # A compiler's stack is of no use to most readers.
     for peer in [each for each in (stuck or peers) if each.stack and not each.is_compiling][:1]:
         lines.append(f"  stack of rank {peer.rank}, most recent call last:")
         lines += [f"    {frame}: {frame.source_line}" for frame in peer.stack[-FRAMES_SHOWN:]]
@@ -263,13 +265,13 @@ def _format_time_in_phase(peers: Sequence[PeerStatus]) -> str:
 
 
 def _wait_in_one_collective(waiting: Sequence[PeerStatus]) -> bool:
-    """Whether each of these ranks has begun the same collective: then it is not the code that keeps it from its end."""
+    """Whether each of these ranks has begun the same collective: then the code is not the reason that it does not end."""
     pending = [peer.pending_collective for peer in waiting]
     return None not in pending and len({(each.group, each.sequence, each.operation) for each in pending if each}) == 1
 
 
 def _divergence_lines(waiting: Sequence[PeerStatus]) -> list[str]:
-    """The last collective that the ranks had in common, and a guess at where they diverged; or that they did not."""
+    """The last collective that the ranks had in common, and where they probably diverged; or that they did not diverge."""
     if _wait_in_one_collective(waiting):
         return ["  Likely the network between these ranks, or a device: `lmforge doctor` on the same hosts names a bad link."]
     pending = [peer.pending_collective for peer in waiting if peer.pending_collective]

@@ -1,7 +1,7 @@
 """Drift of the step time: a line where steps have become slower by a fifth and stay so.
 
-Single log steps vary with everything else that a machine does. So medians of several are compared, and most of the late
-ones must be slow.
+Single log steps vary with other load on the machine. So medians of several are compared, and most of the late ones must be
+slow.
 """
 
 import math
@@ -18,7 +18,7 @@ SLOW_FRACTION = 0.8
 
 
 class DriftDetector:
-    """Step times in, lines out. The baseline is the smallest median of twenty neighbouring readings so far."""
+    """Takes step times, and returns lines. The baseline is the smallest median of twenty neighbouring readings so far."""
 
     def __init__(self) -> None:
         # (seconds, step) of each.
@@ -38,7 +38,7 @@ class DriftDetector:
         self._num_steps += step - self._last_step
         self._seconds += (step - self._last_step) * step_seconds
         self._last_step = step
-        if self._seconds < MIN_READING_SECONDS or self._num_steps <= 0:  # after a rollback, steps are taken again
+        if self._seconds < MIN_READING_SECONDS or self._num_steps <= 0:  # after a rollback, steps are repeated
             return []
         self._readings.append((self._seconds / self._num_steps, step))
         self._seconds = self._num_steps = 0.0
@@ -47,7 +47,7 @@ class DriftDetector:
             return []
         now = statistics.median(seconds for seconds, _ in self._readings)
         lines = self._compare(now)
-        # Windows of the baseline do not overlap: the fastest of many that do is luck.
+        # Windows of the baseline do not overlap: the fastest of many overlapping ones would be too low by chance.
         if self._num_readings % WINDOW_READINGS == 0 and now < self._baseline[0]:
             self._baseline = (now, self._readings[WINDOW_READINGS // 2][1])
         return lines

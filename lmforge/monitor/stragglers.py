@@ -22,16 +22,16 @@ from lmforge.monitor.heartbeat import Heartbeat
 
 # Phases in which a rank works by itself; reduce and barrier are waiting.
 COMPARED_PHASES = ("data", "forward", "backward", "optimizer", "save", "evaluate")
-# Healthy ranks differ by a few per cent. A phase that takes half as long again is reported where the difference is a tenth of
-# the step, and where it is seen twice: once may be a page fault or another process.
+# Healthy ranks differ by a few per cent. A phase that takes 50 % longer is reported if the difference is at least a tenth of
+# the step, and only when seen twice: once may be a page fault or another process.
 SLOW_RATIO, SLOW_FRACTION, TIMES_SEEN = 1.5, 0.1, 2
 RECOVERED_RATIO = 1.25
-# Short steps are combined until they cover this: a pause of the system is not the rank's pace.
+# Short steps are combined until they cover this time, so that a pause of the system does not count as a slow rank.
 MIN_WINDOW_SECONDS = 1.0
 
 
 class StragglerDetector:
-    """Own seconds of every rank in, lines out: which ranks are slow, and which no longer are."""
+    """Takes the own seconds of every rank, and returns lines about ranks that are slow, or no longer slow."""
 
     def __init__(self) -> None:
         # How often in a row a (rank, phase) was slow; from TIMES_SEEN on it is reported.
@@ -50,7 +50,7 @@ class StragglerDetector:
         self._tables.append(seconds_by_rank)
         self._steps += steps
         self._seconds += steps * step_seconds
-        if self._seconds < MIN_WINDOW_SECONDS or self._steps <= 0:  # after a rollback, steps are taken again
+        if self._seconds < MIN_WINDOW_SECONDS or self._steps <= 0:  # after a rollback, steps are repeated
             return []
         lines = []
         for pipeline_rank in sorted(set(pipeline_ranks)):

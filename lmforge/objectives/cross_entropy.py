@@ -40,7 +40,7 @@ class HeadGradients:
 
     def __init__(self, needs_input_grad: tuple[bool, ...], hidden: Tensor, bias: Tensor | None) -> None:
         _, self._needs_weight, needs_bias, *_ = needs_input_grad
-        # In `loss_dtype`: in bf16, the small contributions of late chunks would vanish beside the sum of the early ones.
+        # In `loss_dtype`: in bf16, the small contributions of late chunks would be lost in the sum of the early ones.
         self._sum_dtype = loss_dtype(hidden)
         self.hidden = torch.empty_like(hidden)
         self.weight: Tensor | None = None
@@ -114,7 +114,7 @@ class HeadChunk:
         return torch.xlogy(self._exponentials, self._exponentials).sum(-1, keepdim=True)
 
     def entropies(self) -> Tensor:
-        """Of p at every token [n], in nats, 0 where it is not scored. Before `add_gradients`."""
+        """The entropy of p at every token [n], in nats, 0 where it is not scored. Before `add_gradients`."""
         (weighted,) = self._scoring.vocab_shard.all_reduce_sum(self._negative_entropies())
         return torch.where(self.is_scored, (self._sums.log() - weighted / self._sums).squeeze(1), 0.0)
 
@@ -133,7 +133,7 @@ class HeadChunk:
 
 
 class FusedHeadChunk(HeadChunk):
-    """The same by compiled passes, which keep the logits in the dtype of the hidden states and compute exponentials twice."""
+    """The same with compiled passes, which keep the logits in the dtype of the hidden states and compute exponentials twice."""
 
     def _score(self, logits: Tensor) -> Tensor:
         self._logits, scoring, vocab_shard = logits, self._scoring, self._scoring.vocab_shard
@@ -169,7 +169,7 @@ class FusedHeadChunk(HeadChunk):
 
 
 class StoredHeadChunk(HeadChunk):
-    """The same by two compiled passes that compute exponentials once: of all logits, and without a cap."""
+    """The same with two compiled passes that compute the exponentials of all logits once, without soft-capping."""
 
     def _score(self, logits: Tensor) -> Tensor:
         dtype = loss_dtype(logits)
@@ -202,7 +202,7 @@ def head_chunks(hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Ten
     weight = weight.to(hidden.dtype)
     chunk_class = _chunk_class(scoring)
     size = loss_chunk_tokens(len(weight), hidden.element_size(), on_gpu=hidden.is_cuda, fused=scoring.passes == "fused")
-    if chunk_class is not HeadChunk:  # chunks of equal size, since another size may be compiled anew
+    if chunk_class is not HeadChunk:  # chunks of equal size, since another size may be recompiled
         size = -(-len(hidden) // max(1, -(-len(hidden) // size)))
     for start in range(0, max(1, len(hidden)), max(1, size)):  # one chunk at least, which fills the gradients
         yield chunk_class(slice(start, start + size), hidden, weight, bias, labels, scoring)
@@ -262,5 +262,5 @@ def cross_entropy_and_z_loss(
     sharded = ShardedHead.from_weight(hidden, weight, labels, head)
     total, z_total, losses = sharded.apply(_ChunkedCrossEntropy, 1.0, z_loss)
     token_losses = sharded.gather_tokens(losses) if with_token_losses else None
-    # Without a z-loss it is 0 on every rank, and not worth a collective.
+    # Without a z-loss it is 0 on every rank, so no collective is needed.
     return sharded.sum_over_tokens(total), sharded.sum_over_tokens(z_total) if z_loss else z_total, token_losses

@@ -1,5 +1,5 @@
-"""Learning from the rewards of sampled completions: one objective with orthogonal switches, of which GRPO, Dr. GRPO, DAPO,
-GSPO and RLOO are presets. Where completions and rewards come from is not known here.
+"""Learning from the rewards of sampled completions: one objective with orthogonal switches, of which GRPO, Dr. GRPO, DAPO, GSPO
+and RLOO are presets. It does not depend on the origin of completions and rewards.
 
 In a batch each document is a prompt with a sampled completion, and only the completion has labels. Extras: "advantages",
 constant in a completion; "old_logprobs", the log-probability of each label when it was sampled; "reference_logprobs", that
@@ -28,7 +28,8 @@ STD_EPSILON = 1e-4
 
 @dataclass(frozen=True)
 class PolicyLossConfig:
-    """How completions are learned from. The fields are the options of the same names in `[rollout]`, which validate them.
+    """How the loss of completions is computed. The fields are the options of the same names in `[rollout]`, which validate
+    them.
 
     Names are those of TRL's `GRPOConfig`; values that TRL lacks, or calls otherwise, are marked.
 
@@ -188,7 +189,7 @@ class PolicyObjective:
             "entropy": entropy,
         }
         if config.kl_estimator == "k1" and batch.extras is not None and "reference_logprobs" in batch.extras.tensors:
-            # Already taken off the rewards.
+            # Already subtracted from the rewards.
             values["kl"] = old_logprobs - batch.extra("reference_logprobs")
         if config.kl_estimator in ("k2", "k3"):
             log_inverse = torch.where(scored, batch.extra("reference_logprobs") - logprobs, 0.0)

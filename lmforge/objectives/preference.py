@@ -24,7 +24,7 @@ from lmforge.model.layers import LanguageModel
 from lmforge.objectives.logprobs import document_label_counts, document_sums
 from lmforge.objectives.objective import apply_head, label_logprobs
 
-# By which policy and reference may differ before the first update, in nats per token.
+# The maximum difference of policy and reference before the first update, in nats per token.
 MAX_REFERENCE_GAP = 1e-3
 
 

@@ -58,7 +58,7 @@ class ShardedHead:
     labels: Tensor
     head: HeadOptions
     vocab_shard: VocabShard = VocabShard()
-    # The ranks that score the other tokens of the same sequences, if any.
+    # The group of ranks that score the other tokens of the same sequences, if any.
     sequence_group: dist.ProcessGroup | None = None
 
     @classmethod
@@ -106,7 +106,7 @@ class ShardedHead:
 
 
 class _SumOverTokens(torch.autograd.Function):
-    """All-reduce. Every rank goes on with the same sum, so its gradient is already the full one for each rank's part."""
+    """All-reduce. Every rank continues with the same sum, so its gradient is already the full one for each rank's part."""
 
     @staticmethod
     def forward(ctx: Any, local_sum: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -120,7 +120,7 @@ class _SumOverTokens(torch.autograd.Function):
 
 
 class _GatherTokens(torch.autograd.Function):
-    """All-gather along the sequence. Every rank goes on with the same values, so each takes its part of the gradient."""
+    """All-gather along the sequence. Every rank continues with the same values, so each takes its part of the gradient."""
 
     @staticmethod
     def forward(ctx: Any, local_values: Tensor, group: dist.ProcessGroup) -> Tensor:

@@ -33,7 +33,7 @@ def apply_activation_checkpointing(model: LanguageModel, mode: str, every: int =
     """
     if mode == "none":
         return
-    # It warns of operations in place within what is recomputed; no block has any.
+    # It warns of in-place operations in the recomputed region; no block has any.
     logging.getLogger("torch._higher_order_ops.wrap").setLevel(logging.ERROR)
     kwargs: dict[str, Any] = {}
     if mode == "selective-ops":
@@ -47,7 +47,7 @@ def apply_activation_checkpointing(model: LanguageModel, mode: str, every: int =
 
 
 def _checkpointed(forward: Callable[..., Any], **kwargs: Any) -> Callable[..., Any]:
-    # A function of our own: torch.compile compiles functions and skips what is torch's, which a `partial(checkpoint, …)` is.
+    # A function of our own, since torch.compile skips torch's functions, such as `partial(checkpoint, …)`.
     def checkpointed_forward(*inputs: Any, **named_inputs: Any) -> Any:
         # Dropout draws from the tokens' keys, so there is no random state to restore.
         return checkpoint(forward, *inputs, use_reentrant=False, preserve_rng_state=False, **kwargs, **named_inputs)

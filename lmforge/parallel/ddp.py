@@ -10,9 +10,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lmforge.parallel.parallel_model import ParallelModel
 
-# The groups that DDP's reducers hold, until the process ends. Where a reducer holds its group last, the thread that frees the
-# model waits for gloo's thread and keeps Python's lock; if gloo's thread needs that lock to free its last tensors, the process
-# never ends. Seen with torch 2.13.0.
+# Keeps the groups of DDP's reducers until the process ends. If a reducer has the last reference to its group, the thread that
+# frees the model waits for gloo's thread and keeps Python's lock; if gloo's thread needs that lock to free its last tensors,
+# the process never ends. Seen with torch 2.13.0.
 _groups: set[dist.ProcessGroup] = set()
 
 
@@ -44,7 +44,7 @@ def _fix_bucket_order(ddp: DistributedDataParallel) -> None:
     `reducer._rebuild_buckets` is private to torch; checked with 2.13.0.
     """
     total = torch.zeros(())
-    for parameter in ddp.module.parameters():  # autograd visits the last one first
+    for parameter in ddp.module.parameters():  # autograd computes the last one first
         if parameter.requires_grad:
             total = total.to(parameter.device) + 0.0 * parameter.reshape(-1)[:1].sum()
     ddp.reducer.prepare_for_backward([])
@@ -54,7 +54,7 @@ def _fix_bucket_order(ddp: DistributedDataParallel) -> None:
 
 
 def _all_reduce_hook(ddp_model: DDPModel, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
-    if bucket.is_last():  # this rank's backward pass is done; the rest is waiting for the other ranks
+    if bucket.is_last():  # this rank's backward pass is done; the remaining time is waiting for other ranks
         ddp_model._set_phase("reduce")
     # DDP's own hook divides by the number of ranks; here the loss is already divided by the items of the global batch.
     work = dist.all_reduce(bucket.buffer(), async_op=True)

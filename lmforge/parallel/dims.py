@@ -20,7 +20,7 @@ PIPELINE, REPLICATE, SHARD, CONTEXT, TENSOR = "pipeline", "replicate", "shard", 
 
 @dataclass(frozen=True)
 class ParallelDims:
-    """What follows from the options for a given number of ranks.
+    """Values derived from the options for a given number of ranks.
 
     sharding: the sharding strategy, the default filled in.
     replicate_degree: number of copies of the model; in a pipeline, of each stage.
@@ -45,7 +45,7 @@ class ParallelDims:
         return self.sharding.endswith("full-shard")
 
     def build_mesh(self, device_type: str) -> "DeviceMesh":
-        """The mesh of all ranks. The dimensions that communicate most come last: their ranks are neighbours."""
+        """The mesh of all ranks. The dimensions that communicate most come last, so that their ranks are consecutive."""
         from torch.distributed.device_mesh import init_device_mesh
 
         sizes = {
@@ -55,7 +55,7 @@ class ParallelDims:
             CONTEXT: self.options.context_parallel_degree,
             TENSOR: self.options.tensor_parallel_degree,
         }
-        # A dimension of one rank only costs time, except for the one that FSDP shards over.
+        # A dimension of size 1 only costs time, except for the one that FSDP shards over.
         kept = {name: size for name, size in sizes.items() if size > 1 or name == SHARD}
         return init_device_mesh(device_type, tuple(kept.values()), mesh_dim_names=tuple(kept))
 

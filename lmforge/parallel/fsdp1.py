@@ -1,4 +1,4 @@
-"""FSDP1, `torch.distributed.fsdp.FullyShardedDataParallel`: for those who come from it, and to compare with.
+"""FSDP1, `torch.distributed.fsdp.FullyShardedDataParallel`: for users of it, and for comparison.
 
 Each unit's parameters are one flat tensor, of which each rank keeps a part. Their names and shapes are the model's only
 through torch's state-dict functions, which checkpoints go through here. For a unit that is partly frozen (adapters) FSDP1
@@ -27,7 +27,7 @@ from lmforge.model.lora import add_lora
 from lmforge.parallel.dims import SHARD
 from lmforge.parallel.parallel_model import NamedState, ParallelModel
 
-# The module's docstring says it; FSDP1 prints it for each block, in as many lines as the block has tensors.
+# The module's docstring says this; FSDP1 would print a warning with a line per tensor for each block.
 warnings.filterwarnings("ignore", message=r"(?s).* has both parameters with requires_grad=True and False")
 
 _MODEL_PREFIX = "model."  # the name of the model in ModelWithLoss
@@ -44,9 +44,10 @@ class FSDP1Model(ParallelModel):
         """Wrap a model whose weights are allocated, on any device. Raises UserError for no-shard."""
         model, dims, options = self.model, self._dims, self._options
         if dims.fsdp_degree == 1:
-            # Its no-shard is deprecated, and a hybrid of groups of one computes wrong gradients: it reduces none.
+            # Its no-shard is deprecated, and hybrid sharding with groups of one rank computes wrong gradients, since it does
+            # not reduce them.
             raise UserError(f"parallel.sharding = {dims.sharding}: over one rank fsdp1 shards nothing; use engine = ddp")
-        # One group of all ranks is not hybrid.
+        # With one group of all ranks it is not hybrid.
         sharding = dims.sharding if dims.is_hybrid else dims.sharding.removeprefix("hybrid-")
         mesh = dims.build_mesh(self.dist_ctx.device.type)
         self._shard_group = mesh.get_group(SHARD)

@@ -75,18 +75,19 @@ class FSDP2Model(ParallelModel):
             block.set_modules_to_backward_prefetch(blocks[max(0, number - num_blocks) : number][::-1])
 
     def micro_batch_context(self, is_last: bool) -> AbstractContextManager[Any]:
-        # Copies of the model sum their gradients once per step, whatever is reduced within a copy.
+        # Replicas of the model reduce gradients once per step, even if they are reduced more often within a replica.
         self._root.set_requires_all_reduce(is_last)
         if self._reduces_once:
             self._root.set_requires_gradient_sync(is_last)
         if not self._dims.reshard_after_forward:
-            # What stays gathered from forward to backward stays so until the last backward pass: one gather, one cast a step.
+            # Weights that stay gathered between forward and backward stay so until the last backward pass: one gather and one
+            # cast per step.
             self._root.set_reshard_after_backward(is_last)
         return nullcontext()
 
     def _sum_over_ranks(self, squares: Tensor) -> Tensor:
         if self._options.splits_model:
-            # Tensors may be split over different numbers of ranks: each part counts once, however many ranks hold it.
+            # Tensors may be split over different numbers of ranks. Each part counts once, even if several ranks hold it.
             if self._replication is None:
                 counts = [_replication_count(parameter) for parameter in self.parameters() if parameter.grad is not None]
                 self._replication = torch.tensor(counts, device=squares.device)  # on the CPU with cpu_offload
@@ -111,9 +112,9 @@ class FSDP2Model(ParallelModel):
             self._check_unsharded_fits()
         context_parallel = self.model.context_parallel
         self.model.context_parallel = None  # each rank decodes whole sequences
-        # The root learns its units, as in its first forward pass: before that, a unit that ran alone would become a root.
+        # Initializes the root, as its first forward pass would: before that, a unit that ran alone would become a root.
         self._root._get_fsdp_state()._lazy_init()  # private to torch; checked with 2.13.0
-        # Gathered here, once, and not again with each token.
+        # Gathered once here, instead of for each token.
         for unit in self._units:
             unit.unshard()
             unit.set_reshard_after_forward(False, recurse=False)
@@ -139,8 +140,8 @@ class FSDP2Model(ParallelModel):
 def _forget_forward_order(root: FSDPModule) -> None:
     """Forget which units ran, which torch records to prefetch in the next backward pass.
 
-    Ranks that ran different numbers of forward passes would prefetch different units, and wait for each other for ever.
-    Private to torch; checked with 2.13.0.
+    Ranks that ran different numbers of forward passes would prefetch different units, and deadlock. Private to torch; checked
+    with 2.13.0.
     """
     order = root._get_fsdp_state()._comm_ctx.post_forward_order
     for param_group in order:

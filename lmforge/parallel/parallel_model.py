@@ -1,4 +1,4 @@
-"""`ParallelModel`: a model ready to train on this rank, with what the training loop calls, the same for every engine.
+"""`ParallelModel`: a model ready to train on this rank, with the same interface for every engine.
 
 The class itself is the engine `single`. Each other engine, in a file of its own, overrides what it does differently.
 """
@@ -61,7 +61,7 @@ class ParallelModel:
     engine = "single"
     # Whether FSDP, which has a mixed precision of its own, shards the model.
     is_sharded = False
-    # What the engine divides gradients by when it sums them over ranks; the loss is multiplied by it before.
+    # The divisor that the engine applies when it sums gradients over ranks; the loss is multiplied by it before.
     gradient_divide_factor = 1.0
     # The ranks of one pipeline rank have the same work to do, so that their times compare.
     pipeline_rank = 0
@@ -85,23 +85,23 @@ class ParallelModel:
         self._dtype, self._mesh = dtype, mesh
         # Number of ranks that work on the same sequences.
         self.model_parallel_size = dims.options.model_parallel_size
-        # The full shape of each parameter by its name in `model.named_parameters()`, however little this rank holds.
+        # The full shape of each parameter by its name in `model.named_parameters()`, even where this rank holds only a part.
         self.parameter_shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
         self._set_phase: Callable[[str], None] = lambda phase: None
         self.model_with_loss = self._wrap(ModelWithLoss(model, loss_fn))
 
     def _wrap(self, model_with_loss: nn.Module) -> nn.Module:
-        """What is called on micro-batches, in the engine's wrapper, if it has one."""
+        """The module that is called on micro-batches, in the engine's wrapper, if it has one."""
         return model_with_loss
 
     @property
     def parallel_options(self) -> ParallelOptions:
-        """How it was asked to be distributed."""
+        """The options by which it is distributed."""
         return self._options
 
     @property
     def description(self) -> str:
-        """The engine and how it shards, for people to read."""
+        """A description of the engine and its sharding."""
         if not self.is_sharded:
             return self.engine
         once = ", gradients reduced with the last micro-batch" if self._reduces_once else ""
@@ -118,13 +118,13 @@ class ParallelModel:
         return torch.autocast(self.dist_ctx.device.type, dtype=self._dtype)
 
     def _step_context(self) -> AbstractContextManager[Any]:
-        """Around all micro-batches of a step: what is cast once for all of them."""
+        """Context for all micro-batches of a step: weights that are cast once for all of them."""
         if self._dtype is None or self.is_sharded:
             return nullcontext()
         return working_weights(self.model, self._dtype)
 
     def micro_batch_context(self, is_last: bool) -> AbstractContextManager[Any]:
-        """Around forward and backward of one micro-batch: decides which gradients are reduced with it, and which later."""
+        """Context for forward and backward of one micro-batch: decides which gradients are reduced with it, and which later."""
         return nullcontext()
 
     def forward_backward(
@@ -148,12 +148,12 @@ class ParallelModel:
         return all_metrics
 
     def score(self, batch: Batch, score_fn: LossFn) -> Any:
-        """What `score_fn` returns for a batch, without gradients. Every rank calls it, with sequences of its own."""
+        """The result of `score_fn` for a batch, without gradients. Every rank calls it, with its own sequences."""
         with self.autocast():
             return self.model_with_loss(batch, score_fn=score_fn)
 
     def zero_grad(self, optimizer: Optimizer) -> None:
-        # In host memory gradients occupy nothing scarce, and allocating them again costs time.
+        # Gradients in host memory are kept: host memory is not scarce, and allocating them again costs time.
         optimizer.zero_grad(set_to_none=not self._options.cpu_offload)
 
     def _local_grads(self) -> list[Tensor]:
@@ -180,7 +180,7 @@ class ParallelModel:
         gradients = self._local_grads()
         norm = self._grad_norm(gradients)
         if max_norm and gradients:
-            # Multiplying by 1 costs less than asking the device whether it is needed.
+            # Multiplying by 1 costs less than a synchronization with the device to find out whether it is needed.
             torch._foreach_mul_(gradients, (max_norm / (norm + 1e-6)).clamp(max=1.0))
         return norm.to(self.dist_ctx.device)
 
@@ -193,11 +193,11 @@ class ParallelModel:
         yield self.model
 
     def state_dict(self, optimizer: Optimizer, named_state: NamedState) -> dict[str, Any]:
-        """What a checkpoint holds: {"model": tensors, "optimizer": tensors}, under the model's own names.
+        """The content of a checkpoint: {"model": tensors, "optimizer": tensors}, under the model's own names.
 
         `named_state(model, optimizer)` returns the optimizer's. To load, fill the tensors in place and call `load_state_dict`.
         """
         return {"model": dict(self.model.named_parameters()), "optimizer": named_state(self.model, optimizer)}
 
     def load_state_dict(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
-        """Take over a state dict whose tensors were filled."""
+        """Load a state dict whose tensors were filled."""

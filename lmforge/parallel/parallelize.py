@@ -1,4 +1,4 @@
-"""Everything that is done to a model before it trains, for all models and engines: `parallelize`."""
+"""`parallelize`: all transformations of a model before it trains, for all models and engines."""
 
 from collections.abc import Callable
 
@@ -70,7 +70,8 @@ def parallelize(
     if compile_model:
         _compile(model, dist_ctx.device)
     device = torch.device("cpu") if engine == "fsdp1" or options.cpu_offload else dist_ctx.device
-    if engine != "fsdp2" and init_weights is not None:  # DDP sends weights as it wraps, and FSDP1 takes over their memory
+    # DDP broadcasts weights when it wraps, and FSDP1 takes over their memory.
+    if engine != "fsdp2" and init_weights is not None:
         _allocate(model, device)
         if engine != "fsdp1" or loads_weights:
             init_weights(model)
@@ -87,7 +88,7 @@ def parallelize(
 
 
 def _compile(model: LanguageModel, device: torch.device) -> None:
-    # With and without gradients, dropout, adapters, for each window: after the usual 8 graphs torch would compile no more.
+    # Graphs with and without gradients, dropout and adapters, for each window: by default torch stops compiling after 8.
     torch._dynamo.config.recompile_limit = max(MAX_GRAPHS, torch._dynamo.config.recompile_limit)
     for block in model.blocks:  # in place: one graph serves them all, and the names of tensors do not change
         block.compile(dynamic=False)

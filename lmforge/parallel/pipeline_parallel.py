@@ -129,7 +129,7 @@ class PipelineModel(FSDP2Model):
         target: dict[str, Any] = {"target": batch.tokens} if self._stages[-1].is_last else {}
         tensors: dict[str, Any] = batch.tensors
         schedule.step(*inputs, **target, return_outputs=False, **tensors)
-        # The first time, torch runs every stage once more beforehand, to learn the shapes of its outputs.
+        # Before its first step torch runs every stage once more, to find the shapes of its outputs.
         metrics = self._stages[-1].metrics[-len(micro_batches) :]
         if not self._metric_names:
             self._metric_names = max(self.dist_ctx.all_gather([*metrics[0]] if metrics else []), key=len)
@@ -150,7 +150,7 @@ class PipelineModel(FSDP2Model):
         return self._schedule
 
     def score(self, batch: Batch, score_fn: LossFn) -> Any:
-        """What `score_fn` returns on the rank of the last stage, 0 on the others, so that sums over ranks are right."""
+        """The result of `score_fn` on the rank of the last stage and 0 on the others, so that sums over ranks are correct."""
         hidden, device = batch.tokens, self.dist_ctx.device
         result: Any = torch.zeros((), dtype=torch.float64, device=device)
         size = self._group.size()

@@ -16,7 +16,7 @@ from lmforge.errors import UserError, how_to_install
 from lmforge.model.layers import LanguageModel
 from lmforge.parallel.validate import check_compiled, check_float8_dtype, check_float8_sizes, why_not_compiled
 
-# By the names that options have for them.
+# The dtypes by their option names.
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 # Compilation takes about half a minute on a CPU and saves about a tenth of a step: shorter runs lose by it.
 MIN_STEPS_TO_COMPILE = 200
@@ -25,7 +25,7 @@ FLOAT8_MIN_CAPABILITY = (8, 9)
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """The name that options have for a dtype."""
+    """The option name of a dtype."""
     return next(name for name, each in DTYPES.items() if each == dtype)
 
 
@@ -82,7 +82,7 @@ def convert_to_float8(model: LanguageModel, *, emulate: bool = False) -> None:
 
 
 def missing_for_compile(device: torch.device) -> str | None:
-    """What `torch.compile` lacks on this machine; None where it has all it needs."""
+    """What `torch.compile` lacks on this machine; None if nothing."""
     if device.type == "cuda":
         return None
     if not any(shutil.which(name) for name in ("g++", "clang++", "c++")):
@@ -93,7 +93,8 @@ def missing_for_compile(device: torch.device) -> str | None:
 
 
 def choose_compile(config: StageConfig, device: torch.device, steps: int) -> tuple[bool, str]:
-    """Whether to compile the blocks for so many steps, and why. Raises UserError where it is requested and impossible."""
+    """Whether to compile the blocks for this number of steps, and why. Raises UserError where it is requested and
+    impossible."""
     requested = config.train.compile
     missing = missing_for_compile(device)
     if requested == "on":
@@ -111,7 +112,7 @@ def choose_compile(config: StageConfig, device: torch.device, steps: int) -> tup
 
 def compiled_graph_count() -> int:
     """How many graphs this process has compiled so far."""
-    dynamo = sys.modules.get("torch._dynamo.utils")  # importing it takes a second; whoever compiles has imported it
+    dynamo = sys.modules.get("torch._dynamo.utils")  # importing it takes a second, and compiled code has imported it already
     return int(dynamo.counters["stats"]["unique_graphs"]) if dynamo else 0
 
 

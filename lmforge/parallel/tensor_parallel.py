@@ -1,4 +1,5 @@
-"""Tensor parallelism with sequence-parallel norms: the matrices of a block are split over ranks, and between them the sequence.
+"""Tensor parallelism with sequence-parallel norms: the matrices of a block are split over ranks; between them the sequence is
+split.
 
 Heads and feed-forward channels are split; the outputs of attention and feed-forward are summed and scattered along the
 sequence in one collective (Korthikanti et al., arXiv 2205.05198). torch's DTensor styles do the splitting, so that FSDP2 and

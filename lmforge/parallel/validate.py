@@ -1,4 +1,5 @@
-"""Whether a model, its sequences and its micro-batches can be distributed as the options say. No torch: a dry run asks too."""
+"""Whether a model, its sequences and its micro-batches can be distributed as the options say. It does not import torch, for dry
+runs."""
 
 from collections.abc import Mapping
 
@@ -92,14 +93,14 @@ def why_not_compiled(options: ParallelOptions, device_type: str) -> str | None:
 
 
 def check_compiled(options: ParallelOptions, device_type: str) -> None:
-    """Raise UserError, which says the way out, where torch cannot compile blocks that are distributed so."""
+    """Raise UserError with a way out, where torch cannot compile blocks that are distributed so."""
     if reason := why_not_compiled(options, device_type):
         way = "use parallel.activation_checkpointing = selective-ops, or train.compile = off"
         raise UserError(f"train.compile = on: {reason}; {way}")
 
 
 def check_neftune(options: ParallelOptions) -> None:
-    """Raise UserError where a rank does not see how long a document is."""
+    """Raise UserError where a rank does not have the full length of a document."""
     if options.context_parallel_degree > 1:
         raise UserError(
             "model.neftune_noise_alpha: not with parallel.context_parallel_degree, which cuts documents; leave one of them out"
@@ -107,7 +108,7 @@ def check_neftune(options: ParallelOptions) -> None:
 
 
 def check_parallel(options: ParallelOptions, config: ModelConfig, plan: BatchPlan) -> None:
-    """Raise UserError, which says the way out, where tensor, context or pipeline parallelism does not fit model or batch."""
+    """Raise UserError with a way out, where tensor, context or pipeline parallelism does not fit model or batch."""
     if config.family == "transformers" and options.model_parallel_size > 1:
         raise UserError(f"{_DEGREES}: not with model.implementation = transformers")
     _check_context_parallel(plan.sequence_length, options.context_parallel_degree)

@@ -1,4 +1,4 @@
-"""bf16 working weights beside fp32 masters, for the engines without a mixed precision of their own: `single` and DDP.
+"""bf16 working weights besides fp32 master weights, for the engines without their own mixed precision: `single` and DDP.
 
 Under autocast alone, every micro-batch casts every matrix again, and widens its gradient. Here the weights of linear layers
 are cast once per step. Embeddings are looked up in fp32; autocast casts what is left: biases and the head.
@@ -29,7 +29,7 @@ def working_weights(model: LanguageModel, dtype: torch.dtype) -> Iterator[None]:
     copies: dict[Tensor, Tensor] = {master: master.detach().to(dtype) for master in masters.values()}
 
     def use_copies(layers: Iterable[nn.Module]) -> None:
-        # Not by assignment: the copies are no parameters, and names, hooks and optimizers are those of the masters.
+        # Not by assignment: the copies are not parameters; names, hooks and optimizers use the masters.
         for layer in layers:
             master = masters[layer]
             layer._parameters["weight"] = _WorkingWeight.apply(master, copies[master])
@@ -87,6 +87,6 @@ class _WorkingWeight(torch.autograd.Function):
         total = ctx.master.grad
         if total is None:
             return gradient, None
-        # In one pass. Returned, it would be widened first; the hooks of DDP are called in either case.
+        # Added in one pass. A returned gradient would be converted to fp32 first; DDP's hooks are called in either case.
         total.add_(gradient)
         return None, None

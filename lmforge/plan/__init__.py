@@ -1,4 +1,4 @@
-"""What a run needs, as arithmetic on its options and its model: memory, time and cost, what would fit; peak FLOP/s.
+"""What a run needs, computed from its options and its model: memory, time and cost, what would fit; peak FLOP/s.
 
 Begin with `memory.py` (bytes of weights, gradients and optimizer states) and `activations.py` (bytes between forward and
 backward); `out_of_memory.py` puts them together to say what would have fitted after memory ran out. `lmforge plan` is
@@ -6,7 +6,7 @@ backward); `out_of_memory.py` puts them together to say what would have fitted a
 one place with figures of GPUs and networks; `calibration.py` the file of what was measured in their place.
 
 For others: `ParameterCounts`, `optimizer_state_bytes` and `checkpoint_bytes`; `MemoryEstimator` and `explain_out_of_memory`;
-`rank_peak_flops`, which MFU is relative to (`peak_flops.py`); `make_setting` and `predict_setting`.
+`rank_peak_flops`, which MFU is relative to (`peak_flops.py`); `make_step_config` and `predict_step`.
 
 Not here: counts of FLOPs (model/flops.py), and measurements of steps (bench).
 """

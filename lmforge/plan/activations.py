@@ -1,4 +1,4 @@
-"""What a block and a norm leave in memory for their backward pass, as arithmetic on a model config, without torch.
+"""The bytes that a block and a norm save for their backward pass, computed from a model config, without torch.
 
 For both families, with blocks that are not compiled and weights in the compute dtype (fp32, or bf16 under FSDP). A compiler
 fuses cheap operators and keeps less: prediction/block.py. That of a whole model is the sum of what the operations of
@@ -21,7 +21,7 @@ def block_activation_bytes(
     dtype_bytes: int,
     dense_mask: bool = True,
 ) -> int:
-    """Bytes that a block leaves without checkpointing: two norms, attention, and the feed-forward's width four times (twice in
+    """Bytes that a block saves without checkpointing: two norms, attention, and the feed-forward's width four times (twice in
     GPT-2, which has no gate)."""
     heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
     queries, keys = heads * config.head_dim, kv_heads * config.head_dim
@@ -38,12 +38,12 @@ def block_activation_bytes(
 
 
 def score_bytes(length: int, heads: int, dtype_bytes: int, *, dense_mask: bool, stores_weights: bool) -> int:
-    """Bytes a sequence that a block keeps of each score: of the mask, and of the weights of each head."""
+    """Bytes per attention score that a block saves for a sequence: for the mask, and for the weights of each head."""
     return num_mask_elements(length) * dtype_bytes * (dense_mask + (heads if stores_weights else 0))
 
 
 def norm_activation_bytes(config: ModelConfig, dtype_bytes: int) -> int:
-    """Bytes a token of an RMSNorm: its input in fp32, the root, the normalized input, and the output; of a LayerNorm: input,
+    """Bytes per token of an RMSNorm: its input in fp32, the root, the normalized input, and the output; of a LayerNorm: input,
     mean, root and output."""
     width = config.hidden_size
     if config.family == "gpt2":
@@ -57,7 +57,7 @@ def _query_chunk_length(length: int) -> int:
 
 
 def num_mask_elements(length: int) -> int:
-    """How many scores of a sequence attention on a CPU computes, and the masks of all its chunks cover."""
+    """How many scores attention on a CPU computes for a sequence, which is also the size of the masks of all its chunks."""
     chunk = _query_chunk_length(length)
     ends = [min(start + chunk, length) for start in range(0, length, chunk)]
     return sum((end - start) * end for start, end in pairwise([0, *ends]))

@@ -1,4 +1,4 @@
-"""Which settings would fit where one does not, in words: with one changed option if that is enough, else with several. No
+"""Advice on options that would fit in memory: one changed option if that is enough, otherwise several. It does not import
 torch."""
 
 from collections.abc import Callable, Iterable
@@ -8,32 +8,32 @@ from itertools import chain
 
 from lmforge.config.batch_plan import divisors
 from lmforge.errors import UserError, format_bytes
-from lmforge.plan.prediction.search import check_setting
-from lmforge.plan.prediction.setting import Setting
+from lmforge.plan.prediction.search import check_step_config
+from lmforge.plan.prediction.step_config import StepConfig
 
-# The options that an advice may change.
+# The options that the advice may change.
 CHANGED = ("engine", "sharding", "activation_checkpointing", "cpu_offload", "reduce_every_micro_batch")
 
 
-def suggest_what_fits(current: Setting, needed_bytes: Callable[[Setting], float], available_bytes: float) -> str:
+def suggest_what_fits(current: StepConfig, needed_bytes: Callable[[StepConfig], float], available_bytes: float) -> str:
     """What to do instead of `current`, which does not fit: only what fits into `available_bytes` on each rank.
 
-    `needed_bytes` says what a rank needs in a setting.
+    `needed_bytes` returns what a rank needs with a StepConfig.
     """
     known: dict[str, float] = {}
 
-    def needed(setting: Setting) -> float:
-        key = f"{setting.options!r} {setting.micro_batch_size} {setting.world_size}"
+    def needed(step_config: StepConfig) -> float:
+        key = f"{step_config.options!r} {step_config.micro_batch_size} {step_config.world_size}"
         if key not in known:
-            known[key] = needed_bytes(setting)
+            known[key] = needed_bytes(step_config)
         return known[key]
 
-    def first_fitting(settings: Iterable[Setting]) -> Setting | None:
-        return next((setting for setting in settings if needed(setting) <= available_bytes), None)
+    def first_fitting(step_configs: Iterable[StepConfig]) -> StepConfig | None:
+        return next((step_config for step_config in step_configs if needed(step_config) <= available_bytes), None)
 
-    def largest_batch(setting: Setting, at_most: int) -> Setting | None:
+    def largest_batch(step_config: StepConfig, at_most: int) -> StepConfig | None:
         sizes = [size for size in reversed(divisors(local_batch)) if size <= at_most]
-        return first_fitting(map(setting.with_micro_batch_size, sizes))
+        return first_fitting(map(step_config.with_micro_batch_size, sizes))
 
     local_batch = current.micro_batch_size * current.accumulation
     # One change at a time, the cheapest of each kind first.
@@ -46,11 +46,11 @@ def suggest_what_fits(current: Setting, needed_bytes: Callable[[Setting], float]
     if ways := [describe(each) for each in suggestions if each]:
         return f"by estimate would fit: {', or '.join(ways)}"
     single_changes = [current, *chain(*kinds)]
-    settings = [*single_changes, *(each.with_options(activation_checkpointing="full") for each in single_changes)]
-    for setting in settings:
-        if fitting := largest_batch(setting, current.micro_batch_size):
+    step_configs = [*single_changes, *(each.with_options(activation_checkpointing="full") for each in single_changes)]
+    for step_config in step_configs:
+        if fitting := largest_batch(step_config, current.micro_batch_size):
             return f"by estimate would fit: {describe(fitting)}"
-    smallest = min((each.with_micro_batch_size(1) for each in settings), key=needed)
+    smallest = min((each.with_micro_batch_size(1) for each in step_configs), key=needed)
     sizes = [(current.world_size * factor, local_batch // factor) for factor in divisors(local_batch)[1:]]
     more = (replace(smallest.fully_sharded(), world_size=size, accumulation=batch) for size, batch in sizes)
     enough = first_fitting(more)
@@ -59,16 +59,16 @@ def suggest_what_fits(current: Setting, needed_bytes: Callable[[Setting], float]
     return f"by estimate nothing fits: {describe(smallest) or 'this'} needs at least {least} per rank{on_more}"
 
 
-def _is_allowed(setting: Setting) -> bool:
+def _is_allowed(step_config: StepConfig) -> bool:
     try:
-        check_setting(setting)
+        check_step_config(step_config)
     except UserError:
         return False
     return True
 
 
-def _alternatives(current: Setting) -> list[list[Setting]]:
-    """Settings that need less memory: recompute more, reduce more often, shard more, offload."""
+def _alternatives(current: StepConfig) -> list[list[StepConfig]]:
+    """StepConfigs that need less memory: recompute more, reduce more often, shard more, offload."""
     sharded = current.fully_sharded()
     recompute = [current.with_options(activation_checkpointing=mode) for mode in ("selective-ops", "full")]
     reshard = []
@@ -82,8 +82,8 @@ def _alternatives(current: Setting) -> list[list[Setting]]:
     return [[] if current.options.activation_checkpointing == "full" else recompute, reduce, reshard, offload]
 
 
-def _describe_changes(current: Setting, suggested: Setting) -> str:
-    """How to get from one setting to the other, in options."""
+def _describe_changes(current: StepConfig, suggested: StepConfig) -> str:
+    """The options to change to get from one StepConfig to the other."""
     words = []
     if suggested.micro_batch_size != current.micro_batch_size:
         words.append(f"train.micro_batch_size = {suggested.micro_batch_size} (it was {current.micro_batch_size})")

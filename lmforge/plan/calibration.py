@@ -1,7 +1,6 @@
-"""The file of `lmforge bench --calibrate`: what a device was measured to do, by shape, dtype and size. No torch.
-
-Here: its form, reading it, and values between the sizes that were measured. bench/calibrate.py measures; `Rates` in
-prediction/rates.py is what predictions take from it.
+"""The file of `lmforge bench --calibrate`: the measured speed of a device by shape, dtype and size. This module defines its
+format, reads it, and interpolates between measured sizes, without torch. bench/calibrate.py measures; `Rates` in
+prediction/rates.py gives predictions its values.
 """
 
 import math
@@ -37,7 +36,7 @@ SIZES: dict[str, tuple[str, ...]] = {
 COLLECTIVES = ("all-reduce", "all-gather", "reduce-scatter")
 UNITS = {name: "FLOP/s" if name.startswith(("product", "attention")) else "bytes/s" for name in SIZES}
 UNITS |= dict.fromkeys(COLLECTIVES, "s")
-# Without these there is nothing to predict with.
+# Predictions need at least these.
 REQUIRED = ("product", "product backward", "attention", "attention backward", "element-wise", "memory")
 MAX_MEASUREMENTS = 10_000
 Size = Annotated[int, Field(gt=0, le=2**50)]
@@ -147,7 +146,7 @@ class Calibration(BaseModel):
         return {name: RateTable(table) for name, table in values.items()}
 
     def table(self, what: str, dtype: str | None = None) -> RateTable | None:
-        """What was measured of this in this dtype; None where it was not."""
+        """The measurement of this in this dtype; None where there is none."""
         return self._tables.get((what, dtype))
 
     def value(self, what: str) -> float | None:
@@ -172,7 +171,7 @@ def read_calibration(path: Path) -> Calibration:
     except FileNotFoundError:
         raise UserError(f"--calibration: {path}: no such file; lmforge bench --calibrate writes one") from None
     if content.get("version") != VERSION:
-        found = content.get("version")
-        words = f"of version {found}" if isinstance(found, int) else "without a version"
+        version = content.get("version")
+        words = f"of version {version}" if isinstance(version, int) else "without a version"
         raise UserError(f"--calibration: {path}: {words}, and this lmforge reads version {VERSION}; {again}")
     return check_content(content, Calibration, str(path), lambda line: UserError(f"--calibration: {line}; {again}"))

@@ -1,6 +1,5 @@
-"""What GPUs and networks can do by their data sheets: the file hardware.toml beside this one, and a user's own in its form.
-
-The one place with such figures: MFU (`peak_flops`) and predictions read them here. No torch.
+"""Data sheet figures of GPUs and networks: the file hardware.toml in this folder, and a user's own file in the same format. MFU
+(`peak_flops`) and predictions read them only from here. It does not import torch.
 """
 
 import difflib
@@ -16,7 +15,7 @@ from lmforge.errors import UserError
 from lmforge.untrusted import check_content, cut, read_toml
 
 HARDWARE_FILE = Path(__file__).with_name("hardware.toml")
-# Of a GPU's memory, what its driver keeps: torch shows 79.1 GiB of an "80 GB" H100, and 139.8 of a "141 GB" H200.
+# The part of a GPU's memory that its driver keeps: torch shows 79.1 GiB of an "80 GB" H100, and 139.8 of a "141 GB" H200.
 DRIVER_FRACTION = 0.015
 GB = 10**9
 Amount = Annotated[float, Field(gt=0, le=1e9, allow_inf_nan=False)]
@@ -54,7 +53,7 @@ class GPU(BaseModel):
 
     @property
     def power_factor(self) -> float:
-        """How fast its products are under `power_limit_watts`: power grows with the cube of the clock."""
+        """The relative speed of its matrix products under `power_limit_watts`: power grows with the cube of the clock."""
         limit = self.watts if self.power_limit_watts is None else self.power_limit_watts
         return min(1.0, (limit / self.watts) ** (1 / 3))
 
@@ -70,7 +69,7 @@ class GPU(BaseModel):
 
 
 class Network(BaseModel):
-    """What connects hosts: `ports` for each GPU, or with `per_host` for each host."""
+    """A network between hosts: `ports` for each GPU, or with `per_host` for each host."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -82,7 +81,7 @@ class Network(BaseModel):
     source: str = "the user's own table"
 
     def host_bytes_per_second(self, gpus_per_host: int) -> float:
-        """Of all ports of a host, in one direction."""
+        """The bandwidth of all ports of a host, in one direction."""
         return self.gb_s * GB * self.ports * (1 if self.per_host else gpus_per_host)
 
 
@@ -126,7 +125,7 @@ def data_sheets() -> Hardware:
 
 
 def read_hardware(path: Path | None) -> Hardware:
-    """hardware.toml, with the entries of a user's file before them. Raises UserError for a file that is not one."""
+    """hardware.toml, where the entries of a user's file have precedence. Raises UserError for a file that is not one."""
     if path is None:
         return data_sheets()
     try:

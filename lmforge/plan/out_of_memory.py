@@ -1,8 +1,8 @@
 """When memory runs out: how much was requested, how much there was, and what would have fitted.
 
-What would have fitted is what `lmforge plan` predicts (plan/prediction), compared with the memory that was free before this
-process built anything. The failure is itself a measurement: where the prediction says that the run should have fitted, all
-predictions are scaled up by the same factor, until it does not.
+The prediction of `lmforge plan` (plan/prediction) is compared with the memory that was free before this process built anything.
+The failure is itself a measurement: where the prediction says that the run should have fitted, all predictions are scaled up by
+the same factor, until it does not.
 """
 
 import traceback
@@ -35,18 +35,18 @@ from lmforge.parallel.precision import choose_compile, choose_dtype, dtype_name
 from lmforge.plan.advice import suggest_what_fits
 from lmforge.plan.memory import DTYPE_BYTES, ParameterCounts, checkpoint_bytes
 from lmforge.plan.parameter_counts import adapter_shapes, count_parameters
-from lmforge.plan.planning import build_setting
+from lmforge.plan.planning import build_step_config
 from lmforge.plan.prediction.predict import CONTEXT_BYTES, MEMORY_INTERVAL, OVERHEAD, peak_memory, resolve_reduction
-from lmforge.plan.prediction.setting import Setting
+from lmforge.plan.prediction.step_config import StepConfig
 from lmforge.plan.run_prediction import RunPrediction, predict_run
 
-# How much more than the prediction is reckoned with. On a CPU the C library fragments memory between what is kept and what is
-# recomputed: up to 1.35, 1.9 and 2.9 times the activations were measured, by `parallel.activation_checkpointing`.
+# Safety factors for predictions. On a CPU the C library fragments memory between saved and recomputed tensors: up to 1.35, 1.9
+# and 2.9 times the activations were measured, by `parallel.activation_checkpointing`.
 MARGIN = MEMORY_INTERVAL[1]
 HOST_MARGINS = {"none": 1.4, "selective-blocks": 2.0, "selective-ops": 2.0, "full": 3.0}
-# Kinds of memory in a prediction that come and go with a micro-batch.
+# Kinds of memory in a prediction that depend on the micro-batch.
 ACTIVATION_KINDS = ("activations", "activations of other micro-batches", "recomputed", "temporary", "loss")
-# Of a token in a batch: tokens, labels, positions and rng keys in int64, document ids in int32.
+# The bytes of a token in a batch: tokens, labels, positions and rng keys in int64, document ids in int32.
 BATCH_BYTES_PER_TOKEN = 36
 
 
@@ -59,15 +59,12 @@ def min_gpu_bytes(dist_ctx: DistributedContext) -> int | None:
 
 @dataclass(frozen=True)
 class MemoryEstimator:
-    """What a run needs on each rank.
-
-    recipe: the setting of the recipe, whose `reduce_every_micro_batch` is None where it is not given.
-    counts: parameters of the trained model, a wrapped one too.
-    gpu_bytes: memory of the smallest GPU of a rank; None on a CPU.
-    resident_bytes: of this process, before it builds anything.
+    """What a run needs on each rank. recipe: the StepConfig of the recipe, whose `reduce_every_micro_batch` is None where it is
+    not given. counts: parameters of the trained model, a wrapped one too. gpu_bytes: memory of the smallest GPU of a rank; None
+    on a CPU. resident_bytes: of this process, before it builds anything.
     """
 
-    recipe: Setting
+    recipe: StepConfig
     plan: BatchPlan
     counts: ParameterCounts
     gpu_bytes: int | None = None
@@ -90,7 +87,7 @@ class MemoryEstimator:
         dtype, _ = choose_dtype(config.train.dtype, dist_ctx.device)
         compiled, _ = choose_compile(config, dist_ctx.device, config.train.steps - step)
         stores_weights = stores_attention_weights(dtype, plan.sequence_length, on_gpu=on_gpu, compiled=compiled)
-        recipe = build_setting(
+        recipe = build_step_config(
             config,
             model_config,
             plan,
@@ -106,69 +103,72 @@ class MemoryEstimator:
         return cls(recipe, plan, count_parameters(config, model_config), gpu_bytes, peak_resident_bytes())
 
     @cached_property
-    def setting(self) -> Setting:
-        """The setting of the recipe, with what `parallel.reduce_every_micro_batch` is by default."""
+    def step_config(self) -> StepConfig:
+        """The StepConfig of the recipe, with the default of `parallel.reduce_every_micro_batch` resolved."""
         return resolve_reduction(self.recipe, self.gpu_bytes or 0, USABLE_FRACTION)
 
-    def required_bytes(self, setting: Setting) -> float:
-        """All that a rank needs for a step, margins included. `setting` is of a model that has formulas."""
-        margin = MARGIN if setting.on_gpu else HOST_MARGINS[setting.options.activation_checkpointing]
-        kinds = {name: count for name, count in peak_memory(setting).items() if name != OVERHEAD}
+    def required_bytes(self, step_config: StepConfig) -> float:
+        """All memory that a rank needs for a step, including margins. `step_config` is of a model that has formulas."""
+        margin = MARGIN if step_config.on_gpu else HOST_MARGINS[step_config.options.activation_checkpointing]
+        kinds = {name: count for name, count in peak_memory(step_config).items() if name != OVERHEAD}
         return sum(count * (margin if name in ACTIVATION_KINDS else MARGIN) for name, count in kinds.items())
 
     @cached_property
     def overhead_bytes(self) -> float:
-        """Bytes that a process needs whatever it trains, but for the CUDA context, which is there before a model is."""
-        return peak_memory(self.setting)[OVERHEAD] - (CONTEXT_BYTES if self.setting.on_gpu else 0)
+        """Bytes that any training process needs, without the CUDA context, which exists before the model."""
+        return peak_memory(self.step_config)[OVERHEAD] - (CONTEXT_BYTES if self.step_config.on_gpu else 0)
 
     def predict_run(self, config: StageConfig, device: torch.device) -> RunPrediction | str:
-        """What this run will need, by estimate; or why that is not said, which ends no run."""
+        """The estimate of what this run will need, or the reason why there is none, which does not end the run."""
         name = torch.cuda.get_device_name(device) if device.type == "cuda" else None
         try:
-            most = self.required_bytes(self.setting) + self.overhead_bytes if self.setting.has_formulas else 0
-            return predict_run(self.setting, config, name, (self.resident_bytes, self.resident_bytes + most))
+            most = self.required_bytes(self.step_config) + self.overhead_bytes if self.step_config.has_formulas else 0
+            return predict_run(self.step_config, config, name, (self.resident_bytes, self.resident_bytes + most))
         except UserError as problem:
             return str(problem)
         except Exception as problem:
-            return f"failed, and the run goes on: {traceback.format_exception_only(problem)[-1].strip()}"
+            return f"failed, and the run continues: {traceback.format_exception_only(problem)[-1].strip()}"
 
     def least_state_bytes(self) -> float:
         """Bytes of a rank that do not depend on the batch: weights, optimizer states, gradients, and weights of a step."""
-        setting, counts = self.setting, self.counts
-        master, options = DTYPE_BYTES[setting.master_dtype], setting.options
-        state_bytes = checkpoint_bytes(setting.optimizer, setting.master_dtype, counts)
-        state_bytes += (counts.trained + (counts.total if setting.has_reference else 0)) * master
-        if options.cpu_offload and setting.on_gpu:
+        step_config, counts = self.step_config, self.counts
+        master, options = DTYPE_BYTES[step_config.master_dtype], step_config.options
+        state_bytes = checkpoint_bytes(step_config.optimizer, step_config.master_dtype, counts)
+        state_bytes += (counts.trained + (counts.total if step_config.has_reference else 0)) * master
+        if options.cpu_offload and step_config.on_gpu:
             state_bytes = 0
         working = 0
-        if not setting.is_fsdp and setting.dtype_bytes < master:
-            working = counts.total * setting.dtype_bytes
-        return (state_bytes / setting.shards + working) / (options.tensor_parallel_degree * options.pipeline_parallel_degree)
+        if not step_config.is_fsdp and step_config.dtype_bytes < master:
+            working = counts.total * step_config.dtype_bytes
+        return (state_bytes / step_config.shards + working) / (
+            options.tensor_parallel_degree * options.pipeline_parallel_degree
+        )
 
     def check(self, dist_ctx: DistributedContext) -> None:
-        """Raise UserError where this rank cannot hold the run, whatever a prediction leaves out: asked before it is built.
-
-        The model's state is exact, and so is the batch. A compiler keeps fewer activations than are predicted: they count only
-        with their smallest part, the input of each block.
+        """Raise UserError, before anything is built, where the run certainly does not fit on this rank. The model's state and
+        the batch are exact. A compiler keeps fewer activations than are predicted: they count only with their smallest part,
+        the input of each block.
         """
-        setting, plan = self.setting, self.plan
-        hidden = setting.tokens * setting.model.hidden_size * setting.model.num_hidden_layers // setting.pipeline
+        step_config, plan = self.step_config, self.plan
+        hidden = (
+            step_config.tokens * step_config.model.hidden_size * step_config.model.num_hidden_layers // step_config.pipeline
+        )
         batch = plan.accumulation * plan.micro_batch_size * plan.sequence_length * BATCH_BYTES_PER_TOKEN
-        what, ranks = "model, gradients, optimizer and activations of a rank", setting.gpus_per_host
-        least = self.least_state_bytes() + hidden * setting.dtype_bytes
+        what, ranks = "model, gradients, optimizer and activations of a rank", step_config.gpus_per_host
+        least = self.least_state_bytes() + hidden * step_config.dtype_bytes
         check_fits(least, dist_ctx.device, what, self.suggest_what_fits, num_ranks=ranks)
         what = f"a batch of {plan.tokens:,} tokens"
         check_fits(batch, torch.device("cpu"), what, "use a smaller global batch", num_ranks=ranks)
 
     def suggest_what_fits(self, available_bytes: float) -> str:
-        """What to do, in words, after the run did not fit into `available_bytes` on each rank: only what fits by estimate."""
-        setting = self.setting
-        if not setting.has_formulas:
-            return f"there is no estimate of what would fit a {setting.model.model_type} model"
-        # The run did not fit, whatever the prediction says.
-        scale = max(1.0, (available_bytes - self.overhead_bytes) / self.required_bytes(setting))
+        """Advice after the run did not fit into `available_bytes` on each rank: only what fits by estimate."""
+        step_config = self.step_config
+        if not step_config.has_formulas:
+            return f"there is no estimate of what would fit a {step_config.model.model_type} model"
+        # The run did not fit, even if the prediction says so.
+        scale = max(1.0, (available_bytes - self.overhead_bytes) / self.required_bytes(step_config))
         return suggest_what_fits(
-            setting, lambda other: self.required_bytes(other) * scale + self.overhead_bytes, available_bytes
+            step_config, lambda other: self.required_bytes(other) * scale + self.overhead_bytes, available_bytes
         )
 
 
@@ -178,7 +178,7 @@ def explain_out_of_memory(
 ) -> Iterator[None]:
     """Raise RunFailed, in one line that says what would have fitted, where memory runs out inside.
 
-    Enter it before anything large is built. `describe_progress` says how far the run got. What a GPU's memory held is
+    Enter it before anything large is built. `describe_progress` says how far the run got. The content of a GPU's memory is
     written to `snapshot`.
     """
     before = available_memory(dist_ctx.device, dist_ctx.rank_info.local_world_size)

@@ -1,4 +1,4 @@
-"""How many parameters a recipe trains, and what training on a token costs; adapters included."""
+"""How many parameters a recipe trains, and the FLOPs per token, including adapters."""
 
 from collections.abc import Iterable
 

@@ -1,4 +1,4 @@
-"""Peak FLOP/s of a rank, which MFU is relative to: a GPU's from its data sheet, a CPU's measured once and kept.
+"""Peak FLOP/s of a rank, for the MFU: of a GPU from its data sheet, of a CPU measured once and cached.
 
 The measurement is kept in the user's cache folder, one file for each processor, number of threads, dtype and version of
 torch. A file that is missing or damaged is measured again.
@@ -27,7 +27,8 @@ from lmforge.untrusted import read_json
 # Sizes of the square matrices, and the time for each size. The best size differs: caches, and how many threads share a product.
 SIZES = (512, 1024, 2048)
 SECONDS_PER_SIZE = 0.4
-# What part of the cores the fastest product had. With less, other processes were using them, and the result is not kept.
+# The minimum fraction of the cores for the fastest product. With less, other processes were using them, and the result is not
+# cached.
 MIN_CORE_FRACTION = 0.85
 
 
@@ -94,7 +95,7 @@ def measure_peak_flops(dtype: torch.dtype, threads: int) -> tuple[float, float]:
 
 
 def _cache_file(machine: str) -> Path | None:
-    """Where the peak of a machine is kept; None where this user has no home."""
+    """The cache file for the peak of a machine; None where this user has no home."""
     folder = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"))
     return (
         folder / "lmforge" / f"peak-flops-{xxhash.xxh3_64_hexdigest(machine.encode())}.json" if folder.is_absolute() else None

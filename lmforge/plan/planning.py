@@ -25,7 +25,7 @@ from lmforge.plan.hardware import GB, GPU, Hardware, Network, read_hardware
 from lmforge.plan.prediction.block import LINEAR_LAYERS, block_products
 from lmforge.plan.prediction.predict import Prediction, peak_memory, predict, resolve_reduction
 from lmforge.plan.prediction.rates import CONSTANTS, Rates
-from lmforge.plan.prediction.setting import Setting
+from lmforge.plan.prediction.step_config import StepConfig
 from lmforge.untrusted import cut
 
 # Data sheets have the peak at the boost clock, above which a chip may run for a while.
@@ -34,7 +34,7 @@ MOST_OF_PEAK = 1.25
 
 @dataclass(frozen=True)
 class Machine:
-    """What a run is planned for: `gpus_per_host` GPUs on each host. `network` is None for one host.
+    """The hardware that a run is planned for: `gpus_per_host` GPUs on each host. `network` is None for one host.
 
     calibration: what was measured on such a GPU; None for data sheets alone.
     """
@@ -49,7 +49,7 @@ class Machine:
         return rates if self.calibration is None else rates.calibrate(self.calibration, dtype)
 
     def describe_constants(self, dtype: str) -> str:
-        """Which constants were measured, and which come from a data sheet."""
+        """Which constants were measured, and which are from a data sheet."""
         measured, rest = self.constants(dtype)
         if self.calibration is None:
             return f"constants from data sheets: {self.gpu.source}"
@@ -60,7 +60,7 @@ class Machine:
         """Those that were measured, and those of data sheets."""
         measured = list(self.rates(dtype).calibrated)
         rest = [name for name in CONSTANTS if name not in measured]
-        if self.gpu.is_cpu:  # which has no copies to itself
+        if self.gpu.is_cpu:  # copies on the device itself
             rest.remove("host copies")
         if self.network is not None and (self.calibration is None or self.calibration.hosts == 1):
             rest.append("network")
@@ -114,7 +114,7 @@ def calibrated_gpu(gpu: GPU, calibration: Calibration, hardware: Hardware, path:
 
 
 def _check_peaks(gpu: GPU, calibration: Calibration, path: Path) -> None:
-    """Raise UserError where products were faster than the data sheet lets them be."""
+    """Raise UserError where measured products were faster than the data sheet permits."""
     for dtype in ("fp32", "bf16", "fp8"):
         table, peak = calibration.table("product", dtype), gpu.peak_flops(dtype)
         if table is not None and peak is not None and table.largest > MOST_OF_PEAK * peak:
@@ -125,7 +125,7 @@ def _check_peaks(gpu: GPU, calibration: Calibration, path: Path) -> None:
 
 
 def choose_dtypes(config: StageConfig, gpu: GPU, calibration: Calibration | None) -> tuple[str, bool]:
-    """The compute dtype and whether blocks are compiled, as `auto` turns out on this device.
+    """The compute dtype and whether blocks are compiled, as `auto` resolves on this device.
 
     Raises UserError for a dtype that the device does not have, float8 included.
     """
@@ -149,7 +149,7 @@ def check_dtype(gpu: GPU, dtype: str) -> None:
         raise UserError(f"train.dtype: no {dtype} among the tflops of {cut(gpu.name)}; {way}")
 
 
-def build_setting(
+def build_step_config(
     config: StageConfig,
     model: ModelConfig,
     plan: BatchPlan,
@@ -162,10 +162,10 @@ def build_setting(
     adapters: tuple[tuple[int, int], ...],
     has_reference: bool = False,
     stores_weights: bool = False,
-) -> Setting:
-    """The setting of a recipe on these ranks, whose parts are as in Setting. Raises UserError for an impossible engine."""
+) -> StepConfig:
+    """The StepConfig of a recipe on these ranks; arguments are as its fields. Raises UserError for an impossible engine."""
     engine = choose_engine(config.parallel, world_size, "cuda" if on_gpu else "cpu")
-    return Setting(
+    return StepConfig(
         model=model,
         options=config.parallel.model_copy(update={"engine": engine}),
         world_size=world_size,
@@ -186,8 +186,9 @@ def build_setting(
     )
 
 
-def make_setting(config: StageConfig, model: ModelConfig, gpus: int, machine: Machine) -> Setting:
-    """The setting of a recipe on so many GPUs. Raises UserError where it does not fit the ranks, the model or the device."""
+def make_step_config(config: StageConfig, model: ModelConfig, gpus: int, machine: Machine) -> StepConfig:
+    """The StepConfig of a recipe on this number of GPUs. Raises UserError where it does not fit the ranks, the model or the
+    device."""
     if model.family not in ("llama", "gpt2"):
         raise UserError(f"lmforge plan: there are no formulas for a {model.model_type} model")
     if config.train.epochs is not None:
@@ -203,7 +204,7 @@ def make_setting(config: StageConfig, model: ModelConfig, gpus: int, machine: Ma
     model.check_length(config.data.sequence_length)
     dtype, compiled = choose_dtypes(config, machine.gpu, machine.calibration)
     if config.train.float8:
-        # GPT-2 has no linear layers but products of its own.
+        # GPT-2's linear maps are not nn.Linear modules.
         products = zip(LINEAR_LAYERS, block_products(model, 1), strict=True) if model.family == "llama" else ()
         check_float8_sizes(model.model_type, {name: (each.inputs, each.outputs) for name, each in products})
     if compiled:
@@ -215,7 +216,7 @@ def make_setting(config: StageConfig, model: ModelConfig, gpus: int, machine: Ma
         from lmforge.model.attention_backend import stores_attention_weights
 
         stores_weights = stores_attention_weights(torch.bfloat16, plan.sequence_length, on_gpu=False, compiled=True)
-    setting = build_setting(
+    step_config = build_step_config(
         config,
         model,
         plan,
@@ -227,29 +228,32 @@ def make_setting(config: StageConfig, model: ModelConfig, gpus: int, machine: Ma
         adapters=adapters,
         stores_weights=stores_weights,
     )
-    _ = setting.dims  # refused here where the ranks do not fill the mesh
-    return setting
+    _ = step_config.dims  # refused here where the ranks do not fill the mesh
+    return step_config
 
 
-def predict_setting(setting: Setting, machine: Machine, usable: float) -> Prediction:
-    """The prediction, with what `reduce_every_micro_batch` is by default."""
-    rates = machine.rates(setting.dtype)
-    return predict(resolve_reduction(setting, machine.gpu.memory_bytes, usable), machine.gpu, rates)
+def predict_step(step_config: StepConfig, machine: Machine, usable: float) -> Prediction:
+    """The prediction, with the default of `reduce_every_micro_batch` resolved."""
+    rates = machine.rates(step_config.dtype)
+    return predict(resolve_reduction(step_config, machine.gpu.memory_bytes, usable), machine.gpu, rates)
 
 
 def predict_phases(config: StageConfig, prediction: Prediction, machine: Machine) -> list[tuple[int, Prediction]]:
     """(steps, prediction) of each phase of the run, whose sequences may be shorter than those of `prediction`, the longest."""
-    setting, steps = prediction.setting, config.train.steps
+    step_config, steps = prediction.step_config, config.train.steps
     if not isinstance(config, PretrainConfig) or not config.data.phases:
         return [(steps, prediction)]
-    size, known = plan_batches(config, setting.world_size).global_batch_size, {setting.sequence_length: prediction}
-    by_length, rates = tokens_by_length(config.data.phases, steps, size, setting.sequence_length), machine.rates(setting.dtype)
+    size, known = plan_batches(config, step_config.world_size).global_batch_size, {step_config.sequence_length: prediction}
+    by_length, rates = (
+        tokens_by_length(config.data.phases, steps, size, step_config.sequence_length),
+        machine.rates(step_config.dtype),
+    )
     for length, _ in by_length:
         if length not in known:
-            known[length] = predict(replace(setting, sequence_length=length), machine.gpu, rates)
+            known[length] = predict(replace(step_config, sequence_length=length), machine.gpu, rates)
     return [(tokens // (length * size), known[length]) for length, tokens in by_length if tokens]
 
 
-def suggest_fit(setting: Setting, machine: Machine, usable: float) -> str:
-    """Which changes would make a setting fit, in words, or that none would."""
-    return suggest_what_fits(setting, lambda other: sum(peak_memory(other).values()), usable * machine.gpu.memory_bytes)
+def suggest_fit(step_config: StepConfig, machine: Machine, usable: float) -> str:
+    """A description of the changes that would make a StepConfig fit, or that none would."""
+    return suggest_what_fits(step_config, lambda other: sum(peak_memory(other).values()), usable * machine.gpu.memory_bytes)

@@ -1,5 +1,5 @@
 """What a run logs before its first step: the memory and the speed that `lmforge plan` predicts. Later it logs the measured
-values beside them. Hardware that is not known gets no speed.
+values with them. There is no speed for unknown hardware.
 """
 
 from dataclasses import dataclass
@@ -10,14 +10,14 @@ from lmforge.config.verbs.plan import USABLE_FRACTION
 from lmforge.errors import UserError, format_bytes
 from lmforge.plan.calibration import read_calibration
 from lmforge.plan.hardware import data_sheets
-from lmforge.plan.planning import Machine, calibrated_gpu, check_dtype, predict_setting
+from lmforge.plan.planning import Machine, calibrated_gpu, check_dtype, predict_step
 from lmforge.plan.prediction.predict import MEMORY_INTERVAL, OVERHEAD, peak_memory
-from lmforge.plan.prediction.setting import Setting
+from lmforge.plan.prediction.step_config import StepConfig
 
 
 @dataclass(frozen=True)
 class RunPrediction:
-    """Of a step of a run.
+    """The prediction of a step of a run.
 
     memory_bytes, memory_interval: at the peak of the fullest rank, of what `memory_gib` in metrics.jsonl measures: tensors on
         a GPU, resident memory on a CPU.
@@ -64,7 +64,9 @@ class RunPrediction:
         return " to ".join(f"{each:,.0f}" for each in self.speed_interval or ())
 
 
-def predict_run(setting: Setting, config: StageConfig, device_name: str | None, resident: tuple[float, float]) -> RunPrediction:
+def predict_run(
+    step_config: StepConfig, config: StageConfig, device_name: str | None, resident: tuple[float, float]
+) -> RunPrediction:
     """The prediction of a run.
 
     Args:
@@ -76,41 +78,41 @@ def predict_run(setting: Setting, config: StageConfig, device_name: str | None, 
     """
     if config.of_stage == "align":
         raise UserError("alignment is not predicted: a step is more than one forward and backward pass")
-    if not setting.has_formulas:
-        raise UserError(f"nothing: there are no formulas for a {setting.model.model_type} model")
-    kinds = peak_memory(setting)
+    if not step_config.has_formulas:
+        raise UserError(f"nothing: there are no formulas for a {step_config.model.model_type} model")
+    kinds = peak_memory(step_config)
     memory = sum(kinds.values()) - kinds[OVERHEAD] - kinds["allocator"]
     interval = memory * MEMORY_INTERVAL[0], memory * MEMORY_INTERVAL[1]
-    if not setting.on_gpu:
+    if not step_config.on_gpu:
         before, most = resident
         memory, interval = memory + before, (interval[0] + before, most)
     try:
-        machine = _find_machine(setting, config, device_name)
+        machine = _find_machine(step_config, config, device_name)
     except UserError as problem:
         return RunPrediction(memory, interval, None, None, str(problem))
-    prediction, ranks = predict_setting(setting, machine, USABLE_FRACTION), setting.world_size
+    prediction, ranks = predict_step(step_config, machine, USABLE_FRACTION), step_config.world_size
     slow, fast = prediction.speed_interval
-    source = machine.describe_constants(setting.dtype)
+    source = machine.describe_constants(step_config.dtype)
     return RunPrediction(memory, interval, prediction.tokens_per_second * ranks, (slow * ranks, fast * ranks), source)
 
 
-def _find_machine(setting: Setting, config: StageConfig, device_name: str | None) -> Machine:
+def _find_machine(step_config: StepConfig, config: StageConfig, device_name: str | None) -> Machine:
     """Raises UserError where a constant would be a guess."""
     if len(set(getattr(config.data, "sequence_lengths", ()))) > 1:
         raise UserError("data.phases has several sequence lengths")
-    path, per_host = config.log.calibration, setting.gpus_per_host
+    path, per_host = config.log.calibration, step_config.gpus_per_host
     gpu = data_sheets().gpu("cpu") if device_name is None else data_sheets().find(device_name)
     if gpu is None:
         raise UserError(f"{device_name} is not in the hardware file")
-    check_dtype(gpu, setting.dtype)
+    check_dtype(gpu, step_config.dtype)
     calibration = None if path is None else read_calibration(path)
     if calibration is None and gpu.is_cpu:
         raise UserError("no measurements of this CPU; lmforge bench --calibrate makes them, log.calibration names the file")
-    if setting.world_size > per_host and (calibration is None or calibration.hosts == 1):
+    if step_config.world_size > per_host and (calibration is None or calibration.hosts == 1):
         raise UserError("no measurements of the network between hosts; lmforge bench --calibrate on several hosts makes them")
     if path is None or calibration is None:
         return Machine(gpu, None, per_host)
     gpu = calibrated_gpu(gpu, calibration, data_sheets(), path, per_host)
     # What was measured takes the place of the data sheet.
-    network = data_sheets().network("infiniband-ndr") if setting.world_size > per_host else None
+    network = data_sheets().network("infiniband-ndr") if step_config.world_size > per_host else None
     return Machine(gpu, network, per_host, calibration)

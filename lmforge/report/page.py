@@ -27,8 +27,8 @@ def write_report(runs: Sequence[Run], path: Path, title: str | None = None, stat
 
 
 def write_run_report(run: Run, state: str | None = None) -> Path:
-    """Write `report.html` into a run, in a `state` that its ranks need not have written yet. Returns its path; raises as
-    `write_report` does."""
+    """Write `report.html` into a run. `state` is its state, which the ranks may not have written yet. Returns its path; raises
+    as `write_report` does."""
     return write_report([run], run.path / REPORT_FILE, state=state)
 
 

@@ -23,13 +23,13 @@ from lmforge.run_records import completion_tables, newest_values, read_first_com
 from lmforge.runs import Run, read_checkpoint_manifest
 from lmforge.untrusted import open_file, parse_json, read_json, read_lines
 
-# A page with more would take long to open; of a longer series every n-th point is shown, and the last.
+# More points would make the page slow to open. A longer series is shown with every n-th point and the last.
 MAX_POINTS = 2000
 MAX_SAMPLES = 40
 MAX_TABLES, MAX_TABLE_ROWS, MAX_TEXT = 8, 8, 2000
 MAX_LINE_BYTES = 2**20  # of an event; longer ones are left out
 MAX_LENGTHS_SOURCES = 20
-# Metrics that a run has once: they are no curves.
+# Metrics that a run logs once, which are not drawn as curves.
 PREDICTION_PREFIXES = ("predicted/", "measured/")
 MAX_RANKS = 64
 
@@ -54,7 +54,7 @@ class _SavedCheckpoint(BaseModel):
 
 
 def read_run(run: Run, state: str | None = None) -> dict[str, Any]:
-    """What page.js calls a run. `state`: of a run whose end is known before all of its ranks have ended.
+    """What page.js calls a run. `state`: given where the run's end is known before all of its ranks have ended.
 
     Raises UserError where the recipe or the metrics cannot be read.
     """
@@ -87,9 +87,8 @@ def read_run(run: Run, state: str | None = None) -> dict[str, Any]:
 
 
 def read_events(run: Run) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """The events of a run in time order, without its samples, and some of these, the last among them.
-
-    Invalid lines are left out, and those that announce tables of completions.
+    """The events of a run in time order, without its samples; and some of the samples, including the last. Invalid lines and
+    those that announce tables of completions are left out.
     """
     events: list[dict[str, Any]] = []
     samples: list[dict[str, Any]] = []
@@ -135,13 +134,14 @@ def _series(records: list[dict[str, Any]]) -> dict[str, list[list[float]]]:
 
 
 def _prediction(records: list[dict[str, Any]]) -> dict[str, float]:
-    """What was predicted of the run and what was measured beside it, in its last attempt; empty where nothing was."""
+    """The predictions for the run and the measured values, of its last attempt; empty where there are none."""
     compared = ({name: value for name, value in each.items() if name.startswith(PREDICTION_PREFIXES)} for each in records)
     return next(filter(None, reversed(list(compared))), {})
 
 
 def _axis(records: list[dict[str, Any]]) -> dict[str, list[float]]:
-    """Steps, and the tokens and the seconds of training up to each. A run that began at a later step began with no seconds."""
+    """Steps, and the tokens and the seconds of training up to each. The seconds begin at 0, also for a run that began at a
+    later step."""
     seconds = [0.0]
     for before, record in pairwise([_begin(records), *records]):
         seconds.append(seconds[-1] + (record.get("step_seconds") or 0.0) * (record["step"] - before["step"]))
@@ -157,11 +157,11 @@ def _begin(records: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _step_times(records: list[dict[str, Any]]) -> list[list[float]]:
-    """Step, and the mean seconds of a step since the record before: in all, waiting for data, and waiting for a save."""
+    """Step, and the mean seconds per step since the previous record: total, waiting for data, and waiting for a save."""
     rows, stalled = [], 0.0
     for before, record in pairwise([_begin(records), *records]):
         total = record.get("save_stall_seconds") or stalled
-        # A running total of the attempt: where it has fallen, another attempt has begun at 0.
+        # A running total of one attempt: where it falls, another attempt began at 0.
         stall = total - stalled if total >= stalled else total
         stalled = total
         if seconds := record.get("step_seconds"):
@@ -171,14 +171,14 @@ def _step_times(records: list[dict[str, Any]]) -> list[list[float]]:
 
 
 def _downsample(points: list[Any], limit: int) -> list[Any]:
-    """At most `limit` points, evenly spaced, the first and the last among them."""
+    """At most `limit` points, evenly spaced, including the first and the last."""
     if len(points) <= limit:
         return points
     return [points[index] for index in np.linspace(0, len(points) - 1, limit).round().astype(int).tolist()]
 
 
 def _ranks(status: RunStatus) -> dict[str, Any]:
-    """What ranks did by their last heartbeats: how many are in each phase, and those in the worst state."""
+    """The ranks by their last heartbeats: how many are in each phase, and which are in the worst state."""
     ranks = sorted(status.ranks, key=lambda rank: rank.severity)
     worst = [
         {
@@ -227,7 +227,7 @@ def _sources(config: PretrainConfig) -> list[dict[str, Any]]:
     for source in config.data.all_sources[:MAX_LENGTHS_SOURCES]:
         entry: dict[str, Any] = {"name": source.label, "weight": getattr(source, "weight", None)}
         with suppress(UserError, OSError):
-            # Of a folder elsewhere shards would be downloaded for a picture.
+            # Otherwise shards of a remote folder would be downloaded only for a chart.
             if not is_remote(source.folder):
                 report = read_source(source.folder, TokenFolder.open(source.folder, quarantine=source.quarantine))
                 entry |= {
@@ -316,7 +316,7 @@ STATE_WORDS: dict[RunState, str] = {
 
 
 def verdict(run: dict[str, Any]) -> str:
-    """One or two sentences: how it ended, with what result, and what went wrong."""
+    """One or two sentences: how the run ended, its result, and what went wrong."""
     series, events = run["series"], run["events"]
     step = run["axis"]["step"][-1] if run["axis"]["step"] else 0
     text = f"{STATE_WORDS[run['state']]}: {step:,} of {run['steps']:,} steps"

@@ -11,12 +11,12 @@ from lmforge.rewards.sandbox import ProgramResult, shared_sandbox
 
 # The reward of each part; of "checks", the fraction that passes.
 PART_REWARDS = {"parses": 0.1, "compiles": 0.1, "runs": 0.2, "checks": 0.6}
-# At most, for one program: where many of a batch never end, each gets less.
+# The maximum for one program; if many programs of a batch never end, each gets less.
 PROGRAM_TIMEOUT_SECONDS = 2.0
-# Of the reward time-out, for all programs; the rest is for opening the sandbox and for the response.
+# The fraction of the reward time-out for all programs; the rest is for opening the sandbox and for the response.
 TIME_FRACTION = 0.9
 
-# A fenced block with its language: of any language, or the end of one would be taken for the beginning of another.
+# A fenced block with its language. Blocks of any language match, or the end of one would be taken for the beginning of another.
 _FENCED = re.compile(r"^( {0,3})```([^\n`]*)\n(.*?)(?:^ {0,3}```[ \t]*$|\Z)", re.MULTILINE | re.DOTALL)
 _PYTHON = ("", "python", "python3", "py")
 

@@ -28,16 +28,16 @@ ERROR_CHARACTERS = 500
 # ast.PyCF_ONLY_AST, without importing ast.
 ONLY_SYNTAX_TREE = 0x400
 # The descriptor on which a child reports its progress, and the one on which it says why it could not be confined. The second is
-# closed before the program is compiled: what a program writes to the first can make its own result wrong, and nothing else.
+# closed before the program is compiled. By writing to the first, a program can only falsify its own result.
 REPORT_FD, FAILURE_FD = 3, 4
 STAGES = ("parses", "compiles", "runs")
-# Of what a program prints, and of its report.
+# The limit of what a program prints, and of its report.
 MAX_OUTPUT_BYTES = 1 << 16
 MAX_FOLDER_BYTES = 32 << 20
 MAX_THREADS = 256
 
 
-# Run first, confined like all programs: prints as JSON what a program tries in vain.
+# Runs first, confined like all programs, and prints as JSON which attempts failed.
 _PROBE = """
 import json, os, socket
 def refused(attempt, *arguments):
@@ -111,7 +111,7 @@ def _redirect_descriptors(output: int, report: int, failure: int) -> None:
 
 
 def _confine(job: dict[str, Any], folder: str, parent: int, landlock: bool) -> None:
-    """Give up every right except to `folder`, for good."""
+    """Permanently give up all rights except to `folder`."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     os.setsid()
     os.chdir(folder)
@@ -129,7 +129,7 @@ def _confine(job: dict[str, Any], folder: str, parent: int, landlock: bool) -> N
 
 def _execute(job: dict[str, Any], secret: str) -> NoReturn:
     """Run the program, then each check in its global names, and report the progress. Never returns."""
-    out_of_memory = f"{secret} memory\n".encode()  # made now: later there may be no memory for it
+    out_of_memory = f"{secret} memory\n".encode()  # created now, since later there may be no memory for it
 
     def report(event: str, detail: str = "") -> None:
         os.write(REPORT_FD, f"{secret} {event} {detail}\n".encode())
@@ -228,7 +228,7 @@ def _read(descriptor: int, content: bytearray) -> bool:
 
 
 def _excess(pid: int, folder: str) -> str:
-    """What a program has more of than it may: "threads", "files" or ""."""
+    """The limit that a program exceeds: "threads", "files" or ""."""
     try:
         tasks = os.listdir(f"/proc/{pid}/task")
     except OSError:  # it has ended
@@ -311,7 +311,7 @@ def main() -> None:
     """
     scratch = sys.argv[1]
     del sys.path[0]  # the package's folder: a program gets the standard library only
-    # What was made before the first fork is the same for every program, and never scanned by the garbage collector.
+    # Objects created before the first fork are the same for every program, and never scanned by the garbage collector.
     gc.collect()
     gc.freeze()
     os.environ.clear()

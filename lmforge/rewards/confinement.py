@@ -21,56 +21,175 @@ MAX_FILE_BYTES = 8 << 20
 MAX_OPEN_FILES = 64
 MAX_PENDING_SIGNALS = 64
 
-# System calls as (x86-64, arm64) numbers; -1 where an architecture has no such call. Of all calls below FIRST_COMMON_CALL,
-# those are denied with which a program could reach others, take what no limit counts, or slow the machine down.
-# fmt: off
+# System calls as (x86-64, arm64) numbers; -1 where an architecture has no such call. Among the calls below FIRST_COMMON_CALL,
+# those are denied with which a program could reach other processes, use resources that no limit counts, or slow the machine
+# down. fmt: off
 DENIED_CALLS = {
     # Sockets; messages can also hold descriptors, and so files that no one sees.
-    "socket": (41, 198), "connect": (42, 203), "bind": (49, 200), "listen": (50, 201), "accept": (43, 202),
-    "accept4": (288, 242), "sendmsg": (46, 211), "sendmmsg": (307, 269),
+    "socket": (41, 198),
+    "connect": (42, 203),
+    "bind": (49, 200),
+    "listen": (50, 201),
+    "accept": (43, 202),
+    "accept4": (288, 242),
+    "sendmsg": (46, 211),
+    "sendmmsg": (307, 269),
     # Programs and processes.
-    "fork": (57, -1), "vfork": (58, -1), "execve": (59, 221), "execveat": (322, 281), "uselib": (134, -1),
-    "rt_sigqueueinfo": (129, 138), "rt_tgsigqueueinfo": (297, 240), "ptrace": (101, 117), "process_vm_readv": (310, 270),
-    "process_vm_writev": (311, 271), "kcmp": (312, 272), "get_robust_list": (274, 100), "setpriority": (141, 140),
-    "ioprio_set": (251, 30), "sched_setaffinity": (203, 122), "sched_setscheduler": (144, 119), "sched_setparam": (142, 118),
-    "sched_setattr": (314, 274), "migrate_pages": (256, 238), "move_pages": (279, 239),
-    # What processes share: the ids and names of these can be guessed.
-    "shmget": (29, 194), "shmat": (30, 196), "shmctl": (31, 195), "semget": (64, 190), "semop": (65, 193),
-    "semtimedop": (220, 192), "semctl": (66, 191), "msgget": (68, 186), "msgsnd": (69, 189), "msgrcv": (70, 188),
-    "msgctl": (71, 187), "mq_open": (240, 180), "mq_unlink": (241, 181), "mq_timedsend": (242, 182),
-    "mq_timedreceive": (243, 183), "mq_notify": (244, 184), "mq_getsetattr": (245, 185), "flock": (73, 32),
-    "keyctl": (250, 219), "add_key": (248, 217), "request_key": (249, 218),
+    "fork": (57, -1),
+    "vfork": (58, -1),
+    "execve": (59, 221),
+    "execveat": (322, 281),
+    "uselib": (134, -1),
+    "rt_sigqueueinfo": (129, 138),
+    "rt_tgsigqueueinfo": (297, 240),
+    "ptrace": (101, 117),
+    "process_vm_readv": (310, 270),
+    "process_vm_writev": (311, 271),
+    "kcmp": (312, 272),
+    "get_robust_list": (274, 100),
+    "setpriority": (141, 140),
+    "ioprio_set": (251, 30),
+    "sched_setaffinity": (203, 122),
+    "sched_setscheduler": (144, 119),
+    "sched_setparam": (142, 118),
+    "sched_setattr": (314, 274),
+    "migrate_pages": (256, 238),
+    "move_pages": (279, 239),
+    # Objects that processes share, whose ids and names can be guessed.
+    "shmget": (29, 194),
+    "shmat": (30, 196),
+    "shmctl": (31, 195),
+    "semget": (64, 190),
+    "semop": (65, 193),
+    "semtimedop": (220, 192),
+    "semctl": (66, 191),
+    "msgget": (68, 186),
+    "msgsnd": (69, 189),
+    "msgrcv": (70, 188),
+    "msgctl": (71, 187),
+    "mq_open": (240, 180),
+    "mq_unlink": (241, 181),
+    "mq_timedsend": (242, 182),
+    "mq_timedreceive": (243, 183),
+    "mq_notify": (244, 184),
+    "mq_getsetattr": (245, 185),
+    "flock": (73, 32),
+    "keyctl": (250, 219),
+    "add_key": (248, 217),
+    "request_key": (249, 218),
     # Memory, disk and kernel objects that no limit counts, or that all processes of a user count together.
-    "memfd_create": (319, 279), "userfaultfd": (323, 282), "mlock": (149, 228), "mlockall": (151, 230), "mlock2": (325, 284),
-    "remap_file_pages": (216, 234), "io_setup": (206, 0), "io_submit": (209, 2), "splice": (275, 76), "tee": (276, 77),
-    "vmsplice": (278, 75), "fallocate": (285, 47), "timer_create": (222, 107), "inotify_init": (253, -1),
-    "inotify_init1": (294, 26), "inotify_add_watch": (254, 27), "fanotify_init": (300, 262), "fanotify_mark": (301, 263),
+    "memfd_create": (319, 279),
+    "userfaultfd": (323, 282),
+    "mlock": (149, 228),
+    "mlockall": (151, 230),
+    "mlock2": (325, 284),
+    "remap_file_pages": (216, 234),
+    "io_setup": (206, 0),
+    "io_submit": (209, 2),
+    "splice": (275, 76),
+    "tee": (276, 77),
+    "vmsplice": (278, 75),
+    "fallocate": (285, 47),
+    "timer_create": (222, 107),
+    "inotify_init": (253, -1),
+    "inotify_init1": (294, 26),
+    "inotify_add_watch": (254, 27),
+    "fanotify_init": (300, 262),
+    "fanotify_mark": (301, 263),
     # What a process is.
-    "prctl": (157, 167), "seccomp": (317, 277), "personality": (135, 92), "unshare": (272, 97), "setns": (308, 268),
-    "setsid": (112, 157), "setpgid": (109, 154), "setuid": (105, 146), "setgid": (106, 144), "setreuid": (113, 145),
-    "setregid": (114, 143), "setresuid": (117, 147), "setresgid": (119, 149), "setfsuid": (122, 151), "setfsgid": (123, 152),
-    "setgroups": (116, 159), "capset": (126, 91),
+    "prctl": (157, 167),
+    "seccomp": (317, 277),
+    "personality": (135, 92),
+    "unshare": (272, 97),
+    "setns": (308, 268),
+    "setsid": (112, 157),
+    "setpgid": (109, 154),
+    "setuid": (105, 146),
+    "setgid": (106, 144),
+    "setreuid": (113, 145),
+    "setregid": (114, 143),
+    "setresuid": (117, 147),
+    "setresgid": (119, 149),
+    "setfsuid": (122, 151),
+    "setfsgid": (123, 152),
+    "setgroups": (116, 159),
+    "capset": (126, 91),
     # The machine. Most of these need capabilities that were dropped before.
-    "bpf": (321, 280), "perf_event_open": (298, 241), "mount": (165, 40), "umount2": (166, 39), "pivot_root": (155, 41),
-    "chroot": (161, 51), "swapon": (167, 224), "swapoff": (168, 225), "quotactl": (179, 60), "acct": (163, 89),
-    "sync": (162, 81), "syncfs": (306, 267), "name_to_handle_at": (303, 264), "open_by_handle_at": (304, 265),
-    "reboot": (169, 142), "kexec_load": (246, 104), "kexec_file_load": (320, 294), "init_module": (175, 105),
-    "finit_module": (313, 273), "delete_module": (176, 106), "settimeofday": (164, 170), "clock_settime": (227, 112),
-    "adjtimex": (159, 171), "clock_adjtime": (305, 266), "sethostname": (170, 161), "setdomainname": (171, 162),
-    "syslog": (103, 116), "vhangup": (153, 58), "iopl": (172, -1), "ioperm": (173, -1), "modify_ldt": (154, -1),
-    "lookup_dcookie": (212, 18), "nfsservctl": (180, 42), "_sysctl": (156, -1), "sysfs": (139, -1), "mbind": (237, 235),
-    "set_mempolicy": (238, 237), "membarrier": (324, 283),
+    "bpf": (321, 280),
+    "perf_event_open": (298, 241),
+    "mount": (165, 40),
+    "umount2": (166, 39),
+    "pivot_root": (155, 41),
+    "chroot": (161, 51),
+    "swapon": (167, 224),
+    "swapoff": (168, 225),
+    "quotactl": (179, 60),
+    "acct": (163, 89),
+    "sync": (162, 81),
+    "syncfs": (306, 267),
+    "name_to_handle_at": (303, 264),
+    "open_by_handle_at": (304, 265),
+    "reboot": (169, 142),
+    "kexec_load": (246, 104),
+    "kexec_file_load": (320, 294),
+    "init_module": (175, 105),
+    "finit_module": (313, 273),
+    "delete_module": (176, 106),
+    "settimeofday": (164, 170),
+    "clock_settime": (227, 112),
+    "adjtimex": (159, 171),
+    "clock_adjtime": (305, 266),
+    "sethostname": (170, 161),
+    "setdomainname": (171, 162),
+    "syslog": (103, 116),
+    "vhangup": (153, 58),
+    "iopl": (172, -1),
+    "ioperm": (173, -1),
+    "modify_ldt": (154, -1),
+    "lookup_dcookie": (212, 18),
+    "nfsservctl": (180, 42),
+    "_sysctl": (156, -1),
+    "sysfs": (139, -1),
+    "mbind": (237, 235),
+    "set_mempolicy": (238, 237),
+    "membarrier": (324, 283),
     # Attributes of files: Landlock restricts opening files, but not changing owners, nor in its first versions lengths.
-    "chmod": (90, -1), "fchmod": (91, 52), "fchmodat": (268, 53), "chown": (92, -1), "fchown": (93, 55), "lchown": (94, -1),
-    "fchownat": (260, 54), "utime": (132, -1), "utimes": (235, -1), "utimensat": (280, 88), "futimesat": (261, -1),
-    "setxattr": (188, 5), "lsetxattr": (189, 6), "fsetxattr": (190, 7), "truncate": (76, 45), "removexattr": (197, 14),
-    "lremovexattr": (198, 15), "fremovexattr": (199, 16),
+    "chmod": (90, -1),
+    "fchmod": (91, 52),
+    "fchmodat": (268, 53),
+    "chown": (92, -1),
+    "fchown": (93, 55),
+    "lchown": (94, -1),
+    "fchownat": (260, 54),
+    "utime": (132, -1),
+    "utimes": (235, -1),
+    "utimensat": (280, 88),
+    "futimesat": (261, -1),
+    "setxattr": (188, 5),
+    "lsetxattr": (189, 6),
+    "fsetxattr": (190, 7),
+    "truncate": (76, 45),
+    "removexattr": (197, 14),
+    "lremovexattr": (198, 15),
+    "fremovexattr": (199, 16),
 }
 # Denied too where Landlock is missing: creating, changing and deleting files.
 WRITE_CALLS = {
-    "creat": (85, -1), "mkdir": (83, -1), "mkdirat": (258, 34), "rmdir": (84, -1), "unlink": (87, -1),
-    "unlinkat": (263, 35), "rename": (82, -1), "renameat": (264, 38), "renameat2": (316, 276), "link": (86, -1),
-    "linkat": (265, 37), "symlink": (88, -1), "symlinkat": (266, 36), "mknod": (133, -1), "mknodat": (259, 33),
+    "creat": (85, -1),
+    "mkdir": (83, -1),
+    "mkdirat": (258, 34),
+    "rmdir": (84, -1),
+    "unlink": (87, -1),
+    "unlinkat": (263, 35),
+    "rename": (82, -1),
+    "renameat": (264, 38),
+    "renameat2": (316, 276),
+    "link": (86, -1),
+    "linkat": (265, 37),
+    "symlink": (88, -1),
+    "symlinkat": (266, 36),
+    "mknod": (133, -1),
+    "mknodat": (259, 33),
 }
 KILL, TKILL, TGKILL, PRLIMIT, FCNTL = (62, 129), (200, 130), (234, 131), (302, 261), (72, 25)
 CLONE, SOCKETPAIR, OPEN, OPENAT, IOCTL, CLOSE_RANGE = (56, 220), (53, 199), (2, -1), (257, 56), (16, 29), (436, 436)
@@ -82,19 +201,19 @@ IOCTL_COMMANDS = (0x5401, 0x5413, 0x541B, 0x5421, 0x5450, 0x5451, 0x802C542A)
 # F_DUPFD_CLOEXEC; F_SETFL without O_ASYNC. Others have signals sent, hold up those who open a file, or enlarge pipes.
 FCNTL_COMMANDS = (0, 1, 2, 3, 5, 6, 7, 36, 37, 38, 1030)
 F_SETFL, O_ASYNC = 4, 0o20000
-# Flags of clone: a thread shares all of these, so that all threads have one table of descriptors; the rest are harmless.
+# Flags of clone: a thread must share all of these, so that all threads have one table of descriptors; other flags are harmless.
 THREAD_FLAGS = 0x100 | 0x200 | 0x400 | 0x800 | 0x10000  # VM, FS, FILES, SIGHAND, THREAD
 HARMLESS_CLONE_FLAGS = 0x40000 | 0x80000 | 0x100000 | 0x200000 | 0x400000 | 0x1000000  # SYSVSEM, SETTLS, ids, DETACHED
 SECCOMP_ARCHITECTURE = (0xC000003E, 0xC00000B7)
 
-# From this number on, calls are the same on both architectures. Many of these newer ones do harm (io_uring can open sockets),
-# and libraries manage without them: all but those known to be harmless fail as if they did not exist.
+# From this number on, calls are the same on both architectures. Many of these newer calls are harmful (io_uring can open
+# sockets), and libraries work without them. All except known harmless ones fail as if they did not exist.
 FIRST_COMMON_CALL = 424
 ALLOWED_NEW_CALLS = (439, 441, 449)  # faccessat2, epoll_pwait2, futex_waitv; close_range without flags too
 LANDLOCK_CREATE, LANDLOCK_ADD, LANDLOCK_RESTRICT = 444, 445, 446
 
-# Found out when this file is imported, so that the children of a process need not. What Python reads while it runs: its
-# standard library, and shared libraries.
+# What Python reads while it runs: its standard library and shared libraries. Determined at import, so that child processes need
+# not.
 _LIBRARY = [sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib"), "/lib", "/lib64", "/usr/lib", "/usr/lib64"]
 _LIBRARY += ["/usr/share/zoneinfo", "/dev/null", "/dev/zero", "/dev/urandom", sysconfig.get_config_var("LIBDIR")]
 LIBRARY_PATHS = [path for path in dict.fromkeys(Path(name) for name in _LIBRARY if name) if path.exists()]
@@ -171,7 +290,7 @@ def as_confined_user() -> Iterator[None]:
 
 
 def set_no_new_privs(parent: int) -> None:
-    """Set-uid programs grant nothing from now on, and this process is killed when `parent` ends."""
+    """Disable set-uid programs, and kill this process when `parent` ends."""
     _check_syscall(_libc.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0))
     _check_syscall(_libc.prctl(PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0))
     if os.getppid() != parent:
@@ -212,7 +331,7 @@ def restrict_files_to(folder: str) -> None:
 def install_seccomp_filter(*, allow_writes: bool) -> None:
     """Install the system call filter (seccomp, mode 2). Without `allow_writes` files cannot be changed anywhere.
 
-    A denied call fails with EPERM, and the program goes on. Raises OSError if the kernel has no seccomp.
+    A denied call fails with EPERM, and the program continues. Raises OSError if the kernel has no seccomp.
     """
     program = _bpf_program(architecture(), os.getpid(), allow_writes)
     code = ctypes.create_string_buffer(b"".join(program))
@@ -246,7 +365,7 @@ def _bpf_program(column: int, pid: int, allow_writes: bool) -> list[bytes]:
     if column == 0:  # the x32 calls of x86-64, whose numbers would pass the filter
         architecture_check += [step(at_least, 0x40000000, 0, 1), step(return_, kill)]
     allowed_new = on_calls(ALLOWED_NEW_CALLS, allow)
-    own_descriptors = check_argument(CLOSE_RANGE, 2, step(equal, 0, 1, 0))  # with a flag a thread gets a table of its own
+    own_descriptors = check_argument(CLOSE_RANGE, 2, step(equal, 0, 1, 0))  # with a flag a thread gets its own table
     newer = [step(at_least, FIRST_COMMON_CALL, 0, len(allowed_new) + 1), *allowed_new, step(return_, no_such_call)]
     denied = DENIED_CALLS if allow_writes else DENIED_CALLS | WRITE_CALLS
     denials = on_calls([numbers[column] for numbers in denied.values() if numbers[column] >= 0], not_permitted)

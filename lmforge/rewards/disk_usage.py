@@ -1,6 +1,6 @@
 """How much disk a confined program takes: what is in its folder, and the deleted files that it holds.
 
-code_server.py asks while a program runs, and ends one that takes too much. Only the standard library is imported.
+code_server.py checks this while a program runs, and ends a program that uses too much. Only the standard library is imported.
 """
 
 import math
@@ -11,7 +11,7 @@ from contextlib import suppress
 from lmforge.rewards import confinement
 
 MAX_FOLDER_FILES = 1000
-# Of the list of a program's mappings; an ordinary program's has some 20,000.
+# The limit of the list of a program's mappings; that of an ordinary program has some 20,000.
 MAX_MAPPINGS_BYTES = 4 << 20
 
 
@@ -51,7 +51,7 @@ def _open_files(descriptors: str) -> dict[int, int]:
 
 
 def folder_bytes(folder: str) -> float:
-    """The bytes on disk of what a folder holds; infinite if it has too many files, or paths too long to look at."""
+    """The bytes on disk of what a folder holds; infinite if it has too many files or too long paths."""
     files = size = 0
     folders = [folder]
     while folders:

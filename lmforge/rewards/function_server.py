@@ -23,7 +23,7 @@ from lmforge.rewards.functions import REGISTERED, RESERVED_NAMES
 
 
 def main() -> None:
-    """Import the file, send what its functions take or what is wrong with it, then answer requests until the input closes.
+    """Import the file, send the parameters of its functions or an error, then answer requests until the input closes.
 
     The file, or REGISTERED, is the first argument; the first request names functions by their specs. The response to it also
     says which functions are called together: all async ones, and each other one by itself.
@@ -62,7 +62,7 @@ def main() -> None:
 
 
 def _listen(request_fd: int, requests: "queue.SimpleQueue[bytes]") -> None:
-    """Queue the requests. When the input closes, end at once, whatever a function may be doing."""
+    """Queue the requests. When the input closes, end at once, even while a function runs."""
     with open(request_fd, "rb") as lines:
         for line in lines:
             requests.put(line)
@@ -167,11 +167,11 @@ def _to_plain_number(reward: Any) -> Any:
         reward = reward.item()
     if reward is None or (isinstance(reward, int | float) and math.isfinite(reward)):
         return reward
-    return repr(reward)[:100]  # named where it is refused
+    return repr(reward)[:100]  # the caller's error message names it
 
 
 def _error_response(error: BaseException) -> dict[str, Any]:
-    """What went wrong. The error's type is its class and location, since the message may differ with every batch."""
+    """The error of a function. Its type is its class and location, since the message may differ with every batch."""
     if isinstance(error, UserError):
         return {"user_error": str(error)}
     return {"error": describe_exception(error), "error_type": f"{type(error).__qualname__}{error_location(error)}"}

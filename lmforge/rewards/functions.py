@@ -21,13 +21,13 @@ from lmforge.plugins import files_of
 from lmforge.python_files import python_command
 from lmforge.rewards.json_process import JsonLineProcess, ProcessLost
 
-# In the place of a file: functions that are registered under their names, by lmforge or a plugin.
+# Used instead of a file: functions registered by name, by lmforge or a plugin.
 REGISTERED = "registered names"
-# Names of what functions get besides columns.
+# Names of the arguments besides columns.
 RESERVED_NAMES = ("prompts", "completions", "reward_timeout_seconds")
 # A file may import torch and open a model.
 IMPORT_TIMEOUT_SECONDS = 300.0
-# Beyond the time-out, for an async function that was cancelled to report it.
+# Additional time after the time-out, for a cancelled async function to report it.
 GRACE_SECONDS = 5.0
 
 
@@ -57,7 +57,7 @@ class FunctionResult:
 
 
 class RewardWorker(Protocol):
-    """What computes one or more rewards: the process of a file of functions, or a reward model.
+    """Computes one or more rewards: the process of a file of functions, or a reward model.
 
     required_columns: by the name of the reward, the columns that it must be given. accepted_columns: those that it is given if
     the data has them; None for all of them.
@@ -152,7 +152,7 @@ class RewardFunctions(AbstractContextManager["RewardFunctions"]):
         return sum(known) if known else None
 
     def close(self) -> None:
-        """Kill the processes of the functions, whatever they are doing."""
+        """Kill the processes of the functions, even while they run."""
         for worker in self._workers:
             worker.close()
 

@@ -11,7 +11,7 @@ from contextlib import suppress
 from typing import Any
 
 HEARTBEAT_CALL_SECONDS = 1.0
-# Of one response: rewards of a batch, or the output of a program, are far smaller.
+# The limit of one response: rewards of a batch, or the output of a program, are far smaller.
 MAX_RESPONSE_BYTES = 64 << 20
 
 

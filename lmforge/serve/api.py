@@ -1,7 +1,7 @@
 """The routes of the OpenAI-compatible API: a request is parsed, its prompts go to a batcher, and the text goes back.
 
-Responses are sent whole or as a stream of server-sent events. The wire format is in protocol.py, generation in batching.py,
-loading in model_registry.py; auth.py checks requests before they come here.
+Responses are sent as one JSON object or as a stream of server-sent events. The wire format is in protocol.py, generation in
+batching.py, loading in model_registry.py; auth.py checks requests before they come here.
 """
 
 import asyncio
@@ -166,7 +166,7 @@ def _generation_requests(
 
 @dataclass(frozen=True)
 class _Reply:
-    """What a request is answered with: whole, or as events."""
+    """The response to a request: one JSON object, or a stream of events."""
 
     builder: ResponseBuilder
     stream: GenerationStream

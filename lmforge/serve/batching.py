@@ -17,7 +17,7 @@ from lmforge.generate.engine import Engine, GeneratedToken, GenerationRequest
 from lmforge.generate.text_streamer import TextStreamer
 from lmforge.serve.protocol import TokenLogprob
 
-# Reported for a token that could not have been drawn: JSON has no minus infinity.
+# Reported for a token with probability 0, since JSON has no minus infinity.
 MIN_LOGPROB = -9999.0
 
 
@@ -85,7 +85,7 @@ class ContinuousBatcher:
             self._changed.notify()
 
     def stop(self) -> None:
-        """Take no more requests, and end all that are there with EngineStopped. The current step is finished first."""
+        """Accept no more requests, and end the current ones with EngineStopped. The current step is finished first."""
         with self._changed:
             self.stopped = True
             self._changed.notify()
@@ -147,7 +147,7 @@ def _deliver(events: Sequence[tuple[QueuedRequest, GeneratedToken | Exception]])
 
 @dataclass(frozen=True)
 class TextDelta:
-    """The part of a choice that became certain: its text, its tokens, and with the last part why it ended."""
+    """A part of a choice that will not change any more: its text, its tokens, and in the last part why it ended."""
 
     choice_index: int
     text: str
@@ -156,7 +156,7 @@ class TextDelta:
 
 
 class GenerationStream:
-    """The choices of one API request, which are generated together. Close it, however reading it ends."""
+    """The choices of one API request, which are generated together. It must be closed, even if reading it fails."""
 
     def __init__(
         self,
@@ -166,7 +166,7 @@ class GenerationStream:
         stop_strings: Sequence[str],
         is_continuation: bool = False,
     ) -> None:
-        """Submit the requests. `is_continuation`: they go on with texts. Raises QueueFull or EngineStopped."""
+        """Submit the requests. `is_continuation`: the prompts are texts to be continued. Raises QueueFull or EngineStopped."""
         self._batcher = batcher
         self._token_queue: asyncio.Queue[tuple[int, GeneratedToken | Exception]] = asyncio.Queue()
         self._queued_requests = [QueuedRequest(request, index, self._token_queue) for index, request in enumerate(requests)]
@@ -204,7 +204,7 @@ class GenerationStream:
 
 
 class _ChoiceStream:
-    """One choice, and those of its tokens whose text is not certain yet."""
+    """One choice, and its tokens whose text may still change."""
 
     def __init__(self, tokenizer: Tokenizer, stop_strings: Sequence[str], is_continuation: bool) -> None:
         self.streamer = TextStreamer(tokenizer, stop_strings, is_continuation)
@@ -222,7 +222,8 @@ class _ChoiceStream:
         if reason is None and token.finish_reason:
             text, reason = text + self.streamer.finish(), "length"
         self._num_emitted += len(text)
-        # Tokens behind a stop string are not reported. Otherwise the end reports all, also those without text of their own.
+        # Tokens after a stop string are not reported. Otherwise the last part reports all remaining tokens, also those without
+        # text.
         complete = token.finish_reason == "stop" or reason == "length"
         certain = [each for each in self._pending_logprobs if complete or each.text_offset < self._num_emitted]
         self._pending_logprobs = self._pending_logprobs[len(certain) :]

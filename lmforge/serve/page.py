@@ -1,4 +1,4 @@
-"""The chat page: one file, under a content security policy that lets a browser load nothing else."""
+"""The chat page: one file, with a content security policy that stops a browser from loading anything else."""
 
 import base64
 import hashlib

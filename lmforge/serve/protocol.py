@@ -160,7 +160,7 @@ def _validation_error(request_type: type[BaseCompletionRequest], problem: Valida
 
 @dataclass(frozen=True)
 class TokenLogprob:
-    """A generated token, its log-probability in nats, the likeliest tokens instead of it, and where its text begins."""
+    """A generated token, its log-probability in nats, the likeliest tokens at its position, and where its text begins."""
 
     token_bytes: bytes
     logprob: float
@@ -229,7 +229,7 @@ def _token_object(token_bytes: bytes, logprob: float) -> dict[str, Any]:
 
 
 def _token_text(token_bytes: bytes) -> str:
-    """A token where no list of bytes stands beside it: part of a character is written as OpenAI does."""
+    """A token's text where its bytes are not listed: an incomplete character is written as OpenAI writes it."""
     try:
         return token_bytes.decode("utf-8")
     except UnicodeDecodeError:

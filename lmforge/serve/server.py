@@ -67,7 +67,7 @@ async def _run_server(app: AuthMiddleware, registry: ModelRegistry, bound: socke
         await registry.get(registry.default_model)
         for number in (signal.SIGINT, signal.SIGTERM):
             asyncio.get_running_loop().add_signal_handler(number, stop)
-        bound.listen(LISTEN_BACKLOG)  # whoever reads the next line may connect at once
+        bound.listen(LISTEN_BACKLOG)  # a client that reads the next line may connect at once
         url = f"http://[{host}]" if ":" in host else f"http://{host}"
         names = ", ".join(info.name for info in registry.list_models())
         print(f"{url}:{bound.getsockname()[1]}  {names}", flush=True)

@@ -31,7 +31,7 @@ def start_attempt(config: StageConfig, run: Run, dist_ctx: DistributedContext, c
     attempt = dist_ctx.decide_on_rank0(partial(run.start_attempt, config))
     record_launchers(run, dist_ctx)
     path = run.log_path(attempt, dist_ctx.rank_info.rank)
-    # A rank's own host may see another folder, or none.
+    # A rank's host may see another folder at this path, or none.
     with dist_ctx.raise_on_all(), storage_errors(path, "cannot be opened", "all hosts need the folder of the run"):
         log = RankLog(path, dist_ctx.rank_info, attempt)
     watch = Watchdog(
@@ -61,15 +61,15 @@ def end_attempt(ctx: RunContext, final_phase: str, error: str | None) -> None:
 
 
 def _write_report(ctx: RunContext, final_phase: str) -> None:
-    """On rank 0. A run that stopped ends with the line that says how to go on, so nothing is said there."""
+    """On rank 0. Nothing is printed for an interrupted run, whose last line says how to resume."""
     if not ctx.dist_ctx.is_rank0:
         return
-    with suppress(OSError, ValueError):  # on a full disk there is no room in the log either
+    with suppress(OSError, ValueError):  # the log cannot be written either on a full disk
         try:
             path = write_run_report(ctx.run, final_phase)
             if final_phase == "done":
                 ctx.console.info(f"report: {path}")
-        except Exception as problem:  # how the run has ended is another matter
+        except Exception as problem:  # a failure here does not change how the run ended
             ctx.console.warn(f"no report: {describe_failure(problem)}")
 
 

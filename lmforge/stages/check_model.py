@@ -20,7 +20,7 @@ def check_model(config: StageConfig, model_config: ModelConfig, batch_plan: Batc
         )
     if model_config.reward and not (isinstance(config, AlignConfig) and config.align.method == "reward"):
         raise UserError(
-            f"{config.model.source}: a reward model, which writes nothing; only align.method = reward goes on from it"
+            f"{config.model.source}: a reward model, which generates no text; only align.method = reward can start from it"
         )
     limit, length = model_config.max_sequence_length, config.data.sequence_length
     if limit is not None and length > limit:

@@ -1,4 +1,4 @@
-"""What a run executes besides lmforge's own code: its objective, callbacks and plugin files."""
+"""User code that a run executes: its objective, callbacks and plugin files."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ from lmforge.train.inputs import RunContext
 
 @dataclass(frozen=True)
 class CustomCode:
-    """What a program that calls a stage gives it: an objective instead of the recipe's, and callbacks besides the recipe's."""
+    """Code that a program passes to a stage: an objective instead of the recipe's, and callbacks besides the recipe's."""
 
     objective: Objective | None = None
     callbacks: Sequence[Any] = ()

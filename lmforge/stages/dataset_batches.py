@@ -38,7 +38,7 @@ def build_loader(
 
 
 def _token_rng_seed(config: StageConfig) -> int | None:
-    """The seed of the tokens' rng keys; None where nothing random is drawn for them."""
+    """The seed of the tokens' rng keys; None where the model uses no random numbers per token."""
     drawn = config.model.dropout > 0
     if isinstance(config, TunedConfig):
         drawn |= config.model.neftune_noise_alpha > 0
@@ -62,7 +62,7 @@ class DatasetBatches:
         return [self._add_extras(batch) for batch in self._loader.batches(batch_index)]
 
     def describe(self, batch_index: int) -> tuple[dict[str, Any], str | None]:
-        """The samples of a batch, and a hash of what they depend on, by which `lmforge show data` knows its data."""
+        """The samples of a batch, and a hash of what they depend on, which `lmforge show data` compares with its data."""
         dataset, size = self._trainer.inputs.train_dataset, self._trainer.inputs.batch_plan.global_batch_size
         first, after = batch_index * size, (batch_index + 1) * size
         return {"samples": [first, after], "plan_hash": dataset.plan_hash_at(after)}, None
@@ -94,12 +94,12 @@ class DatasetBatches:
 
     @torch.no_grad()
     def _score(self, batch: Batch, step: int, score_fn: Callable[..., Any]) -> Any:
-        # Each batch is progress, however many there are.
+        # Each batch counts as progress for the watchdog.
         self._trainer.ctx.watch.set_phase("evaluate", step)
         return self._trainer.parallel_model.score(batch, score_fn=score_fn)
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Empty: a batch follows from its number."""
+        """Empty: a batch depends only on its index."""
         return {}
 
     def close(self) -> None:

@@ -19,7 +19,7 @@ from lmforge.train.inputs import ResumePoint, RunInputs
 from lmforge.train.resume import again_if_restarted, check_resumable, find_resume_point
 from lmforge.train.validation import open_validation_tasks
 
-# More passes over the data in one optimizer step than this are a mistake, and may take forever.
+# More passes over the data in one optimizer step are a mistake in the recipe, and would take too long.
 MAX_EPOCHS_A_STEP = 100
 
 
@@ -32,7 +32,7 @@ def enter_run(
 ) -> tuple[ConfigT, RunInputs, ResumePoint]:
     """Lock the run, and open and check everything that it needs. Every rank calls it, and gets the recipe as it was resolved.
 
-    Raises UserError; the run is as it was then, its lock apart.
+    Raises UserError; the run is then unchanged except for its lock.
     """
     if run.external_checkpoints is not None:  # before its checkpoints are looked for
         dist_ctx.run_once_per_host(partial(checkpoint.check_writable, run))
@@ -69,15 +69,14 @@ def _check_batch(global_batch_size: int, sequences_per_epoch: int) -> None:
 
 
 def lock_run(run: Run, config: StageConfig) -> bool:
-    """Lock a run directory that may be trained in. Returns whether the run is resumed. Changes nothing but the lock.
-
-    Raises UserError where there is something else, or it cannot be written, or `run.resume` forbids it.
+    """Lock a run directory that may be trained in. Returns whether the run is resumed. Changes only the lock. Raises UserError
+    where the directory is not a run, cannot be written, or `run.resume` forbids it.
     """
     if run.path.exists() and not run.path.is_dir():
         raise UserError(f"{run.path}: a file, where the run's directory would be; choose another --run.name")
     if run.is_not_a_run():
         raise UserError(f"{run.path}: not empty and not a run of lmforge; choose another --run.name")
-    # A run of another machine may have nothing here but its checkpoints.
+    # On this machine a run of another machine may have only checkpoints.
     exists = run.exists() or bool(run.external_checkpoints and run.checkpoint_steps())
     if not exists and config.run.resume == "required":
         raise UserError(f"{run.path}: there is no such run to resume")

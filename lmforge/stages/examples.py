@@ -65,12 +65,13 @@ def read_examples(options: ExampleOptions, kind: str, path: Path, tokenizer: Tok
 
 
 def repeat_last_token(example: TokenizedExample) -> TokenizedExample:
-    """The example with its last token twice. The last one of a sequence is only a label, and a reward model reads all."""
+    """The example with its last token repeated. The last token of a sequence is only a label, and a reward model reads all
+    tokens."""
     return TokenizedExample(np.append(example.tokens, example.tokens[-1:]), np.append(example.loss_mask, False))
 
 
 def _folder_and_plan(config: TunedConfig, source: FileSourceOptions, tokenizer: Tokenizer) -> tuple[Path, dict[str, object]]:
-    """The folder of the tokenized examples of a source, and all that they depend on, of which its name is a hash.
+    """The folder of a source's tokenized examples, and everything that they depend on. The folder is named by its hash.
 
     Raises UserError where a file cannot be read.
     """
@@ -88,7 +89,7 @@ def _folder_and_plan(config: TunedConfig, source: FileSourceOptions, tokenizer: 
 
 
 def prepare_examples(config: TunedConfig, dist_ctx: DistributedContext) -> None:
-    """Have the model of a recipe and its tokenized examples on every host. Every rank calls it.
+    """Make a recipe's model and its tokenized examples available on every host. Every rank calls it.
 
     Raises UserError where there is no such model, or an example is not valid.
     """
@@ -216,7 +217,7 @@ def _describe_examples(folder: ExampleFolder, train: PackedDataset) -> str:
 
 
 def _check_pairs_of_completions(dataset: PackedDataset, length: int) -> None:
-    """Raise UserError where most sequences hold one completion: kto compares those of a sequence."""
+    """Raise UserError where most sequences hold one completion: kto compares the completions of a sequence."""
     assert isinstance(dataset.packing, ExamplePacking)
     single, count = dataset.packing.num_single_example_sequences, dataset.sequences_per_epoch
     if 2 * single > count:

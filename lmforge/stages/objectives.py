@@ -1,7 +1,7 @@
 """Which objective a run has: `build_objective`, and how each of ours is built from a config.
 
-Each is called as `(config, options)`: the config of the stage, and the options of its own, which none of these has. The losses
-themselves are in objectives/.
+Each is called as `(config, options)`: the config of the stage, and the objective's own options, of which these have none. The
+losses themselves are in objectives/.
 """
 
 from collections.abc import Sequence

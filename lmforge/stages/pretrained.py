@@ -66,9 +66,8 @@ class Pretrained:
         return Tokenizer.open(self.folder)
 
     def load_weights(self, model: LanguageModel) -> frozenset[str]:
-        """Fill a model, sharded or not; each rank reads its own parts. Raises UserError and CorruptCheckpoint.
-
-        Returns the names that these weights lack and that were left as they were: the head of a reward model.
+        """Load the weights into a model, sharded or not; each rank reads its own parts. Returns the names that are missing in
+        the files and were left unchanged, such as the head of a reward model. Raises UserError and CorruptCheckpoint.
         """
         lacks_head = model.config.reward and not self.resolve_model_config(ModelOptions(source=self.folder)).reward
         new = frozenset({LM_HEAD_WEIGHT} if lacks_head else ())
@@ -91,7 +90,7 @@ def find_pretrained(source: Path, required_file: Literal["weights", "config.json
         way = f"give a run, a checkpoint, a Hugging Face folder, or a name on the hub (owner/model){_preset_hint(source)}"
         raise UserError(f"{source}: no such folder; {way}")
     if not ((source / MANIFEST).exists() or Run.open(source).checkpoint_steps()):
-        # Refused, in its own words, by whoever reads its config.json.
+        # The function that reads config.json refuses it with a more specific message.
         return Pretrained(source, None)
     (folder, manifest), _ = checkpoint.open_checkpoint(source, lambda folder, manifest: (folder, manifest))
     return Pretrained(folder, manifest)
@@ -130,9 +129,8 @@ def prefer_staged(config: StageConfig, pretrained: Pretrained) -> Pretrained:
 
 
 def download_pretrained(config: StageConfig, dist_ctx: DistributedContext) -> None:
-    """Have the model that a recipe begins from on every host. Every rank calls it.
-
-    Raises UserError where it can be neither found nor fetched.
+    """Make the model that a recipe begins from available on every host. Every rank calls it. Raises UserError where it can be
+    neither found nor downloaded.
     """
     if config.model.source is not None:
         required: Literal["weights", "config.json"] = "weights" if config.model.load_weights else "config.json"
@@ -141,16 +139,15 @@ def download_pretrained(config: StageConfig, dist_ctx: DistributedContext) -> No
 
 def check_has_weights(pretrained: Pretrained) -> None:
     """Raise UserError where there are no weights to begin from."""
-    # Those in a format that is not opened count: it is refused with a better reason.
+    # Weights in an unsupported format count too, since they are refused later with a more specific message.
     there = any(any(pretrained.folder.glob(each)) for each in ("*.safetensors*", "pytorch_model*.bin*"))
     if pretrained.manifest is None and not there:
         raise UserError(f"{pretrained.folder}: no weights here; to begin with random ones use --model.load_weights false")
 
 
 def pin_checkpoints(config: ConfigT) -> ConfigT:
-    """The recipe with checkpoints in place of runs in model.source and rollout.reward_functions.
-
-    So a run that resumes has the same ones, whatever those runs have saved since.
+    """The recipe with runs in model.source and rollout.reward_functions replaced by their checkpoints. So a resumed run uses
+    the same ones, even if those runs have saved newer checkpoints.
     """
     return _with_sources(config, config.model.source and _pin(config.model.source), _pin)
 
@@ -161,9 +158,8 @@ def _pin(source: Path) -> Path:
 
 
 def with_original_sources(config: ConfigT, manifest: Manifest | None) -> tuple[ConfigT, list[str]]:
-    """The recipe of a run that resumes, with the model and the reward models that it began with, and lines about that.
-
-    The reference is computed from that model. Where it no longer exists, the one that was requested takes its place.
+    """The recipe of a resumed run, with the model and the reward models that it began with, and lines to log. The reference is
+    computed from that model. If it no longer exists, the requested model is used instead.
     """
     if manifest is None:
         return config, []
@@ -171,7 +167,9 @@ def with_original_sources(config: ConfigT, manifest: Manifest | None) -> tuple[C
     notes = []
     if original is not None and source is not None and Path(original) != source:
         if is_hub_name(original) or Path(original).exists():
-            notes = [f"model.source: this run began from {original} and goes on from its own checkpoint; {source} is not read"]
+            notes = [
+                f"model.source: this run began from {original} and continues from its own checkpoint; {source} is not read"
+            ]
             source = Path(original)
         else:
             notes = [f"{original}, from which this run began, no longer exists; {source} takes its place"]

@@ -1,4 +1,4 @@
-"""A stage from beginning to end: enter the run, build the Trainer, train, say how it ended."""
+"""A stage from beginning to end: enter the run, build the Trainer, train, and report how it ended."""
 
 import shlex
 import signal
@@ -46,7 +46,7 @@ class StageSpec:
 
 
 def run_stage(config: StageConfig, spec: StageSpec, custom: CustomCode) -> int:
-    """Run a stage on the ranks that are there. Returns the exit status. See `pretrain` in run.py."""
+    """Run a stage on the ranks of this process group. Returns the exit status. See `pretrain` in run.py."""
     set_determinism(config.train.deterministic)
     if leave_out_ranks(config.parallel.model_parallel_size):
         return stand_by()
@@ -108,7 +108,7 @@ def _train(
     hosts = ranks.world_size // ranks.local_world_size
     ctx.events.add("start", point.step, ranks=ranks.world_size, hosts=hosts, device=ctx.dist_ctx.device.type)
     if point.step >= steps:
-        ctx.console.info(f"{ctx.run.path}: trained to step {point.step} already; give a larger --train.steps to go on")
+        ctx.console.info(f"{ctx.run.path}: trained to step {point.step} already; give a larger --train.steps to continue")
         return 0
     snapshot = ctx.log.path.with_suffix(".memory.pickle")
     if config.log.memory_snapshot:

@@ -31,7 +31,8 @@ def build_trainer(
 ) -> Trainer:
     """Everything that the loop drives, with the weights of `point`; `batch_source` is left to the stage.
 
-    `estimator` knows the options that depend on memory. Every rank calls it. Raises UserError or RunFailed for a bad fit.
+    `estimator` knows the options that depend on memory. Every rank calls it. Raises UserError or RunFailed where they do not
+    fit together.
     """
     config, faults, dist_ctx = ctx.config, ctx.config.faults, ctx.dist_ctx
     ctx.watch.set_phase("building", point.step)
@@ -46,7 +47,7 @@ def build_trainer(
         dist_ctx,
         dtype,
         compiled,
-        estimator.setting.options,
+        estimator.step_config.options,
         inputs.load_weights,
         resumes,
     )
@@ -82,7 +83,7 @@ def build_trainer(
     with dist_ctx.raise_on_all():
         if dist_ctx.is_rank0:
             checkpointer.check_free_space()
-    if parallel_model.engine != "fsdp1":  # to list its tensors FSDP1 makes a step of the optimizer
+    if parallel_model.engine != "fsdp1":  # FSDP1 runs an optimizer step to list its tensors
         checkpointer.prepare(parallel_model.state_dict(optimizer, named_optimizer_state))
     return trainer
 

@@ -13,10 +13,9 @@ from lmforge.stages.pretrained import find_pretrained
 
 
 def stage_inputs(config: StageConfig, dist_ctx: DistributedContext) -> None:
-    """Have the token folders and the model of a recipe on each host's own disk, if it says so. Every rank calls it.
-
-    One rank of each host copies, or of all hosts that share the folder. Addresses are not copied: what is read of them is kept
-    in data.cache_folder. Raises UserError on all ranks where one host has no room.
+    """Copy the token folders and the model of a recipe to each host's own disk, if the recipe has data.stage_to. Every rank
+    calls it. One rank copies per host, or per group of hosts that share the folder. Remote data is not copied: what is read of
+    it is cached in data.cache_folder. Raises UserError on all ranks where a host has too little disk space.
     """
     if config.data.stage_to is not None:
         dist_ctx.run_once_per_folder(partial(_stage, config, config.data.stage_to), config.data.stage_to)

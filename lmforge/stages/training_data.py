@@ -57,7 +57,7 @@ class TokenSources:
         return ", ".join(str(folder.path) for folder in self.folders)
 
     def describe(self) -> str:
-        """What is trained on, in words."""
+        """A description of the training data, for the log."""
         length, lines = self.config.data.sequence_length, []
         for source, folder in enumerate(self.folders):
             num_tokens = folder.split("train").num_tokens
@@ -68,7 +68,7 @@ class TokenSources:
         return "; ".join(lines)
 
     def training(self, global_batch_size: int) -> MixedDataset:
-        """The samples to train on. Raises UserError for a source without a sequence, or too small a weight."""
+        """The samples to train on. Raises UserError for a source without a sequence or with too small a weight."""
         data, phases = self.config.data, []
         samples_per_batch: dict[int, Fraction] = {}
         for number, length in enumerate(data.sequence_lengths):
@@ -82,7 +82,7 @@ class TokenSources:
                 proportions = proportions_of(weights)
                 num_samples = phase_samples(phase, global_batch_size, length) if phase else None
             for source, proportion in enumerate(proportions):
-                if proportion:  # in the first phase that reads it: the order of an epoch cannot follow other weights later
+                if proportion:  # in the first phase that reads it: the order of an epoch cannot change with later weights
                     samples_per_batch.setdefault(source, global_batch_size * proportion)
             periods = [samples_per_batch.get(source, Fraction(1)) for source in range(len(self.folders))]
             datasets = tuple(self._train_split(source, length, period) for source, period in enumerate(periods))
@@ -135,7 +135,7 @@ def find_missing_folders(config: PretrainConfig) -> list[str]:
 
 
 def open_source(data: PretrainDataOptions, source: TokenSourceOptions, *, staged: bool = True) -> TokenFolder:
-    """A token folder of a recipe: where `staged`, the copy on this host's own disk if there is one. Raises UserError."""
+    """A token folder of a recipe. With `staged`, the copy on this host's own disk if there is one. Raises UserError."""
     is_staged = staged and not is_remote(source.folder)
     return TokenFolder.open(
         find_staged(data.stage_to, parse_location(source.folder)) if is_staged else source.folder,

@@ -48,7 +48,7 @@ def format_metrics(record: Mapping[str, Any]) -> dict[str, str]:
 
 
 def fit_words(words: Sequence[str], columns: int) -> list[str]:
-    """Words on as few lines as they fit on, two blanks apart."""
+    """Words on as few lines as possible, separated by two blanks."""
     lines: list[str] = []
     for word in words:
         if lines and len(lines[-1]) + 2 + len(word) <= columns:
@@ -71,9 +71,8 @@ def progress_line(step: int, steps: int | None, seconds_left: float | None, colu
 
 
 def sparkline(values: Sequence[float | None], columns: int) -> str:
-    """The curve of values in at most so many characters: means of equal parts, from the least to the largest of them.
-
-    None is a value that is not finite.
+    """The curve of values in at most this many characters: means of equal parts, scaled from their minimum to their maximum.
+    None stands for a value that is not finite.
     """
     if len(values) > columns:
         edges = [index * len(values) // max(1, columns) for index in range(columns + 1)]
@@ -101,7 +100,7 @@ def omitted(count: int, noun: str) -> list[RenderableType]:
 
 
 def clean(text: str) -> str:
-    """Text from outside, without what would control the terminal."""
+    """Untrusted text, without control characters for the terminal."""
     return text if text.isprintable() else "".join(each if each.isprintable() else "·" for each in text)
 
 

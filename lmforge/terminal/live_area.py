@@ -15,9 +15,9 @@ from rich.cells import cell_len
 from rich.console import Console
 from rich.text import Text
 
-# A person reads no faster, and a terminal behind ssh shows no more.
+# Redrawing more often would not be noticed, and would be too much for a terminal behind ssh.
 REFRESH_SECONDS = 0.5
-# A terminal that is made narrower wraps longer lines, and a program learns of it later than the next line is drawn.
+# A terminal that becomes narrower wraps longer lines, and a program may draw the next line before it is notified.
 MAX_COLUMNS = 79
 UP, ERASE_BELOW = "\x1b[{}A", "\x1b[J"
 
@@ -28,7 +28,8 @@ def can_redraw(console: Console) -> bool:
 
 
 class LiveArea:
-    """The lines that `draw(columns, lines)` gives, at most so many and so wide, from `start` to `stop`.
+    """Shows the lines that `draw(columns, lines)` returns, which must fit in that many columns and lines, from `start` to
+    `stop`.
 
     A thread draws them where they have changed. What Python prints to the terminal meanwhile appears above them.
     """
@@ -67,7 +68,8 @@ class LiveArea:
             self._write(f"{self._erasing()}{text}\n" + "".join(f"{line}\n" for line in before))
 
     def writer(self, stream: TextIO) -> TextIO:
-        """In place of `stream`, of the same terminal: what is written to it is printed above, line by line."""
+        """Replaces `stream`, which writes to the same terminal: what is written to it is printed above the area, line by
+        line."""
         writer: Any = AreaWriter(self, stream)
         self._writers.append(writer)
         return writer
@@ -95,7 +97,7 @@ class LiveArea:
         return f"\r{UP.format(lines)}{ERASE_BELOW}" if lines else ""
 
     def _size(self) -> tuple[int, int]:
-        """Columns and lines of the terminal now, whatever COLUMNS said at the start; a terminal need not know."""
+        """The terminal's current columns and lines, whatever COLUMNS was at the start; a terminal may not report them."""
         with suppress(OSError, ValueError):
             columns, lines = os.get_terminal_size(self._file.fileno())
             if columns and lines:

@@ -1,7 +1,7 @@
 """The process of one tracker: reads what a run appends to metrics.jsonl and events.jsonl, and sends it.
 
 How far it has sent is in a file of the run, together with the tracker's id of the run, so that the next attempt goes on there.
-It says what people should know as lines of JSON on its standard output; what libraries print goes to a log.
+It reports to the training process in lines of JSON on its standard output; what libraries print goes to a log.
 """
 
 import json
@@ -33,7 +33,7 @@ from lmforge.trackers.tracker import Table, TrackedRun, Tracker
 from lmforge.untrusted import cut, parse_json, read_json
 
 POLL_SECONDS = 1.0
-MAX_RETRY_SECONDS = 60.0  # after a failure it waits longer and longer, and at most so long
+MAX_RETRY_SECONDS = 60.0  # after a failure it waits longer each time, up to this limit
 MAX_CHUNK_BYTES = 2**22  # read at once; no line of the run is longer
 MAX_TEXT_CHARACTERS = 10_000  # of a prompt, a sample or a completion
 MAX_ROWS = 32  # of a table of completions
@@ -42,9 +42,9 @@ MAX_PROBLEM_CHARACTERS = 300
 
 @dataclass(frozen=True)
 class FollowerOptions:
-    """What the training process says: `tracker` is a registered name, `plugins` the files that register it.
+    """What the training process passes to this process: `tracker` is a registered name, `plugins` the files that register it.
 
-    `last_seconds`: when the training has ended or was killed, this process ends by itself within this time.
+    `last_seconds`: this process ends by itself within this time after the training has ended or was killed.
     """
 
     tracker: str
@@ -70,7 +70,7 @@ class Progress:
 
 
 class TextEvent(BaseModel):
-    """A line of events.jsonl about a sample or about a table of completions; other lines do not fit."""
+    """A line of events.jsonl about a sample or a table of completions. Other lines do not match this type."""
 
     kind: Literal["sample", "completions"]
     step: int = Field(ge=0, le=2**53)
@@ -134,7 +134,7 @@ def _new_lines(path: Path, begin: int) -> Iterator[tuple[list[bytes], int]]:
     """The finished lines of a file from byte `begin` on, in chunks, each with the byte after it."""
     with suppress(FileNotFoundError), open(path, "rb") as file:
         if begin > file.seek(0, os.SEEK_END):
-            begin = 0  # another file than the one that was read
+            begin = 0  # the file was replaced since it was read
         file.seek(begin)
         while chunk := file.read(MAX_CHUNK_BYTES):
             finished = chunk.rfind(b"\n") + 1
@@ -158,7 +158,7 @@ def _tables(lines: list[bytes], run_folder: Path) -> Iterator[Table]:
             continue
         for event in group:
             name = "val/completions" if event.table.endswith("-validation") else "completions"
-            # Those of the first rank, which writes before it announces; none where the folder was cleared.
+            # The rows of rank 0, which writes the table before the event; none where the folder was cleared.
             if rows := list(_completions(run_folder, event.table, step)):
                 yield Table(name, step, ("step", "prompt", "text", "reward", "tokens", "ended"), rows)
 
@@ -188,7 +188,8 @@ def _final_state(training_process: int, wait_seconds: float) -> str | None:
 
 
 def follow(options: FollowerOptions, output: int) -> None:
-    """Send until the training has ended. The first problem is said on `output`, a descriptor, and where the run can be seen."""
+    """Send until the training has ended. The address of the run and the first problem are written to `output`, a file
+    descriptor."""
     follower, wait_seconds, state, has_complained = None, POLL_SECONDS, None, False
     while state is None:
         state = _final_state(options.process, wait_seconds)
@@ -219,7 +220,7 @@ def _say(output: int, kind: Literal["info", "problem"], text: str) -> None:
 
 
 def _end_this_process_after(seconds: float) -> None:
-    """With all that it has started: libraries wait for the network when Python ends."""
+    """End this process and all that it started: libraries would wait for the network at Python's exit."""
     timer = threading.Timer(seconds, os.killpg, (0, signal.SIGKILL))
     timer.daemon = True
     timer.start()

@@ -10,7 +10,7 @@ from lmforge.trackers.tracker import Table, TrackedRun, Tracker
 
 STATES = {"done": "FINISHED", "interrupted": "KILLED"}
 MAX_PARAMS = 100  # of one request
-# A server that does not answer: mlflow would try for minutes, and what failed is sent again anyway.
+# For a server that does not answer: mlflow would retry for minutes, and we send again what failed anyway.
 PATIENCE = {"MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1", "MLFLOW_HTTP_REQUEST_TIMEOUT": "20"}
 
 

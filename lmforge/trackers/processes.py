@@ -1,6 +1,5 @@
-"""The processes of the trackers, from the side of the training: started with the run, asked at log steps, ended with it.
-
-Nothing here waits for a tracker but `finish`, and that for a bounded time.
+"""The trackers' processes as the training sees them: started with the run, polled at log steps, ended with it. Only `finish`
+waits for a tracker, and for a bounded time.
 """
 
 import json
@@ -22,7 +21,7 @@ from lmforge.runs import Run
 from lmforge.trackers.follower import FollowerOptions, Report
 from lmforge.untrusted import parse_json
 
-# In all, for trackers to send the end of a run.
+# The total time for all trackers to send the end of a run.
 FINISH_SECONDS = 30.0
 MAX_REPORT_BYTES = 1 << 16  # of a line that a tracker's process says
 
@@ -37,13 +36,12 @@ class _Child:
     is_lost: bool = False
 
     def read(self) -> list[tuple[str, str]]:
-        """(info or problem, text) of what it has said since the last call. Does not wait.
-
-        Before our code runs in it, others may print: a sitecustomize.py, a .pth file. Lines that are no reports are left out.
+        """Returns (info or problem, text) of each report since the last call, without waiting. Lines that are not reports are
+        skipped: a sitecustomize.py or a .pth file may print before our code runs.
         """
         assert self.process.stdout is not None
         with suppress(BlockingIOError):
-            # Once: a process that prints without end is never read to the end.
+            # Read once only: a process that prints without end would never be read to the end.
             piece = os.read(self.process.stdout.fileno(), MAX_REPORT_BYTES)
             self.received += piece
             self.has_ended = not piece
@@ -85,7 +83,7 @@ class TrackerProcesses:
                         command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, bufsize=0, start_new_session=True
                     )
             except OSError as problem:
-                self.warn(f"{name} was not started ({problem.strerror}); the run goes on without it")
+                self.warn(f"{name} was not started ({problem.strerror}); the run continues without it")
                 continue
             assert process.stdout is not None
             os.set_blocking(process.stdout.fileno(), False)
@@ -98,14 +96,14 @@ class TrackerProcesses:
                 if kind == "info":
                     self.info(f"{child.name:10} {text}")
                 else:
-                    self.warn(f"{child.name}: {text}; the run goes on, and {child.name} is tried again")
+                    self.warn(f"{child.name}: {text}; the run continues, and {child.name} is tried again")
             if child.has_ended and not self._is_finishing:
                 self._report_lost(child)
 
     def _report_lost(self, child: _Child) -> None:
         if not child.is_lost:
             child.is_lost = True
-            self.warn(f"{child.name}: its process has ended, see {child.log}; the run goes on without it")
+            self.warn(f"{child.name}: its process has ended, see {child.log}; the run continues without it")
 
     def finish(self, state: str) -> None:
         """Let trackers send the end of the run, for at most FINISH_SECONDS in all; then end their processes."""
@@ -126,7 +124,7 @@ class TrackerProcesses:
             self.report()
             open_children = [child for child in open_children if not child.has_ended]
         for child in self._children:
-            # What it prints last ends before the process does, which may wait for threads of its library.
+            # Its output ends before the process does, which may still wait for its library's threads.
             with suppress(subprocess.TimeoutExpired):
                 child.process.wait(max(0.0, deadline - time.monotonic()))
             if child.process.returncode is None:

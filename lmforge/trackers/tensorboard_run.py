@@ -43,7 +43,7 @@ class TensorBoardRun(Tracker):
         self._writer.flush()
 
     def attach(self, report: Path) -> None:
-        """The place of the report, as text: TensorBoard keeps no files, and shows a page as its source."""
+        """The path of the report, as text: TensorBoard stores no files, and would show the page's source."""
         self.log_text("report", f"`{report.absolute()}`", 0)
 
     def close(self, state: str) -> None:

@@ -8,7 +8,7 @@ from lmforge.trackers.tracker import Table, TrackedRun, Tracker
 
 
 class TrackioRun(Tracker):
-    """A run of trackio, which knows runs by their name: two of one name in a project would be one."""
+    """A run of trackio, which identifies runs by name: two runs of one name in a project would be merged."""
 
     url: str | None = None
 

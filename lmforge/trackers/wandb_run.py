@@ -8,7 +8,7 @@ from lmforge.trackers.tracker import Table, TrackedRun, Tracker
 
 
 class WandbRun(Tracker):
-    """A run of wandb. Its charts are over our step: its own counter must not go back, which ours does after a rollback."""
+    """A run of wandb. Its charts use our step: wandb's own counter must not decrease, and ours does after a rollback."""
 
     def __init__(self, run: TrackedRun) -> None:
         import wandb

@@ -1,9 +1,9 @@
 """Which steps are bad.
 
-A step whose loss or gradient norm is not finite, or whose loss is a spike, is skipped and counted. After several in a row
-the run rolls back to a checkpoint and goes on with later batches (as PaLM did, arXiv 2204.02311, section 5.1). A step is
-checked on the device and the result is read one step later, so that the host does not wait for it. It depends on sums over
-all ranks, so that all of them decide alike.
+A step whose loss or gradient norm is not finite, or whose loss is a spike, is skipped and counted. After several in a row the
+run rolls back to a checkpoint and goes on with later batches (as PaLM did, arXiv 2204.02311, section 5.1). A step is checked on
+the device and the result is read one step later, so that the host does not wait for it. The check uses sums over all ranks, so
+all ranks decide the same.
 """
 
 import math
@@ -23,7 +23,7 @@ from lmforge.data.batch import Metrics
 
 @dataclass(frozen=True)
 class BadStep:
-    """A step that was skipped: its number from 1, the index of its batch from 0, and its numbers."""
+    """A step that was skipped: its number (from 1), the index of its batch (from 0), and its loss and gradient norm."""
 
     step: int
     batch_index: int
@@ -38,7 +38,7 @@ class BadStep:
         return f"loss is {self.loss:.4g}, a spike"
 
     def write(self, folder: Path, batch: dict[str, Any]) -> Path:
-        """Write it, with what `batch` says of its batch, to a file for `lmforge show data`. Returns the file's path."""
+        """Write it and the `batch` description to a file for `lmforge show data`. Returns the file's path."""
         path = folder / f"step-{self.step:08d}-batch-{self.batch_index}.json"
         path.parent.mkdir(exist_ok=True)
         numbers = {"loss": repr(self.loss), "grad_norm": repr(self.grad_norm)}
@@ -91,13 +91,13 @@ class BadStepDetector:
         count = known.sum()
         mean = self._recent_losses.nansum() / count.clamp(min=1)
         deviation = (torch.where(known, self._recent_losses - mean, 0.0).square().sum() / count.clamp(min=1)).sqrt()
-        # The deviation of a few losses says little.
+        # The standard deviation of a few losses is not reliable.
         return (count * 2 >= len(self._recent_losses)) & (loss > mean + self._spike_sigmas * deviation)
 
     def take_bad_steps(self, wait: bool, max_consecutive: int) -> list[BadStep]:
         """The bad steps among those checked before the last one; with `wait` also the last, for which the host waits.
 
-        After `max_consecutive` in a row the later ones are not read, so that it makes no difference when they are.
+        After `max_consecutive` in a row later steps are not read, so the result does not depend on when this is called.
         """
         bad_steps: list[BadStep] = []
         while len(self._pending) > (0 if wait else 1) and self.consecutive_bad_steps < max_consecutive:
@@ -119,7 +119,7 @@ class BadStepDetector:
         self.rollbacks += 1
 
     def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint keeps, so that a run that resumes decides alike. All checked steps have been read."""
+        """The state for a checkpoint, so that a resumed run decides the same. All checked steps have been read."""
         return {
             "skipped_steps": self.skipped_steps,
             "consecutive_bad_steps": self.consecutive_bad_steps,
@@ -133,7 +133,7 @@ class BadStepDetector:
         self.load_losses(state)
 
     def load_losses(self, state: Mapping[str, Any]) -> None:
-        """Take over the newest losses of a checkpoint, as many as this run's window holds."""
+        """Load the newest losses of a checkpoint, as many as fit in this run's window."""
         losses = [math.nan if loss is None else loss for loss in state["losses"]][-len(self._recent_losses) :]
         if len(self._recent_losses) and losses:
             self._recent_losses[-len(losses) :] = torch.tensor(losses, dtype=torch.float64)

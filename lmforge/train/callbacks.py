@@ -27,18 +27,18 @@ class CallbackPoints:
         """Before the first step of an attempt. `model` is this rank's, as it is trained: sharded, its blocks wrapped."""
 
     def on_step_end(self, run: "RunContext", step: int, metrics: dict[str, Any]) -> None:
-        """After each step, unless it ends in a rollback. `metrics` has, at log steps, what metrics.jsonl has, and is empty at
-        others: so that nothing waits for the device."""
+        """After each step, unless it ends in a rollback. At log steps `metrics` has the values of metrics.jsonl. At other steps
+        it is empty, so that the host does not wait for the device."""
 
     def on_validation_end(self, run: "RunContext", step: int, metrics: dict[str, float]) -> None:
-        """After a validation, apart from that of `validation.at_start`, with its metrics, such as val/loss."""
+        """After a validation, except that of `validation.at_start`, with its metrics, such as val/loss."""
 
     def on_checkpoint_saved(self, run: "RunContext", step: int, folder: Path) -> None:
         """Once the checkpoint of `step` is complete on the disk, which can be some steps later."""
 
     def on_run_end(self, run: "RunContext", step: int | None, state: str) -> None:
-        """At the end: `state` is done, interrupted (a signal; the step is saved) or failed. A run that failed has lost its
-        step (None), and what this raises is then only logged."""
+        """At the end: `state` is done, interrupted (a signal; the step is saved) or failed. For a failed run, `step` is None,
+        and an exception in this method is only logged."""
 
 
 POINTS = tuple(name for name in vars(CallbackPoints) if name.startswith("on_"))
@@ -52,7 +52,7 @@ class Callbacks:
 
     @classmethod
     def of_run(cls, config: StageConfig, own: Sequence[Any]) -> "Callbacks":
-        """Build those that a recipe names; `own` come after them. Raises UserError for one that is none."""
+        """Build those that a recipe names; `own` come after them. Raises UserError for an object that is not a callback."""
         callbacks = {}
         for name in config.train.callbacks:
             entry = registry.get("callback", name)
@@ -68,13 +68,14 @@ class Callbacks:
         return any(hasattr(callback, point) for callback in self._callbacks.values())
 
     def call(self, point: str, run: "RunContext", step: int, value: Any) -> None:
-        """Call the method `point` of each that has it. Every rank calls it; RunFailed, on all of them, where one raises."""
+        """Call the method `point` of each callback that has it. Every rank calls it. Raises RunFailed on all ranks where one
+        raises."""
         if self.has(point):
             with run.dist_ctx.raise_on_all():
                 self._call(point, run, step, value)
 
     def run_failed(self, run: "RunContext") -> None:
-        """The point on_run_end of a run that failed: peers may be lost, so nothing is agreed on, and nothing is raised."""
+        """Call on_run_end for a failed run. Other ranks may be lost, so it does not communicate, and raises nothing."""
         try:
             self._call("on_run_end", run, None, "failed")
         except RunFailed as problem:

@@ -1,6 +1,5 @@
-"""When a run saves a checkpoint: by steps, by the clock, and again after a save that failed. When a signal stops it.
-
-All ranks save and stop at the same step.
+"""When a run saves a checkpoint (by steps, by time, and again after a failed save), and when a signal stops it. All ranks save
+and stop at the same step.
 """
 
 import signal
@@ -17,7 +16,7 @@ from lmforge.config.stage import StageConfig
 
 
 class SaveRequest(IntEnum):
-    """What a rank requests of all at this step. The largest request of any rank counts."""
+    """The requests of ranks at a step. The largest request of any rank counts."""
 
     NONE = 0
     REGULAR = 1
@@ -67,7 +66,7 @@ class CheckpointSchedule:
         self._deferred_request = request
 
     def requested_by_step(self, step: int, stopping: bool) -> SaveRequest:
-        """What the number of steps done requests."""
+        """The request that follows from the number of steps done."""
         if self._options.keep_every_steps is not None and step % self._options.keep_every_steps == 0:
             return SaveRequest.KEPT
         return SaveRequest.REGULAR if stopping or step % self._every_steps == 0 else SaveRequest.NONE
@@ -101,7 +100,8 @@ class StopSignals:
         self._signal = number
 
     def exchange(self, save_request: int) -> tuple[int, int]:
-        """(signal, save request): the largest of any rank at the last call, 0 for none; the same on all. Called each step."""
+        """Returns (signal, save request): the largest of any rank at the last call, 0 for none, the same on all ranks. Called
+        at each step."""
         if self._dist_ctx.control_group is None:
             return self._signal, save_request
         requested = 0, 0

@@ -1,7 +1,5 @@
-"""What is known before the model is built: the run and its ranks (RunContext), the inputs (RunInputs), and where it resumes
-(ResumePoint).
-
-stages/ opens it. The inputs are opened before anything of the run is written.
+"""What is known before the model is built: the run and its ranks (RunContext), the inputs (RunInputs), and the checkpoint to
+resume from (ResumePoint). stages/ opens them before anything of the run is written.
 """
 
 from collections.abc import Callable, Mapping
@@ -44,7 +42,7 @@ class RunContext:
 
 @dataclass(frozen=True)
 class RunInputs:
-    """Everything a run is made from, opened and checked against each other. Nothing of the run has been written yet.
+    """All inputs of a run, opened and checked against each other. Nothing of the run has been written yet.
 
     validation_dataset    None where nothing is validated, or the stage validates in its own way
     data_source           where the data lies; goes into checkpoints and messages
@@ -76,7 +74,7 @@ class RunInputs:
 
 @dataclass(frozen=True)
 class ResumePoint:
-    """The checkpoint that a run goes on from, None where it begins, and what to tell people about it."""
+    """The checkpoint that a run resumes from, None for a new run, and the lines to log about it."""
 
     checkpoint_folder: Path | None = None
     manifest: Manifest | None = None

@@ -23,7 +23,7 @@ from lmforge.train.resume import roll_back
 from lmforge.train.trainer import Trainer
 from lmforge.train.validation import validate, write_samples
 
-# By then everything has been compiled once.
+# By this step everything has been compiled once.
 COMPILE_WARMUP_STEPS = 3
 
 
@@ -169,9 +169,8 @@ def _run_step(trainer: Trainer, throughput: "_Throughput", accumulator: MetricsA
 
 @contextmanager
 def _garbage_collection_paused() -> Iterator[None]:
-    """Collecting garbage stalls one rank and with it all of them; between log steps there is little to collect.
-
-    Objects that exist now are frozen: looking through all modules of torch at each collection takes a tenth of a second.
+    """Garbage collection on one rank stalls all ranks, so it runs at log steps only. Objects that exist now are frozen:
+    scanning all modules of torch at each collection takes a tenth of a second.
     """
     gc.collect()
     gc.freeze()
@@ -199,8 +198,8 @@ def _is_due(every_steps: int | None, step: int) -> bool:
 class _Throughput:
     """Rates of training since the last log step, without validation, saving and samples. Padding is not counted.
 
-    The time that is left is estimated from usual steps, without the first one and those that compiled, and from the last
-    validation, save and sample.
+    The remaining time is estimated from regular steps (not the first, nor those that compiled) and from the last validation,
+    save and sample.
     """
 
     def __init__(self, trainer: Trainer) -> None:
@@ -208,12 +207,12 @@ class _Throughput:
         # Tokens, and the FLOPs that they take.
         self._work = torch.zeros(2, dtype=torch.float64, device=trainer.ctx.dist_ctx.device)
         self._usual_step_seconds: float | None = None
-        # Of the last validation, save and sample, by the name of the function.
+        # Seconds of the last validation, save and sample, by the name of the function.
         self._seconds_of: dict[str, float] = {}
         self.reset(trainer.start_step)
 
     def reset(self, step: int) -> None:
-        """Measure from here on: `step` steps are done."""
+        """Start to measure: `step` steps are done."""
         self._start_step, self._start_time, self._excluded_seconds = step, time.perf_counter(), 0.0
         self._unusual_steps, self._unusual_seconds = 0, 0.0
         self._start_data_seconds = self._trainer.batch_source.data_wait_seconds
@@ -226,12 +225,12 @@ class _Throughput:
             self._work += torch.stack([tokens, tokens * self._trainer.flops_per_token(batch.sequence_length)])
 
     def count_unusual_step(self, seconds: float) -> None:
-        """Leave this step out of the estimate of the time that is left: it compiled, or was the first."""
+        """Leave this step out of the estimate of the remaining time: it compiled, or was the first."""
         self._unusual_steps += 1
         self._unusual_seconds += seconds
 
     def exclude(self, work: Callable[..., Any], *arguments: Any) -> Any:
-        """What `work(*arguments)` returns; its seconds are left out of the rates."""
+        """Returns `work(*arguments)`; its seconds are left out of the rates."""
         began, num_graphs = time.perf_counter(), compiled_graph_count()
         result = work(*arguments)
         seconds = time.perf_counter() - began
@@ -266,7 +265,7 @@ class _Throughput:
         return rates | {name: value for name, value in counters.items() if value}
 
     def _seconds_left(self, step: int, steps: int, seconds: float) -> float | None:
-        """From `step` on, after `steps` that took `seconds`; None before the first usual step."""
+        """The remaining seconds at `step`, after `steps` that took `seconds`; None before the first regular step."""
         config = self._trainer.ctx.config
         last = config.train.steps
         if steps > self._unusual_steps:

@@ -23,7 +23,7 @@ from lmforge.terminal.live_area import LiveArea, can_redraw
 from lmforge.train.progress_panel import ProgressPanel
 from lmforge.train.run_events import has_torn_end
 
-# After how many steps of a run a prediction is compared with it.
+# The number of steps after which the prediction is compared with the run.
 PREDICTED_STEPS = 20
 
 
@@ -60,7 +60,7 @@ class MetricsAccumulator:
 
 
 def describe_device(device: torch.device) -> str:
-    """The name of the GPU, or how many threads of the CPU a rank has."""
+    """The name of the GPU, or the number of CPU threads of a rank."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else f"cpu, {torch.get_num_threads()} threads per rank"
 
 
@@ -88,12 +88,12 @@ class MetricsFile:
 
 
 class PredictionCheck:
-    """Compares what was predicted of a run with its first steps. It never ends the run, and waits for no device."""
+    """Compares the prediction for a run with its first steps. It never ends the run, and never waits for the device."""
 
     def __init__(
         self, prediction: RunPrediction | str, tokens_per_step: int, start_step: int, log: Callable[[str], None]
     ) -> None:
-        """`prediction` is the reason where there is none."""
+        """`prediction` is a string with the reason where there is no prediction."""
         self._prediction, self._tokens, self._log = prediction, tokens_per_step, log
         self._due_step, self._seconds = start_step + PREDICTED_STEPS, list[float]()
 
@@ -101,7 +101,7 @@ class PredictionCheck:
         return self._prediction if isinstance(self._prediction, str) else self._prediction.describe()
 
     def add_step(self, seconds: float) -> None:
-        """A step that took so long; neither the first, nor one that compiled."""
+        """Record the seconds of a step, which is neither the first nor one that compiled."""
         if len(self._seconds) < PREDICTED_STEPS:
             self._seconds.append(seconds)
 
@@ -121,8 +121,8 @@ class PredictionCheck:
                 "measured/tokens_per_second": speed,
             }
             return {name: value for name, value in fields.items() if value is not None}
-        except Exception as problem:  # what was predicted is no reason to end
-            self._log(f"predicted  failed, and the run goes on: {problem}")
+        except Exception as problem:  # a failed comparison must not end the run
+            self._log(f"predicted  failed, and the run continues: {problem}")
             return {}
 
 
@@ -157,7 +157,7 @@ class ConsoleLogger:
             self._log_file.flush()
 
     def warn(self, line: str) -> None:
-        """One line that must not be overlooked: printed on standard error too, if that goes elsewhere."""
+        """One line that must not be overlooked: also printed on standard error, if that is another stream."""
         self.info(line)
         if self._is_rank0 and not self._console.is_terminal:
             print(f"lmforge: {line}", file=terminal_stderr(), flush=True)
@@ -198,7 +198,7 @@ class ConsoleLogger:
             self._panel.add_record(record)
 
     def log_sample(self, step: int, text: str) -> None:
-        """What the model wrote after `step` steps: a line, or in the panel the last one."""
+        """Samples of the model after `step` steps, a line each; the panel shows the last one."""
         line = f"  sample: {text!r}"
         if self._panel is None:
             self.info(line)
@@ -207,7 +207,7 @@ class ConsoleLogger:
             self._panel.add_sample(step, repr(text))
 
     def stop_progress(self) -> None:
-        """Take the panel away; the line of the last log step remains."""
+        """Remove the panel; the line of the last log step remains."""
         if self._area is None:
             return
         self._area.stop()

@@ -1,6 +1,6 @@
 """The panel of a training run in a terminal: progress, the curve of the loss, speed, validation and the last sample.
 
-Only numbers that were logged anyway: drawing asks neither the model nor the device for anything.
+It shows only numbers that were logged anyway: drawing uses neither the model nor the device.
 """
 
 import time

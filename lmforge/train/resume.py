@@ -31,7 +31,7 @@ StageConfigT = TypeVar("StageConfigT", bound=StageConfig)
 # In the run's directory: `launcher_identity` of every rank of the last attempt.
 LAUNCHERS = ".launchers.json"
 NO_USABLE_CHECKPOINT = "{run}: none of its checkpoints can be used ({reason}); restore one, or begin again with --run.overwrite"
-# Options on which the plan hash depends: which sequences there are, and their order. The files themselves count too.
+# Options in the plan hash, which identifies the sequences and their order. The hash also covers the files.
 DATA_OPTIONS = (
     "data.",
     "align.method",
@@ -40,15 +40,14 @@ DATA_OPTIONS = (
     "rollout.num_iterations",
     "train.seed",
 )
-# Those of them that may change in what is to come.
+# Those options that may change for later batches.
 MIXTURE_OPTIONS = ("data.sources ", "data.phases ")
 
 
 def again_if_restarted(config: StageConfigT, run: Run, dist_ctx: DistributedContext) -> StageConfigT:
-    """The recipe, without what was to be done at the beginning alone where torchrun starts the ranks of this run anew.
-
-    That it does, a rank knows from the recorded processes of torchrun: after a host was lost or has joined, only some of the
-    ranks that start have been restarted, by torchrun's count. Every rank calls it.
+    """The recipe; after a restart by torchrun, without the options that apply only at the first start. Restarts are detected by
+    the recorded torchrun processes, since torchrun's own restart count is not set on all ranks after a host was lost or has
+    joined. Every rank calls it.
     """
     launchers = dist_ctx.all_gather(launcher_identity())
 
@@ -62,14 +61,14 @@ def again_if_restarted(config: StageConfigT, run: Run, dist_ctx: DistributedCont
 
 
 def record_launchers(run: Run, dist_ctx: DistributedContext) -> None:
-    """Write down which processes of torchrun have started this attempt, for `again_if_restarted`. Every rank calls it."""
+    """Record which torchrun processes started this attempt, for `again_if_restarted`. Every rank calls it."""
     launchers = [each for each in dist_ctx.all_gather(launcher_identity()) if each]
     if dist_ctx.is_rank0 and launchers:
         atomic_write_json(run.path / LAUNCHERS, launchers)
 
 
 def find_resume_point(run: Run, steps: int, before_step: int | None = None) -> ResumePoint:
-    """The newest checkpoint (of a step below `before_step`) that a run of `steps` steps can go on from. Tensors are not read.
+    """The newest checkpoint (of a step below `before_step`) from which a run of `steps` steps can resume. Tensors are not read.
 
     Raises UserError where there are checkpoints and none of them can be used.
     """
@@ -109,8 +108,8 @@ def load_resume_point(
         try:
             with ctx.dist_ctx.raise_on_all():
                 checkpoint.load(point.checkpoint_folder, state)
-                # Weights, order, dropout and samples are functions of seeds and numbers; nothing here draws from torch's
-                # generator. Its state is restored for other code in this process that may.
+                # Weights, order, dropout and samples are functions of seeds and indices; lmforge never uses torch's generator.
+                # Its state is restored for other code in this process.
                 checkpoint.set_rng_state(point.manifest.rng)
             break
         except CorruptCheckpoint as error:
@@ -153,7 +152,7 @@ def roll_back(trainer: Trainer, last_bad_step: BadStep) -> int:
 
 
 def _delete_checkpoints_after(ctx: RunContext, step: int) -> None:
-    # A run that resumed from a later checkpoint would be back on the trajectory that went wrong.
+    # A run that resumed from a later checkpoint would repeat the bad steps.
     for folder in [ctx.run.checkpoint_path(later) for later in ctx.run.checkpoint_steps() if later > step]:
         try:
             remove_checkpoint(folder)
@@ -188,7 +187,7 @@ def check_resumable(point: ResumePoint, config: StageConfig, inputs: RunInputs) 
 
 def _model_difference(theirs: ModelConfig, ours: ModelConfig) -> str:
     their_fields, our_fields = asdict(theirs), asdict(ours)
-    # A wrapped model is described by its config.json alone.
+    # A wrapped model is described only by its config.json.
     for fields in (their_fields, our_fields):
         fields |= fields.pop("config_dict", {})
     names = [name for name in our_fields | their_fields if their_fields.get(name) != our_fields.get(name)]

@@ -25,13 +25,13 @@ def has_torn_end(file: BinaryIO) -> bool:
 
 
 class RunEvents:
-    """Appends events to the file of a run; nowhere without a path, as on ranks other than 0."""
+    """Appends events to the file of a run. Without a path, as on ranks other than 0, it does nothing."""
 
     def __init__(self, path: Path | None) -> None:
         self._path = path
 
     def add(self, kind: str, step: int | None, **fields: Any) -> None:
-        """Append an event. A file that cannot be written stops no training."""
+        """Append an event. A file that cannot be written does not stop the training."""
         if self._path is None:
             return
         record = {"time": datetime.now(UTC).isoformat(timespec="milliseconds"), "kind": kind, "step": step, **fields}

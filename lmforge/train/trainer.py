@@ -26,7 +26,7 @@ from lmforge.train.metrics import MetricsFile, PredictionCheck
 from lmforge.train.optimizers.optimizer import named_optimizer_state
 from lmforge.train.optimizers.schedules import learning_rate
 
-# After the last step there is no later one to save again at.
+# After the last step there is no later step at which to retry.
 FINAL_SAVE_ATTEMPTS = 3
 FINAL_RETRY_SECONDS = 5.0
 
@@ -45,10 +45,11 @@ class BatchSource(Protocol):
         """Metrics on validation data, by the names they have in metrics.jsonl; empty where there is none."""
 
     def describe(self, batch_index: int) -> tuple[dict[str, Any], str | None]:
-        """What a batch was made of: fields for the file of a bad step, and a clause for people where the file is not enough."""
+        """What a batch was made of: fields for the file of a bad step, and text for the message where the file is not
+        enough."""
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Tensors that a checkpoint has to keep, the same on all ranks; empty where batches follow from their numbers."""
+        """Tensors that a checkpoint has to keep, the same on all ranks; empty where batches depend only on their index."""
 
     def close(self) -> None:
         """Called when training ends."""
@@ -96,14 +97,14 @@ class Trainer:
         return learning_rate(step, config.train.steps, config.schedule, config.optimizer.lr)
 
     def tokens_until(self, step: int) -> int:
-        """The tokens that were read in so many steps: padding included, and the batches that a rollback left out."""
+        """The tokens read in this many steps, including padding and the batches skipped by a rollback."""
         return self.inputs.train_dataset.tokens_until(self._consumed_sequences(step))
 
     def _consumed_sequences(self, step: int) -> int:
         return (step + self.bad_step_detector.batch_offset) * self.inputs.batch_plan.global_batch_size
 
     def log(self, record: dict[str, Any]) -> None:
-        """Write a record to metrics.jsonl and to the console, and draw the loss curve where it is due."""
+        """Write a record to metrics.jsonl and to the console, and draw the loss curve when it is due."""
         if self.metrics_file is not None:
             self.metrics_file.write(record)
             self._loss_curve.draw_if_due()

@@ -1,6 +1,6 @@
 """Measurements of the model while it trains: validation, scores of tasks, and generated samples.
 
-Scores are those that `lmforge evaluate --tasks` gives of the checkpoint of the same step.
+Scores are the same as from `lmforge evaluate --tasks` on the checkpoint of that step.
 """
 
 from collections.abc import Iterator
@@ -23,7 +23,7 @@ from lmforge.train.inputs import RunInputs
 from lmforge.train.trainer import Trainer
 from lmforge.untrusted import quoted
 
-# Most sequences of a batch of a task; the same on any number of ranks, or the last bits of scores would differ.
+# Maximum sequences in a batch of a task. It does not depend on the number of ranks, or the last bits of scores would differ.
 MAX_TASK_BATCH_SIZE = 16
 # val/NAME/… are metrics of alignment, and of the sources of a mixture.
 RESERVED_TASK_NAMES = {"rewards": "alignment", "logps": "alignment", "tokens": "alignment"}
@@ -55,7 +55,7 @@ def open_validation_tasks(config: StageConfig, inputs: RunInputs) -> tuple[tuple
 def unsharded_for_decoding(parallel_model: ParallelModel) -> Iterator[LanguageModel]:
     """The model with all its weights on this rank, in its compute dtype. All ranks enter and leave together.
 
-    Its blocks are not compiled, since each length of sequences would be another graph. Attention is, where it has to be.
+    Its blocks are not compiled, since each sequence length would need another graph. Attention is compiled where required.
     """
     with parallel_model.unsharded() as model, parallel_model.autocast(), uncompiled_blocks(model):
         yield model
@@ -85,11 +85,11 @@ def validate(trainer: Trainer, step: int) -> dict[str, float]:
 
 
 def check_samples(config: StageConfig, model_config: ModelConfig, tokenizer: Tokenizer) -> None:
-    """Raise UserError for prompts of samples that are longer than what the model is trained on, or reads."""
+    """Raise UserError for sample prompts that are longer than the training sequences or the model's context."""
     sample, length, longest = config.sample, config.data.sequence_length, 0
     if sample == SampleOptions():
         return
-    # Encoding a text that cannot fit would take long. A tokenizer may shorten it first, by less than this.
+    # Encoding a text that cannot fit would take long. A tokenizer's normalizer may shorten a text, by less than this factor.
     most_bytes = 4 * length * int(tokenizer.token_byte_lengths().max())
     for prompt in sample.prompts:
         count = len(tokenizer.encode(prompt)) if len(prompt.encode()) <= most_bytes else length + 1

@@ -1,7 +1,7 @@
 """`lmforge doctor`: on this machine, or with `--on` over the hosts of a job, which is started for it and waited for.
 
-What is examined is in `bench/`. Here the job: the launchers of `lmforge launch` start it, with a folder of its own that is
-removed at the end.
+The checks are in `bench/`. This module starts the job with the launchers of `lmforge launch`, and removes its folder at the
+end.
 """
 
 import os
@@ -29,7 +29,7 @@ from lmforge.untrusted import describe_os_error
 from lmforge.verbs.running.launch import with_nodes
 
 POLL_SECONDS, STATE_SECONDS = 0.1, 3.0
-# What a scheduler takes to say that a job has ended whose script has left its status.
+# How long a scheduler may take to report the end of a job after its script has written its exit status.
 ENDING_SECONDS = 30.0
 
 
@@ -126,7 +126,7 @@ def _await_end(job: Job) -> None:
 
 
 def _show_logs(folder: Path, shown: dict[Path, int]) -> None:
-    """Print what is new in the logs; `shown` are the bytes of each that have been."""
+    """Print what is new in the logs; `shown` is how many bytes of each were printed before."""
     for path in sorted(folder.glob("output*.log")):
         with path.open("rb") as file:
             file.seek(shown.get(path, 0))
@@ -137,7 +137,7 @@ def _show_logs(folder: Path, shown: dict[Path, int]) -> None:
 
 
 def _report(plan: JobPlan, job: Job) -> int:
-    """Print what doctor has printed, and return its status on all nodes as one: 2 before others."""
+    """Print what doctor printed on the nodes. Returns one exit status for all nodes: 2 takes precedence."""
     for path in sorted(plan.folder.glob(f"{PRINTED_PREFIX}.*")):
         sys.stdout.write(path.read_text(errors="replace"))
     statuses = [int(path.read_text().strip() or 1) for path in plan.folder.glob(f"{STATUS_PREFIX}.*")]

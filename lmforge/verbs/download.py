@@ -19,13 +19,14 @@ from lmforge.interop.peft_folder import base_model_of, is_peft_folder
 from lmforge.verbs.running.pipeline import plan_stages
 from lmforge.verbs.table import VERBS
 
-# Options of verbs that do not train which name a model, and what of it they read.
+# For verbs that do not train: the options that name a model, and which of its files they read.
 MODEL_OPTIONS = {"model": True, "models": True, "tokenizer": False, "config_from": False}
 
 
 @dataclass(frozen=True)
 class HubItem:
-    """A model or a dataset by its name on the hub; `weights` are wanted of a model that is not only a tokenizer."""
+    """A model or a dataset by its name on the hub; `weights`: whether the weights of a model are needed, and not only its
+    tokenizer."""
 
     name: str
     kind: hub.Kind = "model"

@@ -45,7 +45,7 @@ def _load_on_ranks(dist_ctx: DistributedContext, options: EvaluateOptions) -> Lo
 def _measure_loss(options: EvaluateOptions, dist_ctx: DistributedContext) -> dict[str, Any]:
     """What `lmforge evaluate` prints: loss, perplexity, bits_per_byte, tokens, bytes, and what was measured on what.
 
-    Of several sources, each has its own, such as `loss/NAME`.
+    With several sources each has its own values, such as `loss/NAME`.
     """
     loaded = _load_on_ranks(dist_ctx, options)
     silent = not (dist_ctx.is_rank0 and sys.stderr.isatty())

@@ -91,7 +91,7 @@ def run_import(options: ImportOptions) -> int:
 
 
 def _layout_hints(options: ImportOptions) -> LayoutHints:
-    """What the checkpoint may not say of itself: the options that were given, else the values of --config_from."""
+    """Values that the checkpoint may lack: the options that were given, else those of --config_from."""
     names = ("num_attention_heads", "rope_theta", "rms_norm_eps", "max_position_embeddings", "activation")
     given = {name: value for name in names if (value := getattr(options, name)) is not None}
     if options.config_from is None:

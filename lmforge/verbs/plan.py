@@ -12,7 +12,7 @@ from rich.table import Column, Table
 from lmforge.config.verbs.plan import AnyPlanConfig
 from lmforge.errors import format_bytes, format_count, format_duration
 from lmforge.plan.memory import DTYPE_BYTES
-from lmforge.plan.planning import Machine, find_machine, make_setting, predict_phases, predict_setting, suggest_fit
+from lmforge.plan.planning import Machine, find_machine, make_step_config, predict_phases, predict_step, suggest_fit
 from lmforge.plan.prediction.predict import Prediction, can_reduce_once
 from lmforge.plan.prediction.run_cost import RunCost, run_cost
 from lmforge.terminal.cells import page_console
@@ -31,29 +31,29 @@ def run_plan(config: AnyPlanConfig) -> int:
         return run_search(config)
     machine = find_machine(config)
     config = config.model_copy(update={"plan": machine.with_disk(config.plan)})
-    setting = make_setting(config, resolve_model(config, find_vocab_size(config)), config.plan.gpus, machine)
-    prediction = predict_setting(setting, machine, config.plan.usable)
+    step_config = make_step_config(config, resolve_model(config, find_vocab_size(config)), config.plan.gpus, machine)
+    prediction = predict_step(step_config, machine, config.plan.usable)
     phases = predict_phases(config, prediction, machine)
     cost = run_cost(phases, config.plan, machine.gpu, async_save=config.checkpoint.async_save)
     budget = config.plan.usable * machine.gpu.memory_bytes
     fits = prediction.device_bytes <= budget
-    advice = "" if fits else suggest_fit(setting, machine, config.plan.usable)
+    advice = "" if fits else suggest_fit(step_config, machine, config.plan.usable)
     if config.plan.output == "json":
         print(json.dumps(_as_json(prediction, phases, cost, fits, advice, machine), indent=1))
         return 0
     console = page_console(110)
-    options = prediction.setting.options
+    options = prediction.step_config.options
     where = f"{config.plan.gpus} × {machine.gpu.name}"
     if machine.network is not None:
         where += f", {machine.gpus_per_host} per host, {machine.network.name}"
-    console.print(escape(f"{where}; {machine.describe_constants(setting.dtype)}"), soft_wrap=True)
-    once = can_reduce_once(prediction.setting) and options.reduce_every_micro_batch is False
+    console.print(escape(f"{where}; {machine.describe_constants(step_config.dtype)}"), soft_wrap=True)
+    once = can_reduce_once(prediction.step_config) and options.reduce_every_micro_batch is False
     reduced = "; gradients reduced once per step (reduce_every_micro_batch = false), which takes memory" if once else ""
-    engine = options.engine if not prediction.setting.is_fsdp else f"{options.engine} {prediction.setting.dims}"
+    engine = options.engine if not prediction.step_config.is_fsdp else f"{options.engine} {prediction.step_config.dims}"
     console.print(
-        f"{engine}; {prediction.setting.accumulation} × {prediction.setting.micro_batch_size} sequences of"
-        f" {prediction.setting.sequence_length:,} tokens per rank; activation checkpointing:"
-        f" {options.activation_checkpointing}; {'compiled' if prediction.setting.compiled else 'not compiled'}{reduced}",
+        f"{engine}; {prediction.step_config.accumulation} × {prediction.step_config.micro_batch_size} sequences of"
+        f" {prediction.step_config.sequence_length:,} tokens per rank; activation checkpointing:"
+        f" {options.activation_checkpointing}; {'compiled' if prediction.step_config.compiled else 'not compiled'}{reduced}",
         soft_wrap=True,
     )
     console.print(_memory_table(prediction))
@@ -78,10 +78,10 @@ def run_plan(config: AnyPlanConfig) -> int:
 
 def _host_bytes(prediction: Prediction, cost: RunCost) -> float:
     """What offload keeps on a host: master weights, gradients and optimizer states of its ranks."""
-    setting = prediction.setting
-    gradients = setting.parameters.trained * DTYPE_BYTES[setting.master_dtype]
-    ranks = setting.shards * setting.tensor * setting.pipeline
-    return (cost.checkpoint_bytes + gradients) / ranks * min(setting.gpus_per_host, setting.world_size)
+    step_config = prediction.step_config
+    gradients = step_config.parameters.trained * DTYPE_BYTES[step_config.master_dtype]
+    ranks = step_config.shards * step_config.tensor * step_config.pipeline
+    return (cost.checkpoint_bytes + gradients) / ranks * min(step_config.gpus_per_host, step_config.world_size)
 
 
 def _memory_table(prediction: Prediction) -> Table:
@@ -110,7 +110,7 @@ def _time_table(prediction: Prediction) -> Table:
 
 
 def live_peaks(prediction: Prediction) -> list[float]:
-    """The most bytes of live tensors in each of PICTURE_WIDTH equal parts of the operations, in the order of their issue."""
+    """The maximum bytes of live tensors in each of PICTURE_WIDTH equal parts of the operations, in issue order."""
     values = [count for _, count in prediction.timeline]
     edges = [len(values) * at // PICTURE_WIDTH for at in range(PICTURE_WIDTH + 1)]
     return [max(values[first : max(first + 1, after)]) for first, after in pairwise(edges)]
@@ -126,15 +126,15 @@ def picture(prediction: Prediction) -> str:
         cells = (min(8, max(0, round(8 * (count / most * PICTURE_HEIGHT - row + 1)))) for count in columns)
         label = f"{most / 2**30 * row / PICTURE_HEIGHT:7.1f} GiB " if row in (PICTURE_HEIGHT, PICTURE_HEIGHT // 2) else " " * 12
         lines.append(label + "".join(bars[cell] for cell in cells))
-    shown = "" if prediction.setting.accumulation <= 3 else f", 3 of {prediction.setting.accumulation} micro-batches"
+    shown = "" if prediction.step_config.accumulation <= 3 else f", 3 of {prediction.step_config.accumulation} micro-batches"
     return "\n".join([*lines, f"{'':12}live memory in the order in which operations are issued{shown}"])
 
 
 def _print_phases(console: Console, phases: list[tuple[int, Prediction]]) -> None:
-    """Where the run has several: its memory, and the times above, are of the longest sequences."""
+    """For a run with several sequence lengths: memory and the times above are those of the longest."""
     for steps, each in phases if len(phases) > 1 else ():
         console.print(
-            f"phase      {steps:,} steps with sequences of {each.setting.sequence_length:,} tokens:"
+            f"phase      {steps:,} steps with sequences of {each.step_config.sequence_length:,} tokens:"
             f" {each.tokens_per_second:,.0f} tokens/s per GPU, {each.step_seconds:.3g} s per step",
             soft_wrap=True,
         )
@@ -182,7 +182,7 @@ def _as_json(
     prediction: Prediction, phases: list[tuple[int, Prediction]], cost: RunCost, fits: bool, advice: str, machine: Machine
 ) -> dict[str, Any]:
     of_phases = [
-        {"steps": steps, "sequence_length": each.setting.sequence_length, "step_seconds": each.step_seconds}
+        {"steps": steps, "sequence_length": each.step_config.sequence_length, "step_seconds": each.step_seconds}
         for steps, each in phases
     ]
     return {
@@ -205,7 +205,7 @@ def _as_json(
         "tokens_per_second_per_gpu_interval": list(prediction.speed_interval),
         "mfu": prediction.mfu,
         "bottleneck": prediction.bottleneck,
-        "constants": dict(zip(("measured", "data sheets"), machine.constants(prediction.setting.dtype), strict=True)),
+        "constants": dict(zip(("measured", "data sheets"), machine.constants(prediction.step_config.dtype), strict=True)),
         "phases": of_phases,
         "run": asdict(cost),
         "run_intervals": _run_intervals(prediction, cost),

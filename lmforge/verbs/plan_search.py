@@ -15,7 +15,7 @@ from lmforge.config.stage import PretrainConfig
 from lmforge.config.verbs.plan import AnyPlanConfig
 from lmforge.errors import RunFailed, UserError, format_bytes
 from lmforge.parallel.dims import plan_batches
-from lmforge.plan.planning import Machine, find_machine, make_setting
+from lmforge.plan.planning import Machine, find_machine, make_step_config
 from lmforge.plan.prediction.search import Candidate, Finalist, SearchResult, search, why_slower
 from lmforge.terminal.cells import page_console
 from lmforge.untrusted import describe_os_error
@@ -45,7 +45,7 @@ def run_search(config: AnyPlanConfig) -> int:
     parallel = config.parallel.model_copy(update={"engine": "auto", "sharding": None, "shard_degree": None})
     degrees = {f"{name}_parallel_degree": 1 for name in ("tensor", "context", "pipeline")}
     plain = config.model_copy(update={"parallel": parallel.model_copy(update=degrees | {"cpu_offload": False})})
-    base = make_setting(plain, model, config.plan.gpus, machine)
+    base = make_step_config(plain, model, config.plan.gpus, machine)
     size = plan_batches(plain, 1).global_batch_size
     budget = config.plan.usable * machine.gpu.memory_bytes
     rates = machine.rates(base.dtype)
@@ -64,7 +64,7 @@ def run_search(config: AnyPlanConfig) -> int:
             print(f"phases differ in sequence length: the search is for the longest, {base.sequence_length:,} tokens")
         _print(result, config, budget)
         if not config.train.float8 and machine.gpu.peak_flops("fp8") is not None:
-            print("float8 changes numbers and is tried with --train.float8 true only")
+            print("float8 changes results and is tried only with --train.float8 true")
     if not result.best:
         least = format_bytes(result.too_large[0].device_bytes) if result.too_large else "nothing"
         mend = "raise --configurations, or use more GPUs" if result.left_out else "use more GPUs"
@@ -95,7 +95,7 @@ def _print(result: SearchResult, config: AnyPlanConfig, budget: float) -> None:
         reason = "" if each is winner else why_slower(each, winner)
         table.add_row(each.describe(), speed, f"{each.prediction.mfu:.0%}", f"{each.device_bytes / 2**30:.1f}", reason)
     console.print(table)
-    title = "the best configuration with each other choice"
+    title = "the best configuration with each alternative"
     table = Table("choice", "configuration", "why it loses", title=title, title_justify="left")
     for choice, candidate, reason in other_choices(result):
         table.add_row(choice, candidate.describe(), reason)
@@ -105,11 +105,11 @@ def _print(result: SearchResult, config: AnyPlanConfig, budget: float) -> None:
 def other_choices(result: SearchResult) -> list[tuple[str, Candidate, str]]:
     """For each value of an option that the winner does not have: the best candidate with it, and why it is slower."""
     winner, rows = result.best[0], list[tuple[str, Candidate, str]]()
-    seen: set[tuple[str, Any]] = {(name, getattr(winner.setting.options, name)) for name in CHOICES}
-    seen.add(("micro_batch_size", winner.setting.micro_batch_size))
+    seen: set[tuple[str, Any]] = {(name, getattr(winner.step_config.options, name)) for name in CHOICES}
+    seen.add(("micro_batch_size", winner.step_config.micro_batch_size))
     for each in (*result.fitting, *result.too_large):
         for name in (*CHOICES, "micro_batch_size"):
-            value = each.setting.micro_batch_size if name == "micro_batch_size" else getattr(each.setting.options, name)
+            value = each.step_config.micro_batch_size if name == "micro_batch_size" else getattr(each.step_config.options, name)
             if (name, value) in seen or value is None:
                 continue
             seen.add((name, value))
@@ -120,7 +120,7 @@ def other_choices(result: SearchResult) -> list[tuple[str, Candidate, str]]:
 
 
 def _files(config: AnyPlanConfig) -> list[Path]:
-    """The recipes to write, of the fastest first."""
+    """The recipes to write, the fastest first."""
     first = config.plan.write
     if first is None:
         return []
@@ -130,12 +130,12 @@ def _files(config: AnyPlanConfig) -> list[Path]:
 
 
 def _write(candidate: Finalist, config: AnyPlanConfig, file: Path) -> None:
-    """The recipe with what was found, as `lmforge pretrain` takes it."""
+    """The recipe with the configuration that was found, as `lmforge pretrain` reads it."""
     table = config.model_dump(mode="json", exclude={"plan"})
-    options = candidate.setting.options.model_dump(mode="json")
+    options = candidate.step_config.options.model_dump(mode="json")
     options["reduce_every_micro_batch"] = config.parallel.reduce_every_micro_batch
     table["parallel"] |= options
-    table["train"] |= {"micro_batch_size": candidate.setting.micro_batch_size, "float8": candidate.setting.float8}
+    table["train"] |= {"micro_batch_size": candidate.step_config.micro_batch_size, "float8": candidate.step_config.float8}
     table["run"] |= {"name": ""}
     recipe = validate_options(STAGES[config.of_stage], table, str(file))
     header = (
@@ -169,7 +169,7 @@ def _as_json(result: SearchResult) -> dict[str, Any]:
     best = []
     for each in result.best:
         row = {"configuration": each.describe(), "tokens_per_second_per_gpu": each.prediction.tokens_per_second}
-        options = each.setting.options.model_dump(mode="json")
+        options = each.step_config.options.model_dump(mode="json")
         best.append({**row, "device_bytes": round(each.device_bytes), "parallel": options})
     counts = {"tried": result.tried, "fitting": len(result.fitting), "too_large": len(result.too_large)}
     return {**counts, "refused": result.refused, "left_out": result.left_out, "best": best}

@@ -14,9 +14,9 @@ from lmforge import registry
 from lmforge.cluster.rank_info import read_rank_info
 from lmforge.config.verbs.prepare import PrepareOptions
 from lmforge.data.chat.library_functions import write_function_conversations
+from lmforge.data.prepare.dist_context import DistContext, SingleProcessContext
 from lmforge.data.prepare.pack import pack_folder
 from lmforge.data.prepare.prepare import PreparationSummary, prepare
-from lmforge.data.prepare.ranks import OneRank, Ranks
 from lmforge.data.prepare.steps import ProgressCallback
 from lmforge.data.sources.plugin_unit import PluginReaders
 from lmforge.errors import UserError, format_count
@@ -48,17 +48,17 @@ def run_prepare(options: PrepareOptions) -> int:
     not_ours |= {"source", "out", "verify", "pack", "decontaminate", "environment", "plugins"}
     chosen = options.model_dump(exclude=not_ours)
     chosen["readers"] = PluginReaders.of_options(options)
-    with _join_ranks() as ranks:
-        with ranks.raise_on_all():
+    with _join_ranks() as dist_ctx:
+        with dist_ctx.raise_on_all():
             if options.tokenizer is not None:
                 chosen["tokenizer"] = resolve_model_folder(options.tokenizer, "tokenizer.json")
             chosen["evaluation_texts"] = [text for path in options.decontaminate for text in _load_texts(path)]
         try:
             with _progress() as progress:
-                summary = prepare(options.source, options.out, progress=progress, ranks=ranks, **chosen)
+                summary = prepare(options.source, options.out, progress=progress, dist_ctx=dist_ctx, **chosen)
         except OSError as problem:  # such as a folder in the place of a file
             raise UserError(f"{describe_os_error(problem, options.out)}; fix that, or name another") from problem
-        if ranks.rank_info.is_rank0:
+        if dist_ctx.rank_info.is_rank0:
             _print_summary(summary, time.perf_counter() - began)
     return 0
 
@@ -66,16 +66,16 @@ def run_prepare(options: PrepareOptions) -> int:
 def _pack(location: str, options: PrepareOptions) -> int:
     """Pack a folder that was prepared before."""
     assert options.best_fit_length is not None
-    with _join_ranks() as ranks, _progress() as progress:
-        index = pack_folder(location, options.best_fit_length, workers=options.workers, progress=progress, ranks=ranks)
-        if ranks.rank_info.is_rank0:
+    with _join_ranks() as dist_ctx, _progress() as progress:
+        index = pack_folder(location, options.best_fit_length, workers=options.workers, progress=progress, dist_ctx=dist_ctx)
+        if dist_ctx.rank_info.is_rank0:
             print(f"{location}: packed for best-fit, {index.describe()}")
     return 0
 
 
-def _join_ranks() -> AbstractContextManager[Ranks]:
+def _join_ranks() -> AbstractContextManager[DistContext]:
     if read_rank_info().world_size == 1:
-        return nullcontext(OneRank())
+        return nullcontext(SingleProcessContext())
     from lmforge.cluster.distributed import init_distributed  # it takes torch, and a lone process does not
 
     return init_distributed("cpu")

@@ -1,8 +1,8 @@
-"""The whole way in a few minutes: the standard library's source → tokenizer → shards → a model that writes → one that answers.
+"""All stages in a few minutes: the standard library's source → tokenizer → shards → a pretrained model → one that answers.
 
 It calls the same verbs that a user types, and prints each before it runs, so that it can be repeated by hand. Each stage is
-measured on what it was not trained on, before and after. Pretraining ends twice: in one process, and, from the same
-checkpoint, under FSDP2 on two; the losses are compared.
+measured on validation data, before and after. The end of pretraining runs twice from the same checkpoint, in one process and
+under FSDP2 on two, and the losses are compared.
 """
 
 import shlex
@@ -55,11 +55,11 @@ TRAINING_STAGES = (
 )
 
 
-# How far the losses of FSDP2 on two processes may be from those of one, relative to these, from the same checkpoint on: a
-# sum of fp32 numbers in another order, and bf16 numbers that round otherwise. tests/test_quickstart.py checks both.
+# Relative tolerance between the losses of FSDP2 on two processes and those of one process, from the same checkpoint: fp32 sums
+# are in another order, and bf16 rounds differently. tests/test_quickstart.py checks both.
 LOSS_BOUNDS = {torch.float32: 1e-6, torch.bfloat16: 2e-4}
 STEPS_CONTINUED = 50
-# So few steps are to see the whole way, not a model: the batches of rollouts and what is measured are small then.
+# With so few steps the purpose is to try all stages, so the batches of rollouts and the measurements are small.
 TRIAL_STEPS = 10
 TRIAL_SEQUENCES, TRIAL_SFT_BATCH_SIZE, TRIAL_MAX_TOKENS = 8, 2, 16
 
@@ -186,7 +186,7 @@ def _count_processes(processes: int) -> str:
 
 
 def _comparison_table(base: Path, sharded: Path, begun: int, processes: str) -> Table:
-    """Losses of both runs after the step where they part, and whether they differ by less than LOSS_BOUNDS."""
+    """The losses of both runs after their common checkpoint, and whether they differ by less than LOSS_BOUNDS."""
     config = Run(base).load_config()
     bound = LOSS_BOUNDS[choose_dtype(config.train.dtype, torch.device("cpu" if not torch.cuda.is_available() else "cuda"))[0]]
     table = Table("step", "measured", processes, "FSDP2", "difference", "")

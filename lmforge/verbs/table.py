@@ -1,6 +1,6 @@
 """The table of verbs: options and function of each. A verb that is added here is in `lmforge --help` and in pipelines.
 
-Functions are named by strings, so that the table is there without importing what the verbs need.
+Functions are named by strings, so that reading the table imports nothing that the verbs need.
 """
 
 import gc
@@ -33,8 +33,8 @@ from lmforge.config.verbs.watch import LogsOptions, ReportOptions, RunsOptions, 
 
 @contextmanager
 def imports_not_garbage() -> Iterator[None]:
-    """Around imports: torch's make hundreds of thousands of objects that stay. The collector, which would look through them
-    again and again for half a second, waits for the end, and leaves them out from then on."""
+    """For a block of imports: importing torch creates hundreds of thousands of lasting objects. The garbage collector would
+    scan them repeatedly, which takes half a second. It is paused for the block, and excludes these objects afterwards."""
     was_on = gc.isenabled()
     gc.disable()
     try:

@@ -1,4 +1,4 @@
-"""`lmforge prepare --verify`: every block of a token folder, read and compared with its checksum."""
+"""`lmforge prepare --verify`: reads every block of a token folder and compares it with its checksum."""
 
 import json
 import time

@@ -85,11 +85,11 @@ def test_a_trial_that_takes_too_long_and_those_after_it_are_marked(tmp_path: Pat
 
 
 def test_rows_are_written_one_by_one_and_read_again(gpu: ModuleType, tmp_path: Path) -> None:
-    about = {"what": "", "machine": gpu.machine(), "published": None}
+    content = {"what": "", "machine": gpu.machine(), "published": None}
     trial = {"speed": 10.0, "memory_gib": 1.0, "loss": 2.0}
     for label, row, speed in (("1b", "lmforge", 30.0), ("3b", "lmforge", 9.0), ("1b", "Trainer", 10.0)):
         record = gpu.Record(tmp_path, "NVIDIA H100 80GB HBM3")
-        rows = record.cell(label, **about)
+        rows = record.cell(label, **content)
         rows[row] = gpu.figures([{**trial, "speed": speed}], 1.0, None, None)
         gpu.compare(rows)
         record.write()
@@ -108,17 +108,17 @@ def test_rows_of_lmforge_have_a_plan_beside_them_where_the_gpu_is_known(gpu: Mod
     rows = gpu.trials_of(size, of_8b)
     for name, (contender, setting) in rows.items():
         planned = gpu.prediction_of(contender, setting, "NVIDIA H200")
-        assert planned.setting.tokens_per_step == size.step_tokens
+        assert planned.step_config.tokens_per_step == size.step_tokens
         row = gpu.figures([{"speed": 10_000.0, "memory_gib": 80.0, "loss": 2.0}], 1.0, None, None, planned)
         assert row["predicted_of_speed"]["median"] == planned.tokens_per_second / 10_000
         assert row["predicted_of_memory"]["median"] == planned.live_bytes / (80 * GIB)
-        about = {"what": "", "machine": gpu.machine(), "published": None, "contenders": {name: row}}
-        heads, _, cells = gpu.table({"device": "NVIDIA H200", "cells": {"8b-best": about}}).splitlines()[-3:]
+        cell = {"what": "", "machine": gpu.machine(), "published": None, "contenders": {name: row}}
+        heads, _, cells = gpu.table({"device": "NVIDIA H200", "cells": {"8b-best": cell}}).splitlines()[-3:]
         assert len(heads.split("|")) == len(cells.split("|"))
         assert cells.split(" | ")[-4:-2] == [f"{planned.tokens_per_second / 1e4:.2f}", f"{planned.live_bytes / (80 * GIB):.2f}"]
     assert gpu.prediction_of("Trainer", of_8b, "NVIDIA H200") is None
     assert gpu.prediction_of("lmforge", of_8b, "no GPU") is None
-    assert gpu.prediction_of("lmforge, float8", of_8b, "NVIDIA H200").setting.float8
+    assert gpu.prediction_of("lmforge, float8", of_8b, "NVIDIA H200").step_config.float8
 
 
 @pytest.mark.parametrize(
@@ -164,7 +164,7 @@ def test_the_published_setting_is_repeated(gpu: ModuleType) -> None:
     assert (setting.activation_checkpointing, setting.master_dtype) == ("full", "bf16")
 
 
-def test_want_of_memory_is_told_from_other_failures() -> None:
+def test_out_of_memory_is_distinguished_from_other_failures() -> None:
     assert ran_out_of_memory(1, "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB")
     assert ran_out_of_memory(-9, "")
     assert not ran_out_of_memory(1, "RuntimeError: sizes differ")

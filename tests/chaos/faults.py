@@ -41,7 +41,7 @@ class Tracks:
 
     def heartbeats(self) -> dict[int, dict[str, Any]]:
         """What the ranks of this attempt say of themselves, by rank."""
-        found = {}
+        by_rank = {}
         for path in self.run.health_folder.glob("rank-*.json"):
             if path.name.count(".") == 1:
                 try:
@@ -49,8 +49,8 @@ class Tracks:
                 except (OSError, ValueError):
                     continue  # it is being written, or deleted
                 if beat["written"] > self._began:
-                    found[beat["rank"]] = beat
-        return found
+                    by_rank[beat["rank"]] = beat
+        return by_rank
 
     def under_way(self, ranks: int) -> bool:
         return len(self.heartbeats()) == ranks

@@ -42,15 +42,15 @@ def lead_lanes(folder: Path, seed: int, faults: int, lanes: int, until: float, m
                 sys.stdout.flush()
                 os._exit(status)
         children[lane] = child
-    whole = Figures()
+    total = Figures()
     failed = [lane for lane, child in children.items() if os.waitpid(child, 0)[1]]
     if failed:
         raise RuntimeError(f"lanes {failed} failed")
     for lane in children:
-        found = json.loads((folder / f"lane-{lane}.json").read_text())
-        found["faults"], found["moments"] = (type(whole.faults)(found[name]) for name in ("faults", "moments"))
-        whole.add(Figures(**found))
-    return whole
+        result = json.loads((folder / f"lane-{lane}.json").read_text())
+        result["faults"], result["moments"] = (type(total.faults)(result[name]) for name in ("faults", "moments"))
+        total.add(Figures(**result))
+    return total
 
 
 def _lead_lane(folder: Path, seed: int, quota: int, lane: int, lanes: int, until: float, may_mount: bool) -> Figures:
@@ -84,8 +84,8 @@ def report(figures: Figures, seed: int, seconds: float) -> dict[str, object]:
     rows = {"faults": figures.faults.total(), **dict(figures.faults.most_common()), **counts, "seconds": round(seconds)}
     width = max(map(len, rows))
     print("\n".join(f"{name.replace('_', ' '):<{width}}  {value}" for name, value in rows.items()))
-    for found in figures.findings:
-        print(f"\nFOUND {found['what']}\n  {found['where']}\n{found['said']}")
+    for result in figures.findings:
+        print(f"\nFOUND {result['what']}\n  {result['where']}\n{result['said']}")
     return {
         "benchmark": "chaos",
         "machine": describe_environment(),

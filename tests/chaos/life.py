@@ -268,8 +268,8 @@ class Life:
         # Asked when the last step is done there is nothing left to stop.
         if fault and fault.kind in ASKING and trained and trained[-1] < STEPS:
             # A run that was only starting gets the launcher's SIGTERM too; all ranks follow the same signal.
-            asked = len(statuses) == 1 and statuses <= {128 + number for number in attempt.sent}
-            if fault.kind == "ask to stop" and not asked:
+            requested = len(statuses) == 1 and statuses <= {128 + number for number in attempt.sent}
+            if fault.kind == "ask to stop" and not requested:
                 self._find(f"asked by {fault.signal} it ended with {attempt.ended}", said)
             if lost:
                 self._find(f"{lost} steps were lost though it was asked to stop", said)

@@ -37,8 +37,8 @@ class Attempt:
         """Whether any process is left."""
         for rank, pid in self.pids.items():
             if rank not in self.ended:
-                found, status = os.waitpid(pid, os.WNOHANG)
-                if found:
+                result, status = os.waitpid(pid, os.WNOHANG)
+                if result:
                     self.ended[rank] = os.waitstatus_to_exitcode(status)
         return len(self.ended) < len(self.pids)
 
@@ -144,12 +144,12 @@ def in_a_child(work: Callable[..., Any], *arguments: Any) -> Any:
 
 def descendants(pid: int) -> list[int]:
     """Processes that a process has started, and theirs."""
-    found = []
+    results = []
     with contextlib.suppress(OSError):
         for thread in Path(f"/proc/{pid}/task").iterdir():
             for child in map(int, (thread / "children").read_text().split()):
-                found += [child, *descendants(child)]
-    return found
+                results += [child, *descendants(child)]
+    return results
 
 
 def gone(pid: int) -> bool:

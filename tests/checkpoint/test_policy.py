@@ -108,7 +108,7 @@ def test_by_the_clock_a_run_is_saved_between_its_steps_too(train: Train) -> None
     assert set(kinds) == {True, False}
 
 
-def test_the_model_alone_at_the_end_is_a_third_and_a_longer_run_goes_on_from_the_one_before(
+def test_the_model_alone_at_the_end_is_a_third_and_a_longer_run_continues_from_the_one_before(
     train: Train, capsys: pytest.CaptureFixture[str], tiny_run: Path
 ) -> None:
     run = train("a", "--checkpoint.last_save_model_only")
@@ -160,7 +160,7 @@ def test_a_save_that_fails_is_reported_and_tried_again_and_some_in_a_row_end_the
     assert elsewhere.read_text() == "in the way"
 
 
-def test_a_run_moved_to_another_folder_and_host_goes_on_there(
+def test_a_run_moved_to_another_folder_and_host_continues_there(
     train: Train, tmp_path: Path, tiny_options: list[str], tiny_run: Path
 ) -> None:
     run = train("a", "--train.steps", 4, "--schedule.name", "constant")

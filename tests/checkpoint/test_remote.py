@@ -26,7 +26,7 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("store")
-def test_a_run_whose_checkpoints_are_in_a_store_goes_on_elsewhere_with_nothing_else_at_hand(
+def test_a_run_with_checkpoints_in_a_store_resumes_elsewhere_from_these_alone(
     tmp_path: Path, tiny_options: list[str], tiny_run: Path, lmforge: Command
 ) -> None:
     # AdamW with a small epsilon makes a step of what rounding leaves of a gradient that is zero.

@@ -43,8 +43,8 @@ def submit(script: Path) -> int:
 def processes(job: str) -> list[int]:
     """The processes of a job's session; empty where it has ended."""
     session = (FOLDER / f"{job.partition('.')[0]}.pid").read_text()
-    found = subprocess.run(["ps", "-o", "pid=,stat=", "-s", session], capture_output=True, text=True).stdout
-    return [int(line.split()[0]) for line in found.splitlines() if "Z" not in line.split()[1]]
+    result = subprocess.run(["ps", "-o", "pid=,stat=", "-s", session], capture_output=True, text=True).stdout
+    return [int(line.split()[0]) for line in result.splitlines() if "Z" not in line.split()[1]]
 
 
 def main(name: str, *arguments: str) -> int:

@@ -85,7 +85,7 @@ def test_one_rank_looks_however_many_wait(rank: int, program: Command) -> None:
     assert store.add("lmforge/joining--test/count", 0) == 2
 
 
-def test_a_rank_goes_on_once_its_thread_has_connected(tmp_path: Path) -> None:
+def test_a_rank_continues_once_its_thread_has_connected(tmp_path: Path) -> None:
     """A thread that connects while rank 0 ends, and the store with it, makes torch print the lost connection."""
     script = tmp_path / "slow.py"
     script.write_text(SLOW)
@@ -116,8 +116,8 @@ def test_the_limit_on_open_files_is_raised_to_what_all_ranks_need_or_connections
     soft: int, hard: int, ranks: int, expected: str, program: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("TORCH_GLOO_LAZY_INIT", raising=False)
-    found = program(LIMITS, soft, hard, ranks)
-    assert found.stdout.strip() == expected, found.stderr
+    result = program(LIMITS, soft, hard, ranks)
+    assert result.stdout.strip() == expected, result.stderr
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads the routes of Linux")
@@ -131,9 +131,9 @@ def test_the_interface_is_that_of_the_route_and_never_the_loopback() -> None:
 
 def test_a_rank_that_cannot_open_its_log_ends_all_and_collectives_wait_longer_than_the_watchdog(tmp_path: Path) -> None:
     script = Path(__file__).parent / "ranks_without_logs.py"
-    found = preloaded().run([str(tmp_path), "9000"], tmp_path, script=script, ranks=2, timeout=120)
-    assert found.returncode == 0, found.stderr
-    lines = sorted(found.stdout.splitlines())
+    result = preloaded().run([str(tmp_path), "9000"], tmp_path, script=script, ranks=2, timeout=120)
+    assert result.returncode == 0, result.stderr
+    lines = sorted(result.stdout.splitlines())
     log = tmp_path / "a" / "logs" / "attempt-1" / "rank-1.log"
     refusal = f"refused {log}: cannot be opened (Too many open files); all hosts need the folder of the run"
     assert lines == [refusal, refusal, "time-out True", "time-out True"]

@@ -198,7 +198,7 @@ def kill_rank(folder: Path, rank: int) -> None:
     "kind",
     [pytest.param("openmpi", marks=pytest.mark.needs("Open MPI")), pytest.param("mpich", marks=pytest.mark.needs("MPICH"))],
 )
-def test_a_run_of_mpiexec_goes_on_where_it_was_saved_when_a_rank_was_killed_and_stops_when_told(
+def test_a_run_of_mpiexec_resumes_after_a_rank_was_killed_and_stops_when_asked(
     tmp_path: Path, tiny_options: list[str], lmforge: Command, kind: str
 ) -> None:
     words = ("--checkpoint.every_steps", "5", "--validation.every_steps", "none", "--train.steps", "60")
@@ -227,7 +227,7 @@ def test_a_run_of_mpiexec_goes_on_where_it_was_saved_when_a_rank_was_killed_and_
     "kind",
     [pytest.param("openmpi", marks=pytest.mark.needs("Open MPI")), pytest.param("mpich", marks=pytest.mark.needs("MPICH"))],
 )
-def test_plain_mpiexec_ends_with_a_lost_rank_and_the_same_command_goes_on(
+def test_plain_mpiexec_ends_with_a_lost_rank_and_the_same_command_continues(
     tmp_path: Path, tiny_options: list[str], kind: str
 ) -> None:
     words = [
@@ -324,7 +324,7 @@ def test_a_job_of_pbs_trains_on_its_nodes(pbs: Desk) -> None:
 
 @pytest.mark.slow
 @pytest.mark.needs("MPICH")
-def test_a_job_of_pbs_submits_itself_again_when_its_time_is_up_and_stops_for_good_when_told(pbs: Desk) -> None:
+def test_a_job_of_pbs_resubmits_itself_at_its_time_limit_and_stops_when_asked(pbs: Desk) -> None:
     run = pbs.launch("--on", "pbs", "--processes", "2", "--time", "00:00:40", "--signal_seconds", "15", *MANY)
     pbs.wait((run.path / "launch" / "next-job").exists, run)
     pbs.wait(lambda: "continuing runs/recipe from step" in pbs.output(run), run)
@@ -427,8 +427,8 @@ def test_what_cannot_be_launched_is_refused_in_one_line_and_leaves_nothing(
     programs = recipe.parent / "bin"
     programs.mkdir()
     for name in ("bash", "cat", "cut", "git", "hostname"):
-        if found := shutil.which(name):
-            (programs / name).symlink_to(found)
+        if result := shutil.which(name):
+            (programs / name).symlink_to(result)
     # Where a host is looked up by name: it is not reached, whatever this machine's network is.
     write_executable(
         programs / "ssh",

@@ -282,7 +282,7 @@ def test_a_host_that_is_cut_off_is_named_and_the_others_do_not_hang(
     run = train_to_step_12(cluster, by_ssh)
     with laboratory.without_network("node2"):
         assert cluster.wait_for_end(run, 300) == 75, cluster.output(run)
-        assert "lmforge: node2: not heard of for 60 s; the ranks of node1 end" in cluster.output(run)
+        assert "lmforge: node2: no heartbeat for 60 s; the ranks of node1 end" in cluster.output(run)
         # The host without a network ends its ranks too, and does not wait for the cable.
         cluster.wait(lambda: laboratory.run("node2", "pgrep -f '[p]retrain'").returncode != 0, run, 200)
     cluster.wait_for_state(run, r"^recipe +ssh +failed ")
@@ -377,7 +377,7 @@ def test_the_stages_of_a_pipeline_continue_on_all_nodes(
 
 
 @pytest.mark.slow
-def test_a_pipeline_of_slurm_that_is_out_of_time_goes_on_with_its_stage(cluster: Desk) -> None:
+def test_a_pipeline_of_slurm_that_is_out_of_time_continues_with_its_stage(cluster: Desk) -> None:
     write_pipeline(cluster, steps=STEPS)
     run = cluster.launch("--on", "slurm", "--nodes", "2", recipe="both.toml")
     second = cluster.run("both-second")

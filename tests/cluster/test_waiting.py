@@ -9,7 +9,7 @@ import pytest
 
 from lmforge.cluster import waiting
 from lmforge.cluster.environment import ADDRESS_VARIABLE
-from lmforge.cluster.node_group import NodeGroup, NodeMeeting, StartAttempt
+from lmforge.cluster.node_group import NodeGroup, NodeStore, StartAttempt
 from lmforge.cluster.rendezvous import PORTS, free_port, listen
 from lmforge.cluster.waiting import await_listener, call_bounded, wait_until
 from lmforge.verbs.running.pipeline_nodes import PipelineNodes
@@ -60,8 +60,8 @@ def test_a_free_port_is_not_one_that_an_outgoing_connection_could_take() -> None
 
 
 def test_the_ports_of_ranks_and_stages_that_begin_later_are_such_ports(tmp_path: Path) -> None:
-    meeting = NodeMeeting(NodeGroup(("localhost",), 0, "localhost", free_port()))
-    endpoints = [StartAttempt(meeting, number).rendezvous.endpoint for number in range(3)]
+    node_store = NodeStore(NodeGroup(("localhost",), 0, "localhost", free_port()))
+    endpoints = [StartAttempt(node_store, number).rendezvous.endpoint for number in range(3)]
     nodes = PipelineNodes(NodeGroup(("localhost",), 0, "localhost", free_port()), tmp_path)
     endpoints += [nodes.start_stage(["pretrain"])[ADDRESS_VARIABLE] for _ in range(3)]
     assert all(int(endpoint.rpartition(":")[2]) in PORTS for endpoint in endpoints), endpoints

@@ -64,16 +64,16 @@ class Handler(BaseHTTPRequestHandler):
         if name is None:
             return self.answer(404, {"X-Error-Code": "RepoNotFound"}, b'{"error": "Repository not found"}')
         files = hub.datasets[name]
-        if asked := re.fullmatch(rf"/api/datasets/{name}/tree/{COMMIT}/?(.*)", path):
-            below = [file.removeprefix(f"{asked[1]}/") for file in files if file.startswith(f"{asked[1]}/" if asked[1] else "")]
-            prefix = f"{asked[1]}/" if asked[1] else ""
-            found = [
+        if match := re.fullmatch(rf"/api/datasets/{name}/tree/{COMMIT}/?(.*)", path):
+            below = [file.removeprefix(f"{match[1]}/") for file in files if file.startswith(f"{match[1]}/" if match[1] else "")]
+            prefix = f"{match[1]}/" if match[1] else ""
+            results = [
                 {"type": "directory", "path": prefix + part} for part in {each.split("/")[0] for each in below if "/" in each}
             ]
             for each in below:
                 if "/" not in each:
-                    found.append({"type": "file", "path": prefix + each, "size": len(files[prefix + each])})
-            return self.answer(200, {}, json.dumps([{**each, "oid": "0" * 40} for each in found]).encode())
+                    results.append({"type": "file", "path": prefix + each, "size": len(files[prefix + each])})
+            return self.answer(200, {}, json.dumps([{**each, "oid": "0" * 40} for each in results]).encode())
         if path.startswith("/api/"):
             siblings = [described(*each) for each in files.items()]
             return self.answer(200, {}, json.dumps({"id": name, "sha": COMMIT, "siblings": siblings}).encode())
@@ -93,27 +93,27 @@ class Handler(BaseHTTPRequestHandler):
             return self.answer(503, {}, b"{}")
         if self.path.startswith(("/datasets/", "/api/datasets/")):
             return self.answer_for_dataset()
-        if asked := re.match(r"/api/models/([^/]+/[^/]+)(?:/revision/([^?]+))?(\?|$)", self.path):
-            name, revision = asked[1], asked[2] or "main"
+        if match := re.match(r"/api/models/([^/]+/[^/]+)(?:/revision/([^?]+))?(\?|$)", self.path):
+            name, revision = match[1], match[2] or "main"
             if name not in hub.models:
                 return self.answer(404, {"X-Error-Code": "RepoNotFound"}, b'{"error": "Repository not found"}')
             if revision not in ("main", COMMIT):
                 return self.answer(404, {"X-Error-Code": "RevisionNotFound"}, b'{"error": "Invalid rev id"}')
             siblings = [described(*each) for each in hub.models[name].items()]
             return self.answer(200, {}, json.dumps({"id": name, "sha": COMMIT, "siblings": siblings}).encode())
-        asked = re.match(rf"/([^/]+/[^/]+)/resolve/{COMMIT}/(.+)", self.path)
-        assert asked, self.path
-        if asked[1] in hub.gated:
+        match = re.match(rf"/([^/]+/[^/]+)/resolve/{COMMIT}/(.+)", self.path)
+        assert match, self.path
+        if match[1] in hub.gated:
             return self.answer(401, {"X-Error-Code": "GatedRepo"}, b'{"error": "Access to this model is restricted"}')
-        content = hub.models[asked[1]][asked[2]]
-        if asked[2] in hub.spoilt:
+        content = hub.models[match[1]][match[2]]
+        if match[2] in hub.spoilt:
             content = bytes(byte ^ 1 for byte in content)
         status, headers, start = 200, {"X-Repo-Commit": COMMIT, "ETag": '"x"', "Accept-Ranges": "bytes"}, 0
         if span := self.headers.get("Range"):
             start = int(span.removeprefix("bytes=").rstrip("-"))
             status = 206
             headers["Content-Range"] = f"bytes {start}-{len(content) - 1}/{len(content)}"
-        stop = hub.cut.get(asked[2])
+        stop = hub.cut.get(match[2])
         if stop is not None and hub.cuts_left and start < stop:
             hub.cuts_left -= 1
             return self.answer(status, headers, content[start:stop], length=len(content) - start)

@@ -27,9 +27,9 @@ from lmforge.data.dataset import TokenDataset
 from lmforge.data.loader import BatchLoader
 from lmforge.data.mixture import MixedDataset
 from lmforge.data.order import Lanes
+from lmforge.data.prepare.dist_context import SingleProcessContext
 from lmforge.data.prepare.pack import pack_folder
 from lmforge.data.prepare.prepare import prepare
-from lmforge.data.prepare.ranks import OneRank
 from lmforge.data.shards.folder import TokenFolder
 from lmforge.data.shards.storage import LocalStorage
 from lmforge.errors import UserError
@@ -48,7 +48,7 @@ Sequences = list[dict[str, list[int]]]
 
 
 def packed(folder: Path, length: int) -> TokenFolder:
-    pack_folder(str(folder), length, workers=1, progress=lambda *step: None, ranks=OneRank())
+    pack_folder(str(folder), length, workers=1, progress=lambda *step: None, dist_ctx=SingleProcessContext())
     return TokenFolder.open(folder)
 
 
@@ -274,7 +274,7 @@ def test_packed_at_once_later_again_or_by_ranks_a_folder_has_the_same_bytes(
 @pytest.mark.parametrize(
     ("words", "complaint"),
     [
-        (["--pack", "FOLDER"], "--pack: say for how long sequences, such as --best_fit_length 2048"),
+        (["--pack", "FOLDER"], "--pack: needs the sequence length, such as --best_fit_length 2048"),
         (["--pack", "FOLDER", "--best_fit_length", 0], "--best_fit_length: "),
         (
             ["--pack", "FOLDER", "--best_fit_length", 8, "--overwrite"],

@@ -80,7 +80,7 @@ def test_strings_go_as_they_are_and_end_with_the_separator(tmp_path: Path, byte_
     assert shown(write(tmp_path / "b.jsonl", {"text": "abc"}), byte_tokenizer) == ["a[b|c|<|endoftext|>]"]
 
 
-def test_a_completion_of_messages_is_scored_and_nothing_before_it(tmp_path: Path, byte_tokenizer: Tokenizer) -> None:
+def test_only_the_completion_of_messages_is_scored(tmp_path: Path, byte_tokenizer: Tokenizer) -> None:
     file = write(
         tmp_path / "a.jsonl", {"prompt": TURNS[:4], "completion": TURNS[4:]}, {"prompt": TURNS[:4], "completion": "AA"}
     )

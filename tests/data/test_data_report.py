@@ -46,7 +46,7 @@ def test_documents_are_counted_as_plain_python_counts_them(tmp_path: Path, folde
     assert all(b == 2 * a - 1 for a, (b, _) in bars.items())
 
 
-def test_of_many_shards_some_are_read_as_the_report_says(tmp_path: Path, folder_of: Writer) -> None:
+def test_some_of_many_shards_are_read_as_the_report_says(tmp_path: Path, folder_of: Writer) -> None:
     folder_of(tmp_path / "many", [[number + 2, 3] for number in range(2 * MAX_SHARDS_READ)])
     shown = report_data(tmp_path / "many", None)
     assert f"; {2 * MAX_SHARDS_READ} of {4 * MAX_SHARDS_READ} documents in {MAX_SHARDS_READ} of {2 * MAX_SHARDS_READ} " in shown

@@ -107,7 +107,7 @@ def test_a_changed_hook_is_another_preparation(tmp_path: Path, hook: Path) -> No
         prepare(str(source), tmp_path / "out", **options)
 
 
-def test_a_hook_that_leaves_nothing_is_said(tmp_path: Path, hook: Path, refused: Refusal) -> None:
+def test_a_hook_that_drops_all_documents_is_reported(tmp_path: Path, hook: Path, refused: Refusal) -> None:
     source = write_records(tmp_path / "in.jsonl", [{"text": "a", "score": 0}])
     said = refused("prepare", source, tmp_path / "out", "--hook", f"{hook}:clean")
     assert said == f"{source}: no document is left: the hook leaves out all"
@@ -124,7 +124,7 @@ def test_a_hook_that_exits_ends_the_preparation_as_any_exception_does(tmp_path: 
 # --- copies ----------------------------------------------------------------------------------------------------------------
 
 
-def test_of_equal_documents_the_first_is_kept() -> None:
+def test_the_first_of_equal_documents_is_kept() -> None:
     chance = fresh_random()
     hashes = np.array([chance.randrange(20) for _ in range(200)], np.uint64)
     sizes = np.array([chance.randrange(2) for _ in range(200)])
@@ -168,17 +168,17 @@ def test_documents_are_found_as_near_as_often_as_the_formula_says() -> None:
     """Of runs of five words a fraction s is shared. 120 pairs at a time: within four standard deviations."""
     chance, pairs = fresh_random(), 120
     for changed, rest in ((60, 540), (300, 300)):
-        found = 0
+        result = 0
         for _ in range(pairs):
             common = words(chance, rest)
             first, second = (" ".join([*words(chance, changed), *common]) for _ in range(2))
-            found += near_groups([first, second])[1]
+            result += near_groups([first, second])[1]
         shared = (rest - 4) / (rest - 4 + 2 * changed)
         probability = 1 - (1 - shared**8) ** 14
-        assert abs(found - pairs * probability) < 4 * (pairs * probability * (1 - probability)) ** 0.5 + 2
+        assert abs(result - pairs * probability) < 4 * (pairs * probability * (1 - probability)) ** 0.5 + 2
 
 
-def test_case_and_punctuation_make_no_difference_and_short_texts_are_compared_whole() -> None:
+def test_case_and_punctuation_are_ignored_and_short_texts_are_compared_completely() -> None:
     chance = fresh_random()
     text = " ".join(words(chance, 40))
     texts = [text, text.upper() + "!", "a b", "A, b.", "a c", "", "...", "☃", " ".join(words(chance, 40))]

@@ -73,10 +73,10 @@ def test_best_fit_places_everything_once_and_no_bin_is_too_full(rng: random.Rand
         assert sum(2 * load <= capacity for load in loads) <= 1
 
 
-def test_a_sequence_holds_its_examples_whole_and_apart(rng: random.Random, make: Make) -> None:
+def test_a_sequence_holds_complete_examples_that_do_not_attend_to_each_other(rng: random.Random, make: Make) -> None:
     items = [ExampleGroup((drawn(rng, 20),)) for _ in range(60)]
     dataset = example_dataset(make(items, 64), "train", sequence_length=64, pack=True, shuffle=False)
-    found = []
+    results = []
     for index in range(dataset.sequences_per_epoch):
         sequence = dataset.sequence(index)
         for document in range(sequence.document_ids.max() + 1):
@@ -84,9 +84,9 @@ def test_a_sequence_holds_its_examples_whole_and_apart(rng: random.Random, make:
             assert list(sequence.positions[here]) == list(range(here.sum()))
             scored = sequence.labels[here] != IGNORE_INDEX
             assert list(sequence.labels[here][:-1][scored[:-1]]) == list(sequence.tokens[here][1:][scored[:-1]])
-            found.append((*sequence.tokens[here], int(sequence.labels[here][-1])))
+            results.append((*sequence.tokens[here], int(sequence.labels[here][-1])))
         assert (sequence.labels[sequence.document_ids < 0] == IGNORE_INDEX).all()
-    assert sorted(found) == sorted(tuple(int(id) for id in item.sequences[0].tokens) for item in items)
+    assert sorted(results) == sorted(tuple(int(id) for id in item.sequences[0].tokens) for item in items)
     assert dataset.sequences_per_epoch < len(items) / 2
 
 
@@ -124,7 +124,7 @@ def test_unpaired_completions_are_followed_by_the_next_ones_completion_to_the_sa
     assert set(batch.extra("kto_labels").flatten().tolist()) <= {0.0, 1.0}
 
 
-def test_what_is_too_long_or_teaches_nothing_is_counted(make: Make) -> None:
+def test_examples_that_are_too_long_or_have_no_scored_token_are_counted(make: Make) -> None:
     long = TokenizedExample(np.arange(40, dtype=np.int32), np.arange(40) > 30)
     short = TokenizedExample(np.arange(10, dtype=np.int32), np.arange(10) > 5)
     unscored = TokenizedExample(np.arange(10, dtype=np.int32), np.zeros(10, bool))
@@ -162,7 +162,7 @@ def test_a_flipped_bit_in_a_folder_is_found(file: str, rng: random.Random, make:
         folder.split("train")
 
 
-def test_a_folder_that_was_not_finished_is_made_anew(tmp_path: Path, tokenizer: Tokenizer) -> None:
+def test_a_folder_that_was_not_finished_is_made_again(tmp_path: Path, tokenizer: Tokenizer) -> None:
     def broken(split: str) -> list[ExampleGroup]:
         raise UserError("a.jsonl, record 3: no answer")
 

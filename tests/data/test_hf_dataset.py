@@ -141,7 +141,7 @@ def test_a_downloaded_dataset_is_prepared_where_no_hub_answers(tmp_path: Path) -
         assert done.stderr.count("\n") == 1
 
 
-def test_a_dataset_that_was_downloaded_in_part_is_not_taken_for_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_partly_downloaded_dataset_is_not_taken_for_complete(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
     folder = tmp_path / "datasets--org--corpus" / "snapshots" / hub_server.COMMIT
     folder.mkdir(parents=True)

@@ -32,11 +32,11 @@ def weights() -> bytes:
 @pytest.fixture
 def hub(weights: bytes) -> Iterator[Hub]:
     """A hub with one model: the files that are wanted, the same again in other formats, and what must not be downloaded."""
-    wanted = {name: f'{{"of": "{name}"}}'.encode() for name in FILES if name != "model.safetensors"}
+    needed = {name: f'{{"of": "{name}"}}'.encode() for name in FILES if name != "model.safetensors"}
     others = dict.fromkeys(
         ("pytorch_model.bin", "modeling_ours.py", "consolidated.safetensors", "onnx/config.json"), b"x" * 2000
     )
-    with serving({"org/model": {**wanted, "model.safetensors": weights, **others, "README.md": b"Read me"}}) as hub:
+    with serving({"org/model": {**needed, "model.safetensors": weights, **others, "README.md": b"Read me"}}) as hub:
         yield hub
 
 
@@ -92,11 +92,11 @@ def test_without_a_folder_it_comes_to_the_cache_where_the_hubs_own_library_finds
     hub: Hub, download: Download, refused: Refusal, tmp_path: Path
 ) -> None:
     download("org/model")
-    found = Path(snapshot_download("org/model", cache_dir=tmp_path / "home" / "hub", local_files_only=True))
-    assert contents(found) == {name: hub.models["org/model"][name] for name in FILES}
-    assert found.name == COMMIT
-    assert hub_module.find_cached("org/model", "main") == found
-    (found / "config.json").unlink()
+    result = Path(snapshot_download("org/model", cache_dir=tmp_path / "home" / "hub", local_files_only=True))
+    assert contents(result) == {name: hub.models["org/model"][name] for name in FILES}
+    assert result.name == COMMIT
+    assert hub_module.find_cached("org/model", "main") == result
+    (result / "config.json").unlink()
     assert hub_module.find_cached("org/model", "main") is None
     assert "fetched 0 files" in download("org/model")
     hub.down = True
@@ -138,7 +138,7 @@ def test_a_server_that_dies_in_a_file_is_asked_again_for_the_rest_of_it(
 
 
 @pytest.mark.parametrize("where", ["folder", "cache"])
-def test_another_process_goes_on_where_one_was_cut_off(
+def test_another_process_continues_where_one_was_cut_off(
     where: str, hub: Hub, weights: bytes, download: Download, refused: Refusal, lmforge: Command, tmp_path: Path
 ) -> None:
     words = ["download", "org/model", *([tmp_path / "model"] if where == "folder" else [])]
@@ -152,8 +152,8 @@ def test_another_process_goes_on_where_one_was_cut_off(
     assert done.returncode == 0, done.stderr
     assert hub.sent("model.safetensors") == [f"bytes={KEPT}-"]
     assert hub.sent("tokenizer.json") == []
-    [found] = tmp_path.rglob("model.safetensors")
-    assert found.read_bytes() == weights
+    [result] = tmp_path.rglob("model.safetensors")
+    assert result.read_bytes() == weights
     assert not list(tmp_path.rglob("*.partial"))
 
 
@@ -227,6 +227,6 @@ def test_a_recipe_says_what_is_downloaded(hub: Hub, download: Download, refused:
     assert refused("download", recipe, "folder").startswith("--folder: not with a recipe")
 
 
-def test_of_a_model_the_tokenizer_alone_can_be_downloaded(hub: Hub, download: Download) -> None:
+def test_only_the_tokenizer_of_a_model_can_be_downloaded(hub: Hub, download: Download) -> None:
     assert "fetched 5 files" in download("org/model", "--weights", "false")
     assert hub.sent("model.safetensors") == []

@@ -38,17 +38,17 @@ def seed() -> int:
 def faults(order: Permutation, n: int) -> list[str]:
     """What is wrong with an order of n things, all of it looked at."""
     values = order(np.arange(n))
-    found = []
+    results = []
     if not np.array_equal(np.sort(values), np.arange(n)):
-        found.append("not a bijection")
+        results.append("not a bijection")
     if n > 1000:
         for lag in (1, 2, 3):
             # Of the hundred that a run of the tests looks at, one is beyond 6 by chance in 5 million runs.
             if abs(z_of_correlation(values[:-lag], values[lag:])) > 6:
-                found.append(f"serial correlation at lag {lag}")
+                results.append(f"serial correlation at lag {lag}")
         if abs(z_of_correlation(np.arange(n), values)) > 6:
-            found.append("correlated with the position")
-    return found
+            results.append("correlated with the position")
+    return results
 
 
 def z_of_correlation(x: np.ndarray, y: np.ndarray) -> float:

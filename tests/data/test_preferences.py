@@ -81,7 +81,7 @@ def test_texts_that_are_conversations_are_cut_before_the_last_answer(tmp_path: P
         ({"prompt": "Q", "chosen": [], "rejected": [BAD]}, "expected text or a list of messages"),
     ],
 )
-def test_a_pair_that_prefers_nothing_is_named(record: Any, complaint: str, tmp_path: Path, byte_tokenizer: Tokenizer) -> None:
+def test_a_pair_without_a_preference_is_named(record: Any, complaint: str, tmp_path: Path, byte_tokenizer: Tokenizer) -> None:
     file = write(tmp_path / "a.jsonl", {"prompt": "Q", "chosen": "G", "rejected": "B"}, record)
     with pytest.raises(UserError, match=r"a\.jsonl, record 2: .*" + re.escape(complaint)):
         sides(file, byte_tokenizer)

@@ -62,13 +62,13 @@ def stored_texts(folder: Path, split: str) -> list[str]:
     opened = TokenFolder.open(folder)
     tokenizer, tokens = opened.tokenizer, opened.split(split)
     edges = [0, *tokens.document_starts(0, tokens.num_tokens).tolist(), tokens.num_tokens]
-    found = []
+    results = []
     for start, stop in itertools.pairwise(edges):
         ids = tokens.read(start, stop).tolist()
         assert ids.count(tokenizer.eos_token_id) == 1
         assert ids[-1] == tokenizer.eos_token_id
-        found.append(tokenizer.decode(ids))
-    return found
+        results.append(tokenizer.decode(ids))
+    return results
 
 
 class Preparation:
@@ -322,7 +322,7 @@ def test_empty_documents_are_left_out_and_counted(tmp_path: Path) -> None:
     assert sum(summary.documents.values()) == 2
 
 
-def test_a_document_longer_than_a_shard_is_whole(tmp_path: Path) -> None:
+def test_a_document_longer_than_a_shard_is_not_cut(tmp_path: Path) -> None:
     texts = ["x" * 5000, "y" * 20, "z" * 3000, "w" * 7]
     source = write_lines(tmp_path / "a.jsonl", texts)
     prepare(str(source), tmp_path / "out", vocab_size=261, validation_ratio=0, shard_tokens=100)
@@ -432,11 +432,11 @@ def test_progress_within_a_large_file_is_in_bytes_of_it_on_the_disk(
     sizes = {size for step, _, _, _, size in reports if step != "shards"}
     if name != "a.parquet":  # whose row groups say how large they are unpacked
         assert sizes == {sum(file.stat().st_size for file in [*source.glob("*"), source] if file.is_file())}
-    for wanted in ("tokenizer", "tokens"):
-        read = [read for step, _, _, read, _ in reports if step == wanted]
+    for kind in ("tokenizer", "tokens"):
+        read = [read for step, _, _, read, _ in reports if step == kind]
         assert read == sorted(read)
         assert (read[0], read[-1]) == (0, *sizes)
-        assert (wanted == "tokenizer" and "txt" in name) or len(set(read)) >= 3, "in between too"
+        assert (kind == "tokenizer" and "txt" in name) or len(set(read)) >= 3, "in between too"
 
 
 def test_the_command_says_how_much_of_a_file_is_done_and_how_long_the_rest_takes(
@@ -499,7 +499,7 @@ def test_no_worker_process_hears_ctrl_c_and_the_caller_still_does() -> None:
     assert done.stdout.strip() == f"{[[int(signal.SIGINT), int(signal.SIGTERM)]] * 6} set()"
 
 
-def test_a_process_killed_from_outside_is_said_and_nothing_is_lost(tmp_path: Path) -> None:
+def test_a_process_killed_from_outside_is_reported_and_no_work_is_lost(tmp_path: Path) -> None:
     corpus = write_lines(tmp_path / "corpus.jsonl", some_texts(20_000))
     small = (
         "from lmforge.data.sources import text_sources; text_sources.JSONL_UNIT_BYTES = 20_000\n"
@@ -660,7 +660,7 @@ def test_an_option_out_of_its_bounds_is_named(
     assert expected in message
 
 
-def test_a_corpus_of_nothing_but_blanks_is_empty(tmp_path: Path) -> None:
+def test_a_corpus_of_blanks_is_empty(tmp_path: Path) -> None:
     source = write_lines(tmp_path / "a.jsonl", ["", "  ", "\n"])
     with pytest.raises(UserError, match=r"a\.jsonl: empty: there is no text in it"):
         prepare(str(source), tmp_path / "out")

@@ -8,8 +8,8 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
+from lmforge.data.prepare.dist_context import divide_units
 from lmforge.data.prepare.prepare import prepare
-from lmforge.data.prepare.ranks import divide_units
 from lmforge.data.shards.format import UNFINISHED
 from tests.conftest import only_line
 from tests.data.test_prepare import content, some_texts, write_lines
@@ -56,7 +56,7 @@ def corpus(tmp_path: Path) -> Path:
     return folder
 
 
-def test_two_ranks_write_the_bytes_of_one_process_and_go_on_where_they_were_killed(
+def test_two_ranks_write_the_bytes_of_one_process_and_continue_where_they_were_killed(
     tmp_path: Path, corpus: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("lmforge.data.sources.text_sources.JSONL_UNIT_BYTES", 20_000)

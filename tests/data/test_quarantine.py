@@ -99,12 +99,12 @@ def test_a_swapped_shard_and_damaged_documents_are_quarantined(path: Path, capsy
         ("train 1", "expected SHARD, SHARD:BLOCK or SHARD:FIRST-LAST"),
     ],
 )
-def test_an_entry_that_names_nothing_is_refused(path: Path, refused: Refusal, entry: str, problem: str) -> None:
+def test_an_invalid_entry_of_a_quarantine_is_refused(path: Path, refused: Refusal, entry: str, problem: str) -> None:
     words = ["pretrain", "--data.folder", path, "--data.quarantine", entry, "--run.folder", path, "--run.name", "a"]
     assert refused(*words) == f'{path}: quarantine: "{entry}": {problem}'
 
 
-def test_a_run_that_met_a_damaged_shard_goes_on_without_it_and_says_so(
+def test_a_run_that_met_a_damaged_shard_continues_without_it_and_says_so(
     tmp_path: Path, tiny_tokens: Path, tiny_options: list[str], lmforge: Command
 ) -> None:
     """And is refused on other data as always."""

@@ -15,8 +15,8 @@ from lmforge.data.batch import Batch
 from lmforge.data.dataset import TokenDataset
 from lmforge.data.loader import BatchLoader
 from lmforge.data.packing import PackedSequence
+from lmforge.data.prepare.dist_context import SingleProcessContext
 from lmforge.data.prepare.pack import pack_folder
-from lmforge.data.prepare.ranks import OneRank
 from lmforge.data.shards.folder import TokenFolder
 from lmforge.errors import UserError
 from lmforge.runs import parse_location
@@ -38,7 +38,7 @@ import lmforge.data.shards.remote_storage as storage
 from pathlib import Path
 from lmforge.data.dataset import TokenDataset
 from lmforge.data.prepare.pack import pack_folder
-from lmforge.data.prepare.ranks import OneRank
+from lmforge.data.prepare.dist_context import OneRank
 from lmforge.data.shards.folder import TokenFolder
 storage.PIECE_BYTES = int(sys.argv[3])
 folder = TokenFolder.open(sys.argv[1], cache_folder=Path(sys.argv[2]))
@@ -132,7 +132,7 @@ def test_a_manifest_and_a_tokenizer_that_fail_at_first_are_read(tmp_path: Path, 
     assert folder.tokenizer.vocab_size == 261
 
 
-def test_a_server_that_goes_on_failing_is_named_with_address_and_shard(tmp_path: Path, server: FaultyServer) -> None:
+def test_a_server_that_continues_failing_is_named_with_address_and_shard(tmp_path: Path, server: FaultyServer) -> None:
     dataset = opened(server, tmp_path / "cache")
     server.faults = ["error"] * 1000
     with pytest.raises(UserError, match=rf"sample 0: {server.address}/folder/train-0000\d\.\w+: .*500") as problem:
@@ -227,7 +227,9 @@ def test_with_lanes_a_host_downloads_its_part_of_the_shards_and_every_sequence_i
     pieces, downloads = 16 * len(sources), []
     for name in sources:
         folder_of(tmp_path / "served" / name, [[1000] * 524, [700] * 748], seed=len(name))  # 8 pieces each
-        pack_folder(str(tmp_path / "served" / name), 100, workers=1, progress=lambda *step: None, ranks=OneRank())
+        pack_folder(
+            str(tmp_path / "served" / name), 100, workers=1, progress=lambda *step: None, dist_ctx=SingleProcessContext()
+        )
     for option in ("", "shuffle_window = 1\nnum_canonical_nodes = 4\n"):
         read, of_beginning, of_epoch = [], [], []
         for host in range(hosts):

@@ -89,7 +89,7 @@ def test_30000_shards_are_opened_by_reading_a_file_or_two_and_missing_ones_are_f
     assert problem.startswith(f"sample 0: {tmp_path}/{missing}: missing: ")
 
 
-def test_of_many_shards_each_rank_looks_at_its_part_before_it_needs_them(
+def test_each_rank_checks_its_part_of_many_shards_before_it_needs_them(
     tmp_path: Path, folder_of: Writer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "folder"

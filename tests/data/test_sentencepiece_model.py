@@ -113,7 +113,7 @@ def test_a_text_that_spells_a_special_token_or_a_byte_is_text(trained: Trained, 
         assert ours.decode(ours.encode(text)) == text
 
 
-def test_symbols_that_the_user_defined_stay_whole(trained: Trained) -> None:
+def test_user_defined_symbols_are_not_split(trained: Trained) -> None:
     for file in (
         trained("unigram", user_defined_symbols=["<sep>", "::"]),
         trained("bpe", user_defined_symbols=["<sep>", "::"], add_dummy_prefix=False, remove_extra_whitespaces=False),

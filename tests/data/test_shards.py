@@ -137,7 +137,7 @@ def test_two_swapped_token_files_of_one_size_are_found(path: Path) -> None:
         TokenFolder.open(path).split("train").read(0, 10)
 
 
-def test_two_shards_swapped_whole_are_found(path: Path) -> None:
+def test_two_swapped_shards_are_found(path: Path) -> None:
     for suffix in SHARD_SUFFIXES:
         swap(path / f"train-00000{suffix}", path / f"train-00001{suffix}")
     with pytest.raises(UserError, match=r"train-00000\.json: is not the one written for .*: changed or swapped"):
@@ -192,7 +192,7 @@ def test_a_folder_that_is_no_token_folder_says_so(tmp_path: Path) -> None:
 @pytest.mark.parametrize("text", ["", "[]", '{"format"', "\xff\xfe", "{}"])
 def test_a_broken_manifest_says_so(path: Path, text: str) -> None:
     (path / SHARDS_MANIFEST).write_text(text, "latin-1")
-    with pytest.raises(UserError, match=r"manifest\.json: .*; restore it, or prepare anew with overwrite"):
+    with pytest.raises(UserError, match=r"manifest\.json: .*; restore it, or prepare again with overwrite"):
         TokenFolder.open(path)
 
 

@@ -56,9 +56,9 @@ def test_a_row_of_a_table_is_a_document(tmp_path: Path, name: str, dialect: str,
 )
 def test_a_bad_row_of_a_table_is_named(tmp_path: Path, content: bytes, message: str) -> None:
     (tmp_path / "a.csv").write_bytes(content)
-    found = refusal(tmp_path / "a.csv")
-    assert found.startswith(f"{tmp_path / 'a.csv'}, ")
-    assert message in found.replace("after row 0", "").replace(", :", ":")
+    result = refusal(tmp_path / "a.csv")
+    assert result.startswith(f"{tmp_path / 'a.csv'}, ")
+    assert message in result.replace("after row 0", "").replace(", :", ":")
 
 
 # --- HTML ------------------------------------------------------------------------------------------------------------

@@ -154,8 +154,8 @@ def test_a_conversation_has_the_ids_that_transformers_gives_it(
         if style != "speakers" and style != "speakers, old":
             messages.insert(0, {"role": "system", "content": "Be kind. "})
         assert encode(template, messages).tokens == ids(theirs.apply_chat_template(messages)), messages
-        asked = ids(theirs.apply_chat_template(messages[:-1], add_generation_prompt=True))
-        assert template.encode_prompt(messages[:-1]) == asked, messages
+        expected = ids(theirs.apply_chat_template(messages[:-1], add_generation_prompt=True))
+        assert template.encode_prompt(messages[:-1]) == expected, messages
 
 
 def ids(encoded: Any) -> list[int]:

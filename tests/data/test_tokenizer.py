@@ -82,7 +82,7 @@ def test_any_text_comes_back_and_its_bytes_are_counted(trained: Tokenizer, text:
 
 @settings(max_examples=200, deadline=None)
 @given(st.lists(TEXTS, max_size=12).map("\n".join), st.integers(1, 20))
-def test_pieces_of_a_long_text_have_together_the_ids_of_the_whole(trained: Tokenizer, text: str, length: int) -> None:
+def test_pieces_of_a_long_text_have_together_the_ids_of_the_text(trained: Tokenizer, text: str, length: int) -> None:
     pieces = list(trained.split_long_text(text, length))
     assert "".join(pieces) == text
     assert [id for piece in pieces for id in trained.encode(piece)] == trained.encode(text)
@@ -105,7 +105,7 @@ def test_a_text_of_paragraphs_between_blank_lines_is_cut_too(trained: Tokenizer)
 
 @settings(max_examples=100, deadline=None)
 @given(TEXTS)
-def test_text_that_comes_id_by_id_is_the_same_text_in_whole_characters(trained: Tokenizer, text: str) -> None:
+def test_text_decoded_id_by_id_is_the_same_in_complete_characters(trained: Tokenizer, text: str) -> None:
     decoder = trained.stream_decoder()
     pieces = [decoder.feed(id) for id in trained.encode(text)]
     assert all("\ufffd" not in piece for piece in pieces) or "\ufffd" in text

@@ -12,8 +12,8 @@ import pytest
 import zstandard
 
 from lmforge.data.prepare import tokenizer_sample
+from lmforge.data.prepare.dist_context import SingleProcessContext
 from lmforge.data.prepare.prepare import prepare
-from lmforge.data.prepare.ranks import OneRank
 from lmforge.data.prepare.shard_jobs import UnitReader
 from lmforge.data.prepare.tokenizer_sample import LeastTexts, sample_texts
 from lmforge.data.prepare.worker_pool import WorkerPool
@@ -75,7 +75,9 @@ def test_the_same_texts_give_the_same_tokenizer_whatever_holds_them(
 def sample(path: Path, workers: int, ratio: float = 0.0) -> list[str]:
     readers = [UnitReader(unit, None) for unit in open_text_source(str(path)).units()]
     with WorkerPool(workers) as pool:
-        return sample_texts(readers, pool, OneRank(), source_bytes=2, ratio=ratio, seed=0, on_progress=lambda unit, read: None)
+        return sample_texts(
+            readers, pool, SingleProcessContext(), source_bytes=2, ratio=ratio, seed=0, on_progress=lambda unit, read: None
+        )
 
 
 def test_a_sample_is_full_without_what_is_for_validation_and_the_same_from_several_processes(
@@ -108,7 +110,13 @@ def test_a_guess_that_was_too_low_is_made_good(tmp_path: Path, monkeypatch: pyte
         with WorkerPool(1) as pool:
             samples.append(
                 sample_texts(
-                    readers, pool, OneRank(), source_bytes=source_bytes, ratio=0, seed=0, on_progress=lambda unit, read: None
+                    readers,
+                    pool,
+                    SingleProcessContext(),
+                    source_bytes=source_bytes,
+                    ratio=0,
+                    seed=0,
+                    on_progress=lambda unit, read: None,
                 )
             )
     assert samples[0] == samples[1]
@@ -118,15 +126,15 @@ def test_the_least_texts_do_not_depend_on_the_order_in_which_they_come() -> None
     chance = fresh_random()
     pairs = [(chance.randrange(50), "x" * chance.randrange(1, 9)) for _ in range(200)]
     for limit in (1, 10, 100, 10_000):
-        found = []
+        results = []
         for _ in range(5):
             random.Random(chance.random()).shuffle(pairs)
             least = LeastTexts(limit)
             for key, text in pairs:
                 least.add(key, text)
-            found.append(least.items())
-        assert all(each == found[0] for each in found)
-        keys = [key for key, _ in found[0]]
+            results.append(least.items())
+        assert all(each == results[0] for each in results)
+        keys = [key for key, _ in results[0]]
         assert keys == sorted(key for key, _ in pairs)[: len(keys)]
-        sizes = [len(text) for _, text in found[0]]
+        sizes = [len(text) for _, text in results[0]]
         assert len(sizes) == len(pairs) or sum(sizes) >= limit > sum(sizes[:-1])

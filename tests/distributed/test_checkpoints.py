@@ -132,7 +132,7 @@ def test_a_run_is_the_same_run_under_every_strategy(runs: Runs, name: str) -> No
 
 
 @pytest.mark.parametrize("name", cases(READERS))
-def test_a_checkpoint_goes_on_under_another_strategy_with_the_same_losses(runs: Runs, name: str) -> None:
+def test_a_checkpoint_continues_under_another_strategy_with_the_same_losses(runs: Runs, name: str) -> None:
     log = runs[name].log_path(2, 0).read_text()
     assert "from step 3" in log
     tolerance = LOSS_BOUNDS[torch.bfloat16 if "bf16" in name else torch.float32]

@@ -26,7 +26,7 @@ def folder(recipe: Recipe, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_every_rank_is_told(folder: Path) -> None:
+def test_determinism_is_set_on_every_rank(folder: Path) -> None:
     for rank in range(RANKS):
         for name in ("a", "b"):
             settings = json.loads((folder / f"{name}-{rank}.json").read_text())

@@ -142,7 +142,7 @@ def last_step(run: Run) -> int:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks_per_host", [1, 2])
-def test_a_run_goes_on_when_a_host_is_lost(
+def test_a_run_continues_when_a_host_is_lost(
     ranks_per_host: int, laboratory: Laboratory, recipe: Recipe, reference: Run, tmp_path: Path
 ) -> None:
     """And the recipe says to overwrite the run, which was done once."""
@@ -162,7 +162,7 @@ def test_a_run_goes_on_when_a_host_is_lost(
 
 
 @pytest.mark.slow
-def test_a_run_goes_on_when_a_host_is_cut_off(laboratory: Laboratory, recipe: Recipe, reference: Run, tmp_path: Path) -> None:
+def test_a_run_continues_when_a_host_is_cut_off(laboratory: Laboratory, recipe: Recipe, reference: Run, tmp_path: Path) -> None:
     """No connection is closed: the ranks only wait, until the watchdog ends them."""
     run = Run(tmp_path / "runs" / "cut")
     watch = ["--watch.stall_seconds", "2", "--watch.timeout_seconds", "5"]
@@ -179,7 +179,7 @@ def test_a_run_goes_on_when_a_host_is_cut_off(laboratory: Laboratory, recipe: Re
 
 
 @pytest.mark.slow
-def test_a_run_goes_on_with_a_host_that_joins(laboratory: Laboratory, recipe: Recipe, reference: Run, tmp_path: Path) -> None:
+def test_a_run_continues_with_a_host_that_joins(laboratory: Laboratory, recipe: Recipe, reference: Run, tmp_path: Path) -> None:
     """Such a start is not a restart by torchrun's count; the recipe says to overwrite the run all the same."""
     run = Run(tmp_path / "runs" / "joined")
     command = recipe(tmp_path / "runs", "joined", *BATCH, "--run.overwrite", "true")

@@ -34,12 +34,12 @@ SPREADS: dict[str, list[str]] = {
 @pytest.fixture(scope="module")
 def folders(tiny_tokens: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """A model folder of each kind that fits the tokens; gpt_neox's without weights."""
-    found = {kind: tmp_path_factory.mktemp(kind) for kind in KINDS}
+    results = {kind: tmp_path_factory.mktemp(kind) for kind in KINDS}
     tokenizer = TokenFolder.open(tiny_tokens).tokenizer
-    for kind, folder in found.items():
+    for kind, folder in results.items():
         theirs = theirs_of(kind, vocab_size=tokenizer.vocab_size)
         (theirs if kind == "mixtral" else theirs.config).save_pretrained(folder)
-    return found
+    return results
 
 
 @pytest.fixture(scope="module")
@@ -95,7 +95,7 @@ def test_it_begins_from_the_folders_weights_and_trains_every_tensor(runs: dict[s
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_run_is_opened_evaluated_shown_and_exported_without_being_told_what_it_is(
+def test_a_run_is_opened_evaluated_shown_and_exported_without_options_for_its_kind(
     runs: dict[str, Run], kind: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     run = runs[f"{kind} fsdp2"]

@@ -37,7 +37,7 @@ from lmforge.parallel.parallel_model import ParallelModel
 from lmforge.parallel.parallelize import parallelize
 from lmforge.parallel.precision import compiled_graph_count
 from lmforge.plan.memory import count_all, optimizer_state_bytes
-from lmforge.plan.prediction.setting import Setting
+from lmforge.plan.prediction.step_config import StepConfig
 from lmforge.runs import Run
 from lmforge.stages.alignment.reference import ReferenceModel, reference_logprobs
 from lmforge.train.bad_steps import BadStepDetector
@@ -78,11 +78,11 @@ def test_offloaded_weights_train_as_those_on_the_gpu(
     lmforge: Command, tiny_options: list[str], tmp_path: Path, implementation: str, gpu_device: torch.device
 ) -> None:
     words = ["--parallel.engine", "fsdp2", "--optimizer.implementation", implementation, "--parallel.cpu_offload"]
-    found = {
+    results = {
         offload: trained(lmforge, tiny_options, tmp_path, offload, gpu_device.type, *words, offload)
         for offload in ("false", "true")
     }
-    assert found["true"] == pytest.approx(found["false"], rel=1e-4)
+    assert results["true"] == pytest.approx(results["false"], rel=1e-4)
 
 
 def small_model(device: torch.device, config: ModelConfig = SMALL_MODEL, **options: Any) -> ParallelModel:
@@ -152,8 +152,8 @@ def test_collectives_of_nccl_are_in_the_report_of_a_stall(gpu_device: torch.devi
         dist.all_reduce(torch.ones(3, device=gpu_device))
         if gpu_device.type == "cuda":
             torch.cuda.synchronize()
-        found = {record.operation for record in recent_collectives()}
-        assert any("all_reduce" in operation or "allreduce" in operation for operation in found), found
+        results = {record.operation for record in recent_collectives()}
+        assert any("all_reduce" in operation or "allreduce" in operation for operation in results), results
     finally:
         destroy_distributed()
 
@@ -217,10 +217,10 @@ def test_ddp_with_one_rank_of_nccl_computes_the_gradient_of_one_process(gpu_devi
         model, objective = init_weights(build_model(SMALL_MODEL, gpu_device), 0), NextTokenObjective()
         dist_ctx = DistributedContext(RankInfo(), gpu_device, None)
         ddp = DDPModel(model, objective.loss, dist_ctx, parallel_dims(ParallelOptions(), 1, 1), None, None)
-        found = gradients(ddp, gpu_device)
+        result = gradients(ddp, gpu_device)
     finally:
         destroy_distributed()
-    for ours, theirs in zip(found, expected, strict=True):
+    for ours, theirs in zip(result, expected, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-6)
 
 
@@ -231,9 +231,9 @@ def test_checkpointed_blocks_are_compiled_and_compute_the_same(engine: str, mode
     options: dict[str, Any] = {"engine": engine, "activation_checkpointing": mode}
     with language_model(gpu_device, compile_model=True, **options) as model:
         before = compiled_graph_count()
-        found = gradients(model, gpu_device)
+        result = gradients(model, gpu_device)
         assert compiled_graph_count() > before
-    for ours, theirs in zip(found, expected, strict=True):
+    for ours, theirs in zip(result, expected, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-5)
 
 
@@ -263,8 +263,8 @@ def test_activations_on_a_gpu_are_those_of_the_formula(mode: str, gpu_device: to
         measured = tracker.live_bytes()
         assert total.requires_grad
     on_gpu, chosen = gpu_device.type != "cpu", ParallelOptions(**options)
-    setting = Setting(ACTIVATION_MODEL, chosen, 1, 1, sequences, 1, length, compiled=False, on_gpu=on_gpu)
-    predicted = predicted_activation_bytes(setting)
+    step_config = StepConfig(ACTIVATION_MODEL, chosen, 1, 1, sequences, 1, length, compiled=False, on_gpu=on_gpu)
+    predicted = predicted_activation_bytes(step_config)
     # The kernels of a GPU may keep a second copy of their output, in the layout of the next product; and the log-sum-exps of
     # compiled attention are not seen.
     blocks, heads = ACTIVATION_MODEL.num_hidden_layers if mode == "none" else 0, ACTIVATION_MODEL.num_attention_heads
@@ -316,10 +316,10 @@ def test_an_optimizer_learns_as_on_a_cpu(
 ) -> None:
     words: list[object] = ["--optimizer.name", optimizer]
     words += {"sgd": ["--optimizer.lr", 1.0], "adamw": ["--optimizer.state_dtype", "bf16"]}.get(optimizer, [])
-    found = {
+    results = {
         device: trained(lmforge, tiny_options, tmp_path, f"on-{device}", device, *words) for device in ("cpu", gpu_device.type)
     }
-    on_cpu, on_gpu = found["cpu"], found[gpu_device.type]
+    on_cpu, on_gpu = results["cpu"], results[gpu_device.type]
     assert on_gpu[6] < on_gpu[1]
     # Muon orthogonalizes in bf16 on a GPU, and states in bf16 are rounded.
     assert on_gpu == pytest.approx(on_cpu, rel=0.02)
@@ -335,20 +335,20 @@ def test_a_deterministic_run_that_resumes_is_the_same_to_the_last_bit(
 
 
 def test_a_gpu_decodes_what_a_cpu_decodes(lmforge: Command, tiny_run: Path, gpu_device: torch.device) -> None:
-    found = []
+    results = []
     for device in ("cpu", gpu_device.type):
         words = ["--temperature", 0, "--max_tokens", 24, "--dtype", "fp32", "--device", device]
         done = lmforge("generate", tiny_run, "def ", "import ", *words)
         assert done.returncode == 0, done.stderr
-        found.append(done.stdout)
-    assert found[0] == found[1]
+        results.append(done.stdout)
+    assert results[0] == results[1]
 
 
 def test_cuda_graphs_decode_what_single_kernels_do(monkeypatch: pytest.MonkeyPatch) -> None:
     """In fp32, of a fused model and of one computed by its own forward. Sequences grow and leave: three shapes."""
     prompts = [[5, 6, 7], [8] * 250, [9, 10]]
     for fused in (True, False):
-        found = []
+        results = []
         for graphs in (True, False):
             with monkeypatch.context() as patch:
                 if not fused:
@@ -368,16 +368,16 @@ def test_cuda_graphs_decode_what_single_kernels_do(monkeypatch: pytest.MonkeyPat
                 if graphs:
                     assert not decoder._graphs._failed
                     assert sum(each is not None for each in decoder._graphs._recorded.values()) == 3
-            found.append(torch.cat(steps))
-        torch.testing.assert_close(found[0], found[1], rtol=1e-4, atol=1e-5)
+            results.append(torch.cat(steps))
+        torch.testing.assert_close(results[0], results[1], rtol=1e-4, atol=1e-5)
 
 
-def test_a_sharded_run_in_bf16_writes_samples_and_goes_on(
+def test_a_sharded_run_in_bf16_writes_samples_and_continues(
     lmforge: Command, tiny_options: list[str], tmp_path: Path, gpu_device: torch.device
 ) -> None:
     heads = ["--model.hidden_size", 64, "--parallel.engine", "fsdp2", "--train.dtype", "bf16"]
-    found = trained(lmforge, tiny_options, tmp_path, "a", gpu_device.type, *heads, "--sample.every_steps", 3)
-    assert found[6] < found[1]
+    result = trained(lmforge, tiny_options, tmp_path, "a", gpu_device.type, *heads, "--sample.every_steps", 3)
+    assert result[6] < result[1]
 
 
 def test_a_trace_of_steps_has_the_kernels_of_the_gpu(lmforge: Command, tiny_options: list[str], tmp_path: Path) -> None:
@@ -408,13 +408,13 @@ def test_heads_of_every_size_that_flex_attention_takes_learn_alike(gpu_device: t
     """Grouped heads of 16 to 128, in bf16 as in fp32."""
     for head_dim in (16, 64, 128):
         config = replace(SMALL_MODEL, head_dim=head_dim)
-        found = []
+        results = []
         for dtype in (torch.float32, torch.bfloat16):
             with language_model(gpu_device, config, dtype) as model:
                 batch = ParityData(sequences=2).batch(0, config.vocab_size).to(gpu_device)
                 total, _ = model.forward_backward([batch], torch.tensor(99.0, device=gpu_device), lambda phase: None)[0]["loss"]
-                found.append(total.item())
-        assert found[1] == pytest.approx(found[0], rel=0.01)
+                results.append(total.item())
+        assert results[1] == pytest.approx(results[0], rel=0.01)
 
 
 @pytest.mark.parametrize(("softcap", "z_weight"), [(None, 0.0), (30.0, 1e-3)])
@@ -448,11 +448,11 @@ def test_compiled_loss_passes_in_bf16_are_the_loss_in_fp64_to_what_bf16_rounds(s
 def test_compiled_loss_passes_in_fp32_are_torchs_operators() -> None:
     hidden = torch.randn(3000, 128, device="cuda").requires_grad_()
     weight = (torch.randn(5003, 128, device="cuda") / 8).requires_grad_()
-    labels, found = torch.randint(0, 5003, (3000,), device="cuda"), {}
+    labels, result = torch.randint(0, 5003, (3000,), device="cuda"), {}
     for fused in (False, True):
         total, *_ = cross_entropy_and_z_loss(hidden, weight, labels, 1e-3, HeadOptions(softcap=5.0, fused=fused))
-        found[fused] = [total, *torch.autograd.grad(total, (hidden, weight))]
-    for mine, reference in zip(found[True], found[False], strict=True):
+        result[fused] = [total, *torch.autograd.grad(total, (hidden, weight))]
+    for mine, reference in zip(result[True], result[False], strict=True):
         assert (mine - reference).norm() <= 1e-5 * reference.norm()
 
 

@@ -47,9 +47,9 @@ def test_variable_length_flash_attention_is_flex_attention_and_dense_masks(windo
 
     dense = attended(create_attention_mask(ids, window), torch.float32, torch.device("cpu"))
     for mask in (varlen, flex):
-        for found, expected in zip(attended(mask, torch.bfloat16, device), dense, strict=True):
+        for result, expected in zip(attended(mask, torch.bfloat16, device), dense, strict=True):
             # bf16 has 8 bits: a number is rounded to 1/256 of itself, and a gradient sums many of them.
-            assert (found - expected).norm() < 0.01 * expected.norm()
+            assert (result - expected).norm() < 0.01 * expected.norm()
 
 
 @pytest.mark.parametrize("mode", ["none", "full", "selective-ops"])
@@ -91,7 +91,7 @@ def test_a_decoding_step_with_grouped_heads_keeps_no_copy_of_the_keys() -> None:
     mask = AttentionMask(torch.ones(8, 1, 1, 4096, device="cuda", dtype=torch.bool))
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
-    found = attend(q, k, v, mask)
+    result = attend(q, k, v, mask)
     assert torch.cuda.max_memory_allocated() - before < k.nbytes
     expected = attend(q.cpu().float(), k.cpu().float(), v.cpu().float(), AttentionMask(torch.ones(8, 1, 1, 4096).bool()))
-    torch.testing.assert_close(found.cpu().float(), expected, atol=2e-2, rtol=2e-2)  # bf16 has 8 bits
+    torch.testing.assert_close(result.cpu().float(), expected, atol=2e-2, rtol=2e-2)  # bf16 has 8 bits

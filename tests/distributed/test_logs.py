@@ -105,7 +105,7 @@ def test_a_rank_that_died_without_an_exception_is_the_first_and_not_the_one_that
         assert any("in batches" in line for line in lines[first + 1 : first + 8])
 
 
-def test_following_goes_on_over_a_failed_attempt_and_ends_with_the_run(raised: Path, recipe: Recipe, tmp_path: Path) -> None:
+def test_following_continues_over_a_failed_attempt_and_ends_with_the_run(raised: Path, recipe: Recipe, tmp_path: Path) -> None:
     run = Run(shutil.copytree(raised, tmp_path / "a"))
     (tmp_path / "follow").mkdir()
     following = preloaded().start(["logs", run.path, "--follow"], tmp_path / "follow")

@@ -25,11 +25,11 @@ def trials(tmp_path_factory: pytest.TempPathFactory) -> SampledTrials:
     sampled("lora", ((2, f"{shape} {case.name}") for shape in shapes_on(2) for case in lora_cases(shape, 2))),
 )
 def test_losses_gradient_norms_and_adapters_are_those_of_one_process(trials: SampledTrials, world_size: int, name: str) -> None:
-    found = trials.read(world_size, name)
-    assert len(set(found["losses"])) == len(found["losses"])
-    differences = {what: found[what] for what in ("loss", "gradient_norm")}
+    result = trials.read(world_size, name)
+    assert len(set(result["losses"])) == len(result["losses"])
+    differences = {what: result[what] for what in ("loss", "gradient_norm")}
     assert max(differences.values()) < TOLERANCE, differences
-    assert found["weights"] < OF_WEIGHTS
+    assert result["weights"] < OF_WEIGHTS
 
 
 @pytest.mark.parametrize(("name", "shards"), [("ddp", 1), ("fsdp1 full-shard", 2), ("fsdp2 full-shard", 2)])
@@ -45,7 +45,7 @@ def test_only_adapters_have_gradients_and_optimizer_state(trials: SampledTrials,
         assert held["optimizer"] <= 2 * held["gradients"] + 1000
 
 
-def test_what_is_saved_under_one_strategy_goes_on_under_another(tmp_path: Path) -> None:
+def test_what_is_saved_under_one_strategy_continues_under_another(tmp_path: Path) -> None:
     on_ranks(2, HERE / "lora_saved.py", tmp_path, tmp_path)
     result = json.loads((tmp_path / "result.json").read_text())
     assert len(result) == 3

@@ -249,8 +249,8 @@ def test_the_losses_of_the_sources_add_up_to_the_loss_on_any_ranks(
         for rate in ("loss", "bits_per_byte"):
             assert measured[f"val/{rate}/{name}"] == pytest.approx(by_itself[rate], rel=2e-6)
             assert on_ranks[f"val/{rate}/{name}"] == pytest.approx(by_itself[rate], rel=2e-6)
-    found = lmforge("evaluate", alone.path, "--output", "json")
-    whole = json.loads(found.stdout)
+    result = lmforge("evaluate", alone.path, "--output", "json")
+    whole = json.loads(result.stdout)
     for name in ("loss", "loss/web", "loss/code", "bits_per_byte", "bits_per_byte/web", "bits_per_byte/code"):
         assert whole[name] == pytest.approx(measured[f"val/{name}"], rel=2e-6)
     assert whole["data"] == f"{corpora / 'web'}, {corpora / 'code'}"

@@ -197,7 +197,7 @@ def history(recipe: Recipe, tmp_path_factory: pytest.TempPathFactory) -> History
     return History(Run(folder / "unbroken"), broken, stopped, stopped_at, {place: Run(folder / place) for place in places})
 
 
-def test_asked_to_stop_ranks_finish_the_step_save_and_say_how_to_go_on(history: History) -> None:
+def test_asked_to_stop_ranks_finish_the_step_save_and_say_how_to_continue(history: History) -> None:
     said = history.stopped.out.splitlines()[-1]
     # The launcher, asked by either signal, asks its ranks by this one: processes that a rank has started would die of SIGUSR1.
     assert said.startswith(f"stopped by SIGTERM after step {history.stopped_at}, which is saved; to continue: ")
@@ -239,7 +239,7 @@ def test_continued_on_other_ranks_and_strategies_losses_agree(history: History, 
         assert ours[step] == pytest.approx(loss, rel=LOSS_TOLERANCE), step
 
 
-def test_three_ranks_under_ddp_go_on_to_the_same_bits(recipe: Recipe, tmp_path: Path) -> None:
+def test_three_ranks_under_ddp_continue_to_the_same_bits(recipe: Recipe, tmp_path: Path) -> None:
     """Of three, the order of a sum shows: it follows from where DDP puts a gradient in its buckets."""
     more = ["--parallel.engine", "ddp", "--schedule.name", "constant"]
     cases = [
@@ -255,7 +255,7 @@ def test_three_ranks_under_ddp_go_on_to_the_same_bits(recipe: Recipe, tmp_path: 
         assert torch.equal(tensor, theirs[name]), name
 
 
-def test_interrupted_a_single_process_saves_and_goes_on_to_the_same_bits(recipe: Recipe, tmp_path: Path) -> None:
+def test_interrupted_a_single_process_saves_and_continues_to_the_same_bits(recipe: Recipe, tmp_path: Path) -> None:
     """At the keyboard, or by a scheduler that warns before the time is up."""
     number = fresh_random().choice((signal.SIGINT, signal.SIGUSR1))
     print(f"interrupted by {number.name}")

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from lmforge.bench.parity import strategy_cases
-from lmforge.plan.prediction.setting import Setting
+from lmforge.plan.prediction.step_config import StepConfig
 from tests.distributed.conftest import SampledTrials, sampled
 from tests.distributed.shapes import SHAPES, chosen_cases, shapes_on
 from tests.plan.step_program import predicted_activation_bytes
@@ -86,8 +86,8 @@ def test_each_rank_holds_the_activations_of_its_own_sequences_whatever_is_sharde
 ) -> None:
     [case] = [case for case in strategy_cases(world_size, False) if case.name == name]
     size, kind = 4 // case.accumulation, {"dtype": "fp32", "compiled": False, "on_gpu": False}
-    setting = Setting(SHAPES["llama"], case.options, world_size, world_size, size, case.accumulation, 48, **kind)
-    predicted = predicted_activation_bytes(setting)
+    step_config = StepConfig(SHAPES["llama"], case.options, world_size, world_size, size, case.accumulation, 48, **kind)
+    predicted = predicted_activation_bytes(step_config)
     for rank in range(world_size):
         held = trials.read(world_size, f"llama {name}", rank)
         assert held["activations"] == pytest.approx(predicted, rel=0.02), rank

@@ -28,9 +28,9 @@ def folder(recipe: Recipe, tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name, lines in (("chosen", choices), ("written", written)):
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     few = ["--train.steps", "4", "--validation.every_steps", "2", "--validation.at_start"]
-    asked = [*few, "--validation.tasks", str(folder / "chosen.jsonl"), str(folder / "written.jsonl")]
-    run_cases(1, [recipe(folder, "single", *asked)], folder)
-    cases = [recipe(folder, name, *asked, *words.split()) for name, words in ENGINES.items()]
+    options = [*few, "--validation.tasks", str(folder / "chosen.jsonl"), str(folder / "written.jsonl")]
+    run_cases(1, [recipe(folder, "single", *options)], folder)
+    cases = [recipe(folder, name, *options, *words.split()) for name, words in ENGINES.items()]
     run_cases(2, [recipe(folder, "not asked", *few), *cases], folder)
     return folder
 

@@ -50,9 +50,9 @@ def stuck(recipe: Recipe, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
 
 
 def test_a_live_run_is_read_from_its_directory_alone(stuck: Going, capsys: pytest.CaptureFixture[str]) -> None:
-    found = answer(capsys, stuck.run.path)
-    assert found["hosts"] == []
-    [run] = found["runs"]
+    result = answer(capsys, stuck.run.path)
+    assert result["hosts"] == []
+    [run] = result["runs"]
     assert (run["state"], run["attempt"], run["step"], run["steps"]) == ("stalled", 1, 7, 100_000)
     assert run["metrics"]["loss"] > 0
     ranks = [(rank["rank"], rank["phase"], rank["verdict"]) for rank in run["ranks"]]
@@ -100,15 +100,15 @@ def test_a_host_that_does_not_answer_neither_counts_nor_holds_up_the_others(
     hosts.write_text("# my cluster\nsilent slots=8\nrefuses\n\ngreets\nrefuses\n" + "\n".join(ADDRESSES))
     python = f"env PYTHONPATH={Path(__file__).parents[2]} {sys.executable} -m lmforge"
     words = (hosts, "--ssh_command", shell, "--remote_command", python, "--timeout_seconds", 5)
-    found = {host["name"]: host for host in answer(capsys, *words)["hosts"]}
-    assert re.fullmatch(r"no answer for \d+ s", found["silent"]["error"])
-    assert {found[name]["error"] for name in ("refuses", *ADDRESSES)} == {"Permission denied (publickey)."}
-    assert found["greets"]["error"] == ""
-    assert found["greets"]["usage"]["cpu_percent"] is not None
-    assert found["silent"]["usage"] is found["refuses"]["usage"] is None
+    results = {host["name"]: host for host in answer(capsys, *words)["hosts"]}
+    assert re.fullmatch(r"no answer for \d+ s", results["silent"]["error"])
+    assert {results[name]["error"] for name in ("refuses", *ADDRESSES)} == {"Permission denied (publickey)."}
+    assert results["greets"]["error"] == ""
+    assert results["greets"]["usage"]["cpu_percent"] is not None
+    assert results["silent"]["usage"] is results["refuses"]["usage"] is None
 
 
-def test_a_host_that_nobody_knows_has_a_row_of_its_own(capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_unknown_host_has_its_own_row(capsys: pytest.CaptureFixture[str]) -> None:
     assert lmforge_here(["top", "nowhere.invalid", "--once", "--timeout_seconds", "20"]) == 0
     page = capsys.readouterr().out.splitlines()
     assert "0 of 1 host answers" in page
@@ -148,10 +148,10 @@ def test_two_hosts_are_asked_over_ssh_and_slurm_and_one_that_is_cut_off_is_marke
         assert host["error"] == ""
         assert host["usage"]["host"] == name
     with laboratory.without_network("node2"):
-        found = top("node1", "node2")
-        assert found["node1"]["error"] == ""
-        assert found["node2"]["usage"] is None
-        assert re.match(r"no answer for|ssh: connect to host", found["node2"]["error"])
+        result = top("node1", "node2")
+        assert result["node1"]["error"] == ""
+        assert result["node2"]["usage"] is None
+        assert re.match(r"no answer for|ssh: connect to host", result["node2"]["error"])
     submitted = laboratory.run("login", ["sbatch", "-N2", "--parsable", "--output=/dev/null", "--wrap", "sleep 300"])
     job = submitted.stdout.strip()
     deadline = time.monotonic() + 60
@@ -159,7 +159,7 @@ def test_two_hosts_are_asked_over_ssh_and_slurm_and_one_that_is_cut_off_is_marke
         assert time.monotonic() < deadline
         time.sleep(0.2)
     try:
-        found = top("--slurm_job", job)
-        assert {name: host["usage"]["host"] for name, host in found.items()} == {"node1": "node1", "node2": "node2"}
+        result = top("--slurm_job", job)
+        assert {name: host["usage"]["host"] for name, host in result.items()} == {"node1": "node1", "node2": "node2"}
     finally:
         laboratory.run("login", ["scancel", job])

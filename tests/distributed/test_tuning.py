@@ -73,8 +73,8 @@ class World:
         return [verb, *(str(word) for pair in chosen.items() for word in (f"--{pair[0]}", pair[1])), *map(str, more)]
 
     def grpo(self, name: str, *more: object, steps: int = STEPS, reward: str = "rewards.py:short") -> list[str]:
-        about = ["--method", "grpo", "--data.files", self.folder / "prompts.jsonl", "--rollout.max_completion_length", 12]
-        about += [
+        options = ["--method", "grpo", "--data.files", self.folder / "prompts.jsonl", "--rollout.max_completion_length", 12]
+        options += [
             "--rollout.reward_functions",
             self.folder / reward,
             "--rollout.num_generations",
@@ -82,14 +82,14 @@ class World:
             "--rollout.num_iterations",
             2,
         ]
-        about += [
+        options += [
             "--data.validation_files",
             self.folder / "prompts-val.jsonl",
             "--validation.at_start",
             "--validation.every_steps",
             3,
         ]
-        return self.words("align", name, *about, *more, steps=steps)
+        return self.words("align", name, *options, *more, steps=steps)
 
 
 @pytest.fixture(scope="module")
@@ -338,14 +338,14 @@ def test_every_preset_trains(world: World, name: str) -> None:
         assert losses(run)[1] == pytest.approx(0, abs=1e-3)
 
 
-def test_how_many_answers_are_written_at_once_does_not_show(world: World) -> None:
+def test_the_decoding_batch_size_does_not_change_results(world: World) -> None:
     for name in ("loss", "reward", "completion_tokens"):
         assert losses(world.run("grpo few at once"), name) == pytest.approx(
             {step: value for step, value in losses(world.run("grpo"), name).items() if step <= 2}, abs=1e-5
         )
 
 
-def test_a_set_of_answers_that_was_kept_by_other_options_is_written_anew(world: World) -> None:
+def test_a_set_of_completions_saved_with_other_options_is_sampled_again(world: World) -> None:
     run = world.run("grpo begun without kl")
     assert set(losses(run)) == {1, 2, 3}
     assert set(losses(run, "kl")) == {2, 3}
@@ -353,7 +353,7 @@ def test_a_set_of_answers_that_was_kept_by_other_options_is_written_anew(world: 
     assert "the completions of this set are sampled again" in said
 
 
-def test_a_divergence_that_lessens_rewards_is_told_too(world: World) -> None:
+def test_a_divergence_that_lessens_rewards_is_a_metric_too(world: World) -> None:
     assert losses(world.run("rloo"), "kl")[1] == pytest.approx(0, abs=1e-5)
     assert losses(world.run("rloo"), "kl")[2] != losses(world.run("rloo"), "kl")[1]
 
@@ -384,7 +384,7 @@ def test_held_out_examples_are_not_trained_on_and_rows_hold_whole_examples(world
         assert not contents(train) & contents(held_out)
 
 
-def test_a_reward_model_learns_to_tell_the_better_answer_and_goes_on_from_its_own_head(world: World) -> None:
+def test_a_reward_model_learns_to_tell_the_better_answer_and_continues_from_its_own_head(world: World) -> None:
     accuracy = losses(world.run("reward"), "val/rewards/accuracy")
     assert set(accuracy) == {0, STEPS}
     # Its new head gives small rewards at first: neither side is preferred by much.
@@ -443,7 +443,7 @@ def test_a_reward_model_judges_rollouts(world: World) -> None:
         (["export", "{}/reward lora", "{}/out", "--adapters"], "a reward model: its head is new and is not part of the"),
         (
             ["sft", "--model.source", "{}/reward", "--data.files", "{}/chats.jsonl"],
-            "only align.method = reward goes on from",
+            "only align.method = reward can start from",
         ),
     ],
 )

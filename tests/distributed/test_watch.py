@@ -34,11 +34,11 @@ class Going:
     def wait_for(self, pattern: str) -> re.Match[str]:
         """What the run prints that matches, as soon as it does."""
         deadline = time.monotonic() + 120
-        while not (found := re.search(pattern, self.said(), re.M)):
+        while not (result := re.search(pattern, self.said(), re.M)):
             assert time.monotonic() < deadline, f"{pattern} was not said in\n{self.said()}"
             assert not self._has_ended(), f"it ended\n{self.said()}"
             time.sleep(0.05)
-        return found
+        return result
 
     def steps(self) -> int:
         return max((record["step"] for record in self.run.read_metrics()), default=0)
@@ -87,7 +87,7 @@ def test_a_rank_that_sleeps_is_named_with_its_phase_and_stack_and_so_is_who_wait
         assert over["reason"].startswith("making progress again after ")
 
 
-def test_a_stopped_rank_is_distinguished_from_a_sleeping_one_and_its_peers_end_when_nobody_goes_on(
+def test_a_stopped_rank_is_distinguished_from_a_sleeping_one_and_its_peers_end_when_nobody_continues(
     recipe: Recipe, tmp_path: Path
 ) -> None:
     run = Run(tmp_path / "watched")

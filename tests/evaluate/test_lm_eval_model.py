@@ -69,13 +69,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for (name, yaml), lines in zip(TASKS.items(), (CHOICES, TEXTS, WRITTEN), strict=True):
         data = folder / f"{name}.jsonl"
         data.write_text("".join(json.dumps(line) + "\n" for line in lines))
-        about = f"""
+        header = f"""
         task: {name}
         dataset_path: json
         dataset_kwargs: {{data_files: {{test: "{data}"}}}}
         test_split: test
         fewshot_split: test"""
-        text = about + yaml
+        text = header + yaml
         (folder / f"{name}.yaml").write_text("\n".join(line.strip() for line in text.strip().splitlines()) + "\n")
     return folder
 
@@ -139,12 +139,12 @@ def test_single_requests_give_the_results_of_the_exported_model(opened: LoadedMo
     likeliest = theirs.generate_until(asked("generate_until", ("The king", {"until": ["zz"], "max_gen_toks": 1})))[0]
     [(_, greedy)] = mine.loglikelihood(asked("loglikelihood", ("The king", likeliest)))
     assert greedy
-    wanted = [
+    expected = [
         ("The king", {"until": ["\n"], "max_gen_toks": 12}),
         ("The king", {"until": [], "max_gen_toks": 3}),
         ("My lord, what", {"until": ["e", " the"], "max_gen_toks": 12}),
     ]
-    requests = asked("generate_until", *wanted)
+    requests = asked("generate_until", *expected)
     assert mine.generate_until(requests) == theirs.generate_until(requests)
 
 
@@ -207,8 +207,8 @@ def test_results_are_the_same_on_any_number_of_ranks_with_sampling_too(opened: L
 
     alone = answers(ALONE)
     assert alone[0][0] != alone[0][2]  # each of two equal prompts draws its own
-    for found in (*on_ranks(2, answers), *on_ranks(5, answers)):
-        assert found == alone
+    for result in (*on_ranks(2, answers), *on_ranks(5, answers)):
+        assert result == alone
 
 
 def test_ranks_with_different_requests_get_the_same_error(opened: LoadedModel) -> None:

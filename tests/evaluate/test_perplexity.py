@@ -138,6 +138,6 @@ def test_a_source_of_which_no_sequence_is_measured_has_no_loss(score: ScoreFn, t
     assert "loss/validation" not in measured
 
 
-def test_a_loss_of_nothing_is_zero(stream: TokenDataset) -> None:
+def test_a_loss_without_labels_is_zero(stream: TokenDataset) -> None:
     measured = evaluate_loss(lambda batch: torch.zeros(2, 4, dtype=torch.float64), stream, ALONE, num_sequences=2, batch_size=2)
     assert measured == {"loss": 0.0, "perplexity": 1.0, "bits_per_byte": 0.0, "tokens": 0.0, "bytes": 0.0}

@@ -117,8 +117,8 @@ def test_fewshot_examples_are_the_first_other_questions_with_their_answers(opene
         {"prompt": shown[0] + shown[1] + "", "choices": CHOICES[3]["choices"], "answer": 1},
     ]
     expected = run_task(load_task(task_file(tmp_path, by_hand, "by_hand")), opened, ALONE, TaskSettings())["answers"]
-    found = run_task(task, opened, ALONE, TaskSettings(num_fewshot=2))["answers"]
-    for mine, theirs in ((found[0], expected[0]), (found[3], expected[1])):
+    result = run_task(task, opened, ALONE, TaskSettings(num_fewshot=2))["answers"]
+    for mine, theirs in ((result[0], expected[0]), (result[3], expected[1])):
         assert mine["logprobs"] == pytest.approx(theirs["logprobs"], rel=1e-5)
     # From another file, whose questions are none of these: all from the first.
     other = load_task(task_file(tmp_path, CHOICES, "other"))

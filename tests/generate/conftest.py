@@ -87,8 +87,8 @@ def models(scripted: Scripted, byte_tokenizer: Tokenizer, tmp_path_factory: pyte
     noise writes at random. In plain no one has said how to talk to it."""
     folder = tmp_path_factory.mktemp("models")
     byte_tokenizer.save(folder / "tokenizer")
-    asked, ends = (byte_tokenizer.token_to_id(token) for token in ("<|assistant|>", "<|end|>"))
-    assert asked
+    assistant, ends = (byte_tokenizer.token_to_id(token) for token in ("<|assistant|>", "<|end|>"))
+    assert assistant
     assert ends
     hello, ab = byte_tokenizer.encode("Hey <s>"), byte_tokenizer.encode("ab")
     torch.manual_seed(0)
@@ -102,8 +102,8 @@ def models(scripted: Scripted, byte_tokenizer: Tokenizer, tmp_path_factory: pyte
         initializer_range=0.4,
     )
     written = {
-        "hello": scripted(dict(pairwise([asked, *hello, ends]))),
-        "endless": scripted(dict(pairwise([asked, *ab, ab[0]]))),
+        "hello": scripted(dict(pairwise([assistant, *hello, ends]))),
+        "endless": scripted(dict(pairwise([assistant, *ab, ab[0]]))),
         "noise": init_weights(build_model(noise), 1),
         "plain": init_weights(build_model(noise), 2),
     }

@@ -134,7 +134,7 @@ def test_the_cache_has_the_dtype_of_autocast(spelling: Spelling, byte_tokenizer:
         assert generate(spelling("hey"), byte_tokenizer, ["h"], max_tokens=9, sampling=GREEDY, seed=0)[0].text == "ey"
 
 
-class Told:
+class Streamed:
     """What `on_text` was told, by row."""
 
     def __init__(self, rows: int) -> None:
@@ -161,27 +161,29 @@ def test_without_prompts_there_are_no_completions(spelling: Spelling, byte_token
 
 
 def test_on_text_is_called_token_by_token_with_the_index(spelling: Spelling, byte_tokenizer: Tokenizer) -> None:
-    told = Told(3)
-    generate(spelling("abcdefgh"), byte_tokenizer, ["a", "g", "h"], max_tokens=3, sampling=GREEDY, seed=0, on_text=told)
-    assert told.pieces == [["b", "c", "d"], ["h"], []]
+    streamed = Streamed(3)
+    generate(spelling("abcdefgh"), byte_tokenizer, ["a", "g", "h"], max_tokens=3, sampling=GREEDY, seed=0, on_text=streamed)
+    assert streamed.pieces == [["b", "c", "d"], ["h"], []]
 
 
-def test_characters_of_several_bytes_are_streamed_whole(spelling: Spelling, byte_tokenizer: Tokenizer) -> None:
-    told = Told(1)
-    [completion] = generate(spelling("aé漢🙂z"), byte_tokenizer, ["a"], max_tokens=99, sampling=GREEDY, seed=0, on_text=told)
+def test_characters_of_several_bytes_are_not_split_in_streams(spelling: Spelling, byte_tokenizer: Tokenizer) -> None:
+    streamed = Streamed(1)
+    [completion] = generate(
+        spelling("aé漢🙂z"), byte_tokenizer, ["a"], max_tokens=99, sampling=GREEDY, seed=0, on_text=streamed
+    )
     assert completion.text == "é漢🙂z"
-    assert told.pieces == [["é", "漢", "🙂", "z"]]
+    assert streamed.pieces == [["é", "漢", "🙂", "z"]]
 
 
 @pytest.mark.parametrize("tokens", range(11))
 def test_an_incomplete_character_is_replaced_at_the_end(spelling: Spelling, byte_tokenizer: Tokenizer, tokens: int) -> None:
-    told = Told(1)
+    streamed = Streamed(1)
     whole = "é漢🙂z"
     [completion] = generate(
-        spelling("a" + whole), byte_tokenizer, ["a"], max_tokens=max(1, tokens), sampling=GREEDY, seed=0, on_text=told
+        spelling("a" + whole), byte_tokenizer, ["a"], max_tokens=max(1, tokens), sampling=GREEDY, seed=0, on_text=streamed
     )
     assert completion.text == whole.encode()[: max(1, tokens)].decode(errors="replace")
-    assert "".join(told.pieces[0]) == completion.text
+    assert "".join(streamed.pieces[0]) == completion.text
 
 
 def test_a_character_cut_off_by_the_end_of_text_is_replaced_too(scripted: Scripted, byte_tokenizer: Tokenizer) -> None:
@@ -194,9 +196,9 @@ def test_a_character_cut_off_by_the_end_of_text_is_replaced_too(scripted: Script
 def until_a_stop(text: str, stops: list[str]) -> str | None:
     """`text` up to the first stop text that is complete, None where none ever is."""
     for end in range(1, len(text) + 1):
-        found = [text.find(stop) for stop in stops if stop in text[:end]]
-        if found:
-            return text[: min(found)]
+        results = [text.find(stop) for stop in stops if stop in text[:end]]
+        if results:
+            return text[: min(results)]
     return None
 
 
@@ -213,26 +215,26 @@ def test_a_stop_string_ends_a_completion_and_no_part_of_it_is_streamed(
     stops = data.draw(st.lists(starts | starts.map(lambda stop: stop + "!"), max_size=3))
     ids = byte_tokenizer.encode(text)
     model = scripted(dict(zip(ids, [*ids[1:], byte_tokenizer.eos_token_id], strict=True)))
-    told = Told(1)
+    streamed = Streamed(1)
     [completion] = generate(
-        model, byte_tokenizer, [text[0]], max_tokens=50, sampling=GREEDY, seed=0, stop_strings=stops, on_text=told
+        model, byte_tokenizer, [text[0]], max_tokens=50, sampling=GREEDY, seed=0, stop_strings=stops, on_text=streamed
     )
     cut = until_a_stop(text[1:], stops)
     assert completion.text == (text[1:] if cut is None else cut)
     assert completion.finish_reason == "stop"
-    assert "".join(told.pieces[0]) == completion.text
+    assert "".join(streamed.pieces[0]) == completion.text
 
 
 def test_a_completion_that_a_stop_string_ended_is_decoded_no_further(scripted: Scripted, byte_tokenizer: Tokenizer) -> None:
     a, b, c = byte_tokenizer.encode("abc")
     model, rows = scripted({a: b, b: c, c: a}), list[int]()
     model.lm_head.register_forward_hook(lambda module, inputs, output: rows.append(len(output)))
-    told = generate(model, byte_tokenizer, ["a", "c"], max_tokens=6, sampling=GREEDY, seed=0, stop_strings=["ab"])
-    assert [each.text for each in told] == ["bc", ""]
+    completions = generate(model, byte_tokenizer, ["a", "c"], max_tokens=6, sampling=GREEDY, seed=0, stop_strings=["ab"])
+    assert [each.text for each in completions] == ["bc", ""]
     assert rows == [2, 2, 1, 1]
 
 
-def test_of_stop_strings_that_complete_together_the_earlier_one_cuts(spelling: Spelling, byte_tokenizer: Tokenizer) -> None:
+def test_the_earliest_of_stop_strings_that_complete_together_cuts(spelling: Spelling, byte_tokenizer: Tokenizer) -> None:
     for stops in (["cd", "d"], ["d", "cd"]):
         [completion] = generate(
             spelling("abcdef"), byte_tokenizer, ["a"], max_tokens=50, sampling=GREEDY, seed=0, stop_strings=stops
@@ -241,15 +243,17 @@ def test_of_stop_strings_that_complete_together_the_earlier_one_cuts(spelling: S
 
 
 def test_text_is_held_back_only_while_it_may_begin_a_stop_text(spelling: Spelling, byte_tokenizer: Tokenizer) -> None:
-    told = Told(1)
+    streamed = Streamed(1)
     model = spelling("abcdefghij")
-    generate(model, byte_tokenizer, ["a"], max_tokens=50, sampling=GREEDY, seed=0, stop_strings=["cdX", "ghij"], on_text=told)
-    assert told.pieces == [["b", "cde", "f"]]
+    generate(
+        model, byte_tokenizer, ["a"], max_tokens=50, sampling=GREEDY, seed=0, stop_strings=["cdX", "ghij"], on_text=streamed
+    )
+    assert streamed.pieces == [["b", "cde", "f"]]
 
 
 def test_an_incomplete_stop_string_at_the_end_is_text(spelling: Spelling, byte_tokenizer: Tokenizer) -> None:
     for max_tokens, expected in ((3, "bcd"), (50, "bcdef")):
-        told = Told(1)
+        streamed = Streamed(1)
         [completion] = generate(
             spelling("abcdef"),
             byte_tokenizer,
@@ -258,10 +262,10 @@ def test_an_incomplete_stop_string_at_the_end_is_text(spelling: Spelling, byte_t
             sampling=GREEDY,
             seed=0,
             stop_strings=["cdefg"],
-            on_text=told,
+            on_text=streamed,
         )
         assert completion.text == expected
-        assert told.pieces == [["b", expected[1:]]]
+        assert streamed.pieces == [["b", expected[1:]]]
 
 
 def test_an_empty_prompt_begins_with_the_token_that_begins_or_else_ends_a_text(
@@ -281,7 +285,7 @@ def test_an_empty_prompt_begins_with_the_token_that_begins_or_else_ends_a_text(
 def test_sampled_text_streams_to_exactly_what_is_returned(tiny_model_and_tokenizer: tuple[LanguageModel, Tokenizer]) -> None:
     model, tokenizer = tiny_model_and_tokenizer
     prompts = ["The king", "", "é 漢", "First Citizen:\n"]
-    told = Told(4)
+    streamed = Streamed(4)
     completions = generate(
         model,
         tokenizer,
@@ -290,10 +294,10 @@ def test_sampled_text_streams_to_exactly_what_is_returned(tiny_model_and_tokeniz
         sampling=SamplingParams(1.2),
         seed=fresh_seed(),
         stop_strings=["\n\n", " a"],
-        on_text=told,
+        on_text=streamed,
     )
     for row, completion in enumerate(completions):
-        assert "".join(told.pieces[row]) == completion.text
+        assert "".join(streamed.pieces[row]) == completion.text
         assert "\n\n" not in completion.text
         assert " a" not in completion.text
         assert completion.finish_reason == "stop" or len(completion.token_ids) == 60
@@ -399,10 +403,12 @@ def test_a_cancelled_request_frees_its_slot_and_does_not_change_the_others() -> 
     never = engine.add_request(requests[1])
     engine.cancel(never)
     assert (engine.num_unfinished, engine.num_free_slots) == (3, 1)
-    told = [*first]
+    emitted = [*first]
     while engine.num_unfinished:
-        told += engine.step()
-    written = {number: [token.token_id for token in told if token.request_id == number] for number in (*numbers, late, never)}
+        emitted += engine.step()
+    written = {
+        number: [token.token_id for token in emitted if token.request_id == number] for number in (*numbers, late, never)
+    }
     ids = [[token.token_id for token in tokens] for tokens in alone]
     assert written == {numbers[0]: ids[0], numbers[1]: ids[1][:1], numbers[2]: ids[2], late: ids[3], never: []}
     assert engine.step() == []

@@ -91,8 +91,8 @@ def test_the_probability_is_nan_where_the_logits_are_no_distribution(
     logits = torch.randn(6, vocab, generator=fresh_generator())
     logits[3] = number
     tokens, probabilities = sample_tokens(logits, sampling, draw_uniforms(0, 6))
-    found = probabilities.gather(1, tokens[:, None])[:, 0]
-    assert found.isnan().tolist() == [False, False, False, True, False, False]
+    result = probabilities.gather(1, tokens[:, None])[:, 0]
+    assert result.isnan().tolist() == [False, False, False, True, False, False]
 
 
 @pytest.mark.parametrize("vocab", [12, 128, 300])

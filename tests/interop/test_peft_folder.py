@@ -42,8 +42,8 @@ def tuned(request: pytest.FixtureRequest, byte_tokenizer: Tokenizer, tmp_path_fa
         theirs_of("bloom", vocab_size=261).save_pretrained(folder / "base")
         byte_tokenizer.save(folder / "base")
     else:
-        about = {"model_type": request.param} | ({} if request.param == "gpt2" else {"intermediate_size": 48})
-        shape = ModelConfig(vocab_size=261, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, **about)
+        extra = {"model_type": request.param} | ({} if request.param == "gpt2" else {"intermediate_size": 48})
+        shape = ModelConfig(vocab_size=261, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, **extra)
         export_folder(init_weights(build_model(shape), seed), shape, folder / "base", tokenizer_folder=folder / "tokenizer")
     turns = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello there."}]
     (folder / "chats.jsonl").write_text((json.dumps({"messages": turns}) + "\n") * 40)

@@ -37,12 +37,12 @@ def test_attention_is_its_definition(window: int | None, draw: random.Random) ->
     documents = torch.tensor([[0, 0, 0, 1, 1, 1, 1, 1, 1, 2, -1, -1], [0] * 12, [-1] * 12], dtype=torch.int32)
     q = torch.randn(3, 6, 12, 10, dtype=torch.float64)
     k, v = torch.randn(2, 3, 2, 12, 10, dtype=torch.float64)
-    found = attend(q, k, v, create_attention_mask(documents, window))
-    torch.testing.assert_close(found, plain_attention(q, k, v, documents, window), atol=1e-12, rtol=0)
+    result = attend(q, k, v, create_attention_mask(documents, window))
+    torch.testing.assert_close(result, plain_attention(q, k, v, documents, window), atol=1e-12, rtol=0)
 
 
 @pytest.mark.parametrize("length", [300, 2100])
-def test_a_long_row_taken_in_pieces_is_the_same_as_taken_whole(length: int, draw: random.Random) -> None:
+def test_attention_in_chunks_equals_attention_at_once(length: int, draw: random.Random) -> None:
     documents = (torch.arange(length) > draw.randrange(length)).int()[None]
     q, k, v = (torch.randn(1, heads, length, 8, requires_grad=True) for heads in (4, 2, 2))
     mask = create_attention_mask(documents, draw.choice([None, 40]))
@@ -51,8 +51,8 @@ def test_a_long_row_taken_in_pieces_is_the_same_as_taken_whole(length: int, draw
     expected = torch.autograd.grad(whole, (q, k, v), upstream)
     pieces = attend(q, k, v, mask)
     torch.testing.assert_close(pieces, whole, atol=1e-5, rtol=1e-5)
-    for found, wanted in zip(torch.autograd.grad(pieces, (q, k, v), upstream), expected, strict=True):
-        torch.testing.assert_close(found, wanted, atol=1e-4, rtol=1e-4)
+    for result, whole_gradient in zip(torch.autograd.grad(pieces, (q, k, v), upstream), expected, strict=True):
+        torch.testing.assert_close(result, whole_gradient, atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.parametrize("length", [70, 600])
@@ -70,7 +70,7 @@ def test_compiled_attention_in_bf16_on_a_cpu_is_that_in_fp32_and_stores_its_weig
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        found = torch.compile(attend, backend="aot_eager_decomp_partition", dynamic=False)(q, k, v, mask)
+        result = torch.compile(attend, backend="aot_eager_decomp_partition", dynamic=False)(q, k, v, mask)
     chunks = [(0, 256), (256, 512), (512, 600)] if length == 600 else [(0, length)]
     weights = sorted((2, 2, 2 * (stop - start), stop) for start, stop in chunks)
     of_scores = [each for each in saved.values() if each.dtype != torch.bool and each.numel() >= min(map(math.prod, weights))]
@@ -79,8 +79,8 @@ def test_compiled_attention_in_bf16_on_a_cpu_is_that_in_fp32_and_stores_its_weig
     )
     assert all(each.dtype == torch.bfloat16 for each in of_scores)
     # Two roundings to bf16 (2**-9) of scores up to 4 in size, and one each of the weights and the result.
-    torch.testing.assert_close(found.float(), expected, atol=0.03, rtol=0.02)
-    gradients = torch.autograd.grad(found, (q, k, v), upstream.bfloat16()), torch.autograd.grad(expected, wide, upstream)
+    torch.testing.assert_close(result.float(), expected, atol=0.03, rtol=0.02)
+    gradients = torch.autograd.grad(result, (q, k, v), upstream.bfloat16()), torch.autograd.grad(expected, wide, upstream)
     for narrow, exact in zip(*gradients, strict=True):
         assert (narrow.float() - exact).norm() <= 0.01 * exact.norm()
 
@@ -142,8 +142,8 @@ def test_the_block_mask_allows_what_the_dense_mask_allows(window: int | None, dr
     blocks = create_block_mask(
         document_mask_mod(documents, documents, torch.arange(140), window), 2, None, 140, 140, device="cpu"
     )
-    found = flex_attention(q, k, v, block_mask=blocks, enable_gqa=True)
-    torch.testing.assert_close(found, attend(q, k, v, create_attention_mask(documents, window)), atol=1e-5, rtol=1e-5)
+    result = flex_attention(q, k, v, block_mask=blocks, enable_gqa=True)
+    torch.testing.assert_close(result, attend(q, k, v, create_attention_mask(documents, window)), atol=1e-5, rtol=1e-5)
 
 
 class _LargestResult(TorchDispatchMode):

@@ -17,7 +17,7 @@ def test_blocks_compile_once_for_all_layers_and_steps_without_a_break(model_type
     fixed = {"layer_types": ["full_attention", "sliding_attention", "full_attention"], "sliding_window": 7}
     config = drawn_config(model_type, draw, num_hidden_layers=3, **(fixed if model_type.startswith("qwen") else {}))
     model = built(config)
-    expected, found = [], []
+    expected, result = [], []
     steps = [packed([[20, 11], [13, 18]], config.vocab_size, padding=2) for _ in range(3)]
     for rows in steps:
         rows.documents[:, draw.randrange(33) :] += 1
@@ -26,11 +26,11 @@ def test_blocks_compile_once_for_all_layers_and_steps_without_a_break(model_type
         # Backend "eager" traces as inductor would be given it, and compiles nothing.
         block.compile(fullgraph=True, dynamic=False, backend="eager")
     for rows in steps:
-        found.append(model(rows.tokens, rows.positions, rows.documents))
-        found[-1].sum().backward()
+        result.append(model(rows.tokens, rows.positions, rows.documents))
+        result[-1].sum().backward()
     assert counters["stats"]["unique_graphs"] == 1
     assert not counters["graph_break"]
-    torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(result, expected, atol=1e-5, rtol=1e-5)
 
 
 def test_a_norm_is_computed_in_fp32_and_returned_in_the_dtype_it_was_given() -> None:
@@ -40,9 +40,9 @@ def test_a_norm_is_computed_in_fp32_and_returned_in_the_dtype_it_was_given() -> 
     x = torch.randn(5, 64) * 1000
     exact = norm(x)
     for dtype in (torch.bfloat16, torch.float16):
-        found = norm.to(dtype)(x.to(dtype))
-        assert found.dtype == dtype
-        torch.testing.assert_close(found.float(), exact, rtol=0.02, atol=1e-3)
+        result = norm.to(dtype)(x.to(dtype))
+        assert result.dtype == dtype
+        torch.testing.assert_close(result.float(), exact, rtol=0.02, atol=1e-3)
 
 
 @pytest.mark.parametrize("model_type", MODEL_TYPES)
@@ -58,8 +58,8 @@ def test_autocast_gives_fp32_gradients_near_the_fp32_ones(model_type: str, draw:
 
     exact = gradients()
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        found = gradients()
-    for name, gradient in found.items():
+        result = gradients()
+    for name, gradient in result.items():
         assert gradient.dtype == torch.float32
         if exact[name].norm() > 1e-3:
             cosine = torch.cosine_similarity(gradient.flatten(), exact[name].flatten(), dim=0)

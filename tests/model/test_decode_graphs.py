@@ -73,8 +73,8 @@ def test_recorded_steps_compute_what_others_do_while_sequences_join_grow_and_lea
 
     def both(call: Callable[[IncrementalDecoder], Tensor]) -> None:
         with torch.no_grad():
-            expected, found = map(call, decoders)
-        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+            expected, result = map(call, decoders)
+        torch.testing.assert_close(result, expected, rtol=1e-4, atol=1e-5)
 
     def steps(sequences: int, count: int) -> None:
         for _ in range(count):
@@ -101,7 +101,7 @@ def test_recorded_steps_compute_what_others_do_while_sequences_join_grow_and_lea
         assert (len(recorded), replays) == (4, 23 - 4)
 
 
-def test_a_recording_that_fails_is_said_once_and_steps_go_on(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_recording_that_fails_is_reported_once_and_steps_continue(capsys: pytest.CaptureFixture[str]) -> None:
     def fails(compute: Callable[[], Tensor]) -> Callable[[], Tensor]:
         raise RuntimeError("operation not permitted when stream is capturing\nand more")
 

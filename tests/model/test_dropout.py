@@ -51,7 +51,7 @@ def test_the_share_that_is_zeroed_is_the_rate(rate: float) -> None:
 
 
 @pytest.mark.parametrize("rate", [0.1, 0.5])
-def test_masks_of_samples_columns_features_sites_and_seeds_have_nothing_to_do_with_each_other(rate: float) -> None:
+def test_masks_of_samples_columns_features_sites_and_seeds_are_independent(rate: float) -> None:
     seed = fresh_seed()
     keys = keys_of(seed, 16, 128)
     here = dropped(keys, rate, 256)

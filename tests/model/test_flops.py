@@ -19,12 +19,12 @@ def test_parameters_are_those_of_the_model(model_type: str, draw: random.Random)
     for _ in range(5):
         config = drawn_config(model_type, draw)
         model = build_model(config, "meta")
-        found = parameter_count(config)
-        assert found.total == sum(parameter.numel() for parameter in model.parameters())
-        assert found.input_embedding == sum(module.weight.numel() for module in model.embeddings)
+        counts = parameter_count(config)
+        assert counts.total == sum(parameter.numel() for parameter in model.parameters())
+        assert counts.input_embedding == sum(module.weight.numel() for module in model.embeddings)
         head = 0 if not config.tie_word_embeddings else model.lm_head.weight.numel()
-        assert found.active_matmul == found.total - found.input_embedding + head
-        assert found.block_matrices == sum(each.numel() for each in model.blocks.parameters() if each.ndim == 2)
+        assert counts.active_matmul == counts.total - counts.input_embedding + head
+        assert counts.block_matrices == sum(each.numel() for each in model.blocks.parameters() if each.ndim == 2)
 
 
 @pytest.mark.parametrize("model_type", MODEL_TYPES)

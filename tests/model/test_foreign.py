@@ -145,14 +145,14 @@ def test_texts_that_come_and_go_are_written_as_if_alone(kind: str, draw: random.
 
     def written(rows: int) -> list[list[int]]:
         engine, coming, numbers = Engine(ours, vocab_size=96, max_batch_size=rows, max_length=24), [*range(8)], dict[int, int]()
-        found: list[list[int]] = [[] for _ in requests]
+        result: list[list[int]] = [[] for _ in requests]
         while coming or engine.num_unfinished:
             while coming and engine.num_free_slots and draw.random() < 0.6:
                 next_one = coming.pop(draw.randrange(len(coming)))
                 numbers[engine.add_request(requests[next_one])] = next_one
             for token in engine.step():
-                found[numbers[token.request_id]].append(token.token_id)
-        return found
+                result[numbers[token.request_id]].append(token.token_id)
+        return result
 
     assert written(3) == written(1)
 

@@ -93,7 +93,7 @@ def fms_state(state: State, names: str) -> State:
     ends = {"tok_embeddings": "shared.emb", "norm": "dec_norm", "output": "shared.head"}
     if names == "single, newer":
         ends = {"tok_embeddings": "base_model.embedding", "norm": "base_model.dec_norm", "output": "head"}
-    found = {f"{theirs}.weight": state[f"{name}.weight"] for name, theirs in ends.items()}
+    results = {f"{theirs}.weight": state[f"{name}.weight"] for name, theirs in ends.items()}
     for layer in range(LAYERS):
         of = {name.removeprefix(f"layers.{layer}."): value for name, value in state.items() if f"layers.{layer}." in name}
         block = {
@@ -111,8 +111,8 @@ def fms_state(state: State, names: str) -> State:
             block |= dict(zip((f"{before}.query", f"{before}.key", f"{before}.value"), qkv, strict=True))
             block |= {"ff_sub_layer.wg": gate, "ff_sub_layer.w1": up}
         prefix = "base_model." if names == "single, newer" else ""
-        found |= {f"{prefix}layers.{layer}.{name}.weight": value for name, value in block.items()}
-    return found
+        results |= {f"{prefix}layers.{layer}.{name}.weight": value for name, value in block.items()}
+    return results
 
 
 def nanogpt_state(bias: bool) -> State:

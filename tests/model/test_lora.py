@@ -218,7 +218,7 @@ def test_what_is_not_computed_here_is_refused_by_its_name(named: str, tmp_path: 
         load_peft_folder(tmp_path / "a")
 
 
-def test_folders_and_adapters_that_do_not_fit_are_told_in_a_line(tmp_path: Path) -> None:
+def test_folders_and_adapters_that_do_not_fit_are_refused_in_one_line(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="no such file"):
         load_peft_folder(tmp_path)
     config = LoraConfig(2, 4)

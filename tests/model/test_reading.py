@@ -21,9 +21,9 @@ class Plain(nn.Linear):
 
 def reader(model: nn.Module, rows: int, length: int) -> IncrementalDecoder:
     assert isinstance(model, LanguageModel)
-    found = model.incremental_decoder(rows, length, device=torch.device("cpu"), dtype=torch.float32)
-    assert isinstance(found, IncrementalDecoder)
-    return found
+    results = model.incremental_decoder(rows, length, device=torch.device("cpu"), dtype=torch.float32)
+    assert isinstance(results, IncrementalDecoder)
+    return results
 
 
 @pytest.mark.parametrize("model_type", MODEL_TYPES)
@@ -41,19 +41,19 @@ def test_texts_that_come_and_go_are_read_as_if_alone(model_type: str, fused: boo
 
     with torch.no_grad():
         for _ in range(25):
-            found = []
+            results = []
             if texts:
                 texts = [[*text, token()] for text in texts]
-                found.append(reading.decode_step(torch.tensor([text[-1] for text in texts])))
+                results.append(reading.decode_step(torch.tensor([text[-1] for text in texts])))
             if draw.random() < 0.4 and len(texts) < 6:
                 new = [[token() for _ in range(draw.randrange(1, 40))] for _ in range(draw.randrange(1, 7 - len(texts)))]
-                found.append(reading.prefill(new))
+                results.append(reading.prefill(new))
                 texts += new
             if not texts:
                 continue
             expected = [_last_logits(model, text) for text in texts]
             # fp32, other sizes of product: the last bits differ.
-            torch.testing.assert_close(model.lm_head(torch.cat(found)), torch.stack(expected), atol=1e-4, rtol=1e-4)
+            torch.testing.assert_close(model.lm_head(torch.cat(results)), torch.stack(expected), atol=1e-4, rtol=1e-4)
             if draw.random() < 0.3:
                 rows = draw.sample(range(len(texts)), draw.randrange(len(texts) + 1))
                 reading.select_sequences(rows)

@@ -175,7 +175,7 @@ def test_variants_of_gpt2_that_compute_otherwise_are_refused(name: str) -> None:
         ("nano", {"model_type": "bert"}, 'model_type: "bert" is not supported; choose one of'),
     ],
 )
-def test_a_recipe_that_asks_for_the_impossible_is_told_why(source: str, change: dict[str, Any], words: str) -> None:
+def test_an_impossible_recipe_is_refused_with_the_reason(source: str, change: dict[str, Any], words: str) -> None:
     with pytest.raises(UserError) as refused:
         resolve_model_config(source, change)
     assert words in str(refused.value)

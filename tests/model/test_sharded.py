@@ -18,7 +18,7 @@ from tests.preloaded import on_ranks
 SLOW = pytest.mark.slow
 
 
-def test_a_sharded_model_is_initialised_and_loaded_as_a_whole_one(draw: random.Random, tmp_path: Path) -> None:
+def test_a_sharded_model_is_initialised_and_loaded_like_an_unsharded_one(draw: random.Random, tmp_path: Path) -> None:
     folders = [tmp_path / "qwen3", tmp_path / "gpt2"]
     for folder in folders:
         config = drawn_config(folder.name, draw)

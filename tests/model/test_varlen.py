@@ -46,15 +46,15 @@ def test_cumulative_lengths_are_where_documents_and_padding_begin(draw: random.R
         sequences, length = draw.randrange(1, 5), draw.randrange(1, 40)
         batch = drawn_batch(draw, sequences, length, most_documents=12).with_document_starts()
         assert batch.document_starts is not None
-        found = cumulative_lengths(batch.document_starts, length)
+        result = cumulative_lengths(batch.document_starts, length)
         flat = [(row, int(id)) for row, ids in enumerate(batch.document_ids) for id in ids]
         expected = [0, *(slot for slot in range(1, len(flat)) if flat[slot] != flat[slot - 1]), len(flat)]
-        assert found.dtype == torch.int32
-        assert sorted(set(found.tolist())) == expected
-        assert found.tolist() == sorted(found.tolist())
+        assert result.dtype == torch.int32
+        assert sorted(set(result.tolist())) == expected
+        assert result.tolist() == sorted(result.tolist())
         # The length depends on the shape alone, a power of two of each sequence.
         documents = batch.document_starts.shape[1]
-        assert found.shape == (sequences * documents + 1,)
+        assert result.shape == (sequences * documents + 1,)
         assert documents >= 8
         assert documents & (documents - 1) == 0
         part = batch[1:]
@@ -91,15 +91,15 @@ def test_the_backend_follows_from_device_dtype_and_model(
     expected: str,
     reason: str,
 ) -> None:
-    found = choose_attention_backend(device, capability, dtype, head_dim, context_parallel=context_parallel)
-    assert found == AttentionBackend(expected, reason)
+    result = choose_attention_backend(device, capability, dtype, head_dim, context_parallel=context_parallel)
+    assert result == AttentionBackend(expected, reason)
 
 
 def test_a_torch_without_the_kernel_takes_flex_attention_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("lmforge.model.attention_backend.load_varlen_attn", lambda: None)
-    found = choose_attention_backend("cuda", (9, 0), torch.bfloat16, 128, context_parallel=False)
-    assert found.name == FLEX
-    assert torch.__version__ in found.reason
+    result = choose_attention_backend("cuda", (9, 0), torch.bfloat16, 128, context_parallel=False)
+    assert result.name == FLEX
+    assert torch.__version__ in result.reason
 
 
 @pytest.mark.parametrize("window", [None, 1, 5])
@@ -109,10 +109,10 @@ def test_outputs_and_gradients_are_those_of_the_dense_mask(window: int | None, d
     assert batch.document_starts is not None
     q, k, v = (torch.randn(3, heads, 30, 16, requires_grad=True) for heads in (4, 2, 2))
     mask = AttentionMask(cu_seqlens=cumulative_lengths(batch.document_starts, 30), window=window)
-    found, expected = attend(q, k, v, mask), attend(q, k, v, create_attention_mask(batch.document_ids, window))
-    torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
+    result, expected = attend(q, k, v, mask), attend(q, k, v, create_attention_mask(batch.document_ids, window))
+    torch.testing.assert_close(result, expected, atol=1e-5, rtol=1e-5)
     upstream = torch.randn_like(expected)
-    gradients = (torch.autograd.grad(each, (q, k, v), upstream) for each in (found, expected))
+    gradients = (torch.autograd.grad(each, (q, k, v), upstream) for each in (result, expected))
     for ours, dense in zip(*gradients, strict=True):
         torch.testing.assert_close(ours, dense, atol=1e-5, rtol=1e-5)
 
@@ -164,11 +164,11 @@ def test_a_model_trains_as_with_dense_masks_and_is_not_compiled_again_for_other_
     monkeypatch.setattr(nn.Module, "compile", partialmethod(nn.Module.compile, backend="aot_eager"))
     torch._dynamo.reset()
     counters.clear()
-    found, graphs = _trained_steps([batch.with_document_starts() for batch in batches], compile_model=True)
+    result, graphs = _trained_steps([batch.with_document_starts() for batch in batches], compile_model=True)
     assert varlen_chosen
     assert graphs[0] > 0
     assert graphs == graphs[:1] * 4
-    for ours, dense in zip(found, expected, strict=True):
+    for ours, dense in zip(result, expected, strict=True):
         torch.testing.assert_close(ours, dense, atol=1e-5, rtol=1e-4)
 
 

@@ -78,7 +78,7 @@ def test_rows_parameters_and_seeds_are_not_correlated(draw: random.Random) -> No
 
 
 @pytest.mark.parametrize("distribution", [standard_normal, standard_uniform])
-def test_any_part_has_the_bits_of_the_whole(
+def test_any_part_has_the_bits_of_the_full_tensor(
     distribution: Distribution, draw: random.Random, monkeypatch: pytest.MonkeyPatch, two_threads: None
 ) -> None:
     key, rows, columns = draw.getrandbits(64), draw.randint(40, 60), draw.randint(30, 45)

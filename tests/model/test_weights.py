@@ -210,14 +210,14 @@ def test_any_rows_and_columns_of_a_tensor_are_read_into_any_dtype(width: int, dr
     save_file(stored, tmp_path / "x.safetensors")
     file = SafetensorsFile(tmp_path / "x.safetensors")
     for _ in range(20):
-        wanted = []
+        requested = []
         for name, whole in stored.items():
             cuts = [sorted((draw.randint(0, size), draw.randint(0, size))) for size in whole.shape]
             part = tuple(slice(*cut) for cut in cuts)
             target = torch.full(whole[part].shape, torch.nan, dtype=draw.choice([torch.float32, whole.dtype]))
-            wanted.append((name, target, part))
-        file.read_parts(wanted)
-        for name, target, part in wanted:
+            requested.append((name, target, part))
+        file.read_parts(requested)
+        for name, target, part in requested:
             assert torch.equal(target, stored[name][part].to(target.dtype)), (name, part)
 
 

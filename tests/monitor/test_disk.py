@@ -10,7 +10,7 @@ from lmforge.monitor.usage import disk as disk_module
 from lmforge.monitor.usage.disk import DiskMonitor
 
 
-def test_a_disk_without_room_for_the_next_checkpoint_is_told_of_once_and_again_when_there_is(tmp_path: Path) -> None:
+def test_a_disk_without_room_for_the_next_checkpoint_is_reported_once_and_so_is_its_end(tmp_path: Path) -> None:
     needed = [0]
     disk = DiskMonitor(tmp_path, lambda: needed[0])
     assert disk.check() == []

@@ -44,7 +44,7 @@ def test_what_follows_the_last_time_was_written_when_the_file_was_last_changed(t
 
 
 @pytest.mark.parametrize("num_lines", [1, 7, 500, 100_000])
-def test_the_tail_is_the_end_of_the_whole_wherever_pieces_are_cut(tmp_path: Path, num_lines: int) -> None:
+def test_the_tail_does_not_depend_on_where_pieces_are_cut(tmp_path: Path, num_lines: int) -> None:
     chance, path = fresh_random(), tmp_path / "rank-0.log"
     lines = [stamped(at, bytes(chance.choices(b"abc ", k=chance.choice((0, 5, 80, 9000))))) for at in range(900)]
     path.write_bytes(b"".join(lines))
@@ -96,12 +96,12 @@ def test_no_bytes_of_a_log_drive_the_terminal(line: bytes, text: str) -> None:
 def test_random_bytes_and_lines_without_end_are_read_to_the_end(tmp_path: Path) -> None:
     path = tmp_path / "rank-0.log"
     path.write_bytes(random.Random(0).randbytes(300_000) + b"x" * 300_000 + b"\n" + stamped(1, b"end"))
-    found = texts(LogFile(path, 0))
-    assert found[-1] == "end"
-    assert all(line.isprintable() and len(line) <= MAX_LINE_BYTES for line in found)
+    result = texts(LogFile(path, 0))
+    assert result[-1] == "end"
+    assert all(line.isprintable() and len(line) <= MAX_LINE_BYTES for line in result)
 
 
-def test_a_file_that_was_replaced_by_a_shorter_one_is_read_anew(tmp_path: Path) -> None:
+def test_a_file_that_was_replaced_by_a_shorter_one_is_read_again(tmp_path: Path) -> None:
     path = tmp_path / "rank-0.log"
     path.write_bytes(stamped(0, b"of the first attempt"))
     file = LogFile(path, 0)
@@ -150,7 +150,7 @@ def test_a_rank_that_nccl_ends_because_another_did_not_come_is_not_the_cause(run
     assert [(failure.rank, failure.kind) for failure in failures] == [(1, "failed"), (0, "lost another rank")]
 
 
-def test_where_no_rank_failed_the_stall_that_was_reported_is_told(run: Run) -> None:
+def test_a_reported_stall_is_printed_where_no_rank_failed(run: Run) -> None:
     stall = stamp_lines("STALL: no progress for 28 s at step 3: rank 1 is stuck, rank 0 waits for it\n  rank 1 vm data")
     run.log_path(1, 0).write_text(stall + stamp_lines("no rank has made progress for 1800 s"))
     [failure] = find_failures(run, 1)
@@ -158,7 +158,7 @@ def test_where_no_rank_failed_the_stall_that_was_reported_is_told(run: Run) -> N
     assert failure.lines[1:] == ["  rank 1 vm data"]
 
 
-def test_rank_0_goes_on_printing_to_the_terminal_and_its_standard_error_is_in_its_log_too(
+def test_rank_0_continues_printing_to_the_terminal_and_its_standard_error_is_in_its_log_too(
     run: Run, capsys: pytest.CaptureFixture[str]
 ) -> None:
     import sys

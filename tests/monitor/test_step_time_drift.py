@@ -29,9 +29,7 @@ def test_noise_is_no_drift(chance: random.Random) -> None:
 
 
 @pytest.mark.parametrize("slower", [1.31, 2.0])
-def test_a_run_that_becomes_slower_and_stays_so_is_told_of_with_when_it_was_quicker(
-    chance: random.Random, slower: float
-) -> None:
+def test_a_lasting_slowdown_is_reported_with_the_time_of_faster_steps(chance: random.Random, slower: float) -> None:
     quick = noise(chance, 60)
     slowing = [(1 + (slower - 1) * min(1.0, number / 40)) * each for number, each in enumerate(noise(chance, 100))]
     lines = report(quick + slowing + noise(chance, 40))

@@ -136,8 +136,8 @@ def whole_logits(
 
 def gradient(total: Tensor, model: LanguageModel) -> Tensor:
     """Of all parameters, as one vector in fp64."""
-    found = torch.autograd.grad(total, list(model.parameters()))
-    return torch.cat([part.double().flatten() for part in found])
+    result = torch.autograd.grad(total, list(model.parameters()))
+    return torch.cat([part.double().flatten() for part in result])
 
 
 def assert_same(ours: tuple[Tensor, Tensor], reference: tuple[Tensor, Tensor], tolerance: float = TOLERANCE) -> None:

@@ -134,12 +134,12 @@ def without_reference(recorder: Recorder, folder: str) -> None:
     data = dataset("prompt", "chosen", "rejected")
 
     def sides(chosen_pairs: list[dict[str, list[int]]]) -> dict[str, torch.Tensor]:
-        found = {}
+        results = {}
         for side in ("chosen", "rejected"):
             made = masked([pair["prompt"] for pair in chosen_pairs], [pair[side] for pair in chosen_pairs])
-            found[f"{side}_labels"] = made["input_ids"].masked_fill(made["completion_mask"] == 0, -100)
-            found |= {f"{side}_{name}": made[name] for name in ("input_ids", "attention_mask")}
-        return found
+            results[f"{side}_labels"] = made["input_ids"].masked_fill(made["completion_mask"] == 0, -100)
+            results |= {f"{side}_{name}": made[name] for name in ("input_ids", "attention_mask")}
+        return results
 
     config = ORPOConfig(folder, beta=0.1, **COMMON)
     recorder.record("orpo", ORPOTrainer(model(), config, train_dataset=data, processing_class=tokenizer()), sides(EVEN_PAIRS))
@@ -253,9 +253,9 @@ def advantages(recorder: Recorder, folder: str) -> None:
         made = trainer(model(), reward, args, train_dataset=data, processing_class=tokenizer(), **custom)
         if not custom:
             made._generate = lambda prompts: (ids, completions, texts)
-        found = made._generate_and_score_completions([{"prompt": "t3 t4"} for _ in range(8)])["advantages"]
-        recorder.losses[f"advantages {name}"] = {"rewards": REWARDS, "advantages": found.tolist()}
-        print(name, found)
+        result = made._generate_and_score_completions([{"prompt": "t3 t4"} for _ in range(8)])["advantages"]
+        recorder.losses[f"advantages {name}"] = {"rewards": REWARDS, "advantages": result.tolist()}
+        print(name, result)
 
 
 def main() -> None:

@@ -82,7 +82,7 @@ def theirs(tensors: list[Tensor], labels: Tensor, softcap: float | None, z_weigh
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize(("has_bias", "softcap", "z_weight"), HEADS)
-def test_losses_and_gradients_are_those_of_whole_logits(
+def test_losses_and_gradients_are_those_of_full_logits(
     has_bias: bool, softcap: float | None, z_weight: float, path: Passes, dtype: torch.dtype
 ) -> None:
     for tokens in (1, 37, 200):
@@ -129,7 +129,7 @@ def test_in_bf16_both_read_the_same_logits_and_round_the_gradient_once(
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize(("has_bias", "softcap", "temperature"), [(False, None, 0.7), (True, 2.0, 1.0), (True, 1.5, 0.7)])
-def test_log_probabilities_and_entropies_are_those_of_whole_logits(
+def test_log_probabilities_and_entropies_are_those_of_full_logits(
     has_bias: bool, softcap: float | None, temperature: float, path: Passes, dtype: torch.dtype
 ) -> None:
     tensors, labels = inputs(100, dtype, has_bias)

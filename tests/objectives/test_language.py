@@ -80,7 +80,7 @@ def test_gradients_of_every_parameter_are_those_of_plain_cross_entropy(model: La
         torch.testing.assert_close(mine, theirs, rtol=0, atol=1e-11 * max(1.0, float(theirs.abs().max())))
 
 
-def test_losses_of_parts_of_a_batch_add_up_to_the_whole(model: LanguageModel, batch: Batch) -> None:
+def test_losses_of_parts_of_a_batch_add_up_to_the_loss_of_the_batch(model: LanguageModel, batch: Batch) -> None:
     objective = NextTokenObjective()
     whole, _ = objective.loss(model, batch)
     parts = [objective.loss(model, batch[rows])[0] for rows in (slice(0, 1), slice(1, 3), slice(3, 5))]
@@ -97,7 +97,7 @@ def test_a_batch_without_labels_has_zero_loss_and_zero_gradients(model: Language
         assert torch.equal(gradient, torch.zeros_like(gradient))
 
 
-def test_the_z_loss_is_added_to_the_loss_and_told_apart(model: LanguageModel, batch: Batch) -> None:
+def test_the_z_loss_is_added_to_the_loss_and_is_a_separate_metric(model: LanguageModel, batch: Batch) -> None:
     total, metrics = NextTokenObjective(z_loss=0.1).loss(model, batch)
     plain, alone = NextTokenObjective().loss(model, batch)
     squares = whole_logits(model, batch).logsumexp(-1).square()[batch.labels != IGNORE_INDEX]

@@ -86,13 +86,13 @@ def test_full_logits_exist_in_neither_pass() -> None:
 @pytest.mark.parametrize("of", [token_logprobs, summed])
 def test_a_frozen_head_gets_no_gradient_and_the_hidden_states_get_the_same(of: Callable[..., Tensor]) -> None:
     hidden, weight, labels = drawn(20, torch.float64)
-    found = []
+    results = []
     for frozen in (False, True):
         below, head = hidden.clone()[None].requires_grad_(), weight.clone().requires_grad_(not frozen)
         of(below, head, labels[None]).sum().backward()
         assert (head.grad is None) == frozen
-        found.append(below.grad)
-    assert torch.equal(*found)
+        results.append(below.grad)
+    assert torch.equal(*results)
 
 
 def test_gradients_pass_gradcheck_with_masked_targets() -> None:

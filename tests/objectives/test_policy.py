@@ -120,9 +120,9 @@ def test_advantages_are_those_of_a_loop_over_completions(baseline: Any, scale: A
     ours = compute_advantages(rewards, PolicyLossConfig(baseline=baseline, scale_rewards=scale)).tolist()
     for group, row in zip(rewards.tolist(), ours, strict=True):
         known = [reward for reward in group if not math.isnan(reward)]
-        for place, (reward, found) in enumerate(zip(group, row, strict=True)):
+        for place, (reward, result) in enumerate(zip(group, row, strict=True)):
             if math.isnan(reward) or len(known) < 2:
-                assert found == 0
+                assert result == 0
                 continue
             others = [other for at, other in enumerate(group) if at != place and not math.isnan(other)]
             base = known if baseline == "group" else others
@@ -130,7 +130,7 @@ def test_advantages_are_those_of_a_loop_over_completions(baseline: Any, scale: A
             squares = sum((other - mean) ** 2 for other in known)
             divisor = {"group-population": len(known), "group": len(known) - 1}.get(scale)
             expected = (reward - sum(base) / len(base)) / (1 if divisor is None else math.sqrt(squares / divisor) + 1e-4)
-            assert found == pytest.approx(expected, rel=1e-9)
+            assert result == pytest.approx(expected, rel=1e-9)
 
 
 def test_the_two_standard_deviations_differ_by_15_percent_at_four_completions() -> None:
@@ -158,16 +158,16 @@ def plain_sum(
 ) -> tuple[Tensor, float]:
     """(sum, weight) as the papers write it: completions one at a time, tokens one at a time."""
     total, weight = torch.zeros((), dtype=torch.float64), 0.0
-    for one, about in zip(documents, extras, strict=True):
-        if config.mask_truncated_completions and about["truncated"]:
+    for one, extra in zip(documents, extras, strict=True):
+        if config.mask_truncated_completions and extra["truncated"]:
             continue
         logprobs = plain(model, one, config.temperature)
-        size, advantage = len(logprobs), about["advantages"]
-        logs = [now - before for now, before in zip(logprobs, about["old_logprobs"], strict=True)]
+        size, advantage = len(logprobs), extra["advantages"]
+        logs = [now - before for now, before in zip(logprobs, extra["old_logprobs"], strict=True)]
         if config.importance_sampling_level != "token":
             logs = [sum(logs) / (size if config.importance_sampling_level == "sequence" else 1)] * size  # type: ignore[list-item]
         losses = []
-        for log, logprob, reference in zip(logs, logprobs, about["reference_logprobs"], strict=True):
+        for log, logprob, reference in zip(logs, logprobs, extra["reference_logprobs"], strict=True):
             ratio = log.exp()
             clipped = min(max(float(ratio), 1 - config.epsilon), 1 + config.epsilon_high)
             loss = -ratio * advantage if float(ratio) * advantage <= clipped * advantage else torch.tensor(-clipped * advantage)
@@ -206,13 +206,13 @@ def with_policy_extras(
 
 def by_document(batch: Batch, rows: Sequence[Sequence[Document]]) -> list[dict[str, Any]]:
     """The extras of each completion: the values of its scored tokens, or the one value that all of it has."""
-    found = []
+    results = []
     for row, of in enumerate(rows):
         for number in range(len(of)):
             here = (batch.document_ids[row] == number) & (batch.labels[row] != -100)
             values = {name: batch.extra(name)[row, here].double() for name in EXTRAS}
-            found.append(values | {name: float(values[name][0]) for name in ("advantages", "truncated")})
-    return found
+            results.append(values | {name: float(values[name][0]) for name in ("advantages", "truncated")})
+    return results
 
 
 @pytest.mark.parametrize("name", CONFIGS)
@@ -247,9 +247,9 @@ def test_the_gradient_is_the_same_for_any_split_of_the_batch_and_any_packing(nam
     apart = packed([[one] for row in rows for one in row])
     extras = by_document(batch, rows)
     spread = {each: torch.zeros(apart.batch_size, apart.sequence_length, dtype=torch.float64) for each in EXTRAS}
-    for row, about in enumerate(extras):
+    for row, extra in enumerate(extras):
         for each in EXTRAS:
-            spread[each][row, apart.labels[row] != -100] = torch.as_tensor(about[each], dtype=torch.float64)
+            spread[each][row, apart.labels[row] != -100] = torch.as_tensor(extra[each], dtype=torch.float64)
     unpacked, _ = objective.loss(model, with_extras(apart, **spread))
     assert_same((unpacked.detach(), gradient(unpacked, model)), reference, tolerance=1e-11)
 
@@ -267,7 +267,7 @@ def test_a_batch_without_completions_has_zero_loss_and_zero_gradients(name: str)
     assert torch.equal(gradient(total, model), torch.zeros(sum(each.numel() for each in model.parameters())).double())
 
 
-def test_a_masked_truncated_completion_adds_nothing_and_is_not_counted() -> None:
+def test_a_masked_truncated_completion_is_neither_in_the_loss_nor_counted() -> None:
     generator, model = drawn()
     rows = completions_of(generator, (2,))
     config = LOSS_TYPE_PRESETS["dapo"]

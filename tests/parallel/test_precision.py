@@ -70,7 +70,7 @@ def test_compiling_is_chosen_where_a_long_run_repays_it() -> None:
 
 
 @pytest.mark.needs("a C++ compiler")
-def test_tensor_parallelism_on_a_cpu_is_not_compiled_where_whole_blocks_are_recomputed() -> None:
+def test_tensor_parallelism_on_a_cpu_is_not_compiled_with_full_activation_checkpointing() -> None:
     split = {"tensor_parallel_degree": 2}
     reason = "tensor parallelism with whole blocks recomputed cannot be compiled on a CPU"
     for mode in ("full", "selective-blocks"):

@@ -3,17 +3,17 @@
 from lmforge.plan.hardware import data_sheets
 from lmforge.plan.prediction.program import StepProgram
 from lmforge.plan.prediction.rates import Rates
-from lmforge.plan.prediction.setting import Setting
+from lmforge.plan.prediction.step_config import StepConfig
 from lmforge.plan.prediction.units import Stage
 
 
-def step_program(setting: Setting) -> StepProgram:
+def step_program(step_config: StepConfig) -> StepProgram:
     """Of the whole model; its bytes depend on no speed."""
     rates = Rates.of_data_sheets(data_sheets().gpu("cpu"), data_sheets().network("ethernet-100"), 8, "fp32")
-    return StepProgram(setting, rates, Stage(setting.model.num_hidden_layers))
+    return StepProgram(step_config, rates, Stage(step_config.model.num_hidden_layers))
 
 
-def predicted_activation_bytes(setting: Setting) -> float:
+def predicted_activation_bytes(step_config: StepConfig) -> float:
     """Bytes of one micro-batch's activations between its forward and its backward pass, with the gradients of the loss."""
-    forward = [each for each in step_program(setting).build(1) if each.name.startswith("forward")]
+    forward = [each for each in step_program(step_config).build(1) if each.name.startswith("forward")]
     return sum(each.allocate.get(kind, 0) - each.free.get(kind, 0) for each in forward for kind in ("activations", "loss"))

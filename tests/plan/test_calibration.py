@@ -40,17 +40,17 @@ def test_two_ranks_measure_themselves_and_a_plan_of_two_takes_it(
     assert names == {*REQUIRED, *COLLECTIVES, "disk write", "disk read"}
     assert [*tmp_path.iterdir()] == [out.parent]  # nothing is left of what was written to measure the disk
     common = [*CPU_PLAN, "--gpus", 2, "--train.dtype", "fp32"]
-    found, before = planned(capfd, *common, "--calibration", out), planned(capfd, *common)
+    result, before = planned(capfd, *common, "--calibration", out), planned(capfd, *common)
     every = ["matrix products", "attention", "memory", "collectives", "disk"]
-    assert found["constants"] == {"measured": every, "data sheets": []}
+    assert result["constants"] == {"measured": every, "data sheets": []}
     assert before["constants"]["measured"] == []
     spans = []
-    for each in (found, before):
+    for each in (result, before):
         low, high = each["tokens_per_second_per_gpu_interval"]
         spans.append((high - low) / each["tokens_per_second_per_gpu"])
     assert spans[0] == pytest.approx(0.30)
     assert spans[1] == pytest.approx(0.50)
-    assert found["live_bytes"] == before["live_bytes"]
+    assert result["live_bytes"] == before["live_bytes"]
     assert "exists; name another file" in lmforge(*words).stderr
 
 
@@ -165,11 +165,11 @@ def test_each_measured_rate_takes_the_place_of_its_constant(tmp_path: Path, capf
 
 def test_the_disk_and_the_memory_are_those_that_were_measured(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     words = [*CPU_PLAN, "--calibration", write_calibration(tmp_path, calibration())]
-    found = planned(capfd, *words)
-    assert found["capacity_bytes"] == 2**34
-    assert found["run"]["checkpoint_seconds"] == pytest.approx(found["run"]["checkpoint_bytes"] / 1e10)
+    result = planned(capfd, *words)
+    assert result["capacity_bytes"] == 2**34
+    assert result["run"]["checkpoint_seconds"] == pytest.approx(result["run"]["checkpoint_bytes"] / 1e10)
     assert planned(capfd, *words, "--disk_gb_s", 1)["run"]["checkpoint_seconds"] == pytest.approx(
-        found["run"]["checkpoint_bytes"] / 1e9
+        result["run"]["checkpoint_bytes"] / 1e9
     )
 
 
@@ -183,8 +183,8 @@ def test_a_plan_says_what_was_measured_and_what_is_of_a_data_sheet(tmp_path: Pat
     assert run(["plan", *map(str, words), "--search", "--configurations", "3"]) == 0
     assert "constants measured (NVIDIA H100 80GB HBM3" in capfd.readouterr().out
     only_fp32 = write_calibration(tmp_path, calibration(kind="cuda", device="NVIDIA H100 80GB HBM3"))
-    found = planned(capfd, "--train.global_batch_size", 8, "--train.dtype", "bf16", "--calibration", only_fp32)
-    assert found["constants"]["measured"] == ["memory", "disk"]
+    result = planned(capfd, "--train.global_batch_size", 8, "--train.dtype", "bf16", "--calibration", only_fp32)
+    assert result["constants"]["measured"] == ["memory", "disk"]
 
 
 def test_measured_collectives_count_for_the_group_that_was_measured() -> None:

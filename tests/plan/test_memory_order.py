@@ -19,8 +19,8 @@ from lmforge.model.config import ModelConfig
 from lmforge.model.layers import LanguageModel
 from lmforge.objectives.language import NextTokenObjective
 from lmforge.parallel.parallelize import parallelize
-from lmforge.plan.prediction.setting import Setting
 from lmforge.plan.prediction.simulator import simulate
+from lmforge.plan.prediction.step_config import StepConfig
 from tests.plan.step_program import step_program
 
 MIB = 2**20
@@ -97,8 +97,8 @@ def compare(sizes: dict[str, int], world_size: int, shape: tuple[int, int], chan
     options = ParallelOptions(engine="fsdp2", **changes)
     tracked = tracked_peak(config, world_size, shape, options)
     options = options.model_copy(update={"reduce_every_micro_batch": True})
-    setting = Setting(config, options, world_size, 8, shape[0], 1, shape[1], compiled=False, on_gpu=False)
-    program = step_program(setting)
+    step_config = StepConfig(config, options, world_size, 8, shape[0], 1, shape[1], compiled=False, on_gpu=False)
+    program = step_program(step_config)
     simulated = simulate(program.build(1), program.held())
     live = sum(simulated.live_peak.values())
     ratio = live / tracked

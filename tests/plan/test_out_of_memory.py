@@ -27,7 +27,7 @@ from lmforge.parallel.precision import MIN_STEPS_TO_COMPILE, choose_compile
 from lmforge.plan.hardware import data_sheets
 from lmforge.plan.out_of_memory import MemoryEstimator
 from lmforge.plan.parameter_counts import adapter_shapes, count_parameters
-from lmforge.plan.planning import Machine, build_setting, make_setting, predict_setting
+from lmforge.plan.planning import Machine, build_step_config, make_step_config, predict_step
 from lmforge.plan.prediction.predict import HOST_BYTES, MEMORY_INTERVAL, peak_memory
 from tests.seeds import fresh_random
 
@@ -78,7 +78,7 @@ def estimator_of(
     model_config = model_config_from_options(config.model, vocab_size)
     plan = plan_batches(config, ranks)
     counts, on_gpu = count_parameters(config, model_config), gpu_bytes is not None
-    recipe = build_setting(
+    recipe = build_step_config(
         config,
         model_config,
         plan,
@@ -131,7 +131,7 @@ def test_what_is_suggested_fits_under_the_same_limit(tiny_tokens: Path, tmp_path
     launch = ["--launch.processes", str(ranks)]
     config = parse_config(PretrainConfig, options(tiny_tokens, tmp_path, "a"))
     estimator = estimator_of(config)
-    limit = mapped + HOST_BYTES + int(0.45 * estimator.required_bytes(estimator.setting))
+    limit = mapped + HOST_BYTES + int(0.45 * estimator.required_bytes(estimator.step_config))
     failed = pretrain_within(limit, *options(tiny_tokens, tmp_path, "failed", *launch))
     assert failed.returncode == 1, failed.stdout + failed.stderr
     (message,) = failed.stderr.splitlines()
@@ -166,7 +166,7 @@ def test_logits_are_predicted_as_they_are_computed_where_auto_turns_out_to_be_of
         config = parse_config(PretrainConfig, ["--train.compile", compile_, "--train.micro_batch_size", "16"])
         return estimator_of(config, vocab_size=5000, dtype="bf16", gpu_bytes=80 * 2**30)
 
-    auto, off = estimator("auto").setting, estimator("off").setting
+    auto, off = estimator("auto").step_config, estimator("off").step_config
     assert replace(auto, compiled=False) == off
     assert peak_memory(auto)["loss"] != peak_memory(off)["loss"]
     alone = DistributedContext(RankInfo(), torch.device("cpu"), None)
@@ -174,9 +174,9 @@ def test_logits_are_predicted_as_they_are_computed_where_auto_turns_out_to_be_of
         config = parse_config(PretrainConfig, ["--train.steps", str(steps)])
         model_config, plan = model_config_from_options(config.model, 512), plan_batches(config, 1)
         run = MemoryEstimator.of_run(config, model_config, plan, alone)
-        assert run.setting.compiled == choose_compile(config, alone.device, steps)[0]
+        assert run.step_config.compiled == choose_compile(config, alone.device, steps)[0]
         resumed = MemoryEstimator.of_run(config, model_config, plan, alone, step=1)
-        assert resumed.setting.compiled == choose_compile(config, alone.device, steps - 1)[0]
+        assert resumed.step_config.compiled == choose_compile(config, alone.device, steps - 1)[0]
 
 
 def test_adapters_are_predicted_without_gradients_and_optimizer_states_of_frozen_weights(tmp_path: Path) -> None:
@@ -185,13 +185,13 @@ def test_adapters_are_predicted_without_gradients_and_optimizer_states_of_frozen
     counts = adapted.counts
     assert counts.trained < counts.total / 20
     for parameters, estimator in ((counts.total - counts.trained, whole), (counts.total, adapted)):
-        assert estimator.counts == estimator.setting.parameters
-        memory = peak_memory(replace(estimator.setting.with_options(engine="ddp"), world_size=4))
+        assert estimator.counts == estimator.step_config.parameters
+        memory = peak_memory(replace(estimator.step_config.with_options(engine="ddp"), world_size=4))
         assert memory["weights"] == 4 * parameters
         assert memory["optimizer states"] == 8 * estimator.counts.trained
         assert memory["gradients"] == 4 * estimator.counts.trained
     assert adapted.least_state_bytes() < whole.least_state_bytes() / 3
-    assert adapted.required_bytes(adapted.setting) < whole.required_bytes(whole.setting)
+    assert adapted.required_bytes(adapted.step_config) < whole.required_bytes(whole.step_config)
 
 
 def drawn_estimator(draw: random.Random, ranks: int) -> MemoryEstimator:
@@ -235,13 +235,13 @@ def test_only_what_fits_by_the_estimate_is_suggested_and_nothing_that_fits_is_ca
         if "nothing fits" in message:
             refused += 1
             smallest = current.with_micro_batch_size(1)
-            for setting in (smallest, smallest.with_options(activation_checkpointing="full")):
-                assert estimator.required_bytes(setting) > available - estimator.overhead_bytes, message
+            for step_config in (smallest, smallest.with_options(activation_checkpointing="full")):
+                assert estimator.required_bytes(step_config) > available - estimator.overhead_bytes, message
     assert suggested > 20
     assert refused > 3
 
 
-def test_gradients_are_reduced_once_a_step_where_a_gpu_holds_them_whole_until_then() -> None:
+def test_gradients_are_reduced_once_per_step_where_full_gradients_fit_on_a_gpu() -> None:
     words = ["--train.global_batch_size", "64", "--train.micro_batch_size", "4", "--parallel.engine", "fsdp2"]
 
     def estimator(gpu_bytes: float | None, *more: str) -> MemoryEstimator:
@@ -250,7 +250,7 @@ def test_gradients_are_reduced_once_a_step_where_a_gpu_holds_them_whole_until_th
         )
 
     def reduces_once(gpu_bytes: float | None, *more: str) -> bool:
-        return not estimator(gpu_bytes, *more).setting.options.reduce_every_micro_batch
+        return not estimator(gpu_bytes, *more).step_config.options.reduce_every_micro_batch
 
     recipe = estimator(2**40).recipe
     every, once = (sum(peak_memory(recipe.with_options(reduce_every_micro_batch=each)).values()) for each in (True, False))
@@ -265,7 +265,7 @@ def test_gradients_are_reduced_once_a_step_where_a_gpu_holds_them_whole_until_th
     assert not reduces_once(enough, "--parallel.sharding", "no-shard")
     # Where memory runs out all the same, the other way is suggested.
     failed = estimator(enough)
-    available = failed.required_bytes(failed.setting.with_options(reduce_every_micro_batch=True)) + failed.overhead_bytes
+    available = failed.required_bytes(failed.step_config.with_options(reduce_every_micro_batch=True)) + failed.overhead_bytes
     assert "parallel.reduce_every_micro_batch = true" in failed.suggest_what_fits(available)
 
 
@@ -274,17 +274,17 @@ def test_a_plan_and_a_run_decide_alike_when_gradients_are_reduced() -> None:
     config = parse_config(PretrainConfig, words)
     for gpu in ("rtx-4090", "h100-80"):
         machine = Machine(data_sheets().gpu(gpu), None, 4)
-        planned = make_setting(config, model_config_from_options(config.model, 512), 4, machine)
+        planned = make_step_config(config, model_config_from_options(config.model, 512), 4, machine)
         run = estimator_of(config, 4, dtype="bf16", gpu_bytes=machine.gpu.memory_bytes)
         assert planned == run.recipe
-        assert predict_setting(planned, machine, USABLE_FRACTION).setting == run.setting
+        assert predict_step(planned, machine, USABLE_FRACTION).step_config == run.step_config
 
 
 def test_a_failure_counts_as_a_measurement() -> None:
     """Where the prediction says that what has just failed fits, nothing nearly as large is suggested."""
     config = parse_config(PretrainConfig, ["--train.global_batch_size", "64", "--train.micro_batch_size", "64"])
     estimator = estimator_of(config, gpu_bytes=80 * 2**30)
-    needed = estimator.required_bytes(estimator.setting) + estimator.overhead_bytes
+    needed = estimator.required_bytes(estimator.step_config) + estimator.overhead_bytes
     assert estimator.suggest_what_fits(10 * needed) == estimator.suggest_what_fits(needed)
 
 

@@ -44,7 +44,7 @@ def test_adapters_cost_what_torch_counts(method: str, targets: list[str]) -> Non
     assert total == sum(parameter.numel() for parameter in model.parameters())
     assert trained == sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
     tokens = torch.zeros(ROWS, LENGTH, dtype=torch.int64, device="meta")
-    with FlopCounterMode(display=False) as found:
+    with FlopCounterMode(display=False) as counter:
         model.lm_head(model(tokens, tokens, tokens.int())).sum().backward()
     # Norms are counted by the convention and are no matrix products; and nobody asks for the gradient of the embeddings,
     # which the first layers would have to be gone back through for.
@@ -54,5 +54,6 @@ def test_adapters_cost_what_torch_counts(method: str, targets: list[str]) -> Non
     unasked = sum(layer.weight.numel() for layer in projections)
     unasked += sum(layer.lora_A.weight.numel() for layer in projections if isinstance(layer, LoraLinear))
     assert (
-        found.get_total_flops() / (ROWS * LENGTH) == training_flops_per_token(config, shape, LENGTH) - 4 * vectors - 2 * unasked
+        counter.get_total_flops() / (ROWS * LENGTH)
+        == training_flops_per_token(config, shape, LENGTH) - 4 * vectors - 2 * unasked
     )

@@ -88,7 +88,7 @@ def test_what_is_measured_while_others_use_the_cores_is_not_kept(cache: Path, mo
     assert not cache.exists()
 
 
-def test_many_that_write_at_once_leave_one_whole_file(cache: Path, measured: Measured) -> None:
+def test_concurrent_writers_leave_one_complete_file(cache: Path, measured: Measured) -> None:
     with ThreadPoolExecutor(8) as pool:
         results = list(pool.map(lambda _: cpu_peak_flops(torch.float32, 2), range(40)))
     [file] = cache.iterdir()

@@ -22,24 +22,24 @@ from lmforge.plan.planning import Machine
 from lmforge.plan.prediction import predict as prediction_module
 from lmforge.plan.prediction.predict import Prediction, can_reduce_once, predict
 from lmforge.plan.prediction.search import FEW_BLOCKS, FINALISTS, Candidate, estimate, search
-from lmforge.plan.prediction.setting import Setting
 from lmforge.plan.prediction.simulator import COMPUTE, NETWORK, Operation, simulate
+from lmforge.plan.prediction.step_config import StepConfig
 from tests.conftest import Refusal
 
 ROOT = Path(__file__).parents[2]
 RECIPE = ROOT / "recipes" / "llama2-7b.toml"
 
 
-def setting_of(preset: str = "llama3-8b", gpus: int = 8, **changes: Any) -> Setting:
+def step_config_of(preset: str = "llama3-8b", gpus: int = 8, **changes: Any) -> StepConfig:
     names = {name: changes.pop(name) for name in [*changes] if name in ParallelOptions.model_fields}
     options = ParallelOptions(**{"engine": "fsdp2" if gpus > 1 else "single", "reduce_every_micro_batch": True, **names})
     numbers = {"micro_batch_size": 2, "accumulation": 1, "sequence_length": 4096, **changes}
-    return Setting(get_preset(preset), options, gpus, 8, **numbers)
+    return StepConfig(get_preset(preset), options, gpus, 8, **numbers)
 
 
-def prediction_of(setting: Setting, gpu: str = "h100-80", network: str = "infiniband-ndr") -> Prediction:
+def prediction_of(step_config: StepConfig, gpu: str = "h100-80", network: str = "infiniband-ndr") -> Prediction:
     machine = Machine(data_sheets().gpu(gpu), data_sheets().network(network), 8)
-    return predict(setting, machine.gpu, machine.rates(setting.dtype))
+    return predict(step_config, machine.gpu, machine.rates(step_config.dtype))
 
 
 def plan_json(capfd: pytest.CaptureFixture[str], *words: object) -> dict[str, Any]:
@@ -70,9 +70,9 @@ def test_pools_of_streams_add_up_although_their_peaks_are_apart() -> None:
 
 
 def test_repeated_micro_batches_take_the_time_that_simulating_each_takes() -> None:
-    setting = setting_of(accumulation=3, micro_batch_size=1)
-    three, six = prediction_of(setting), prediction_of(replace(setting, accumulation=6))
-    four, five = (prediction_of(replace(setting, accumulation=count)) for count in (4, 5))
+    step_config = step_config_of(accumulation=3, micro_batch_size=1)
+    three, six = prediction_of(step_config), prediction_of(replace(step_config, accumulation=6))
+    four, five = (prediction_of(replace(step_config, accumulation=count)) for count in (4, 5))
     assert six.step_seconds - five.step_seconds == pytest.approx(four.step_seconds - three.step_seconds, rel=1e-6)
     assert six.live_bytes == three.live_bytes
 
@@ -82,10 +82,10 @@ def test_repeated_micro_batches_take_the_time_that_simulating_each_takes() -> No
 
 def test_what_is_kept_between_steps_is_what_the_model_has() -> None:
     total = parameter_count(get_preset("llama3-8b")).total
-    alone = prediction_of(setting_of(gpus=1), gpu="b200").memory
+    alone = prediction_of(step_config_of(gpus=1), gpu="b200").memory
     assert alone["weights"] == pytest.approx(4 * total, rel=1e-9)
     assert alone["optimizer states"] == pytest.approx(8 * total, rel=1e-9)
-    sharded = prediction_of(setting_of(gpus=64)).memory
+    sharded = prediction_of(step_config_of(gpus=64)).memory
     assert sharded["weights"] == pytest.approx(4 * total / 64, rel=1e-9)
 
 
@@ -93,37 +93,37 @@ def test_what_is_kept_between_steps_is_what_the_model_has() -> None:
 @pytest.mark.parametrize("compiled", [True, False])
 def test_checkpointing_trades_memory_for_time(preset: str, compiled: bool) -> None:
     length = {"gpt2-124m": 1024}.get(preset, 4096)
-    base = setting_of(preset, compiled=compiled, sequence_length=length, micro_batch_size=4)
+    base = step_config_of(preset, compiled=compiled, sequence_length=length, micro_batch_size=4)
     modes = ("none", "selective-ops", "full")
-    found = [prediction_of(base.with_options(activation_checkpointing=mode)) for mode in modes]
-    assert found[0].memory["activations"] > found[1].memory["activations"] > found[2].memory["activations"]
+    results = [prediction_of(base.with_options(activation_checkpointing=mode)) for mode in modes]
+    assert results[0].memory["activations"] > results[1].memory["activations"] > results[2].memory["activations"]
     # The smallest of them waits for the host, whatever it computes.
-    assert found[0].step_seconds < found[1].step_seconds <= 1.001 * found[2].step_seconds
+    assert results[0].step_seconds < results[1].step_seconds <= 1.001 * results[2].step_seconds
 
 
 def test_more_ranks_take_less_memory_each_and_slow_networks_take_time() -> None:
-    few, many = prediction_of(setting_of(gpus=8)), prediction_of(setting_of(gpus=128))
+    few, many = prediction_of(step_config_of(gpus=8)), prediction_of(step_config_of(gpus=128))
     assert many.device_bytes < few.device_bytes
     steps = {"accumulation": 4, "micro_batch_size": 1}
-    slow = prediction_of(setting_of(gpus=128, **steps), network="ethernet-25")
+    slow = prediction_of(step_config_of(gpus=128, **steps), network="ethernet-25")
     assert slow.step_seconds > 3 * many.step_seconds
     assert slow.bottleneck == "exposed communication"
-    hybrid = prediction_of(setting_of(gpus=128, sharding="hybrid-full-shard", **steps), network="ethernet-25")
+    hybrid = prediction_of(step_config_of(gpus=128, sharding="hybrid-full-shard", **steps), network="ethernet-25")
     assert hybrid.step_seconds < slow.step_seconds
 
 
 def test_a_pipeline_waits_less_with_more_micro_batches() -> None:
     few, many = (
-        prediction_of(setting_of(gpus=16, pipeline_parallel_degree=4, micro_batch_size=1, accumulation=count))
+        prediction_of(step_config_of(gpus=16, pipeline_parallel_degree=4, micro_batch_size=1, accumulation=count))
         for count in (4, 32)
     )
     assert few.bubble_seconds / few.step_seconds > 2 * many.bubble_seconds / many.step_seconds
 
 
 def test_splitting_the_model_splits_its_memory() -> None:
-    whole = prediction_of(setting_of("llama3-70b", gpus=64, micro_batch_size=1))
+    whole = prediction_of(step_config_of("llama3-70b", gpus=64, micro_batch_size=1))
     for name in ("tensor_parallel_degree", "context_parallel_degree"):
-        split = prediction_of(setting_of("llama3-70b", gpus=64, micro_batch_size=1, **{name: 8}))
+        split = prediction_of(step_config_of("llama3-70b", gpus=64, micro_batch_size=1, **{name: 8}))
         assert split.device_bytes < whole.device_bytes
         assert split.step_seconds < whole.step_seconds  # fewer tokens
 
@@ -131,9 +131,9 @@ def test_splitting_the_model_splits_its_memory() -> None:
 def test_an_estimate_of_a_search_is_near_the_prediction() -> None:
     degrees = ({"tensor_parallel_degree": 2}, {"pipeline_parallel_degree": 2})
     for changes in ({}, {"activation_checkpointing": "full"}, *degrees):
-        setting = setting_of("llama2-34b", gpus=32, accumulation=4, micro_batch_size=1, **changes)
+        step_config = step_config_of("llama2-34b", gpus=32, accumulation=4, micro_batch_size=1, **changes)
         machine = Machine(data_sheets().gpu("h100-80"), data_sheets().network("infiniband-ndr"), 8)
-        estimated, whole = estimate(setting, machine.gpu, machine.rates("bf16"), 0.0), prediction_of(setting)
+        estimated, whole = estimate(step_config, machine.gpu, machine.rates("bf16"), 0.0), prediction_of(step_config)
         assert estimated.step_seconds == pytest.approx(whole.step_seconds, rel=0.02)
         assert estimated.device_bytes == pytest.approx(whole.device_bytes, rel=0.05)
 
@@ -141,12 +141,12 @@ def test_an_estimate_of_a_search_is_near_the_prediction() -> None:
 def test_every_entry_of_the_hardware_file_can_be_planned_for_and_names_its_source() -> None:
     for gpu in data_sheets().gpus:
         assert gpu.source
-        setting = setting_of("124m", sequence_length=512, dtype="bf16" if "bf16" in gpu.tflops else "fp32")
-        assert prediction_of(setting, gpu=gpu.name).tokens_per_second > 0
+        step_config = step_config_of("124m", sequence_length=512, dtype="bf16" if "bf16" in gpu.tflops else "fp32")
+        assert prediction_of(step_config, gpu=gpu.name).tokens_per_second > 0
         if gpu.matches:
             assert data_sheets().find(f"NVIDIA {gpu.matches} 1GB") == gpu
     for network in data_sheets().networks:
-        assert prediction_of(setting_of(gpus=16), network=network.name).tokens_per_second > 0
+        assert prediction_of(step_config_of(gpus=16), network=network.name).tokens_per_second > 0
 
 
 # --- the verb --------------------------------------------------------------------------------------------------------------
@@ -284,10 +284,10 @@ def test_a_search_writes_a_recipe_that_fits_and_says_why_others_lose(
     assert " slower: " in text
     read_config(out)
     assert "plan" not in tomllib.loads(out.read_text())
-    found = plan_json(capfd, out, "--gpus", 16, "--gpu_type", "h100-80")
+    result = plan_json(capfd, out, "--gpus", 16, "--gpu_type", "h100-80")
     given = plan_json(capfd, RECIPE, "--gpus", 16, "--gpu_type", "h100-80")
-    assert found["fits"]
-    assert found["tokens_per_second_per_gpu"] >= given["tokens_per_second_per_gpu"]
+    assert result["fits"]
+    assert result["tokens_per_second_per_gpu"] >= given["tokens_per_second_per_gpu"]
     assert run(["pretrain", str(out), "--dry-run", "--launch.processes", "16"]) == 0
     capfd.readouterr()
     assert "exists; name another file" in refused(*words, "--write", out)
@@ -307,10 +307,10 @@ def test_finalists_are_written_all_or_none_and_each_says_what_it_is(
     assert run([*words, "--output", "json"]) == 0
     printed = capfd.readouterr()
     best = json.loads(printed.out)["best"]
-    for file, found in zip((out, second, third), best, strict=False):
-        assert file.read_text().startswith(f"# Found by `lmforge plan --search` for 16 x h100-80: {found['configuration']}.\n")
+    for file, result in zip((out, second, third), best, strict=False):
+        assert file.read_text().startswith(f"# Found by `lmforge plan --search` for 16 x h100-80: {result['configuration']}.\n")
         planned = plan_json(capfd, file, "--gpus", 16, "--gpu_type", "h100-80")
-        assert planned["tokens_per_second_per_gpu"] == pytest.approx(found["tokens_per_second_per_gpu"], rel=1e-9)
+        assert planned["tokens_per_second_per_gpu"] == pytest.approx(result["tokens_per_second_per_gpu"], rel=1e-9)
     last = printed.err.splitlines()[-1]
     assert last == "to measure them: on 16 GPUs, torchrun … -m lmforge bench FILE for each"
 
@@ -332,7 +332,7 @@ def test_a_short_run_is_said_in_seconds_and_small_amounts_are_not_none(capfd: py
     assert re.search(r"tokens: \d+s \(\d+s to \d+s\), 0\.\d+ GPU-hours \(0\.\d+ to 0\.\d+\), 0\.\d+ kWh ", cost)
 
 
-def test_a_search_in_which_nothing_fits_fails_in_one_line(tmp_path: Path, refused: Refusal) -> None:
+def test_a_search_without_a_fitting_configuration_fails_in_one_line(tmp_path: Path, refused: Refusal) -> None:
     words = ["plan", ROOT / "recipes" / "llama3.1-405b.toml", "--gpus", 1, "--gpu_type", "rtx-4090", "--search"]
     printed = refused(*words, "--write", tmp_path / "a.toml", status=1)
     assert "no configuration fits into" in printed
@@ -433,29 +433,29 @@ def test_a_search_simulates_few_blocks_for_each_configuration_and_the_whole_mode
 ) -> None:
     simulate_stage, depths = prediction_module._simulate, list[int]()
 
-    def counted(setting: Setting, rates: Any, stage: Any) -> Any:
+    def counted(step_config: StepConfig, rates: Any, stage: Any) -> Any:
         depths.append(stage.blocks)
-        return simulate_stage(setting, rates, stage)
+        return simulate_stage(step_config, rates, stage)
 
     monkeypatch.setattr(prediction_module, "_simulate", counted)
-    base = setting_of("llama2-7b", gpus=8)
+    base = step_config_of("llama2-7b", gpus=8)
     machine = Machine(data_sheets().gpu("h100-80"), None, 8)
     most, layers = 150, base.model.num_hidden_layers
-    found = search(base, 64, machine.gpu, machine.rates("bf16"), machine.gpu.memory_bytes, most, False)
-    estimated = len(found.fitting) + len(found.too_large)
-    assert (found.tried, found.refused) == (most, most - estimated)
+    result = search(base, 64, machine.gpu, machine.rates("bf16"), machine.gpu.memory_bytes, most, False)
+    estimated = len(result.fitting) + len(result.too_large)
+    assert (result.tried, result.refused) == (most, most - estimated)
     assert estimated > 0.9 * most
 
     def stages(candidate: Candidate) -> int:
-        return 1 if candidate.setting.pipeline == 1 else 2  # the first and the last
+        return 1 if candidate.step_config.pipeline == 1 else 2  # the first and the last
 
     def tries(candidate: Candidate) -> int:
         """With gradients that wait for the last micro-batch, where there is a choice, and without, where those do not fit."""
-        return 1 + (can_reduce_once(candidate.setting) and candidate.setting.options.reduce_every_micro_batch is True)
+        return 1 + (can_reduce_once(candidate.step_config) and candidate.step_config.options.reduce_every_micro_batch is True)
 
     # All are estimated by two short models, and the best predicted in full.
-    short = sum(2 * stages(each) * tries(each) for each in (*found.fitting, *found.too_large))
-    assert {tries(each) for each in (*found.fitting, *found.too_large)} == {1, 2}
+    short = sum(2 * stages(each) * tries(each) for each in (*result.fitting, *result.too_large))
+    assert {tries(each) for each in (*result.fitting, *result.too_large)} == {1, 2}
     assert sum(blocks in FEW_BLOCKS for blocks in depths) == short
-    assert len(depths) - short == sum(stages(each) for each in found.fitting[:FINALISTS])
+    assert len(depths) - short == sum(stages(each) for each in result.fitting[:FINALISTS])
     assert max(depths) == layers

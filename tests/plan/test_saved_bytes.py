@@ -17,7 +17,7 @@ from lmforge.model.config import ModelConfig
 from lmforge.model.rope import rotary_embedding
 from lmforge.parallel.activation_checkpointing import apply_activation_checkpointing
 from lmforge.plan.prediction.block import count_block
-from lmforge.plan.prediction.setting import Setting
+from lmforge.plan.prediction.step_config import StepConfig
 
 # No dimension of a parameter is their product, or the first.
 SEQUENCES, LENGTH = 2, 96
@@ -98,8 +98,8 @@ MORE = [
 def test_a_compiled_block_keeps_what_is_counted(family: str, mode: str) -> None:
     config = CONFIGS[family]
     options = ParallelOptions(engine="single", activation_checkpointing=mode)  # type: ignore[arg-type]
-    setting = Setting(config, options, 1, 1, SEQUENCES, 1, LENGTH, compiled=True)
-    counted = count_block(setting, checkpointed=mode != "none").saved_bytes
+    step_config = StepConfig(config, options, 1, 1, SEQUENCES, 1, LENGTH, compiled=True)
+    counted = count_block(step_config, checkpointed=mode != "none").saved_bytes
     kept = partitioned_bytes(config, mode)
     print(family, mode, kept, counted, counted / kept)
     assert counted == pytest.approx(kept, rel=0.005)  # GPT-2's norms keep 8 bytes per token less

@@ -73,7 +73,7 @@ def test_the_state_of_a_run_is_that_of_its_ranks_wherever_it_is_shown(
     assert (read_run_status(run).state, read_run(run)["state"], read_runs(tmp_path)[0].state) == (state, state, state)
 
 
-def test_of_long_metrics_the_end_is_read(folder: Path) -> None:
+def test_the_end_of_long_metrics_is_read(folder: Path) -> None:
     path = folder / "first" / "metrics.jsonl"
     lines = [json.dumps({"step": step, "loss": step + 0.5}) for step in range(100_000)]
     path.write_text("\n".join([*lines, '{"step": 100000, "lo']))
@@ -88,8 +88,8 @@ def test_of_long_metrics_the_end_is_read(folder: Path) -> None:
 def test_the_table_and_its_json_name_every_run(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
     assert command(["runs", str(folder)]) == 0
     table = capfd.readouterr().out.splitlines()
-    found = [line.split()[:4] for line in table[1:]]
-    assert found == [["second", "pretrain", "running", "6/6"], ["first", "pretrain", "done", "6/6"]]
+    results = [line.split()[:4] for line in table[1:]]
+    assert results == [["second", "pretrain", "running", "6/6"], ["first", "pretrain", "done", "6/6"]]
     assert command(["runs", str(folder), "--output", "json"]) == 0
     assert [json.loads(line)["name"] for line in capfd.readouterr().out.splitlines()] == ["second", "first"]
 

@@ -25,9 +25,9 @@ HUGE = "9" * 400
 
 def values_of(page: str) -> Any:
     """What the page's script draws; a constant that JSON lacks fails the test."""
-    found = re.search(r'id="data">(.*?)</script>', page, re.DOTALL)
-    assert found
-    return json.loads(found[1], parse_constant=pytest.fail)
+    result = re.search(r'id="data">(.*?)</script>', page, re.DOTALL)
+    assert result
+    return json.loads(result[1], parse_constant=pytest.fail)
 
 
 @pytest.mark.parametrize("problem", [OSError(28, "No space left on device"), KeyError("x\ny"), KeyboardInterrupt()])
@@ -46,7 +46,7 @@ def test_a_run_that_failed_unforeseen_says_why(
     assert type(problem).__name__ in (tmp_path / "a" / "report.html").read_text()
 
 
-def test_nothing_went_wrong_only_in_a_run_that_is_done_or_runs(first: Run) -> None:
+def test_no_problem_is_reported_only_for_a_run_that_is_done_or_runs(first: Run) -> None:
     shown = read_run(first) | {"events": []}
     said = {
         state: "Nothing went wrong." in verdict(shown | {"state": state}) for state in ("done", "running", "failed", "lost")
@@ -170,9 +170,9 @@ def test_values_that_hardly_differ_are_drawn(first: Run, tmp_path: Path, browser
     assert command(["report", str(run.path)]) == 0
     for page in opened(browser, run.path / "report.html"):
         assert page.locator("path.curve").count() == 1
-        found = page.evaluate("[ticks(1e17, 1e17 + 16, 100).length, ticks(0, 10, 5), ticks(-3, 3, 3)]")
-        assert found[0] <= 401
-        assert found[1:] == [[0, 2, 4, 6, 8, 10], [-2, 0, 2]]
+        result = page.evaluate("[ticks(1e17, 1e17 + 16, 100).length, ticks(0, 10, 5), ticks(-3, 3, 3)]")
+        assert result[0] <= 401
+        assert result[1:] == [[0, 2, 4, 6, 8, 10], [-2, 0, 2]]
 
 
 def test_after_half_an_event_the_next_one_is_a_line_of_its_own(first: Run, tmp_path: Path) -> None:

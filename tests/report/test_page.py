@@ -91,7 +91,7 @@ def test_the_pointer_changes_the_legend_and_redraws_no_curve(page: Page) -> None
 
 
 def test_steps_and_points_are_found_between_others(page: Page) -> None:
-    found = page.evaluate("""() => {
+    result = page.evaluate("""() => {
         axis = "tokens";
         const run = { axis: { step: [10, 20, 40], tokens: [100, 200, 800] } };
         const places = [5, 10, 15, 20, 30, 40, 50].map((step) => along(run, step));
@@ -99,7 +99,7 @@ def test_steps_and_points_are_found_between_others(page: Page) -> None:
         const points = [[1, "a"], [2, "b"], [4, "c"]];
         return [places, [0, 1.4, 1.6, 2.9, 3.1, 9].map((x) => nearest(points, x)[1]).join("")];
     }""")
-    assert found == [[100, 100, 150, 200, 500, 800, 1100], "aabbcc"]
+    assert result == [[100, 100, 150, 200, 500, 800, 1100], "aabbcc"]
 
 
 def test_a_stall_is_marked_and_what_each_rank_was_doing_is_a_table(browser: Browser, first: Run, tmp_path: Path) -> None:
@@ -165,7 +165,7 @@ def test_scores_of_held_out_tasks_are_one_chart_for_each_metric(browser: Browser
             file.write(json.dumps({"step": step, "tokens": 9, **scores}) + "\n")
     assert command(["report", str(run.path)]) == 0
     for page in opened(browser, run.path / "report.html", viewport={"width": 1280, "height": 900}):
-        tasks = chart(page, "Held-out tasks: accuracy")
+        tasks = chart(page, "Validation tasks: accuracy")
         expect(tasks.locator(".legend")).to_contain_text("sums 0.5")
         expect(tasks.locator(".legend")).to_contain_text("facts 0.625")
         expect(tasks.locator("path.curve")).to_have_count(2)

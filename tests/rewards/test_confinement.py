@@ -291,7 +291,7 @@ def check_valid(result: ProgramResult, checks: int) -> None:
     (result.error + result.output).encode()  # no half of a surrogate pair
 
 
-def test_whatever_a_program_reports_about_itself_the_result_is_valid_and_the_server_goes_on(sandbox: Sandbox) -> None:
+def test_whatever_a_program_reports_about_itself_the_result_is_valid_and_the_server_continues(sandbox: Sandbox) -> None:
     draw: random.Random = fresh_random()
     ends = ["", "os._exit(0)", "1 / 0", "os.close(3)", "os._exit = print", "os.write = None", "os.kill(os.getpid(), 9)"]
     for _ in range(40):

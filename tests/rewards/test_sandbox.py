@@ -41,10 +41,10 @@ def nothing_left(sandbox: Sandbox) -> Iterator[None]:
     assert sandbox.run("print('well')", seconds=60.0).output == "well\n"
     assert leftovers() == []
     children = psutil.process_iter(["pid", "ppid", "cmdline"])  # which skips processes that end meanwhile
-    found = [child.info for child in children]
-    servers = {each["pid"] for each in found if each["ppid"] == os.getpid() and "code_server" in str(each["cmdline"])}
+    results = [child.info for child in children]
+    servers = {each["pid"] for each in results if each["ppid"] == os.getpid() and "code_server" in str(each["cmdline"])}
     assert servers
-    assert not [each for each in found if each["ppid"] in servers]
+    assert not [each for each in results if each["ppid"] in servers]
 
 
 def test_each_check_is_passed_or_failed(sandbox: Sandbox) -> None:
@@ -244,8 +244,8 @@ def test_folders_that_cannot_be_read_or_are_very_deep_are_removed(sandbox: Sandb
 
 def test_one_program_does_not_see_another(sandbox: Sandbox) -> None:
     sandbox.run("import json, builtins\nleft = 1\njson.left = 1\nbuiltins.left = 1\nopen('left', 'w')")
-    found = sandbox.run("import json, os\nprint('left' in globals(), hasattr(json, 'left'), os.listdir('.'))")
-    assert found.output == "False False []\n"
+    result = sandbox.run("import json, os\nprint('left' in globals(), hasattr(json, 'left'), os.listdir('.'))")
+    assert result.output == "False False []\n"
 
 
 def test_the_same_program_prints_the_same(sandbox: Sandbox) -> None:

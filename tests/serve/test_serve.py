@@ -97,16 +97,16 @@ def connected(server: Server, path: str, body: dict[str, Any]) -> socket.socket:
 
 def test_prompts_are_one_or_several_texts_or_lists_of_ids(server: Server, byte_tokenizer: Tokenizer) -> None:
     create = server.client().completions.create
-    asked: dict[str, Any] = {"model": "endless", "max_tokens": 3, "temperature": 0}
-    whole = create(prompt="a", **asked)
+    requested: dict[str, Any] = {"model": "endless", "max_tokens": 3, "temperature": 0}
+    whole = create(prompt="a", **requested)
     assert (whole.choices[0].text, whole.choices[0].finish_reason) == ("bab", "length")
-    several = create(prompt=["a", "b", "a"], **asked)
+    several = create(prompt=["a", "b", "a"], **requested)
     assert [choice.text for choice in several.choices] == ["bab", "aba", "bab"]
     assert several.usage
     assert (several.usage.prompt_tokens, several.usage.completion_tokens) == (3, 9)
     ids = byte_tokenizer.encode("ab")
-    assert create(prompt=ids, **asked).choices[0].text == "aba"
-    assert [choice.text for choice in create(prompt=[ids, ids[:1]], **asked).choices] == ["aba", "bab"]
+    assert create(prompt=ids, **requested).choices[0].text == "aba"
+    assert [choice.text for choice in create(prompt=[ids, ids[:1]], **requested).choices] == ["aba", "bab"]
 
 
 def test_eight_concurrent_requests_give_the_same_text_as_alone(server: Server) -> None:
@@ -149,10 +149,10 @@ def test_n_samples_differ_and_a_seed_repeats_them(server: Server) -> None:
 
 
 def test_samples_are_streamed_side_by_side(server: Server) -> None:
-    asked: dict[str, Any] = {"model": "noise", "messages": HI, "n": 3, "seed": 5, "max_tokens": 12}
-    whole = server.client().chat.completions.create(**asked)
+    requested: dict[str, Any] = {"model": "noise", "messages": HI, "n": 3, "seed": 5, "max_tokens": 12}
+    whole = server.client().chat.completions.create(**requested)
     texts = {0: "", 1: "", 2: ""}
-    for chunk in server.client().chat.completions.create(**asked, stream=True):
+    for chunk in server.client().chat.completions.create(**requested, stream=True):
         texts[chunk.choices[0].index] += chunk.choices[0].delta.content or ""
     assert list(texts.values()) == [choice.message.content for choice in whole.choices]
 
@@ -213,13 +213,14 @@ def test_the_models_are_listed_with_the_checkpoints_of_a_run(server: Server, tin
 
 def test_a_checkpoint_is_loaded_when_requested_and_others_are_unloaded(server: Server, tiny_run: Path) -> None:
     create = server.client().completions.create
-    asked: dict[str, Any] = {"prompt": "The king", "temperature": 0, "max_tokens": 12}
+    requested: dict[str, Any] = {"prompt": "The king", "temperature": 0, "max_tokens": 12}
     texts = {
-        step: create(model=f"tiny/{Run(tiny_run).checkpoint_path(step).name}", **asked).choices[0].text for step in (2, 4, 6)
+        step: create(model=f"tiny/{Run(tiny_run).checkpoint_path(step).name}", **requested).choices[0].text
+        for step in (2, 4, 6)
     }
-    assert create(model="tiny", **asked).choices[0].text == texts[6]
+    assert create(model="tiny", **requested).choices[0].text == texts[6]
     assert len(set(texts.values())) > 1
-    assert create(model="hello", **asked).choices[0].text  # given up meanwhile, and opened again
+    assert create(model="hello", **requested).choices[0].text  # given up meanwhile, and opened again
 
 
 BAD = [

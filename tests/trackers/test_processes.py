@@ -47,17 +47,17 @@ def children() -> list[psutil.Process]:
     return [child for child in psutil.Process().children() if "lmforge.trackers" in " ".join(child.cmdline())]
 
 
-def test_a_resumed_run_goes_on_with_its_id_and_sends_each_record_once(
+def test_a_resumed_run_continues_with_its_id_and_sends_each_record_once(
     train: Train, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert train(2) == train(4) == 0
     run = Run(tmp_path / "a")
-    told = recorded(tmp_path)
-    assert [each[:2] for each in told if each[0] != "metrics"] == [
+    records = recorded(tmp_path)
+    assert [each[:2] for each in records if each[0] != "metrics"] == [
         *(["open", None], ["attach", "report.html"], ["close", "done"]),
         *(["open", "id-of-a"], ["attach", "report.html"], ["close", "done"]),
     ]
-    metrics = [[each[1], each[2]] for each in told if each[0] == "metrics"]
+    metrics = [[each[1], each[2]] for each in records if each[0] == "metrics"]
     assert metrics == [
         [record["step"], {name: value for name, value in record.items() if name != "step" and value is not None}]
         for record in run.read_metrics()
@@ -68,7 +68,7 @@ def test_a_resumed_run_goes_on_with_its_id_and_sends_each_record_once(
 
 
 @pytest.mark.parametrize("place", ["open", "metrics 2"])
-def test_a_tracker_that_hangs_holds_up_nothing_and_misses_nothing(
+def test_a_tracker_that_hangs_delays_no_step_and_misses_no_record(
     train: Train, tmp_path: Path, place: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(processes, "FINISH_SECONDS", 3.0)
@@ -85,7 +85,7 @@ def test_a_tracker_without_a_network_is_reported_in_one_line(
     train: Train, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert train(6, "fail open") == 0
-    error = "lmforge: recording: ConnectionError: no route to the server; the run goes on, and recording is tried again\n"
+    error = "lmforge: recording: ConnectionError: no route to the server; the run continues, and recording is tried again\n"
     assert capsys.readouterr().err == error
     assert not (tmp_path / "a" / "trackers" / "recorded.jsonl").exists()
 
@@ -105,7 +105,7 @@ def test_a_tracker_whose_process_dies_is_reported_in_one_line(
 ) -> None:
     assert train(steps, "die open") == 0
     log = tmp_path / "a" / "trackers" / "recording.log"
-    assert capsys.readouterr().err == f"lmforge: recording: its process has ended, see {log}; the run goes on without it\n"
+    assert capsys.readouterr().err == f"lmforge: recording: its process has ended, see {log}; the run continues without it\n"
 
 
 def test_what_others_print_in_the_process_of_a_tracker_is_no_report_and_ends_no_training(
@@ -146,9 +146,11 @@ def test_a_tracker_has_options_in_the_recipe_and_gets_the_completions_of_alignme
         patch.chdir(tmp_path)
         patch.delenv("LMFORGE_TEST_TRACKER", raising=False)
         assert command(["align", *words, "--run.folder", str(tmp_path)]) == 0
-    told = recorded(tmp_path)
-    assert ["options", {"place": "there"}] in told
-    tables = {(name, step): (columns, rows) for kind, step, name, columns, rows in (row for row in told if row[0] == "table")}
+    records = recorded(tmp_path)
+    assert ["options", {"place": "there"}] in records
+    tables = {
+        (name, step): (columns, rows) for kind, step, name, columns, rows in (row for row in records if row[0] == "table")
+    }
     # A set is of one step; every second one is written.
     assert sorted(tables) == [("completions", 0), ("completions", 2), ("val/completions", 3)]
     columns, rows = tables["completions", 2]

@@ -81,12 +81,12 @@ def add_completions(run: Run, step: int) -> None:
 
 def expected(run: Run) -> dict[str, list[tuple[int, float]]]:
     """(step, value) of each metric of metrics.jsonl."""
-    found: dict[str, list[tuple[int, float]]] = {}
+    points: dict[str, list[tuple[int, float]]] = {}
     for record in run.read_metrics():
         for name, value in record.items():
             if name != "step" and value is not None:
-                found.setdefault(name, []).append((record["step"], value))
-    return found
+                points.setdefault(name, []).append((record["step"], value))
+    return points
 
 
 def texts(run: Run) -> list[str]:
@@ -99,9 +99,9 @@ def test_tensorboard_has_the_metrics_of_both_attempts(tracked: Run) -> None:
     from tensorboard.util.tensor_util import make_ndarray
 
     events = EventAccumulator(str(tracked.path / "tensorboard"), {"tensors": 0, "scalars": 0}).Reload()
-    wanted = expected(tracked)
-    assert set(events.Tags()["scalars"]) == set(wanted)
-    for name, points in wanted.items():
+    tracked_points = expected(tracked)
+    assert set(events.Tags()["scalars"]) == set(tracked_points)
+    for name, points in tracked_points.items():
         assert [(event.step, pytest.approx(event.value, rel=1e-6)) for event in events.Scalars(name)] == points
     samples = [make_ndarray(event.tensor_proto).item().decode() for event in events.Tensors("samples")]
     assert len(samples) == 3
@@ -160,7 +160,7 @@ def test_wandb_has_one_run_with_the_metrics_of_both_attempts(tracked: Run) -> No
     run_id = json.loads((tracked.path / "trackers" / "wandb.json").read_text())["run_id"]
     assert {(run.run_id, run.project, run.display_name) for run in runs} == {(run_id, "ours", "tracked")}
     assert "train.steps" in {update.key for run in runs for update in run.config.update}
-    found: dict[str, list[tuple[int, float]]] = {}
+    result: dict[str, list[tuple[int, float]]] = {}
     shown: dict[str, list[int]] = {}
     for record in records:
         if not record.HasField("history"):
@@ -170,8 +170,8 @@ def test_wandb_has_one_run_with_the_metrics_of_both_attempts(tracked: Run) -> No
             if names[1:] == ("_type",):  # a table or a page
                 shown.setdefault(names[0], []).append(row[("step",)])
             elif len(names) == 1 and not names[0].startswith("_") and names != ("step",):
-                found.setdefault(names[0], []).append((row[("step",)], value))
-    assert found == expected(tracked)
+                result.setdefault(names[0], []).append((row[("step",)], value))
+    assert result == expected(tracked)
     assert shown == {"samples": [2, 4, 6], "completions": [4], "report": [4, 6]}
     tables = [
         json.loads(path.read_text())["data"] for path in tracked.path.glob("trackers/wandb/offline-run-*/files/media/table/*")
@@ -185,14 +185,14 @@ def test_trackio_has_one_run_with_the_same_metrics(tracked: Run, place: Path) ->
     rows = sqlite3.connect(database).execute("select run_name, step, metrics from metrics order by id").fetchall()
     assert len({name for name, _, _ in rows}) == 1
     assert rows[0][0].startswith("tracked-")
-    found: dict[str, list[tuple[int, float]]] = {}
+    result: dict[str, list[tuple[int, float]]] = {}
     for _, step, metrics in rows:
         for name, value in json.loads(metrics).items():
-            found.setdefault(name, []).append((step, value))
-    assert [step for step, _ in found.pop("completions")] == [4]
-    tables = found.pop("samples")
+            result.setdefault(name, []).append((step, value))
+    assert [step for step, _ in result.pop("completions")] == [4]
+    tables = result.pop("samples")
     assert [step for step, _ in tables] == [2, 4, 6]
-    assert found == expected(tracked)
+    assert result == expected(tracked)
     reports = {path.read_bytes() for path in place.glob("trackio/artifacts/ours/blobs/**/*") if path.is_file()}
     assert (tracked.path / "report.html").read_bytes() in reports
 
@@ -256,18 +256,18 @@ def test_an_mlflow_server_gets_the_run_and_after_it_was_away_what_it_missed(
     assert command(["pretrain", *where, "--train.steps", "4"]) == 0
     [problem] = capsys.readouterr().err.splitlines()
     assert problem.startswith("lmforge: mlflow: ")
-    assert problem.endswith("; the run goes on, and mlflow is tried again")
+    assert problem.endswith("; the run continues, and mlflow is tried again")
 
     with mlflow_server(tmp_path, port) as address:
         add_completions(run, 4)
         assert command(["pretrain", *where, "--train.steps", "6"]) == 0
         assert capsys.readouterr().err == ""
         client = MlflowClient(address)
-        [found] = client.search_runs([client.get_experiment_by_name("ours").experiment_id])
-        assert (found.info.run_id, found.info.run_name, found.info.status) == (run_id, "served", "FINISHED")
+        [result] = client.search_runs([client.get_experiment_by_name("ours").experiment_id])
+        assert (result.info.run_id, result.info.run_name, result.info.status) == (run_id, "served", "FINISHED")
         for name, points in expected(run).items():
             assert [(each.step, each.value) for each in client.get_metric_history(run_id, name)] == points
-        kept = tmp_path / "artifacts" / found.info.experiment_id / run_id / "artifacts"
+        kept = tmp_path / "artifacts" / result.info.experiment_id / run_id / "artifacts"
         assert (kept / "report.html").read_bytes() == (run.path / "report.html").read_bytes()
         tables = [json.loads(path.read_text())["data"] for path in sorted((kept / "samples").iterdir())]
         assert tables == [[[step, PROMPT, text]] for step, text in zip((2, 4, 6), texts(run), strict=True)]

@@ -48,7 +48,7 @@ def pretrained(folder: Path, name: str, *words: str) -> Run:
     return Run(folder / name)
 
 
-def test_with_bf16_masters_a_run_learns_is_half_as_large_and_goes_on_to_the_same_losses(
+def test_with_bf16_masters_a_run_learns_is_half_as_large_and_continues_to_the_same_losses(
     tmp_path: Path, tiny_options: list[str], tiny_run: Path, lmforge: Command
 ) -> None:
     narrow = [*tiny_options, "--train.master_dtype", "bf16"]

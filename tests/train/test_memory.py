@@ -26,7 +26,7 @@ from lmforge.parallel.parallel_model import ParallelModel
 from lmforge.parallel.parallelize import parallelize
 from lmforge.plan.activations import block_activation_bytes
 from lmforge.plan.memory import ParameterCounts, optimizer_state_bytes
-from lmforge.plan.prediction.setting import Setting
+from lmforge.plan.prediction.step_config import StepConfig
 from lmforge.train.optimizers.optimizer import build_optimizer
 from tests.model.conftest import draw, drawn_config  # noqa: F401 - a fixture
 from tests.plan.step_program import predicted_activation_bytes
@@ -93,8 +93,8 @@ def test_activations_are_those_of_the_formula(
     print(f"dropout {has_dropout}")
     kind = {"dtype": "fp32" if dtype == torch.float32 else "bf16", "has_dropout": has_dropout}
     for size, length in ((4, 64), (1, 530)):
-        setting = Setting(config, sharding(mode), 1, 1, size, 1, length, compiled=False, on_gpu=False, **kind)
-        assert predicted_activation_bytes(setting) == pytest.approx(measured(model, size, length), rel=0.02), (size, length)
+        step_config = StepConfig(config, sharding(mode), 1, 1, size, 1, length, compiled=False, on_gpu=False, **kind)
+        assert predicted_activation_bytes(step_config) == pytest.approx(measured(model, size, length), rel=0.02), (size, length)
 
 
 OPTIMIZERS = [
@@ -160,13 +160,13 @@ def test_compiled_attention_runs_while_activations_are_counted() -> None:
     compiled = torch.compile(lambda each: flex_attention(each, each, each), backend="eager")
     tracker = ActivationTracker()
     with torch.no_grad(), tracker:
-        found = compiled(queries) + 0
-    torch.testing.assert_close(found, scaled_dot_product_attention(queries, queries, queries))
+        result = compiled(queries) + 0
+    torch.testing.assert_close(result, scaled_dot_product_attention(queries, queries, queries))
 
 
 @pytest.mark.slow
 @pytest.mark.needs("a C++ compiler")
-def test_of_compiled_code_the_output_that_the_backward_pass_needs_is_counted() -> None:
+def test_the_output_of_compiled_code_that_the_backward_pass_needs_is_counted() -> None:
     weight = torch.ones(256, requires_grad=True)
     compiled = torch.compile(lambda each: each.exp())
     compiled(weight)

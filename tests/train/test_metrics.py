@@ -45,7 +45,7 @@ def test_the_mean_is_of_all_counts_and_not_of_means() -> None:
     assert meter.reduce_and_reset() == pytest.approx({"loss": expected, "twice": 2 * expected}, rel=1e-12)
 
 
-def test_reading_begins_anew_and_of_nothing_counted_nothing_is_told() -> None:
+def test_reading_resets_sums_and_metrics_that_were_never_counted_are_omitted() -> None:
     meter = MetricsAccumulator(ALONE)
     assert meter.reduce_and_reset() == {}
     meter.add({"loss": (torch.tensor(3.0), torch.tensor(2.0))})
@@ -129,7 +129,7 @@ def test_a_file_is_continued_after_whatever_a_killed_process_left(tmp_path: Path
         (360_000, "4d04h"),
     ],
 )
-def test_time_is_told_in_two_units_at_most(seconds: float, text: str) -> None:
+def test_durations_have_two_units_at_most(seconds: float, text: str) -> None:
     assert format_duration(seconds) == text
 
 
@@ -150,7 +150,7 @@ def test_a_record_is_one_readable_line(capsys: pytest.CaptureFixture[str], tmp_p
     assert [line.split(" ", 1)[1] for line in lines(tmp_path / "rank-0.log")] == [first, last]
 
 
-def test_a_validation_without_a_log_step_is_told_too(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_validation_without_a_log_step_is_logged_too(capsys: pytest.CaptureFixture[str]) -> None:
     ConsoleLogger(ALONE, 10, None).log_metrics({"step": 5, "tokens": 99, "val/loss": 2.5, "val/bits_per_byte": 1.75})
     assert capsys.readouterr().out == "step  5/10  val 2.5000 (1.750 bits/byte)\n"
 

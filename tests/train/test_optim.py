@@ -240,7 +240,7 @@ def test_the_rate_is_set_for_every_group_and_embedding_and_head_have_their_multi
         assert rates[id(parameter)] == (0.5 if id(parameter) in tables else 0.125)
 
 
-def test_of_several_groups_the_first_whose_pattern_is_found_in_a_name_counts() -> None:
+def test_the_first_group_whose_pattern_matches_a_name_counts() -> None:
     model = model_of("qwen3")
     groups = (
         GroupOptions(pattern=r"layers\.1\..*norm", lr_ratio=3.0),

@@ -8,13 +8,13 @@ import pytest
 from lmforge.cli import run
 from lmforge.config.load import STAGES, parse_config
 from lmforge.plan import out_of_memory
-from lmforge.plan.prediction.setting import Setting
+from lmforge.plan.prediction.step_config import StepConfig
 from lmforge.plan.run_prediction import RunPrediction, predict_run
 from lmforge.report.run_data import read_run
 from lmforge.runs import Run
 from lmforge.train.metrics import PREDICTED_STEPS, PredictionCheck
 from tests.calibrations import calibration, write_calibration
-from tests.plan.test_plan import setting_of
+from tests.plan.test_plan import step_config_of
 
 GIB = 2**30
 WORDS: dict[str, object] = {
@@ -84,7 +84,7 @@ def test_a_prediction_that_fails_ends_no_run(
 
     monkeypatch.setattr(out_of_memory, "predict_run", fail)
     done, lines = trained(tiny_tokens, tmp_path, capfd, **{"train.steps": 3})
-    assert lines == ["failed, and the run goes on: ZeroDivisionError: of a prediction"]
+    assert lines == ["failed, and the run continues: ZeroDivisionError: of a prediction"]
     records = done.read_metrics()
     assert records[-1]["step"] == 3
     assert not any("predicted/memory_gib" in record for record in records)
@@ -96,32 +96,34 @@ def test_a_comparison_that_fails_ends_no_run() -> None:
     check = PredictionCheck(broken, 100, 0, lines.append)
     check.add_step(1.0)
     assert check.compare(PREDICTED_STEPS, 1.0, is_last=False) == {}
-    assert lines[0].startswith("predicted  failed, and the run goes on: ")
+    assert lines[0].startswith("predicted  failed, and the run continues: ")
     assert check.compare(PREDICTED_STEPS + 1, 1.0, is_last=True) == {}
     assert len(lines) == 1
 
 
-def prediction(setting: Setting, *words: object, device: str | None = "NVIDIA H100 80GB HBM3", stage: str = "pretrain") -> Any:
+def prediction(
+    step_config: StepConfig, *words: object, device: str | None = "NVIDIA H100 80GB HBM3", stage: str = "pretrain"
+) -> Any:
     config = parse_config(STAGES[stage], list(map(str, words)))
     try:
-        return predict_run(setting, config, device, (0.0, 1e12))
+        return predict_run(step_config, config, device, (0.0, 1e12))
     except Exception as problem:
         return str(problem)
 
 
 def test_speed_is_predicted_for_known_hardware_only(tmp_path: Path) -> None:
-    setting, measured = setting_of(gpus=8), write_calibration(tmp_path, calibration())
-    known = prediction(setting)
+    step_config, measured = step_config_of(gpus=8), write_calibration(tmp_path, calibration())
+    known = prediction(step_config)
     assert known.speed_interval[0] < known.tokens_per_second < known.speed_interval[1]
     assert known.speed_source == "constants from data sheets: NVIDIA H100 data sheet (SXM)"
     assert known.memory_bytes < 80 * GIB
     for other, reason in (
-        (prediction(setting, device="NVIDIA GeForce 8800"), "NVIDIA GeForce 8800 is not in the hardware file"),
-        (prediction(setting_of(gpus=16)), "no measurements of the network between hosts"),
-        (prediction(setting, "--log.calibration", tmp_path / "none.json"), "none.json"),
-        (prediction(setting, "--log.calibration", measured), "A CPU, and the plan is for h100-80"),
+        (prediction(step_config, device="NVIDIA GeForce 8800"), "NVIDIA GeForce 8800 is not in the hardware file"),
+        (prediction(step_config_of(gpus=16)), "no measurements of the network between hosts"),
+        (prediction(step_config, "--log.calibration", tmp_path / "none.json"), "none.json"),
+        (prediction(step_config, "--log.calibration", measured), "A CPU, and the plan is for h100-80"),
         (
-            prediction(setting_of(on_gpu=False), "--log.calibration", measured, device=None),
+            prediction(step_config_of(on_gpu=False), "--log.calibration", measured, device=None),
             "1 measured",
         ),
     ):
@@ -130,14 +132,14 @@ def test_speed_is_predicted_for_known_hardware_only(tmp_path: Path) -> None:
         assert "; no speed (" in other.describe()
         assert other.memory_bytes > 0
     lengths = ("--data.phases", "[{steps = 5, sequence_length = 512}, {}]", "--data.sequence_length", 1024)
-    assert prediction(setting, *lengths).speed_source == "data.phases has several sequence lengths"
+    assert prediction(step_config, *lengths).speed_source == "data.phases has several sequence lengths"
 
 
 def test_what_has_no_formulas_gets_no_prediction() -> None:
-    assert prediction(setting_of(), stage="align").startswith("alignment is not predicted: ")
+    assert prediction(step_config_of(), stage="align").startswith("alignment is not predicted: ")
 
 
 def test_memory_of_tensors_is_what_a_gpu_counts_as_allocated() -> None:
-    found = prediction(setting_of("124m", gpus=1, sequence_length=512))
-    low, high = found.memory_interval
-    assert low < found.memory_bytes < high < GIB * 8
+    result = prediction(step_config_of("124m", gpus=1, sequence_length=512))
+    low, high = result.memory_interval
+    assert low < result.memory_bytes < high < GIB * 8

@@ -242,9 +242,9 @@ def start_training(terminal: Terminal, tiny_options: list[str], folder: Path) ->
 
 def is_whole(page: list[str]) -> None:
     """The panel is there once, below the lines that were printed before, and no line is wider than 79 columns."""
-    found = [at for at, line in enumerate(page) if line.startswith("step ")]
-    assert len(found) == 1, "\n".join(page)
-    panel, before = page[found[0] :], page[found[0] - 1]
+    results = [at for at, line in enumerate(page) if line.startswith("step ")]
+    assert len(results) == 1, "\n".join(page)
+    panel, before = page[results[0] :], page[results[0] - 1]
     assert max(map(cell_len, panel)) <= 79
     starts = ["step ", "loss ", "lr ", "validation at step ", "sample at step ", "x"]
     assert [line.startswith(start) for line, start in zip(panel, starts, strict=False)] == [True] * 6
@@ -312,9 +312,9 @@ def test_after_a_run_was_killed_the_terminal_is_sane(
     start_training(terminal, tiny_options, tmp_path)
     wait_for_screen(terminal, r"(?m)^step [\d,]+ of 100,000 .*\n(.*\n)+sample at step ")
     beat = (tmp_path / "a" / "health" / "rank-0.json").read_text()
-    found = re.search(r'"process": ?(\d+)', beat)
-    assert found
-    os.kill(int(found[1]), signal.SIGKILL)
+    result = re.search(r'"process": ?(\d+)', beat)
+    assert result
+    os.kill(int(result[1]), signal.SIGKILL)
     assert "status 137" in wait_for_screen(terminal, "(?m)^status")  # a line of its own, below the panel
     terminal("send-keys", "hello", "Enter")
     assert wait_for_screen(terminal, "(?m)^hello\nhello$")

@@ -17,12 +17,12 @@ def test_pass_at_k_is_the_share_of_draws_of_k_answers_that_hold_a_pass() -> None
         passed = torch.tensor([[each is True for each in row] for row in rows])
         known = torch.tensor([[each is not None for each in row] for row in rows])
         for k in range(1, samples + 1):
-            for found, row in zip(pass_at_k(k, passed, known).tolist(), rows, strict=True):
+            for result, row in zip(pass_at_k(k, passed, known).tolist(), rows, strict=True):
                 draws = [any(some) for some in combinations([each for each in row if each is not None], k)]
-                assert math.isnan(found) if not draws else math.isclose(found, sum(draws) / len(draws), abs_tol=1e-12)
+                assert math.isnan(result) if not draws else math.isclose(result, sum(draws) / len(draws), abs_tol=1e-12)
 
 
-def test_pass_at_k_is_told_for_powers_of_two_below_the_size_of_a_group() -> None:
+def test_pass_at_k_is_a_metric_for_powers_of_two_below_the_size_of_a_group() -> None:
     assert [name for name in completion_metric_names(8) if name.startswith("pass")] == ["pass@1", "pass@2", "pass@4", "pass@n"]
     assert [name for name in completion_metric_names(6) if name.startswith("pass")] == ["pass@1", "pass@2", "pass@4", "pass@n"]
     assert [name for name in completion_metric_names(2) if name.startswith("pass")] == ["pass@1", "pass@n"]

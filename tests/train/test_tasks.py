@@ -53,11 +53,11 @@ def scores_of_the_verb(lmforge: Command, model: Path, files: Sequence[Path], *wo
 
 def scores_by_step(run: Run) -> dict[int, dict[str, float]]:
     """What a run's metrics have of tasks."""
-    found = {}
+    results = {}
     for record in run.read_metrics():
         if scores := {name: score for name, score in record.items() if name.startswith("val/") and name.count("/") == 2}:
-            found[record["step"]] = scores
-    return found
+            results[record["step"]] = scores
+    return results
 
 
 def test_scores_while_training_are_those_of_the_checkpoints_and_the_best_can_be_kept(
@@ -159,7 +159,7 @@ def test_every_stage_asks_as_its_checkpoints_are_asked(
         (["--validation.task_limit", "1"], "validation.task_limit: only with validation.tasks; leave it out"),
     ],
 )
-def test_what_cannot_be_asked_is_told_in_one_line_and_nothing_is_made(
+def test_unusable_tasks_are_refused_in_one_line_and_no_file_is_written(
     words: list[str],
     said: str,
     tiny_options: list[str],
@@ -177,8 +177,8 @@ def test_what_cannot_be_asked_is_told_in_one_line_and_nothing_is_made(
     write_lines(tmp_path / "patterns.jsonl", [fine[0], {"prompt": "c", "pattern": "d"}])
     write_lines(tmp_path / "long.jsonl", [fine[0], {"prompt": long, "answer": "d"}])
     write_lines(tmp_path / "choices.jsonl", [{"prompt": "a", "choices": ["b", long], "answer": 0}])
-    asked = words if words[0].startswith("-") else ["--validation.tasks", *words]
-    assert said in refused("pretrain", *tiny_options, "--run.folder", tmp_path / "runs", "--run.name", "run", *asked)
+    requested = words if words[0].startswith("-") else ["--validation.tasks", *words]
+    assert said in refused("pretrain", *tiny_options, "--run.folder", tmp_path / "runs", "--run.name", "run", *requested)
     assert not any(path.name != ".lock" for path in tmp_path.glob("runs/*/*"))
 
 

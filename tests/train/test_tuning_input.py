@@ -190,7 +190,7 @@ def recipe_of(kind: type[Tuned], place: Path, source: Path, **tables: Mapping[st
         ),
     ],
 )
-def test_it_is_told_in_one_line_and_nothing_is_made(
+def test_it_is_refused_in_one_line_and_writes_no_file(
     verb: str,
     words: list[str],
     said: str,
@@ -265,8 +265,8 @@ def test_so_are_rewards_and_prompts_that_cannot_be_used(
     words: list[str], said: str, place: Path, tiny_run: Path, refused: Refusal, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(place)
-    about = ["--method", "grpo", "--data.files", "prompts.jsonl", "--run.folder", place / "runs", *FEW]
-    assert said in refused("align", "--model.source", tiny_run, *about, "--rollout.max_completion_length", "8", *words)
+    options = ["--method", "grpo", "--data.files", "prompts.jsonl", "--run.folder", place / "runs", *FEW]
+    assert said in refused("align", "--model.source", tiny_run, *options, "--rollout.max_completion_length", "8", *words)
     assert not any(path.name != ".lock" for path in place.glob("runs/*/*"))
 
 
@@ -281,7 +281,7 @@ def test_so_are_rewards_and_prompts_that_cannot_be_used(
 def test_a_reward_that_fails_costs_its_answers_and_one_that_is_wrong_ends_the_run(
     reward: str, status: int, said: str, place: Path, tiny_run: Path, lmforge: Command
 ) -> None:
-    about = [
+    options = [
         "--method",
         "grpo",
         "--data.files",
@@ -292,7 +292,7 @@ def test_a_reward_that_fails_costs_its_answers_and_one_that_is_wrong_ends_the_ru
         "8",
         *FEW,
     ]
-    about += [
+    options += [
         "--rollout.reward_functions",
         f"rewards.py:{reward}",
         "--rollout.reward_timeout_seconds",
@@ -300,7 +300,7 @@ def test_a_reward_that_fails_costs_its_answers_and_one_that_is_wrong_ends_the_ru
         "--train.global_batch_size",
         "16",
     ]
-    done = lmforge("align", "--model.source", tiny_run, *about, "--train.steps", "2", cwd=place)
+    done = lmforge("align", "--model.source", tiny_run, *options, "--train.steps", "2", cwd=place)
     assert said in done.stderr, done.stderr
     assert done.returncode == status, done.stderr
 
@@ -320,28 +320,26 @@ GRPO = [
 
 def test_a_column_that_some_prompts_have_is_none_for_the_others(place: Path, tiny_run: Path, lmforge: Command) -> None:
     """A set of answers is to one prompt here: of two sets one is to a prompt without it."""
-    about = [*GRPO, "--data.files", "answered.jsonl", "--train.global_batch_size", "4"]
-    about += ["--rollout.reward_functions", "rewards.py:column"]
-    done = lmforge("align", "--model.source", tiny_run, *about, "--run.name", "run", cwd=place)
+    options = [*GRPO, "--data.files", "answered.jsonl", "--train.global_batch_size", "4"]
+    options += ["--rollout.reward_functions", "rewards.py:column"]
+    done = lmforge("align", "--model.source", tiny_run, *options, "--run.name", "run", cwd=place)
     assert done.returncode == 0, done.stderr
     assert [record["reward"] for record in steps_of(place / "runs" / "run")] == [0.0, 0.0]
     assert [record["reward_failures"] for record in steps_of(place / "runs" / "run")] == [0.0, 0.0]
 
 
 def test_columns_of_any_kind_do_no_harm_where_no_reward_takes_them(place: Path, tiny_run: Path, lmforge: Command) -> None:
-    about = [*GRPO, "--data.files", "dated.parquet", "--train.global_batch_size", "4"]
-    about += ["--rollout.reward_functions", "rewards.py:answer_alone"]
-    done = lmforge("align", "--model.source", tiny_run, *about, "--run.name", "run", cwd=place)
+    options = [*GRPO, "--data.files", "dated.parquet", "--train.global_batch_size", "4"]
+    options += ["--rollout.reward_functions", "rewards.py:answer_alone"]
+    done = lmforge("align", "--model.source", tiny_run, *options, "--run.name", "run", cwd=place)
     assert done.returncode == 0, done.stderr
     assert [record["reward"] for record in steps_of(place / "runs" / "run")] == [4.0, 4.0]
 
 
-def test_a_function_that_fails_on_another_rank_is_told_in_its_log_and_counted(
-    place: Path, tiny_run: Path, lmforge: Command
-) -> None:
-    about = [*GRPO, "--data.files", "prompts.jsonl", "--train.global_batch_size", "8"]
-    about += ["--rollout.reward_functions", "rewards.py:failing_elsewhere", "rewards.py:right"]
-    done = lmforge("align", "--model.source", tiny_run, *about, "--run.name", "run", cwd=place, ranks=2)
+def test_a_function_that_fails_on_another_rank_is_in_its_log_and_counted(place: Path, tiny_run: Path, lmforge: Command) -> None:
+    options = [*GRPO, "--data.files", "prompts.jsonl", "--train.global_batch_size", "8"]
+    options += ["--rollout.reward_functions", "rewards.py:failing_elsewhere", "rewards.py:right"]
+    done = lmforge("align", "--model.source", tiny_run, *options, "--run.name", "run", cwd=place, ranks=2)
     assert done.returncode == 0, done.stderr
     log = (place / "runs" / "run" / "logs" / "attempt-1" / "rank-1.log").read_text()
     assert log.count("reward rewards.py:failing_elsewhere: KeyError: ") == 1
@@ -394,7 +392,7 @@ def test_a_folder_is_its_files_by_name_and_a_tilde_is_home(
 def test_so_it_is_of_prompts(place: Path, tiny_run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = folder_of_chats(place)
     monkeypatch.setenv("HOME", str(place))
-    asked = []
+    requested = []
     for files in ([str(folder)], ["~/chats/a.jsonl", "~/chats/b.jsonl"]):
         rollout = {"reward_functions": [f"{place / 'rewards.py'}:right"], "num_generations": 4, "max_completion_length": 8}
         data = {"files": files, "validation_files": files}
@@ -403,8 +401,8 @@ def test_so_it_is_of_prompts(place: Path, tiny_run: Path, monkeypatch: pytest.Mo
         rows = open_prompt_inputs(recipe, 1).train_dataset
         assert isinstance(rows.packing, PromptPacking)
         assert len(rows.packing.validation_prompts) == 4
-        asked.append((rows.plan_hash, [prompt.tokens.tolist() for prompt in rows.packing.prompts]))
-    assert asked[0] == asked[1]
+        requested.append((rows.plan_hash, [prompt.tokens.tolist() for prompt in rows.packing.prompts]))
+    assert requested[0] == requested[1]
 
 
 ENDLESS = """\
@@ -422,7 +420,7 @@ def test_a_template_that_ends_no_turn_is_refused_where_prompts_are_turns(
     assert lmforge("export", tiny_run, model).returncode == 0
     (model / "chat_template.jinja").write_text(ENDLESS)
     (place / "plain.jsonl").write_text('{"prompt": "1 + 1 ="}\n' * 4)
-    about = [
+    options = [
         "--method",
         "grpo",
         *FEW,
@@ -431,8 +429,8 @@ def test_a_template_that_ends_no_turn_is_refused_where_prompts_are_turns(
         "--rollout.max_completion_length",
         "8",
     ]
-    about += ["--model.source", model, "--run.folder", place / "runs"]
-    said = refused("align", *about, "--data.files", place / "prompts.jsonl")
+    options += ["--model.source", model, "--run.folder", place / "runs"]
+    said = refused("align", *options, "--data.files", place / "prompts.jsonl")
     assert "chat_template.jinja: never scores the end of turn: no special token ends the assistant's answer" in said
     assert not any(path.name != ".lock" for path in place.glob("runs/*/*"))
     # Texts are ended by the separator, and an answer that is begun for the model needs no place in a conversation.
@@ -456,14 +454,14 @@ def sides_of(material: RunInputs) -> tuple[list[str], list[str]]:
 
 
 def test_a_share_of_the_prompts_is_held_out_and_equal_ones_are_on_one_side(place: Path, tiny_run: Path) -> None:
-    asked = [f"{number} + 1 =" for number in range(40)] * 2
+    requested = [f"{number} + 1 =" for number in range(40)] * 2
     materials = {share: prompts_of(place, tiny_run, validation_ratio=share) for share in (0.0, 0.1, 0.25, 0.99)}
     for share, material in materials.items():
         prompts, held_out = sides_of(material)
         assert len(held_out) == {0.0: 0, 0.1: 8, 0.25: 20, 0.99: 78}[share]
         assert not set(prompts) & set(held_out)
-        assert prompts == [each for each in asked if each in set(prompts)]
-        assert held_out == [each for each in asked if each in set(held_out)]
+        assert prompts == [each for each in requested if each in set(prompts)]
+        assert held_out == [each for each in requested if each in set(held_out)]
         assert f"80 of 80 records; {len(held_out)} for validation; 4 completions each" in material.data_summary
     assert set(sides_of(materials[0.1])[1]) < set(sides_of(materials[0.25])[1])
     assert len({material.train_dataset.plan_hash for material in materials.values()}) == len(materials)
@@ -524,7 +522,7 @@ def test_where_batches_of_a_resumed_run_would_be_others_the_message_names_what_d
 
 
 def test_what_answers_to_a_share_of_the_prompts_earn_is_measured(place: Path, tiny_run: Path, lmforge: Command) -> None:
-    about = [
+    options = [
         *GRPO,
         "--data.files",
         "many.jsonl",
@@ -533,7 +531,7 @@ def test_what_answers_to_a_share_of_the_prompts_earn_is_measured(place: Path, ti
         "--rollout.reward_functions",
         "rewards.py:right",
     ]
-    done = lmforge("align", "--model.source", tiny_run, *about, "--run.name", "run", cwd=place)
+    done = lmforge("align", "--model.source", tiny_run, *options, "--run.name", "run", cwd=place)
     assert done.returncode == 0, done.stderr
     assert "80 of 80 records; 2 for validation; 4 completions each" in done.stdout
     assert "val/reward" in steps_of(place / "runs" / "run")[-1]

@@ -48,10 +48,10 @@ def test_an_export_has_the_logits_tokens_and_ends_of_the_run_in_transformers(
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
 def test_an_export_has_the_requested_dtype(tiny_run: Path, tmp_path: Path, dtype: str) -> None:
     assert command(["export", str(tiny_run), str(tmp_path / "out"), "--dtype", dtype]) == 0
-    wanted = {"bf16": torch.bfloat16, "fp16": torch.float16}[dtype]
+    expected = {"bf16": torch.bfloat16, "fp16": torch.float16}[dtype]
     with safe_open(tmp_path / "out" / "model.safetensors", framework="pt") as file:
-        assert {file.get_tensor(name).dtype for name in file.keys()} == {wanted}  # noqa: SIM118 - not a dict
-    assert AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype="auto").dtype == wanted
+        assert {file.get_tensor(name).dtype for name in file.keys()} == {expected}  # noqa: SIM118 - not a dict
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype="auto").dtype == expected
 
 
 def test_nothing_is_overwritten_without_overwrite(tiny_run: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

@@ -99,8 +99,8 @@ def test_files_are_measured_as_if_they_were_prepared(capsys: Capture, tiny_run: 
 
     def measured(*words: object) -> dict[str, float]:
         assert command(["evaluate", str(tiny_run), *map(str, words), "--sequence_length", "1024", "--output", "json"]) == 0
-        found: dict[str, float] = json.loads(capsys.readouterr().out)
-        return found
+        result: dict[str, float] = json.loads(capsys.readouterr().out)
+        return result
 
     lines, folder = measured("--data", tmp_path / "lines.jsonl"), measured("--data", tmp_path / "folder")
     parts = [measured("--data", tmp_path / "shards", "--split", split) for split in ("train", "validation")]

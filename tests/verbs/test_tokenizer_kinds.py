@@ -91,8 +91,8 @@ def test_a_model_generates_and_answers_in_it(
     tokenizer, answer = Tokenizer.open(kind), "dogs where"
     ids = tokenizer.encode(answer)
     assert len(set(ids)) == len(ids), "each token has one successor"
-    asked, ends = tokenizer.token_to_id("<|assistant|>"), tokenizer.token_to_id("<|end|>")
-    model = scripted(dict(pairwise([asked, *ids, ends])), tokenizer.vocab_size)
+    prompt, ends = tokenizer.token_to_id("<|assistant|>"), tokenizer.token_to_id("<|end|>")
+    model = scripted(dict(pairwise([prompt, *ids, ends])), tokenizer.vocab_size)
     export_folder(model, model.config, tmp_path / "model", tokenizer_folder=kind)
     said = lmforge("chat", tmp_path / "model", "--temperature", 0, "--device", "cpu", stdin="the cat\n")
     assert (said.returncode, said.stdout) == (0, f"{answer}\n"), said.stderr

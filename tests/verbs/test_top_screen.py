@@ -27,9 +27,9 @@ def drawn(hosts: list[HostAnswer], runs: list[RunStatus], columns: int = 80, lin
     console = Console(width=columns, height=lines, color_system=None, force_terminal=False)
     with console.capture() as capture:
         console.print(render_screen(Snapshot(1e9, hosts, runs), columns, lines))
-    found = capture.get().splitlines()
-    assert max(map(len, found)) <= columns
-    return [line.rstrip() for line in found]
+    result = capture.get().splitlines()
+    assert max(map(len, result)) <= columns
+    return [line.rstrip() for line in result]
 
 
 def row_of(lines: list[str], first_word: str) -> str:
@@ -81,7 +81,7 @@ def test_a_gpu_that_is_busy_at_little_power_is_said_to_wait_and_its_rank_is_name
     assert row.endswith("rank 0     busy at 11% of its power: waiting?")
 
 
-def test_values_that_nothing_is_known_of_are_question_marks() -> None:
+def test_unknown_values_are_question_marks() -> None:
     unknown = replace(HOST, cpu_percent=None, received_bytes_per_second=None, sent_bytes_per_second=None, processes=[])
     page = drawn([HostAnswer("node1", replace(unknown, devices=[DeviceUsage(0)]), 0.0)], [])
     assert row_of(page, "node1").split() == ["node1", "?", "8.0/64", "128/1,024", "?/?"]

@@ -57,9 +57,9 @@ def lacking(page: str, names: dict[str, FieldInfo], verb: str | None = None) -> 
     ]
     wrong = []
     for name, field in names.items():
-        found = [each for each in entries if each[0] == name and (verb is None or each[1].startswith(f"{verb}."))]
+        result = [each for each in entries if each[0] == name and (verb is None or each[1].startswith(f"{verb}."))]
         description, default = (field.description or "").replace("`", ""), default_of(field)
-        said = [f"{text} ({facts})" if default is None else facts for _, _, facts, text in found if text in description]
+        said = [f"{text} ({facts})" if default is None else facts for _, _, facts, text in result if text in description]
         words = re.sub(r"\W+", " ", description.partition("(default: ")[2])
         right = [each for each in said if (words.strip() in re.sub(r"\W+", " ", each) if default is None else default in each)]
         wrong += [] if right else [name]

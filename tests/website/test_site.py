@@ -66,9 +66,9 @@ def search(page: Page, words: str) -> None:
     """Type into the search, and take the first section that is found."""
     field = page.locator("input.md-search__input")
     field.press_sequentially(words)
-    found = page.locator(".md-search-result__item a.md-search-result__link")
-    expect(found.filter(has_text=words).first).to_be_visible()
-    found.filter(has=page.locator("h2", has_text=words)).first.click()
+    result = page.locator(".md-search-result__item a.md-search-result__link")
+    expect(result.filter(has_text=words).first).to_be_visible()
+    result.filter(has=page.locator("h2", has_text=words)).first.click()
 
 
 def test_every_link_and_picture_of_a_page_is_there(site: Path) -> None:

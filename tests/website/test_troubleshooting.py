@@ -26,8 +26,8 @@ def quoted(node: ast.AST) -> str | None:
 def texts() -> list[str]:
     """All texts of the package; fields of `str.format` are … too."""
     trees = [ast.parse(path.read_text(encoding="utf-8")) for path in sorted((ROOT / "lmforge").rglob("*.py"))]
-    found = [quoted(node) for tree in trees for node in ast.walk(tree)]
-    return [re.sub(r"…\w+…", "…", text) for text in found if text]
+    results = [quoted(node) for tree in trees for node in ast.walk(tree)]
+    return [re.sub(r"…\w+…", "…", text) for text in results if text]
 
 
 @pytest.mark.parametrize("message", MESSAGES)

@@ -1,4 +1,4 @@
-"""How fast the device of each rank multiplies, and what the driver says about its health."""
+"""The speed of matrix products on each rank's device, and its health according to the driver."""
 
 import shutil
 import statistics
@@ -14,11 +14,11 @@ from lmforge.errors import format_count
 
 # (rows and columns of a product, dtype, seconds) by kind of device. A GPU slows down only once it is warm.
 PRODUCTS = {"cpu": (512, torch.float32, 0.2), "cuda": (8192, torch.bfloat16, 2.0)}
-# Of the median. Ranks on the cores of one machine disturb each other.
+# Below this fraction of the median a rank is slow. Ranks on the cores of one machine disturb each other.
 SLOW_BELOW = {"cpu": 0.5, "cuda": 0.85}
 NVIDIA_FIELDS = "index,temperature.gpu,clocks_throttle_reasons.active,ecc.errors.uncorrected.volatile.total"
 NVIDIA_SECONDS = 20.0
-# Bits of the driver's reasons for low clocks that say something is wrong. A power limit or an idle GPU is no such reason.
+# Bits of the driver's reasons for low clocks that indicate a problem, unlike a power limit or an idle GPU.
 THROTTLE_REASONS = {0x08: "slowed by hardware", 0x20: "too hot", 0x40: "too hot", 0x80: "power brake"}
 
 
@@ -45,7 +45,7 @@ def measure_device(device: torch.device, asks_driver: bool) -> dict[str, Any]:
 
 
 def read_gpu_health() -> list[dict[str, Any]]:
-    """What nvidia-smi says of each GPU of this host; empty without it."""
+    """The output of nvidia-smi for each GPU of this host; empty without nvidia-smi."""
     if (program := shutil.which("nvidia-smi")) is None:
         return []
     command = [program, f"--query-gpu={NVIDIA_FIELDS}", "--format=csv,noheader,nounits"]
@@ -73,7 +73,7 @@ def _parse_gpu(line: str) -> dict[str, Any]:
 
 
 def check_devices(reports: Mapping[int, Mapping[str, Any]], names: Mapping[int, str], kind: str) -> Iterator[Finding]:
-    """Findings about the speed of each rank beside the others', and the health of GPUs. `names` are those of ranks."""
+    """Findings about the speed of each rank compared with the others, and the health of GPUs. `names` are those of ranks."""
     rates = {rank: report["tflops"] for rank, report in reports.items() if "tflops" in report}
     if not rates:
         return

@@ -1,4 +1,4 @@
-"""`lmforge doctor`: whether this machine, or all ranks of a launcher, have what a run needs: a line each, before it starts.
+"""`lmforge doctor`: checks, before a run starts, whether this machine or all ranks of a launcher have what it needs.
 
 With `--parity` it compares the strategies instead: see `parity_table.py`. Checks of one machine are in `machine_checks.py`,
 checks of all ranks together in `examine_ranks.py`.
@@ -18,10 +18,9 @@ from lmforge.errors import RunFailed, name_some
 
 
 def doctor(options: DoctorOptions) -> int:
-    """Examine the ranks that are there, and print what was found on rank 0; or compare the strategies.
-
-    Returns 1 where something that is needed fails, on all ranks. Raises UserError for a recipe that cannot be read, and
-    RunFailed on a rank that cannot reach rank 0.
+    """Examine the ranks of this process group, and print the findings on rank 0; or compare the strategies. Returns 1 on all
+    ranks where a required check fails. Raises UserError for a recipe that cannot be read, and RunFailed on a rank that cannot
+    reach rank 0.
     """
     if options.parity:
         from lmforge.bench.parity_table import check_parity

@@ -1,4 +1,4 @@
-"""What `lmforge doctor` asks all ranks, phase after phase: hosts, storage, devices, network. Rank 0 evaluates the answers.
+"""The checks of `lmforge doctor` on all ranks, in phases: hosts, storage, devices, network. Rank 0 evaluates the answers.
 
 A phase that a rank does not finish in time ends without it: the rank is named, and the rest is examined without what needs it.
 """
@@ -28,7 +28,7 @@ from lmforge.config.stage import StageConfig
 from lmforge.errors import UserError, format_count, name_some
 from lmforge.runs import is_local
 
-# Beyond the time that a rank takes for a phase: for its answer to arrive.
+# Additional time for the answer of a rank to arrive after a phase.
 ANSWER_SECONDS = 2.0
 
 Reports = dict[int, dict[str, Any]]
@@ -71,7 +71,7 @@ class Examination:
 
     @cached_property
     def _phases(self) -> dict[str, Callable[[dict[str, Any]], dict[str, Any]]]:
-        """What a rank does in each phase, given what rank 0 says about it."""
+        """The work of a rank in each phase, with the arguments that rank 0 sends."""
         return {"host": self._host, "storage": self._storage, "device": self._device, "network": self._network}
 
     def _answer(self) -> int:
@@ -209,7 +209,7 @@ class Examination:
         self._named.update(late)
 
     def _judge_sharing(self, reports: Reports, leaders: Sequence[int], hosts: dict[int, str]) -> Iterator[Finding]:
-        """Whether all hosts see the same folder where the run is kept."""
+        """Whether all hosts see the same folder for runs."""
         folder = checkpoint_folder(self.config)
         if not is_local(folder):
             return
@@ -222,7 +222,7 @@ class Examination:
 
 
 def _check_devices_differ(usable: Reports, names: dict[int, str], kinds: set[str]) -> Iterator[Finding]:
-    """Whether all ranks have a device of one kind, and no GPU is that of two."""
+    """Whether all ranks have the same kind of device, and no GPU is used by two ranks."""
     if len(kinds) > 1:
         where = tuple(names[rank] for rank, report in usable.items() if report["device"] == "cpu")
         yield Finding("devices", "fail", "a CPU, and GPUs on other ranks", "see nvidia-smi there, or give --device cpu", where)

@@ -1,4 +1,4 @@
-"""A line of `lmforge doctor`: what was examined, how it is, and what to do about it."""
+"""A line of `lmforge doctor`: what was examined, the result, and what to do about it."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -9,7 +9,7 @@ Status = Literal["pass", "warn", "fail"]
 
 @dataclass(frozen=True)
 class Finding:
-    """What was examined, how it is, and what to do about it. Only what is `fail` prevents training.
+    """What was examined, the result, and what to do about it. Only `fail` prevents training.
 
     where: the hosts or ranks that it is about; empty where that is all of them.
     values: what was measured, for JSON.

@@ -1,4 +1,4 @@
-"""What one rank knows of its host, and whether the ranks agree: versions, code, variables, limits, interfaces, clocks."""
+"""What a rank reports about its host, and whether the ranks agree: versions, code, variables, limits, interfaces, clocks."""
 
 import importlib.metadata
 import os
@@ -74,7 +74,7 @@ def _is_compared(name: str) -> bool:
 
 
 def check_limits(info: RankInfo, uses_gpu: bool) -> Iterator[Finding]:
-    """The limits of this process that a run meets: open files, processes, locked and shared memory."""
+    """The limits of this process that affect a run: open files, processes, locked and shared memory."""
     needed = GLOO_GROUPS * info.world_size + OTHER_OPEN_FILES
     has_infiniband = any(Path("/sys/class/infiniband").glob("*"))
     limits = {name: resource.getrlimit(number) for name, number in LIMITS.items()}

@@ -1,4 +1,4 @@
-"""What this machine has of what lmforge needs: Python, packages, torch, devices, compiler, memory, disk.
+"""Whether this machine has what lmforge needs: Python, packages, torch, devices, compiler, memory, disk.
 
 A check returns findings. torch is imported by the checks that need it, so that a broken one is a finding too.
 """
@@ -26,14 +26,14 @@ from lmforge.errors import format_bytes, format_count, how_to_install
 from lmforge.runs import processor_name
 
 PACKAGE = "lmforge"
-# Versions that the tests were run with; there in a clone, not where a wheel was installed.
+# Versions that the tests were run with; the file exists in a clone, but not in an installed wheel.
 CONSTRAINTS = Path(__file__).parents[3] / "constraints.txt"
 COMPILE_SECONDS = 6.0
 # A model of 100 million parameters trains in this much memory, and its checkpoints are a gigabyte each.
 LOW_MEMORY_BYTES = 4 * 2**30
 LOW_DISK_BYTES = 10 * 2**30
 NETWORK_DISKS = ("nfs", "nfs4", "cifs", "smb3", "9p", "fuse.sshfs", "lustre", "beegfs", "gpfs", "ceph")
-# It needs what torch.compile needs on a CPU: the headers of Python, and OpenMP.
+# A program with the requirements of torch.compile on a CPU: the headers of Python, and OpenMP.
 C_SOURCE = """
 #include <Python.h>
 #include <omp.h>
@@ -47,7 +47,7 @@ extern "C" int lmforge_probe() {
 
 
 def examine_machine(device: str) -> Iterator[Finding]:
-    """What this machine has. `device` is what the user wants to train on: auto, cpu or cuda."""
+    """The findings about this machine. `device` is the device to train on: auto, cpu or cuda."""
     yield Finding("python", "pass", f"{platform.python_version()}, {sys.executable}")
     yield from _check_packages()
     yield from _check_torch(device)
@@ -59,7 +59,7 @@ def examine_machine(device: str) -> Iterator[Finding]:
 
 
 def _check_packages() -> Iterator[Finding]:
-    """Whether the packages that lmforge needs are there, in versions that it accepts, and in those it was tested with."""
+    """Whether the required packages are installed, in accepted versions, and in the tested ones."""
     try:
         needed = [Requirement(each) for each in importlib.metadata.requires(PACKAGE) or ()]
     except importlib.metadata.PackageNotFoundError:

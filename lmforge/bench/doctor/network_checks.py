@@ -1,4 +1,4 @@
-"""How fast ranks reach each other: collectives of all ranks by size, and each pair of hosts in both directions."""
+"""The speed of communication between ranks: collectives of all ranks by size, and each pair of hosts in both directions."""
 
 import statistics
 import time
@@ -17,7 +17,7 @@ SIZES = {"cpu": (64 * KIB, 4 * MIB, 32 * MIB), "cuda": (64 * KIB, 16 * MIB, 512 
 REPETITIONS = 3
 BUDGET_SECONDS = 3.0
 PROBE_BYTES, PAIR_BYTES = {"cpu": 256 * KIB, "cuda": 4 * MIB}, {"cpu": 16 * MIB, "cuda": 256 * MIB}
-# With thousands of hosts not every pair is measured, but each host with so many others.
+# With thousands of hosts not every pair is measured, but each host with this many others.
 MAX_ROUNDS = 32
 SLOW_BELOW = 0.5  # of the median
 # Gigabit Ethernet. Gradients of a small model take seconds over less.
@@ -29,7 +29,7 @@ Collectives = dict[str, list[list[float]]]
 def measure_network(
     store: dist.Store, rank: int, world_size: int, device: torch.device, leaders: Sequence[int], timeout_seconds: float
 ) -> dict[str, Any]:
-    """Connect all ranks and time them. Every rank calls it; raises what torch does where one does not answer.
+    """Connect all ranks and measure the network. Every rank calls it; raises torch's exception where a rank does not answer.
 
     leaders: the first rank of each host. Returns {"collectives": …} on every rank, and on leaders {"links": …}.
     """
@@ -86,7 +86,7 @@ def time_collectives(world_size: int, device: torch.device, sizes: Sequence[int]
 
 
 def _time_links(leaders: Sequence[int], rank: int, device: torch.device) -> list[list[float]]:
-    """[rank here, rank there, bytes per second] of what this rank sends to the leaders of other hosts."""
+    """[sender, receiver, bytes per second] of what this rank sends to the leaders of other hosts."""
     links = []
     own = leaders.index(rank)
     for pairs in rounds_of_pairs(len(leaders))[:MAX_ROUNDS]:
@@ -142,7 +142,7 @@ def check_network(reports: Mapping[int, Mapping[str, Any]], hosts: Mapping[int, 
     """Findings about the collectives of all ranks, and about the links between hosts. `hosts` by rank."""
     timed, world_size = reports[0].get("collectives", {}), len(hosts)
     for name, results in timed.items():
-        # As nccl-tests counts it: what each link carries, which does not depend on the number of ranks.
+        # The bus bandwidth as in nccl-tests: what each link carries, independent of the number of ranks.
         factor = (2 if name == "all-reduce" else 1) * (world_size - 1) / world_size
         rates = [(size, factor * size / seconds) for size, seconds in results]
         rates_text = ", ".join(f"{_rate(rate)} at {_size(size)}" for size, rate in rates)

@@ -18,7 +18,7 @@ from lmforge.cluster.rank_info import RankInfo, count_restarts
 from lmforge.cluster.waiting import await_listener, call_bounded, wait_until
 from lmforge.errors import RunFailed
 
-# The others give up later than rank 0, which waits for a rank that is late in each of several phases.
+# The others time out later than rank 0, which waits for a late rank in each of several phases.
 PATIENCE_FACTOR = 3.0
 
 
@@ -39,7 +39,7 @@ class RankReports:
             self.store = _connect(info, timeout_seconds)
 
     def post(self, phase: str, value: Any) -> None:
-        """Tell rank 0 what this rank has found in a phase."""
+        """Send this rank's report of a phase to rank 0."""
         if self._rank == 0:
             self._own[phase] = value
         else:
@@ -63,11 +63,11 @@ class RankReports:
         return dict(sorted(reports.items()))
 
     def publish(self, name: str, value: Any) -> None:
-        """Tell all ranks something, on rank 0."""
+        """Publish a value for all ranks, on rank 0."""
         self.store.set(name, json.dumps(value))
 
     def receive(self, name: str) -> Any:
-        """What rank 0 publishes; waits for it."""
+        """Wait for the value that rank 0 publishes."""
         answer = run_bounded(partial(self._wait_for, name), PATIENCE_FACTOR * self._timeout)
         if "error" in answer:
             raise RunFailed(f"rank {self._rank}: rank 0 has not answered ({answer['error'][:200]}); see its output")
@@ -82,7 +82,7 @@ class RankReports:
         wait_until(lambda: self.store.add("left", 0) >= len(self._ranks) - 1, min(self._timeout, 5.0))
 
     def leave(self) -> None:
-        """Tell rank 0 that this rank needs the store no more."""
+        """Tell rank 0 that this rank no longer needs the store."""
         run_bounded(lambda: {"left": self.store.add("left", 1)}, self._timeout)
 
 
@@ -110,7 +110,7 @@ def _connect(info: RankInfo, timeout_seconds: float) -> dist.Store:
 
 
 def run_bounded(fn: Callable[[], dict[str, Any]], seconds: float) -> dict[str, Any]:
-    """What `fn` returns, or {"error": reason} where it raises, or is not done in time; it then continues in a thread."""
+    """The result of `fn`, or {"error": reason} where it raises or takes too long; it then continues in a thread."""
     try:
         return call_bounded(fn, seconds)
     except TimeoutError as problem:

@@ -1,4 +1,4 @@
-"""Whether a host reads the data and models of a recipe as the others do, and can write its checkpoints: space and speed."""
+"""Whether a host reads the same data and models as the others, and can write checkpoints: space and speed."""
 
 import os
 import shutil
@@ -33,7 +33,7 @@ from lmforge.stages.training_data import open_source
 
 BLOCK_BYTES, WRITE_BYTES, WRITE_SECONDS = 16 * 2**20, 256 * 2**20, 1.0
 SLOW_BYTES_PER_SECOND = 50e6
-# Of each split of a token folder, evenly spread, and verified against their checksums.
+# The number of parts of each split that are read, evenly spaced, and verified against their checksums.
 READS, READ_TOKENS = 8, 32_768
 
 
@@ -68,7 +68,7 @@ def _read_data(config: StageConfig, findings: list[Finding]) -> dict[str, str]:
     contents = {}
     if isinstance(config, PretrainConfig):
         for source in config.data.all_sources:
-            # The original, of which a run makes its copy on this host: doctor is asked before, and compares the hosts.
+            # The original folder, not the copy that a run makes on this host, since doctor runs before and compares the hosts.
             folder = open_source(config.data, source, staged=False)
             contents[source.folder], text = _read_tokens(folder)
             findings.append(Finding("data", "pass", text))
@@ -126,7 +126,7 @@ def _kind(folder: Path) -> str:
 
 
 def _checkpoint_bytes(config: StageConfig, world_size: int) -> int:
-    """The size of a checkpoint of the recipe. Raises UserError where the recipe does not fit so many ranks."""
+    """The size of a checkpoint of the recipe. Raises UserError where the recipe does not fit this number of ranks."""
     if isinstance(config, PretrainConfig):
         model_config = open_pretrain_inputs(config, world_size).model_config
     else:
@@ -178,7 +178,7 @@ def checkpoint_folder(config: StageConfig | None) -> Path:
 
 
 def existing_folder(folder: Path) -> Path:
-    """The folder, or the nearest one above it that exists."""
+    """The folder, or its nearest existing parent."""
     return next(each for each in (folder.absolute(), *folder.absolute().parents) if each.is_dir())
 
 
@@ -218,6 +218,6 @@ def compare_contents(contents: Mapping[str, Mapping[str, str]]) -> Iterator[Find
         if others:
             differ = True
             text = f"{name}: not the same files as on {next(host for host in digests if host not in others)}"
-            yield Finding("equal data", "fail", text, "copy it anew to the hosts that differ, or share one folder", others)
+            yield Finding("equal data", "fail", text, "copy it again to the hosts that differ, or share one folder", others)
     if len(contents) > 1 and names and not differ:
         yield Finding("equal data", "pass", f"the same on {len(contents)} hosts: {', '.join(names)}")

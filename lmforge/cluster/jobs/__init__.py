@@ -1,6 +1,6 @@
 """Jobs of `lmforge launch`: the scripts that start a run on other hosts, and how they are submitted, found and stopped.
 
-Begin with `job.py`: `JobPlan`, what is to be started, and `Job`, what was. `scripts.py` writes the scripts; `slurm.py`,
+Begin with `job.py`: `JobPlan` (what to start) and `Job` (what was started). `scripts.py` writes the scripts; `slurm.py`,
 `pbs.py` and `sessions.py` (this machine, ssh, mpiexec) submit them; `launchers.py` chooses one of these. `code_snapshot.py`
 records the code.
 

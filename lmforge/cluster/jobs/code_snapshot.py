@@ -9,14 +9,14 @@ from lmforge import __version__
 from lmforge.atomic_files import atomic_write, atomic_write_json
 
 CODE_FILE, DIFF_FILE = "code.json", "code.diff"
-# A new file that is larger is data, not code.
+# A larger untracked file is taken for data, not code.
 MAX_NEW_FILE_BYTES = 2**20
 GIT_SECONDS = 60
 
 
 def save_code(folder: Path, directory: Path) -> None:
-    """Write into `folder` what restores the code in `directory`: code.json with the commit, and code.diff, which `git apply`
-    takes, with what differs from it, new files included. Outside of a git repository there is only code.json."""
+    """Write into `folder` what restores the code in `directory`: code.json with the commit, and code.diff with the changes to
+    it, including new files, for `git apply`. Outside of a git repository there is only code.json."""
     fields: dict[str, Any] = {"lmforge": __version__, "python": platform.python_version(), "directory": str(directory)}
     top = _git(directory, "rev-parse", "--show-toplevel")
     if top is None:

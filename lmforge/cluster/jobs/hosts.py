@@ -24,7 +24,7 @@ HOST_PATTERN = re.compile(r"[\w.@:\[\]%][\w.@:\[\]%-]*")
 
 @dataclass(frozen=True)
 class Answer:
-    """What a host answered: status, standard output, and the last line of its errors."""
+    """The result of a host: status, standard output, and the last line of its errors."""
 
     host: str | None
     status: int
@@ -35,7 +35,8 @@ class Answer:
 def read_hosts(path: Path, *, may_repeat: bool = False) -> list[str]:
     """The hosts of a file: one a line, as ssh takes them; `slots=N` after a host, empty lines and comments are skipped.
 
-    Raises UserError where the file cannot be read, a line is none, a host repeats and may not, or there is none or too many.
+    Raises UserError where the file cannot be read, a line is invalid, a host repeats where it may not, or there are no hosts or
+    too many.
     """
     try:
         text = read_bounded(path, MAX_HOSTS_BYTES).decode()
@@ -76,7 +77,7 @@ def export_lines(variables: Mapping[str, str]) -> str:
 def ssh_command(
     host: str, line: str, *, program: Sequence[str] = ("ssh",), connect_seconds: float = CONNECT_SECONDS
 ) -> list[str]:
-    """The command that runs a shell line on a host, and never asks for a password: nobody is there to type it.
+    """The command that runs a shell line on a host, and never asks for a password, which nobody could type.
 
     program: ssh with the user's options, which take precedence over ours.
     """
@@ -87,9 +88,8 @@ def ssh_command(
 
 
 def run_on_hosts(hosts: Sequence[str | None], scripts: Sequence[str], ssh_options: Sequence[str]) -> list[Answer]:
-    """Run a script of bash on each host, all at once; None is this machine.
-
-    The script goes through standard input: its variables may be secrets, which a command line would show to everyone.
+    """Run a bash script on all hosts at once; None is this machine. The script is passed through standard input, since its
+    variables may be secrets, and a command line is visible to everyone.
     """
     with ThreadPoolExecutor(min(AT_ONCE, len(hosts))) as pool:
         return list(pool.map(lambda host, script: _run_on_host(host, script, ssh_options), hosts, scripts))
@@ -111,7 +111,7 @@ def _run_on_host(host: str | None, script: str, ssh_options: Sequence[str]) -> A
 
 
 def raise_for_hosts(answers: Sequence[Answer], after: str) -> None:
-    """Raise UserError where a host has refused; `after` says what follows from it."""
+    """Raise UserError where the script failed on a host; `after` is the end of the message."""
     failed = [answer for answer in answers if answer.status != 0]
     if failed:
         shown = name_some([f"{answer.host or 'this machine'}: {answer.message}" for answer in failed], limit=3, separator="; ")

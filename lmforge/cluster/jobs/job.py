@@ -14,12 +14,12 @@ from lmforge.errors import UserError
 from lmforge.untrusted import describe_os_error, read_json
 
 LAUNCH_FOLDER, JOB_FILE, JOB_SCRIPT, NODE_SCRIPT, RECIPE_LIST = "launch", "job.json", "job.sh", "node.sh", "recipes.txt"
-# Tells a script that its end was asked for, where the signal does not.
+# Tells a script that a user asked it to stop, which the signal alone does not say.
 STOP_FILE = "stop"
 
 
 class JobState(StrEnum):
-    """The state of a job, as `lmforge jobs` prints it; the words of `monitor.run_status` where a run has the same states."""
+    """The state of a job, as `lmforge jobs` prints it; the same words as in `monitor.run_status` for states that both have."""
 
     PENDING = "pending"
     RUNNING = "running"
@@ -120,7 +120,7 @@ class Job:
         return Path(self.folder) / ("output.log" if self.number is None else f"output-{self.number}.log")
 
     def state_by_status(self) -> JobState:
-        """The state of a job that nobody runs any more, from the status that its script has left."""
+        """The state of a job that no longer runs, from the exit status that its script wrote."""
         try:
             status = int(self.status_path.read_text())
         except (OSError, ValueError):

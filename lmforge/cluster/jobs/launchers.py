@@ -34,20 +34,19 @@ def plan_scripts(plan: JobPlan, hosts: sessions.Hosts | None) -> dict[str, str]:
 
 
 def find_hosts(plan: JobPlan) -> sessions.Hosts | None:
-    """Where a job without a scheduler will run, each host asked whether it can. Raises UserError."""
+    """The hosts of a job without a scheduler, after checking that each can run it. Raises UserError."""
     return sessions.find_hosts(plan) if _MODULES[plan.options.on] is sessions else None
 
 
 def check(plan: JobPlan, script: Path) -> None:
-    """Have the scheduler look at a script, where it can without submitting it. Raises UserError with its words."""
+    """Let the scheduler check a script without submitting it, if it can. Raises UserError with its message."""
     if plan.options.on == "slurm":
         slurm.check(plan, script)
 
 
 def submit(plan: JobPlan, hosts: sessions.Hosts | None) -> Job:
-    """Submit the script of the job's folder, or start it. Returns the job; of a sweep, that of all its runs.
-
-    Raises UserError; nothing runs then.
+    """Submit the script of the job's folder, or start it. Returns the job; for a sweep, the job of all its runs. Raises
+    UserError, and then nothing runs.
     """
     job_id, started = None, []
     if hosts is not None:
@@ -74,5 +73,5 @@ def job_state(job: Job) -> tuple[JobState, str]:
 
 
 def stop_job(job: Job, now: JobState, kill: bool) -> None:
-    """Have a job in the state `now` save and end, or end it at once. Raises UserError."""
+    """Make a job in the state `now` save and end, or end it at once. Raises UserError."""
     _MODULES[job.launcher].stop(job, now, kill)

@@ -12,13 +12,13 @@ ACTIVE_STATES = {
     **dict.fromkeys("QHTWM", JobState.PENDING),  # queued, held, being moved, waiting for its time, moved
     **dict.fromkeys("RESUB", JobState.RUNNING),  # running, exiting, suspended, suspended by a user, an array that has begun
 }
-# qsub of PBS says so of a job that has ended.
+# PBS reports this for a job that has ended.
 ENDED_PATTERN = re.compile(r"[Uu]nknown Job|has finished")
 NEXT_JOB_FILE = "next-job"
 
 
 def submit(plan: JobPlan, script: Path) -> str:
-    """Submit a script. Returns the job's id. Raises UserError with PBS's words."""
+    """Submit a script. Returns the job's id. Raises UserError with the message of PBS."""
     return call(["qsub", str(script)], "qsub refuses the job").strip().splitlines()[-1]
 
 
@@ -36,7 +36,7 @@ def state(job: Job) -> tuple[JobState, str]:
 
 
 def stop(job: Job, now: JobState, kill: bool) -> None:
-    """Have a running job save and end, or end it at once; a waiting one is deleted."""
+    """Make a running job save and end, or end it at once; a waiting one is deleted."""
     atomic_write_text(Path(job.folder) / STOP_FILE, "")
     # PBS signals every process of the job, mpiexec too, which would kill the ranks for a SIGTERM.
     command = ["qdel"] if kill or now == JobState.PENDING else ["qsig", "-s", "SIGUSR1"]
@@ -44,7 +44,7 @@ def stop(job: Job, now: JobState, kill: bool) -> None:
 
 
 def _task_id(job: Job) -> str:
-    """The id of the job, or of the one that it has submitted when its time was up; 12[].host of an array is 12[3].host."""
+    """The id of the job, or of the one that it submitted at its time limit; 12[].host of an array is 12[3].host."""
     try:
         job_id = (Path(job.folder) / NEXT_JOB_FILE).read_text().strip() or job.job_id
     except OSError:

@@ -1,6 +1,6 @@
 """The scripts of a job: `job.sh`, which a launcher runs once (ssh: on each host), and `node.sh`, which it runs on each node.
 
-They are meant to be read: they have the usual lines of a script written by hand, and may be submitted by hand.
+They are meant to be read: they look like scripts written by hand, and can be submitted by hand.
 """
 
 import shlex
@@ -14,12 +14,12 @@ from lmforge.errors import EXIT_PEER_LOST
 
 # What a node needs; torch itself takes seconds to import.
 IMPORT_CHECK = 'import importlib.util, lmforge.cli; importlib.util.find_spec("torch") or exit("torch is not installed")'
-# What doctor prints on each node, and its status there.
+# Files with the output of doctor on each node, and its exit status.
 PRINTED_PREFIX, STATUS_PREFIX = "printed", "ended"
 # The status of the first rank of mpiexec that failed. mpiexec's own status is unreliable: with some it is that of another rank,
 # which mpiexec ended because of the failure, or 0 after a signal.
 FIRST_STATUS_FILE = "first-status"
-# Of a shell's command that SIGABRT, SIGBUS, SIGFPE, SIGKILL or SIGSEGV has ended.
+# A shell's exit status for a command that was ended by SIGABRT, SIGBUS, SIGFPE, SIGKILL or SIGSEGV.
 KILLED_STATUSES = "134 | 135 | 136 | 137 | 139"
 # mpiexec passes it on to its processes; for SIGTERM it kills them.
 MPI_STOP_SIGNAL = "USR1"
@@ -37,7 +37,7 @@ exit $status
 def _forward_signals(terminate: str = "TERM") -> str:
     """A function of the shell that runs a command and passes signals on, for which a shell would wait for its end first.
 
-    SIGUSR1 says that the time is nearly up, SIGTERM comes from `lmforge stop`; the command gets `terminate` for that.
+    SIGUSR1 means that the time limit is near. SIGTERM comes from `lmforge stop`, and the command gets `terminate` instead.
     """
     return f"""\
 # Run a command, pass signals on to it, and keep its exit status.
@@ -79,7 +79,7 @@ exit $status
 def examination_script(plan: JobPlan) -> str:
     """What runs on each node for `lmforge doctor`, or with mpi for each rank: what it prints and its status go into files.
 
-    Its own status is always 0: mpiexec and srun would end the others for another one, and say so.
+    Its own exit status is always 0: for another one, mpiexec and srun would end the other nodes and print an error.
     """
     own = f'{shlex.quote(str(plan.folder))}/"{{}}.$(hostname).$$"'
     return f"""\
@@ -128,7 +128,7 @@ def slurm_script(plan: JobPlan) -> str:
     ]
     # When a node ends, srun kills the others and gives their status. Each stage of a pipeline would write one of its own.
     set_status_file, read_status_file = (SET_STATUS_FILE, READ_STATUS_FILE) if plan.verb != "run" else ("", "")
-    # srun does not take the number of CPUs from the job by itself.
+    # srun does not inherit the number of CPUs from the job.
     cpus = f" --cpus-per-task={options.cpus}" if options.cpus else ""
     tasks = f"--nodes={plan.nodes} --ntasks={plan.nodes}{cpus}"
     return f"""\
@@ -136,12 +136,12 @@ def slurm_script(plan: JobPlan) -> str:
 {"".join(f"#SBATCH {line}" + chr(10) for line in lines)}
 # Written by lmforge {__version__} launch. On each node one task starts the ranks of that node ({NODE_SCRIPT}).
 {_common_lines(plan, "SLURM_ARRAY_TASK_ID")}
-{_meeting_lines(options, 'scontrol show hostnames "$SLURM_JOB_NODELIST"', "SLURM_JOB_ID")}
+{_rendezvous_lines(options, 'scontrol show hostnames "$SLURM_JOB_NODELIST"', "SLURM_JOB_ID")}
 
 {_forward_signals()}
 {set_status_file}run srun --kill-on-bad-exit=1 {tasks} bash "$folder/{NODE_SCRIPT}" "$recipe"
 {read_status_file}
-# The time was up: the run has saved, and goes on when the job's turn comes again. Or a rank was lost for good on a node that
+# The time was up: the run has saved, and continues when the job's turn comes again. Or a rank was lost for good on a node that
 # Slurm takes for healthy.
 again=
 [ "$times_up" ] && [ $status -gt 128 ] && again=1
@@ -173,14 +173,14 @@ def pbs_script(plan: JobPlan) -> str:
         *options.directive_options,
     ]
     setup = "".join(f"{line}\n" for line in options.setup)
-    meeting = _meeting_lines(options, "awk '!seen[$0]++' \"$PBS_NODEFILE\"", "${PBS_JOBID%%[!0-9]*}")
+    rendezvous = _rendezvous_lines(options, "awk '!seen[$0]++' \"$PBS_NODEFILE\"", "${PBS_JOBID%%[!0-9]*}")
     alarm = again = ""
     if limit:
         seconds = limit - options.signal_seconds
         alarm = f"(trap 'kill $nap' TERM; sleep {seconds} & nap=$!; wait $nap && kill -USR1 $$) &\nalarm=$!\n"
         again = f"""
 kill $alarm 2>/dev/null
-# The time was up: the run has saved, and goes on in a job of its own.
+# The time was up: the run has saved, and continues in another job.
 if [ "$times_up" ] && [ $status -gt 128 ] && [ ! -e "$folder/{STOP_FILE}" ]; then
     next=$(qsub "$folder/{JOB_SCRIPT}") && echo "$next" >"$folder/next-job" && exit
     echo "lmforge: this node may not submit; to continue: qsub $folder/{JOB_SCRIPT}" >&2
@@ -195,10 +195,10 @@ kill $alarm 2>/dev/null
 # Written by lmforge {__version__} launch. On each node one process starts the ranks of that node ({NODE_SCRIPT}).
 {_common_lines(plan, "PBS_ARRAY_INDEX")}
 exec >>"$folder/output$suffix.log" 2>&1
-{setup}{meeting}
+{setup}{rendezvous}
 
 {_forward_signals(MPI_STOP_SIGNAL)}
-# One process a node, which may use all of its cores, in the words of whose mpiexec this is.
+# One process per node, which may use all of its cores, with the options of the mpiexec at hand.
 case $(mpiexec --version 2>&1) in
     *"Open MPI"* | *OpenRTE*) place="--map-by ppr:1:node --bind-to none" ;;
     *HYDRA* | *Intel*) place="-ppn 1" ;;
@@ -248,11 +248,11 @@ folder={shlex.quote(str(plan.folder))}
 
 
 def _session_runs(plan: JobPlan, line: str) -> list[str]:
-    """The lines that run one recipe, or those of a sweep until all of it is stopped; each leaves its status.
+    """The lines that run one recipe, or those of a sweep until the sweep is stopped. Each run writes its exit status.
 
     In a sweep on hosts by ssh, each group of hosts takes every n-th run. A run that was stopped individually is skipped.
     """
-    # Of several hosts the first one's counts: the launchers of all end with the same.
+    # The status of the first host counts: the launchers of all hosts end with the same one.
     is_first = f'[ "${{{NODE_RANK_VARIABLE}:-0}}" = 0 ]'
     keep = f"{is_first} && echo $status >"
     if not plan.is_sweep:
@@ -273,10 +273,9 @@ def _session_runs(plan: JobPlan, line: str) -> list[str]:
     ]
 
 
-def _meeting_lines(options: JobOptions, list_nodes: str, job_number: str) -> str:
-    """Lines of a scheduler's script that say which nodes the job has, and where they meet.
-
-    `list_nodes` is a command that prints the nodes, one a line. The port follows from the job's number, in the shell's words.
+def _rendezvous_lines(options: JobOptions, list_nodes: str, job_number: str) -> str:
+    """Lines of a scheduler's script that set the nodes of the job and the address of the first. `list_nodes` is a command that
+    prints the nodes, one per line. The shell computes the port from the job's number.
     """
     port = options.port or f"$(({PORTS.start} + {job_number} % {len(PORTS)}))"
     address = shlex.quote(options.address) if options.address else f"${{{NODES_VARIABLE}%%,*}}"

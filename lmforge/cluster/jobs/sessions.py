@@ -1,6 +1,6 @@
 """Jobs without a scheduler: a script that runs without a terminal on this machine, or on each host of a file by ssh.
 
-It outlives the login that started it, and is found again by its process id and the time at which that process began.
+It continues after logout, and is identified by its process id and that process's start time.
 """
 
 import os
@@ -29,7 +29,7 @@ from lmforge.cluster.rendezvous import PORTS, free_port
 from lmforge.errors import UserError
 from lmforge.untrusted import parse_json
 
-# Runs on each host before anything is started: what a run would need there. Prints a line of JSON.
+# Runs on each host before anything is started, and checks what a run would need there. Prints a line of JSON.
 HOST_CHECK = """
 import json, os, random, socket, sys
 import lmforge
@@ -66,7 +66,8 @@ class Hosts:
 
 
 def find_hosts(plan: JobPlan) -> Hosts:
-    """Ask every host whether it can run the job. Raises UserError naming those that cannot; nothing has been changed then."""
+    """Check on every host whether it can run the job. Raises UserError naming those that cannot; nothing has been changed
+    then."""
     options = plan.options
     if options.on != "ssh":
         return Hosts((None,), ((options.address or "localhost", options.port or free_port()),))
@@ -111,7 +112,8 @@ def _check_script(plan: JobPlan, environment: str, port: int) -> str:
 
 
 def _check_hosts_differ(names: Sequence[str], facts: Sequence["_HostFacts"]) -> None:
-    """Raise UserError where two names are of one host, such as its name and its address: its GPUs would have two ranks each."""
+    """Raise UserError where two entries are the same host, such as its name and its address: its GPUs would have two ranks
+    each."""
     seen: dict[tuple[str, str], str] = {}
     for name, each in zip(names, facts, strict=True):
         if (first := seen.setdefault((each.name, each.address), name)) != name:
@@ -207,7 +209,7 @@ def state(job: Job) -> tuple[JobState, str]:
 
 
 def stop(job: Job, now: JobState, kill: bool) -> None:
-    """Have the job save and end on all hosts, or end it at once. Raises UserError naming hosts that do not answer.
+    """Make the job save and end on all hosts, or end it at once. Raises UserError naming hosts that do not answer.
 
     In a sweep, a run that is named individually is ended or skipped, and the others go on; with `kill` they end too.
     """
@@ -246,7 +248,7 @@ def mpi_command(plan: JobPlan, hosts: Hosts) -> list[str]:
     if status == NO_ANSWER:
         raise UserError(message)
     ranks, per_node = plan.nodes * options.processes, options.processes
-    # Of several nodes of an allocation the ranks find the first by themselves (rendezvous.py).
+    # With several nodes in an allocation, ranks find the first one themselves (rendezvous.py).
     variables = {}
     if plan.nodes == 1 or options.address or options.hosts:
         first = read_hosts(options.hosts)[0].rpartition("@")[2] if options.hosts else "localhost"

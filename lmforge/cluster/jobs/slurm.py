@@ -25,12 +25,12 @@ ACTIVE_STATES = {
 
 
 def check(plan: JobPlan, script: Path) -> None:
-    """Have Slurm look at a script without submitting it. Raises UserError with Slurm's words where it refuses it."""
+    """Let Slurm check a script without submitting it. Raises UserError with Slurm's message where it refuses it."""
     call(["sbatch", "--test-only", str(script)], "sbatch refuses the job")
 
 
 def submit(plan: JobPlan, script: Path) -> str:
-    """Submit a script. Returns the job's id. Raises UserError with Slurm's words."""
+    """Submit a script. Returns the job's id. Raises UserError with Slurm's message."""
     printed = call(["sbatch", "--parsable", str(script)], "sbatch refuses the job")
     return printed.strip().partition(";")[0]
 
@@ -43,7 +43,7 @@ def state(job: Job) -> tuple[JobState, str]:
         raise UserError(f"{job.name}: job {job_id}: {message}")
     if status != 0 and "Invalid job id" not in message:
         raise UserError(f"{job.name}: job {job_id}: squeue: {message}")
-    # A job that has ended stays known for some minutes.
+    # Slurm keeps a job that has ended for some minutes.
     line = printed.strip().splitlines()[0] if status == 0 and printed.strip() else ""
     word, _, rest = line.partition("|")
     reason, _, nodes = rest.partition("|")
@@ -58,7 +58,7 @@ def state(job: Job) -> tuple[JobState, str]:
 
 
 def stop(job: Job, now: JobState, kill: bool) -> None:
-    """Have a running job save and end, or end it at once; a waiting one is cancelled."""
+    """Make a running job save and end, or end it at once; a waiting one is cancelled."""
     gently = [] if kill or now == JobState.PENDING else ["--signal=TERM"]
     call(["scancel", *gently, _task_id(job)], f"{job.name}: scancel")
 

@@ -15,7 +15,7 @@ from lmforge.untrusted import cut, name_problem
 
 
 class QuickstartOptions(Options):
-    """lmforge quickstart: the whole way on the Python standard library's source, some 5 minutes on 2 cores."""
+    """lmforge quickstart: all stages on the Python standard library's source, some 5 minutes on 2 cores."""
 
     folder: Path = option(Path("."), "folder for data and runs")
     steps: int | None = option(

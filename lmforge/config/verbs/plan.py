@@ -13,7 +13,7 @@ CONFIGURATIONS: Range = {"gt": 0, "le": 1_000_000}
 # How many of the fastest estimates a search predicts in full.
 FINALISTS = 24
 FINALIST_RANGE: Range = {"gt": 0, "le": FINALISTS}
-# Of a GPU's memory, what a run may take by default: its own memory pool leaves the rest to others.
+# The fraction of a GPU's memory that a run may use by default; the rest is outside of torch's memory pool.
 USABLE_FRACTION = 0.94
 
 

@@ -68,7 +68,7 @@ class PrepareOptions(Options):
         elif self.pack is not None and (given := [name for name in self.changed() if name not in PACK_OPTIONS]):
             yield f"--pack: reads no source, and writes to the folder that it names; leave out {given[0]}"
         elif self.pack is not None and self.best_fit_length is None:
-            yield "--pack: say for how long sequences, such as --best_fit_length 2048"
+            yield "--pack: needs the sequence length, such as --best_fit_length 2048"
         if self.source != "stdlib" and "out" not in self.model_fields_set:
             example = f"data/{Path(self.source).name.partition('.')[0] or 'mine'}"
             yield f"prepare: name the folder to write after the source, such as {cut(example)}"

@@ -38,7 +38,7 @@ SHAREGPT_ROLES = {speaker: role for role, speakers in SHAREGPT_SPEAKERS.items() 
 ENCODE_BATCH_SIZE = 1000
 
 ExampleT = TypeVar("ExampleT")
-# What makes an example of the layouts of a record once they are encoded, and the layouts.
+# The layouts of a record, and the function that makes an example of them once they are encoded.
 LaidOut = tuple[Callable[..., ExampleT], list[Layout]]
 
 
@@ -58,7 +58,7 @@ class RecordEncoder:
         return ChatTemplate.from_tokenizer(self.tokenizer)
 
     def plain_text_layout(self, pieces: Iterable[tuple[str, bool]], *, add_eos: bool = True) -> Layout:
-        """Texts as they are, one after another, begun and ended as the tokenizer begins and ends a text."""
+        """Texts joined unchanged, with the tokenizer's beginning- and end-of-text tokens."""
         layout: Layout = [(id, False) for id in self.tokenizer.prefix_ids]
         texts = [(check_encodable(text), scored) for text, scored in pieces if text]
         layout += [texts] if texts else []
@@ -115,7 +115,7 @@ def read_conversations(
 
     `format` "auto" detects it from the fields of the first record; `fields` gives the file's names of a format's fields, such
     as {"messages": "chat"}. Prompts and completions that are strings, and plain text, are encoded as they are, without a
-    template, and end with the end-of-text token. Raises UserError naming a record that is not of the format.
+    template, and end with the end-of-text token. Raises UserError naming a record that does not have the format.
     """
     encoder = RecordEncoder(tokenizer, fields)
 

@@ -29,7 +29,7 @@ from lmforge.untrusted import MAX_MANIFEST_BYTES, read_json
 
 EXAMPLES_MANIFEST = "examples.json"
 SPLITS = ("train", "validation")
-# Raised whenever the same files and options would give other sequences.
+# Incremented whenever the same files and options would give other sequences.
 EXAMPLES_VERSION = 2
 Count = Annotated[int, Field(ge=0)]
 
@@ -45,7 +45,7 @@ class ExampleSplit(TypedDict):
 
 
 class ExampleManifest(TypedDict):
-    """EXAMPLES_MANIFEST: what was requested, and what became of the examples."""
+    """EXAMPLES_MANIFEST: the request, and how many examples were kept, truncated and dropped."""
 
     plan: dict[str, Any]
     sequence_length: Count
@@ -82,8 +82,8 @@ def write_examples(
 
     Examples longer than `sequence_length` (in words: `limit_description`) are dropped or truncated (`overlong`); those without
     a scored token are dropped; both are counted. With `validation_ratio` that fraction of the examples (at least one) is for
-    validation, those of least hash. Memory holds a few numbers for each. Raises UserError if no example is left, or the disk
-    is full.
+    validation, those with the smallest hashes. Memory holds a few numbers for each. Raises UserError if no example is left, or
+    the disk is full.
     """
     if (folder / EXAMPLES_MANIFEST).exists():
         return
@@ -129,11 +129,13 @@ def _drop_or_truncate(
 
 
 def select_validation(hashes: np.ndarray, ratio: float) -> np.ndarray:
-    """Which examples are for validation, bool [n], by their hashes, uint64 [n]: that fraction, of least hash; at least one."""
+    """Which examples are for validation, bool [n], by their hashes, uint64 [n]: this fraction, with the smallest hashes; at
+    least one."""
     if not ratio or not len(hashes):
         return np.zeros(len(hashes), bool)
     least = np.sort(hashes)[: max(1, round(ratio * len(hashes)))]
-    # Copies of an example are on one side, or validation examples would be trained on; and never all examples.
+    # Copies of an example are in the same split, or validation examples would be trained on. Validation never gets all
+    # examples.
     return np.isin(hashes, least) & (hashes != hashes.max())
 
 
@@ -167,7 +169,7 @@ class ExampleFolder:
     @classmethod
     def open(cls, path: Path) -> Self:
         """Raises UserError if it is not a folder of examples."""
-        hint = "delete the folder, and it is made anew"
+        hint = "delete the folder, and it is created again"
         try:
             manifest = read_json(path / EXAMPLES_MANIFEST, ExampleManifest, max_bytes=MAX_MANIFEST_BYTES, hint=hint)
         except OSError:
@@ -182,7 +184,7 @@ class ExampleFolder:
         tokenizer = Tokenizer.open(self.path / "tokenizer")
         if tokenizer.hash != self.manifest["plan"]["tokenizer"]:
             raise UserError(
-                f"{self.path / 'tokenizer'}: did not encode these examples; delete {self.path}, and it is made anew"
+                f"{self.path / 'tokenizer'}: did not encode these examples; delete {self.path}, and it is created again"
             )
         return tokenizer
 
@@ -191,7 +193,7 @@ class ExampleFolder:
 
     def split(self, name: str) -> TokenizedExamples:
         """The examples of a split. Raises UserError if a file does not match its checksum or its manifest."""
-        described, anew = self.manifest["splits"][name], f"delete {self.path}, and it is made anew"
+        described, anew = self.manifest["splits"][name], f"delete {self.path}, and it is created again"
         arrays = {}
         for array_name, digest in described["xxh3"].items():
             file = self.path / f"{name}-{array_name}.npy"
@@ -238,9 +240,9 @@ class ExamplePacking(Packing):
         self._examples = examples
         self._with_mismatched = with_mismatched
         if pack:
-            # Of each sequence, the last token is only a label.
+            # The last token of each sequence is only a label.
             sizes = (np.diff(examples.starts) - 1).reshape(-1, examples.group).sum(1)
-            # In a sequence, prompts with their own completions and with each other's take the same number of tokens.
+            # In a sequence, prompts with their own completions and with the others' completions take the same number of tokens.
             self._order, self._starts = best_fit(2 * sizes if with_mismatched else sizes, sequence_length)
         else:
             self._order, self._starts = np.arange(len(examples)), np.arange(len(examples) + 1)

@@ -24,7 +24,7 @@ from lmforge.data.chat import template_costs as costs
 from lmforge.data.chat.template_costs import BoundExceeded
 from lmforge.errors import UserError
 
-# These surround what the template tags as the model's; texts that contain one must be escaped before.
+# Markers around what the template tags as generated. Texts that contain one must be escaped first.
 GENERATION_START, GENERATION_END = "\U0010fff0", "\U0010fff1"
 
 # Far above any template and conversation that a model can read.
@@ -46,7 +46,7 @@ class _GenerationTag(Extension):
 
 
 class _BoundedNamespace(Namespace):
-    """Does not write out its values: namespaces in one another could make a text of any length."""
+    """Does not format its values: nested namespaces could make a text of any length."""
 
     def __repr__(self) -> str:
         return "<Namespace>"
@@ -78,7 +78,8 @@ class _BoundedSandbox(ImmutableSandboxedEnvironment):
     """A sandbox that bounds the work of a template; the library's own bounds only `range`.
 
     `charge` is called before every operation whose time or memory depends on its operands: operators, calls, filters, tests,
-    slices, comparisons, joining of texts, each pass of a loop and each call of a macro. Nothing else depends on them.
+    slices, comparisons, joining of texts, each iteration of a loop and each call of a macro. The cost of nothing else depends
+    on operands.
     """
 
     intercepted_binops = frozenset(["+", "-", "*", "/", "//", "%", "**"])
@@ -107,7 +108,7 @@ class _BoundedSandbox(ImmutableSandboxedEnvironment):
         self.globals |= {"raise_exception": _raise_exception, "namespace": _BoundedNamespace}
 
     def charge(self, cost: float) -> None:
-        """Add to the work done. Raises BoundExceeded when it is too much."""
+        """Add to the work done. Raises BoundExceeded above the limit."""
         self.work.done += max(0, int(cost))
         if self.work.done > costs.MAX_WORK:
             place = "an operation goes" if cost > costs.MAX_WORK else "its loops ran"
@@ -183,7 +184,7 @@ class _BoundedSandbox(ImmutableSandboxedEnvironment):
             self.charge(own_costs[name](*args, **named))
 
     def _bounded_filter(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        first = int(hasattr(function, "jinja_pass_arg"))  # the environment or its like comes before the arguments
+        first = int(hasattr(function, "jinja_pass_arg"))  # the environment or context comes before the arguments
         deep = name not in costs.SHALLOW_FILTERS
         measure_value = costs.deep_size if deep else costs.shallow_size
         measure = costs.shallow_size if name in ("d", "default") else costs.deep_size
@@ -262,7 +263,7 @@ class JinjaTemplate:
             raise UserError(f"{location}: the chat template is not Jinja: {reason}") from None
         except RecursionError:
             raise UserError(f"{location}: the chat template is nested too deeply") from None
-        except Exception as error:  # Python's compiler has bounds of its own
+        except Exception as error:  # Python's compiler has its own limits
             raise UserError(f"{location}: the chat template cannot be compiled: {one_line(error)}") from None
         self.has_generation_tags = self._sandbox.has_generation_tags
 
@@ -288,7 +289,7 @@ class JinjaTemplate:
 
 
 def one_line(error: object) -> str:
-    """What an error says, on one line and cut where it is long: a template can raise any text."""
+    """The text of an error on one line, cut where it is long: a template can raise any text."""
     text = " ".join(str(error).split()) or repr(error)
     return text if len(text) <= MAX_MESSAGE_CHARACTERS else f"{text[:MAX_MESSAGE_CHARACTERS]}… ({len(text):,} characters)"
 

@@ -1,7 +1,7 @@
 """Conversations extracted from Python's standard library, for fine-tuning on code without a network.
 
-A request is made of a function's signature and docstring; the function answers it. The split is decided by package, so that no
-validation function has a neighbour in training. Nothing here tokenizes or runs the code.
+A request is made of a function's signature and docstring; the function answers it. The split is by package, so that no training
+function is from the same package as a validation function. The code is neither tokenized nor run here.
 """
 
 import ast
@@ -57,7 +57,7 @@ def _is_for_validation(module: str) -> bool:
 def _function_conversations() -> Iterator[dict[str, Any]]:
     """The functions and methods of the standard library that are documented, short and self-contained, each once.
 
-    In the order of their files. Of functions with the same body only the first is given, so none is in both splits.
+    In the order of their files. Only the first of several functions with the same body is given, so none is in both splits.
     """
     seen: set[str] = set()
     for file in open_text_source("stdlib").files:

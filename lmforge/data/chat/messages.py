@@ -39,7 +39,7 @@ def check_encodable(text: str) -> str:
     try:
         text.encode()
     except UnicodeEncodeError:
-        raise UserError("the text has half of a surrogate pair, which no encoding holds") from None
+        raise UserError("the text has half of a surrogate pair, which UTF-8 cannot encode") from None
     return text
 
 

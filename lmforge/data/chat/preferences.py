@@ -22,7 +22,7 @@ from lmforge.data.sources.records import Record, require_fields
 from lmforge.data.tokenizer import Tokenizer
 from lmforge.errors import UserError, prefix_errors
 
-# What the last answer follows in a conversation that is written as one text (Anthropic's hh-rlhf).
+# The text before the last answer in a conversation that is written as one string (Anthropic's hh-rlhf).
 HH_RLHF_ANSWER_MARKER = "\n\nAssistant:"
 # The fields that may hold a prompt; all other fields of its record are columns.
 PROMPT_FIELDS = ("prompt", "messages")

@@ -16,12 +16,12 @@ import jinja2
 # Far above any template and conversation that a model can read: some seconds, and less than 1 GiB.
 MAX_WORK = 1 << 28
 STEP, CALL, ITEM, NODE = 64, 512, 8, 32
-# Of each item that `deep_size` itself visits, which takes longer than most of what is done with it.
+# Cost of each item that `deep_size` itself visits, which takes longer than most of what is done with it.
 VISIT = 512
 MAX_DEPTH = 100
-# Of the names in an attribute such as "function.name", each of which is looked up in every item.
+# Number of names in an attribute such as "function.name", each of which is looked up in every item.
 MAX_ATTRIBUTE_PARTS = 8
-# Of filters that are written in Python, for each character.
+# Cost for each character of filters that are written in Python.
 SLOW = 64
 VIEWS: Any = (type({}.keys()), type({}.values()), type({}.items()))
 CONTAINERS: Any = (list, tuple, dict, set, *VIEWS)
@@ -44,9 +44,8 @@ def shallow_size(value: Any) -> int:
 
 
 def deep_size(value: Any) -> int:
-    """`shallow_size` of a value and of all in it. Raises BoundExceeded above MAX_WORK, and below MAX_DEPTH levels.
-
-    One list may be in another many times: a few assignments can make what would take years to compare or to write.
+    """`shallow_size` of a value and of everything in it. Raises BoundExceeded above MAX_WORK, and beyond MAX_DEPTH levels. One
+    list may be in another many times, so a few assignments can build a value that would take years to compare or to format.
     """
     size, level = shallow_size(value), [value] if isinstance(value, CONTAINERS) else []
     for _ in range(MAX_DEPTH):
@@ -109,7 +108,7 @@ def _items(value: Any) -> Any:
 
 
 def _number(value: Any) -> int:
-    """The size of a number; 0 for anything else, which the call itself refuses: a list times a number is a longer list."""
+    """The size of a number; 0 for anything else, for which the call itself raises: a list times a number is a longer list."""
     return int(abs(value)) if isinstance(value, int | float) else 0
 
 
@@ -254,7 +253,8 @@ METHOD_COSTS: Costs = {
 }
 TEST_COSTS: Costs = {"divisibleby": lambda value, number: shallow_size(value) * shallow_size(number)}
 FUNCTION_COSTS: Costs = {"generate_lorem_ipsum": _lipsum, "strftime": _strftime}
-# Filters whose first argument is looked at, not into, often all messages, for each message; of `default` the second too.
+# Filters that do not read the items of their first argument, which is often all messages, for each message; for `default` also
+# the second.
 _SHALLOW = """
 attr batch count d default first items last length list map random reject rejectattr reverse select selectattr slice
 """
@@ -262,7 +262,7 @@ SHALLOW_FILTERS = frozenset(_SHALLOW.split())
 # Tests that compare, or write out, their arguments.
 _DEEP = "in == eq equalto != ne > gt greaterthan >= ge < lt lessthan <= le lower upper"
 DEEP_TESTS = frozenset(_DEEP.split())
-# Methods of strings that a template may call: those whose cost is known. The others make bytes, or texts of any length.
+# Methods of strings that a template may call, whose cost is known. The others return bytes, or texts of any length.
 _METHODS = """
 capitalize casefold center count endswith find format format_map index isalnum isalpha isascii isdecimal isdigit isidentifier
 islower isnumeric isprintable isspace istitle isupper join ljust lower lstrip partition removeprefix removesuffix replace rfind

@@ -1,6 +1,6 @@
 """The first rendering of a foreign chat template, in a child process with limits of time and memory.
 
-A template that takes forever, takes all memory or crashes the interpreter does so in the child. The child is a bare interpreter
+A template that never ends, exhausts memory or crashes the interpreter affects only the child. The child is a bare interpreter
 that imports jinja2 and jinja_sandbox.py, whose own bounds hold in both processes.
 """
 
@@ -22,7 +22,7 @@ from lmforge.data.chat.jinja_sandbox import JinjaTemplate
 from lmforge.errors import UserError
 
 CPU_SECONDS = 5
-# Longer than the CPU takes, on a busy machine; it ends a template that waits.
+# Longer than the CPU limit, for a busy machine; it also ends a template that waits.
 WALL_SECONDS = 30.0
 MEMORY_BYTES = 2 << 30
 # templates.py looks at its text too, for the special token that ends an answer.
@@ -44,7 +44,7 @@ _LONG_CONVERSATION = [
 def try_template(source: str, variables: Mapping[str, str], location: str) -> None:
     """Compile and render a template in a child first. Raises UserError where it exceeds the limits or is not Jinja.
 
-    A template that refuses a conversation, as many do without a system message or with tools, is not at fault.
+    A template that raises for a conversation, as many do without a system message or with tools, passes.
     """
     if problem := _problem(source, tuple(sorted(variables.items())), location):
         raise UserError(problem)
@@ -52,13 +52,13 @@ def try_template(source: str, variables: Mapping[str, str], location: str) -> No
 
 @lru_cache(maxsize=64)
 def _problem(source: str, variables: tuple[tuple[str, str], ...], location: str) -> str:
-    """What is wrong with a template; "" where nothing is. Tried once in a process."""
+    """The problem of a template; "" where it has none. Each template is tried once per process."""
     paths = {str(Path(str(module.__file__)).parents[1]) for module in (jinja2, markupsafe)}
     paths.add(str(Path(__file__).resolve().parents[3]))
     code = f"import sys; sys.path += {sorted(paths)!r}; from {__name__} import main; main()"
     request = json.dumps([CPU_SECONDS, MEMORY_BYTES, source, dict(variables), location]).encode()
     try:
-        # No site-packages and no variables: nothing that a user's environment imports at start.
+        # Without site-packages and environment variables, so that nothing of the user's environment is imported at start.
         done = subprocess.run(
             [sys.executable, "-I", "-S", "-c", code], input=request, capture_output=True, timeout=WALL_SECONDS, check=False
         )
@@ -96,6 +96,6 @@ def _try_here(source: str, variables: dict[str, str], location: str) -> str:
         (_LONG_CONVERSATION, _TOOLS, True),
         (_LONG_CONVERSATION[1:5], None, False),
     ):
-        with suppress(UserError):  # the memory that it took is free again
+        with suppress(UserError):  # the memory that it used is free again
             template.render(messages, tools, prompt)
     return ""

@@ -47,7 +47,7 @@ LMFORGE_TEMPLATE = """\
 {%- if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"""
 
 # While a template runs, each spelling of a special token in a message is replaced by a private-use character, and so is each
-# private-use character. What the template writes itself is thereby told apart.
+# private-use character. This distinguishes them from the special tokens that the template writes.
 PRIVATE_USE_CHARACTERS = "[\U000f0000-\U0010ffff]"
 FIRST_PRIVATE_USE_CODEPOINT = 0xF0000
 MAX_PLACEHOLDERS = ord(GENERATION_START) - FIRST_PRIVATE_USE_CODEPOINT - 1
@@ -65,7 +65,7 @@ class ChatTemplate:
     """A chat template over a tokenizer's special tokens. `stop_ids` are the tokens that end an answer or any text."""
 
     def __init__(self, tokenizer: Tokenizer, source: str, location: str = "the chat template"):
-        """`source` is Jinja; `location` names it in messages. What only training needs of it is checked by `build_layout`.
+        """`source` is Jinja; `location` names it in messages. `build_layout` checks what only training needs.
 
         Raises UserError where a template cannot be compiled, or needs too much time or memory.
         """
@@ -102,7 +102,7 @@ class ChatTemplate:
         return example.tokens.tolist()
 
     def check_stop_token(self) -> None:
-        """Raises UserError unless a plain answer ends with a special token: else generation could not tell that it is over."""
+        """Raises UserError unless a plain answer ends with a special token: otherwise generation could not detect its end."""
         self._turn_end(self._probe_text, self._probe_answer, len(self._probe_text))
 
     def build_layout(
@@ -169,7 +169,7 @@ class ChatTemplate:
                 f"{self._location}: never scores the end of turn: no special token ends the assistant's answer, so a model "
                 "trained on it would not learn to stop: correct the template"
             )
-        # Some templates end the whole text with a token of its own, after the one that ends the turn.
+        # Some templates end the text with another token after the one that ends the turn.
         return next((match.end() for match in reversed(specials) if match[0] == self._end_of_turn), specials[-1].end())
 
     def _answer_span(self, text: str, messages: list[Message], tools: list[Any] | None, index: int) -> Span:
@@ -267,7 +267,7 @@ def _first_difference(one: str, other: str) -> str:
 
 
 def _find_template_source(tokenizer: Tokenizer) -> tuple[str, str]:
-    """A tokenizer's template, and what holds it."""
+    """A tokenizer's template, and the file that holds it."""
     if "chat_template.jinja" in tokenizer.files:
         return tokenizer.files["chat_template.jinja"], "chat_template.jinja"
     source = tokenizer.configs["tokenizer_config.json"].get("chat_template")

@@ -1,7 +1,8 @@
 """Documents that contain a text of an evaluation, found by common runs of words (Brown et al. 2020, arXiv 2005.14165).
 
-Case and punctuation are ignored. A document that has 13 words in a row with an evaluation text in common is contaminated; for
-an evaluation text of 8 to 12 words it is that whole text. Shorter ones are in too many documents that are none of theirs.
+Case and punctuation are ignored. A document that has 13 words in a row with an evaluation text in common is contaminated; an
+evaluation text of 8 to 12 words must be contained completely. Shorter texts are ignored, since they occur in too many unrelated
+documents.
 """
 
 from collections.abc import Sequence
@@ -26,7 +27,7 @@ class EvaluationNgrams:
 
     @classmethod
     def of(cls, texts: Sequence[str]) -> "EvaluationNgrams":
-        """Those of these texts; texts of fewer than MIN_NGRAM_WORDS words have none."""
+        """The hashes of these texts. Texts of fewer than MIN_NGRAM_WORDS words have none."""
         hashes: dict[int, list[np.ndarray]] = {}
         for words in map(word_hashes, texts):
             if len(words) >= MIN_NGRAM_WORDS:
@@ -41,7 +42,7 @@ class EvaluationNgrams:
         return xxhash.xxh3_128_hexdigest(content)
 
     def are_in(self, text: str) -> bool:
-        """Whether a text contains one of them."""
+        """Whether a text contains one of these runs of words."""
         words = word_hashes(text)
         for n, hashes in self.by_length.items():
             runs = ngram_hashes(words, n)
@@ -51,14 +52,14 @@ class EvaluationNgrams:
         return False
 
     def save(self, path: Path) -> None:
-        """Write them for the processes of a preparation."""
+        """Write the hashes to a file for the processes of a preparation."""
         with atomic_write(path) as file:
             np.savez(file, **{str(n): hashes for n, hashes in self.by_length.items()})  # type: ignore[arg-type]
 
     @classmethod
     @lru_cache(maxsize=1)
     def load(cls, path: Path, digest: str) -> "EvaluationNgrams":
-        """Those of a file, read once in a process; `digest` is theirs."""
+        """Read the hashes from a file, once per process; `digest` is their digest."""
         with np.load(path) as file:
             loaded = cls({int(n): file[n] for n in sorted(file, key=int)})
         assert loaded.digest == digest

@@ -1,4 +1,5 @@
-"""Which documents are copies of others, exactly or nearly. The first in the order of the source is kept, whoever read it when.
+"""Which documents are copies of others, exactly or nearly. The first in the order of the source is kept, whichever process read
+it.
 
 Near duplicates are found by MinHash and locality-sensitive hashing (Broder 1997; Lee et al. 2022, arXiv 2107.06499) with the
 settings of FineWeb (arXiv 2406.17557): runs of 5 words, 14 bands of 8 hashes. Two documents that share a fraction s of their
@@ -37,7 +38,7 @@ def near_duplicate_keys(text: str, digest: int) -> np.ndarray:
 
 
 def exact_duplicates(*columns: np.ndarray) -> np.ndarray:
-    """bool [documents]: whether an earlier document is the same in all these columns, of one length each."""
+    """bool [documents]: whether an earlier document has the same values in all these columns, which have equal lengths."""
     order = np.lexsort(columns[::-1])  # stable: of equal documents the first comes first
     repeats = np.ones(len(order), bool)
     repeats[:1] = False

@@ -1,4 +1,4 @@
-"""A user's function document → document or None, from a file of their own, called for each document before anything else.
+"""A user's function document → document or None, from the user's file, called first for each document.
 
 A document is a dict: of a record all its fields, of a text file its text and its `path`. The text is in the field that
 `--text_field` names. The function returns the document, changed or not, or None to leave it out. It may be called more than
@@ -43,7 +43,7 @@ class DocumentHook:
         return hook
 
     def __call__(self, document: Document) -> str | None:
-        """The text of a document as the function returns it; None if it leaves the document out. Raises UserError."""
+        """The text of the document that the function returns; None if it drops the document. Raises UserError."""
         function = _load_function(self.path, self.function, self.digest)
         where = f"{document.location()}: hook {Path(self.path).name}:{self.function}"
         try:
@@ -60,13 +60,13 @@ class DocumentHook:
         try:
             text.encode()
         except UnicodeEncodeError:
-            raise UserError(f"{where} returned half of a surrogate pair, which no encoding holds") from None
+            raise UserError(f"{where} returned half of a surrogate pair, which UTF-8 cannot encode") from None
         return text
 
 
 @lru_cache(maxsize=1)
 def _load_function(path: str, name: str, digest: str) -> Callable[[dict[str, Any]], Any]:
-    """Import the file, once in a process. Raises UserError if that fails, or if the file is not the one of the digest."""
+    """Import the file, once in a process. Raises UserError if that fails, or if the file does not match the digest."""
     if xxhash.xxh3_128_hexdigest(read_bounded(Path(path))) != digest:
         raise UserError(f"hook {path}: changed during the preparation; start it again")
     module = import_file(Path(path), MODULE_NAME, "hook")

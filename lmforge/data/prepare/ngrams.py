@@ -1,4 +1,4 @@
-"""Hashes of runs of words: what near duplicates and evaluation texts are recognised by. No tokenizer, no files."""
+"""Hashes of runs of words, by which near duplicates and evaluation texts are recognised."""
 
 import re
 

@@ -1,4 +1,5 @@
-"""The folder that a preparation writes: locked by one at a time, and for one plan. What is in it is `data/shards/folder.py`."""
+"""The folder that a preparation writes: locked by one process at a time, and for one plan. Its content is described in
+`data/shards/folder.py`."""
 
 import os
 import shutil
@@ -20,7 +21,7 @@ EVALUATION_NGRAMS = "evaluation-ngrams.npz"  # in the unfinished folder, for the
 
 @contextmanager
 def lock_output_folder(out: Path, plan: dict[str, Any], overwrite: bool) -> Iterator[bool]:
-    """Hold a folder for one plan. Yields whether it is finished already."""
+    """Lock a folder for one plan. Yields whether it is finished already."""
     with lock_folder(out):
         yield _open_plan(out, plan, overwrite)
 
@@ -40,7 +41,7 @@ def lock_folder(out: Path) -> Iterator[None]:
 
 
 def _open_plan(out: Path, plan: dict[str, Any], overwrite: bool) -> bool:
-    """Make a folder hold this plan, and return whether it is finished. Raises UserError if it holds anything else."""
+    """Write this plan to a folder, and return whether it is finished. Raises UserError if it holds anything else."""
     path = out / UNFINISHED / "plan.json"
     finished = _is_preparation(out)
     begun = finished or (path.is_file() and _has_results(out))
@@ -106,7 +107,7 @@ def _remove_preparation(folder: Path) -> None:
 
 
 def _remove_partial_files(folder: Path) -> None:
-    """Delete what atomic writes left that were cut off: nobody else writes to a folder that is locked."""
+    """Delete leftovers of interrupted atomic writes. The folder is locked, so no other process writes to it."""
     for pattern in (f".*{PARTIAL_SUFFIX}", f"{UNFINISHED}/.*{PARTIAL_SUFFIX}"):
         for file in folder.glob(pattern):
             file.unlink()

@@ -1,6 +1,6 @@
 """Best-fit packing of a finished folder: an index beside each training shard, by all processes and ranks, then the manifests.
 
-Packing needs no tokens, only where documents end. It writes the same bytes again, whatever an earlier one left.
+Packing needs no tokens, only where documents end. It writes the same bytes again, whatever an interrupted packing left.
 """
 
 from contextlib import ExitStack, suppress
@@ -18,8 +18,8 @@ from lmforge.data.best_fit_index import (
     manifest_name,
     write_index,
 )
+from lmforge.data.prepare.dist_context import DistContext
 from lmforge.data.prepare.output_folder import lock_folder
-from lmforge.data.prepare.ranks import Ranks
 from lmforge.data.prepare.steps import ProgressCallback
 from lmforge.data.prepare.worker_pool import WorkerPool
 from lmforge.data.shards.folder import ShardReader, TokenFolder
@@ -27,25 +27,25 @@ from lmforge.data.shards.format import SHARDS_MANIFEST, TRAIN_SPLIT, ShardEntry
 from lmforge.errors import UserError
 from lmforge.runs import is_local, parse_location
 
-# Some seconds of packing; a process takes one to start.
+# The work for a process: some seconds of packing, since a process takes a second to start.
 MIN_DOCUMENTS_PER_WORKER = 1 << 20
 
 
 def pack_folder(
-    location: str, sequence_length: int, *, workers: int | None, progress: ProgressCallback, ranks: Ranks
+    location: str, sequence_length: int, *, workers: int | None, progress: ProgressCallback, dist_ctx: DistContext
 ) -> BestFitIndex:
     """Pack a token folder for sequences of `sequence_length` tokens, and return its index; see `prepare` for the others.
 
     Raises UserError where it is no finished folder of this machine, one of its shards is damaged, or the disk is full.
     """
     path = parse_location(location)
-    with ranks.raise_on_all():
+    with dist_ctx.raise_on_all():
         if not is_local(path):
             raise UserError(f"{location}: packing writes files: pack the folder that was uploaded, and upload what it adds")
         TokenFolder.open(path)
     with ExitStack() as stack:
-        ranks.decide_on_rank0(lambda: stack.enter_context(lock_folder(path)))
-        return write_best_fit_index(path, sequence_length, workers=workers, progress=progress, ranks=ranks)
+        dist_ctx.decide_on_rank0(lambda: stack.enter_context(lock_folder(path)))
+        return write_best_fit_index(path, sequence_length, workers=workers, progress=progress, dist_ctx=dist_ctx)
 
 
 def is_packed(path: Path, sequence_length: int) -> bool:
@@ -58,15 +58,15 @@ def is_packed(path: Path, sequence_length: int) -> bool:
 
 
 def write_best_fit_index(
-    path: Path, sequence_length: int, *, workers: int | None, progress: ProgressCallback, ranks: Ranks
+    path: Path, sequence_length: int, *, workers: int | None, progress: ProgressCallback, dist_ctx: DistContext
 ) -> BestFitIndex:
     """As `pack_folder`, of a folder that is held."""
-    with ranks.raise_on_all():
-        folder, info = TokenFolder.open(path), ranks.rank_info
+    with dist_ctx.raise_on_all():
+        folder, info = TokenFolder.open(path), dist_ctx.rank_info
         split, shards = folder.split(TRAIN_SPLIT), folder.manifest.splits[TRAIN_SPLIT]
         mine = shards[info.rank :: info.world_size]
         useful = 1 + split.num_documents // MIN_DOCUMENTS_PER_WORKER
-        _open_cached.cache_clear()  # a file may have been restored since
+        _open_cached.cache_clear()  # the file may have been restored since
         pack = partial(_pack_shard, path, split.digest, sequence_length)
         num_workers = workers or min(threads_per_rank(info.local_world_size), useful)
         entries, show = [], progress if info.is_rank0 else lambda *step: None
@@ -75,9 +75,9 @@ def write_best_fit_index(
             for _, entry in pool.map_unordered(pack, mine):
                 entries.append(entry)
                 show("packing", len(entries), len(mine), 0, 0)
-    gathered = ranks.gather(entries)
-    ranks.decide_on_rank0(lambda: _write_manifests(folder, sequence_length, list(chain.from_iterable(gathered or ()))))
-    with ranks.raise_on_all():
+    gathered = dist_ctx.gather(entries)
+    dist_ctx.decide_on_rank0(lambda: _write_manifests(folder, sequence_length, list(chain.from_iterable(gathered or ()))))
+    with dist_ctx.raise_on_all():
         return BestFitIndex.open(TokenFolder.open(path), sequence_length)
 
 

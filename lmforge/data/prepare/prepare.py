@@ -1,4 +1,4 @@
-"""Documents → shards, once: in parallel, restartable, and with the same bytes however often it was stopped.
+"""Documents → shards, once: in parallel, restartable, and with the same bytes even after interruptions.
 
     1. plan       what is requested, written down; a folder holds one plan
     2. tokenizer  trained on a sample of the training documents, or copied
@@ -21,10 +21,10 @@ from lmforge.atomic_files import atomic_write_json
 from lmforge.cluster.launch import check_num_processes
 from lmforge.data.best_fit_index import best_fit_lengths, describe_best_fit
 from lmforge.data.prepare.decontaminate import EvaluationNgrams
+from lmforge.data.prepare.dist_context import DistContext, SingleProcessContext
 from lmforge.data.prepare.hook import DocumentHook
 from lmforge.data.prepare.output_folder import lock_output_folder
 from lmforge.data.prepare.pack import is_packed, write_best_fit_index
-from lmforge.data.prepare.ranks import OneRank, Ranks
 from lmforge.data.prepare.steps import CHARACTERS, Preparation, PreparationPlan, ProgressCallback
 from lmforge.data.shards.folder import TokenFolder
 from lmforge.data.shards.format import SHARDS_MANIFEST, UNFINISHED
@@ -93,7 +93,7 @@ class PreparationOptions:
     overwrite: bool = False
     readers: PluginReaders = NO_READERS
 
-    def open(self, source: str, out: Path, progress: ProgressCallback, ranks: Ranks) -> Preparation:
+    def open(self, source: str, out: Path, progress: ProgressCallback, dist_ctx: DistContext) -> Preparation:
         """Open what the corpus and the options name, and write down the plan. Raises UserError."""
         given = _open_tokenizer(self.tokenizer)
         ngrams = EvaluationNgrams.of(self.evaluation_texts) if self.evaluation_texts else None
@@ -123,7 +123,7 @@ class PreparationOptions:
             ngrams.digest if ngrams else None,
         )
         check_num_processes(self.workers or 1)
-        return Preparation(out, corpus, given, document_hook, ngrams, plan, progress, ranks)
+        return Preparation(out, corpus, given, document_hook, ngrams, plan, progress, dist_ctx)
 
 
 def prepare(
@@ -131,42 +131,42 @@ def prepare(
     out: str | Path,
     *,
     progress: ProgressCallback | None = None,
-    ranks: Ranks | None = None,
+    dist_ctx: DistContext | None = None,
     **options: Any,
 ) -> PreparationSummary:
     """Turn the corpus that `source` names (see `open_source`) into a token folder.
 
     progress  called as progress(step, done, total, bytes of the source done, of how many); the steps are "tokenizer",
               "tokens", "shards" and "packing"; bytes are those on the disk, and 0 of 0 where none are read
-    ranks     the ranks that call this together, on one file system; by default this process is alone
+    dist_ctx  the ranks that call this together, on one file system; by default this process is alone
     options   those of `PreparationOptions`
 
     Called again after it was stopped in any way, it continues; called again when done, it does nothing but say so.
     Raises UserError for invalid input, for a folder that holds another plan (unless `overwrite`), and for a full disk;
     RunFailed when one of its processes was killed.
     """
-    out, ranks, chosen = Path(out), ranks or OneRank(), PreparationOptions(**options)
-    show = progress if progress and ranks.rank_info.is_rank0 else lambda *step: None
-    with ranks.raise_on_all():
-        preparation = chosen.open(source, out, show, ranks)
-    for rank, other in enumerate(plans := ranks.all_gather(preparation.plan)):
+    out, dist_ctx, chosen = Path(out), dist_ctx or SingleProcessContext(), PreparationOptions(**options)
+    show = progress if progress and dist_ctx.rank_info.is_rank0 else lambda *step: None
+    with dist_ctx.raise_on_all():
+        preparation = chosen.open(source, out, show, dist_ctx)
+    for rank, other in enumerate(plans := dist_ctx.all_gather(preparation.plan)):
         if other != plans[0]:
             raise UserError(f"{source}: rank {rank} finds other files or options than rank 0; let all ranks see the same ones")
     with ExitStack() as stack:
         lock = lock_output_folder(out, asdict(preparation.plan), chosen.overwrite)
-        finished = ranks.decide_on_rank0(lambda: stack.enter_context(lock))
+        finished = dist_ctx.decide_on_rank0(lambda: stack.enter_context(lock))
         if not finished:
             manifest = preparation.write(chosen.workers)
-            ranks.decide_on_rank0(lambda: atomic_write_json(out / SHARDS_MANIFEST, asdict(manifest)) if manifest else None)
-        ranks.decide_on_rank0(lambda: shutil.rmtree(out / UNFINISHED, ignore_errors=True))
+            dist_ctx.decide_on_rank0(lambda: atomic_write_json(out / SHARDS_MANIFEST, asdict(manifest)) if manifest else None)
+        dist_ctx.decide_on_rank0(lambda: shutil.rmtree(out / UNFINISHED, ignore_errors=True))
         length = chosen.best_fit_length
-        if length and not ranks.decide_on_rank0(lambda: is_packed(out, length)):
-            write_best_fit_index(out, length, workers=chosen.workers, progress=show, ranks=ranks)
-        return ranks.decide_on_rank0(lambda: _summary(out, finished, preparation.corpus))
+        if length and not dist_ctx.decide_on_rank0(lambda: is_packed(out, length)):
+            write_best_fit_index(out, length, workers=chosen.workers, progress=show, dist_ctx=dist_ctx)
+        return dist_ctx.decide_on_rank0(lambda: _summary(out, finished, preparation.corpus))
 
 
 def _open_tokenizer(name: str | Path | None) -> Tokenizer | None:
-    """The tokenizer that is given; None if it follows from the documents."""
+    """The given tokenizer; None if it is made from the documents."""
     if name is None or str(name) == CHARACTERS:
         return None
     return byte_tokenizer() if str(name) == BYTES else Tokenizer.open(name)

@@ -43,7 +43,7 @@ class UnitReader:
     def hashed_texts(self, progress: ReadProgress) -> Iterator[tuple[str, int]]:
         """(text, hash of it) of each document that the hook does not leave out, empty ones too.
 
-        Documents with the least hashes are for validation.
+        Documents with the smallest hashes are for validation.
         """
         assert isinstance(self.unit, SourceUnit)
         for document in self.unit.documents(progress, self.hook is not None):
@@ -84,7 +84,8 @@ def validation_threshold(ratio: float) -> int:
 
 
 def _split_position(text: str, target: int) -> int:
-    """Where to cut a text in two, at the end of a line if possible, with more than blanks on either side."""
+    """The position at which to cut a text in two, at the end of a line if possible, with text other than blanks on both
+    sides."""
     first = len(text) - len(text.lstrip()) + 1
     target = max(first, min(target, len(text.rstrip()) - 1))
     line = text.rfind("\n", first, target) + 1
@@ -109,7 +110,8 @@ def _open_tokenizer_cached(folder: Path, tokenizer_hash: str) -> Tokenizer:
 
 @dataclass(frozen=True)
 class PartSettings:
-    """What a part depends on besides its unit. `evaluation_digest` is of the texts whose documents are left out."""
+    """What a part depends on besides its unit. `evaluation_digest` is the digest of the evaluation texts for
+    decontamination."""
 
     out: Path
     tokenizer_hash: str
@@ -137,7 +139,7 @@ class _PartList:
     def write(self, path: Path) -> None:
         columns = dict(self._columns)
         if self.settings.near_duplicates:
-            # A band is a column of its own, so that one can be read without the others.
+            # Each band is a separate column, so that it can be read without the others.
             keys = np.array(self._near_keys, np.uint64).reshape(-1, BANDS)
             columns |= {near_column(band): keys[:, band] for band in range(BANDS)}
         with atomic_write(path) as file:

@@ -11,8 +11,9 @@ def split_documents(hashes: np.ndarray, sizes: np.ndarray, ratio: float, one_doc
     """The documents of each split, by the hashes and sizes of all.
 
     Documents with hashes below a threshold are for validation. If there are none, or they are more than half of the text though
-    less was requested, it is the document of the least hash among those that leave half of the text to train on. Of a single
-    document the tail is for validation, whatever its size. (Examples are fewer, and are chosen by rank: `select_validation`.)
+    less was requested, it is the document with the smallest hash among those that leave half of the text to train on. The tail
+    of a single document is for validation, whatever its size. (Examples are fewer, and are chosen by rank:
+    `select_validation`.)
     """
     validation = hashes < np.uint64(validation_threshold(ratio))
     too_much = not one_document and ratio < 0.5 and sizes[validation].sum() > sizes.sum() / 2

@@ -1,4 +1,4 @@
-"""The steps of a preparation, from a source whose plan is written down to shards. What begins and ends one is `prepare.py`."""
+"""The steps of a preparation, from a source with a written plan to shards. `prepare.py` begins and ends a preparation."""
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
@@ -12,9 +12,9 @@ import numpy as np
 from lmforge.cluster.rank_info import threads_per_rank
 from lmforge.data.order import derive_key, permutation
 from lmforge.data.prepare.decontaminate import EvaluationNgrams
+from lmforge.data.prepare.dist_context import DistContext, divide_units
 from lmforge.data.prepare.hook import DocumentHook
 from lmforge.data.prepare.output_folder import EVALUATION_NGRAMS
-from lmforge.data.prepare.ranks import Ranks, divide_units
 from lmforge.data.prepare.shard_jobs import (
     DocumentIndex,
     PartSettings,
@@ -60,7 +60,7 @@ class PreparationPlan:
 
 
 class _UnitProgress:
-    """Bytes of units that have been read: of finished ones all, of the others what their jobs report."""
+    """Bytes of units that have been read: all bytes of finished units, and for the others what their jobs report."""
 
     def __init__(self, sizes: list[int], update: Callable[[int, int, int, int], None]) -> None:
         self._sizes, self._update = sizes, update
@@ -68,7 +68,7 @@ class _UnitProgress:
         self._show()
 
     def report(self, unit: int, read: int) -> None:
-        if not self._finished[unit]:  # a report may come late
+        if not self._finished[unit]:  # a report may arrive late
             self._read[unit] = min(read, self._sizes[unit])
             self._show()
 
@@ -82,7 +82,7 @@ class _UnitProgress:
 
 @dataclass(frozen=True)
 class Selection:
-    """The documents of all parts, those of each split, and how many are in neither, by reason."""
+    """The documents of all parts, those of each split, and how many were removed, by reason."""
 
     index: DocumentIndex
     members: dict[str, np.ndarray]
@@ -100,21 +100,21 @@ class Preparation:
     ngrams: EvaluationNgrams | None
     plan: PreparationPlan
     progress: ProgressCallback
-    ranks: Ranks
+    dist_ctx: DistContext
 
     def write(self, workers: int | None) -> TokenFolderManifest | None:
-        """Write tokenizer, parts and shards, and return the manifest to write; None on other ranks than the first."""
-        corpus, plan, ranks, info = self.corpus, self.plan, self.ranks, self.ranks.rank_info
-        with ranks.raise_on_all():
+        """Write tokenizer, parts and shards, and return the manifest to write; None on ranks other than 0."""
+        corpus, plan, dist_ctx, info = self.corpus, self.plan, self.dist_ctx, self.dist_ctx.rank_info
+        with dist_ctx.raise_on_all():
             readers = [UnitReader(unit, self.hook) for unit in corpus.units()]
-        one_document = ranks.decide_on_rank0(lambda: _is_one_document(corpus.spec, readers)) and bool(plan.validation_ratio)
+        one_document = dist_ctx.decide_on_rank0(lambda: _is_one_document(corpus.spec, readers)) and bool(plan.validation_ratio)
         if one_document:
             readers = [UnitReader(reader.unit, self.hook, plan.validation_ratio) for reader in readers]
         num_workers = min(threads_per_rank(info.local_world_size), len(readers), 1 + corpus.size // MIN_BYTES_PER_WORKER)
         with WorkerPool(workers or num_workers) as pool:
             tokenizer = self._write_tokenizer(readers, pool)
             self._write_parts(readers, tokenizer.hash, pool)
-            with ranks.raise_on_all():
+            with dist_ctx.raise_on_all():
                 selection = self._select(len(readers), one_document) if info.is_rank0 else None
             splits = self._write_shards(selection, tokenizer, pool)
         if selection is None:
@@ -137,54 +137,54 @@ class Preparation:
 
     def _write_tokenizer(self, readers: list[UnitReader], pool: WorkerPool) -> Tokenizer:
         folder, size = self.out / "tokenizer", sum(reader.unit.size for reader in readers)
-        if not self.ranks.decide_on_rank0(lambda: (folder / "tokenizer.json").exists()):
+        if not self.dist_ctx.decide_on_rank0(lambda: (folder / "tokenizer.json").exists()):
             self.progress("tokenizer", 0, 1, 0, size)
             tokenizer = self.given or self._learn_tokenizer(readers, pool)
-            self.ranks.decide_on_rank0(lambda: tokenizer.save(folder) if tokenizer is not None else None)
+            self.dist_ctx.decide_on_rank0(lambda: tokenizer.save(folder) if tokenizer is not None else None)
             self.progress("tokenizer", 1, 1, size, size)
-        with self.ranks.raise_on_all():
+        with self.dist_ctx.raise_on_all():
             return Tokenizer.open(folder)
 
     def _learn_tokenizer(self, readers: list[UnitReader], pool: WorkerPool) -> Tokenizer | None:
-        """The tokenizer that follows from the documents, on rank 0."""
-        plan, ranks = self.plan, self.ranks
+        """The tokenizer made from the documents, on rank 0."""
+        plan, dist_ctx = self.plan, self.dist_ctx
         mine = [readers[number] for number in self._my_units(readers, range(len(readers)))]
         sizes = [reader.unit.size for reader in mine]
         read = _UnitProgress(sizes, lambda done, total, *read: self.progress("tokenizer", 0, 1, *read))
         if plan.tokenizer == CHARACTERS:
-            characters = find_characters(mine, pool, ranks, on_progress=read.report)
+            characters = find_characters(mine, pool, dist_ctx, on_progress=read.report)
             return character_tokenizer(characters)
         assert plan.vocab_size is not None
         texts = sample_texts(
             mine,
             pool,
-            ranks,
+            dist_ctx,
             source_bytes=self.corpus.size,
             ratio=plan.validation_ratio,
             seed=plan.seed,
             on_progress=read.report,
         )
-        with ranks.raise_on_all():
-            return train_tokenizer(texts, plan.vocab_size) if ranks.rank_info.is_rank0 else None
+        with dist_ctx.raise_on_all():
+            return train_tokenizer(texts, plan.vocab_size) if dist_ctx.rank_info.is_rank0 else None
 
     def _my_units(self, readers: Sequence[UnitReader], numbers: Iterable[int]) -> list[int]:
-        """Of these units those that this rank reads."""
-        numbers, info = list(numbers), self.ranks.rank_info
+        """The units among these that this rank reads."""
+        numbers, info = list(numbers), self.dist_ctx.rank_info
         units = [readers[number].unit for number in numbers]
         by_rank = divide_units([unit.file for unit in units], [unit.size for unit in units], info.world_size)
         return [numbers[index] for index in by_rank[info.rank]]
 
     def _write_parts(self, readers: list[UnitReader], tokenizer_hash: str, pool: WorkerPool) -> None:
         unfinished, ngrams = self.out / UNFINISHED, self.ngrams
-        self.ranks.decide_on_rank0(lambda: ngrams.save(unfinished / EVALUATION_NGRAMS) if ngrams else None)
-        # Listed: some network file systems remember for a while that a file is not there, if they are asked for it.
-        finished = self.ranks.decide_on_rank0(lambda: {path.stem for path in unfinished.glob("part-*.npz")})
+        self.dist_ctx.decide_on_rank0(lambda: ngrams.save(unfinished / EVALUATION_NGRAMS) if ngrams else None)
+        # The folder is listed, since some network file systems cache for a while that a file does not exist.
+        finished = self.dist_ctx.decide_on_rank0(lambda: {path.stem for path in unfinished.glob("part-*.npz")})
         todo = [number for number in range(len(readers)) if part_path(self.out, number, ".npz").stem not in finished]
         mine = self._my_units(readers, todo)
         done = _UnitProgress([readers[number].unit.size for number in mine], partial(self.progress, "tokens"))
         settings = PartSettings(self.out, tokenizer_hash, self.plan.deduplicate == "near", self.plan.decontaminate)
         write = partial(write_part, settings=settings)
-        with self.ranks.raise_on_all():
+        with self.dist_ctx.raise_on_all():
             for index, _ in pool.map_unordered(write, [(number, readers[number]) for number in mine], done.report):
                 done.finish(index)
 
@@ -205,20 +205,20 @@ class Preparation:
 
     def _write_shards(self, selection: Selection | None, tokenizer: Tokenizer, pool: WorkerPool) -> dict[str, list[ShardEntry]]:
         """Write the documents of each split, and return the shards' entries in the manifest by split, on rank 0."""
-        ranks, size = self.ranks, self.ranks.rank_info.world_size
+        dist_ctx, size = self.dist_ctx, self.dist_ctx.rank_info.world_size
         jobs = [] if selection is None else self._shard_jobs(selection)
-        mine = ranks.scatter([jobs[rank::size] for rank in range(size)])
+        mine = dist_ctx.scatter([jobs[rank::size] for rank in range(size)])
         dtype = token_dtype(tokenizer.vocab_size)
         assemble = partial(assemble_shard, out=self.out, dtype=dtype, tokenizer_hash=tokenizer.hash)
         written: list[tuple[str, int, ShardEntry]] = []
         self.progress("shards", 0, len(mine), 0, 0)
-        with ranks.raise_on_all():
+        with dist_ctx.raise_on_all():
             for job, entry in pool.map_unordered(assemble, mine):
                 written.append((mine[job].split, mine[job].number, entry))
                 self.progress("shards", len(written), len(mine), 0, 0)
         splits: dict[str, list[ShardEntry]] = {split: [] for split in (selection.members if selection else ())}
         # By number within each split; the splits keep the order that they have in the selection.
-        for split, _, entry in sorted(chain.from_iterable(ranks.gather(written) or ()), key=lambda each: each[1]):
+        for split, _, entry in sorted(chain.from_iterable(dist_ctx.gather(written) or ()), key=lambda each: each[1]):
             splits[split].append(entry)
         return splits
 
@@ -228,8 +228,8 @@ class Preparation:
         for split, documents in selection.members.items():
             order = permutation(len(documents), derive_key(self.plan.seed, "documents", split))(np.arange(len(documents)))
             for number, chosen in enumerate(index.split_into_shards(documents[order], self.plan.shard_tokens)):
-                places = index.part_numbers[chosen], index.starts[chosen], index.lengths[chosen]
-                jobs.append(ShardJob(split, number, *places))
+                slices = index.part_numbers[chosen], index.starts[chosen], index.lengths[chosen]
+                jobs.append(ShardJob(split, number, *slices))
         return jobs
 
 

@@ -1,7 +1,5 @@
-"""The texts that a tokenizer is trained on: of all training documents those pieces whose hashes are least.
-
-So they depend on the texts and the seed alone: not on the order of the documents, nor on which files hold them, nor on how many
-processes read them.
+"""The texts that a tokenizer is trained on: the pieces with the smallest hashes of all training documents. So they depend only
+on the texts and the seed, not on the order of the documents, their files, or the number of processes.
 """
 
 import heapq
@@ -12,7 +10,7 @@ from itertools import chain
 import xxhash
 
 from lmforge.data.order import derive_key
-from lmforge.data.prepare.ranks import Ranks
+from lmforge.data.prepare.dist_context import DistContext
 from lmforge.data.prepare.shard_jobs import UnitReader, validation_threshold
 from lmforge.data.prepare.worker_pool import OnProgress, Report, WorkerPool
 from lmforge.data.sources.records import ReadProgress
@@ -20,12 +18,12 @@ from lmforge.data.sources.records import ReadProgress
 SAMPLE_CHARACTERS = 16_000_000  # more than the standard library has; training on it takes seconds
 # A longer document is sampled in pieces, so that one of them is not the whole sample.
 PIECE_CHARACTERS = 1 << 14
-# Processes pass on what may be in the sample: at first a few times as much as it holds, if a byte is a character.
+# Processes return pieces that may be in the sample: at first a few times its size, counting one byte as a character.
 OVERSAMPLING, NEXT_OVERSAMPLING = 4, 64
 
 
 class LeastTexts:
-    """Of the texts that are added those of least key, as few as have `limit` characters together."""
+    """Keeps the added texts with the smallest keys: as few as have `limit` characters together."""
 
     def __init__(self, limit: int) -> None:
         self.characters, self._limit = 0, limit
@@ -44,14 +42,14 @@ class LeastTexts:
             self.add(key, text)
 
     def items(self) -> list[tuple[int, str]]:
-        """(key, text), the least key first."""
+        """(key, text), the smallest key first."""
         return [(-negated, text) for negated, text in sorted(self._heap, reverse=True)]
 
 
 def sample_texts(
     readers: Sequence[UnitReader],
     pool: WorkerPool,
-    ranks: Ranks,
+    dist_ctx: DistContext,
     *,
     source_bytes: int,
     ratio: float,
@@ -60,35 +58,37 @@ def sample_texts(
 ) -> list[str]:
     """Texts to learn merges from, of at most SAMPLE_CHARACTERS, without those for validation unless there are no others.
 
-    Each of `ranks` gives `readers` of its own; the texts are on rank 0, on others those of their readers.
+    Each rank has its own `readers`. Rank 0 gets the texts of all ranks, other ranks those of their readers.
     """
     least, fraction = LeastTexts(SAMPLE_CHARACTERS), min(1.0, OVERSAMPLING * SAMPLE_CHARACTERS / max(1, source_bytes))
     while True:
         read = partial(sample_unit, ratio=ratio, key=derive_key(seed, "sample"), below=int(fraction * 2**64))
-        with ranks.raise_on_all():
+        with dist_ctx.raise_on_all():
             for _, items in pool.map_unordered(read, readers, on_progress):
                 least.add_all(items)
-        others = (ranks.gather(least.items()) or [])[1:]
+        others = (dist_ctx.gather(least.items()) or [])[1:]
         least.add_all(chain.from_iterable(others))
-        characters = ranks.broadcast(least.characters)
+        characters = dist_ctx.broadcast(least.characters)
         if characters >= SAMPLE_CHARACTERS or fraction == 1.0:
             break
         least, fraction = LeastTexts(SAMPLE_CHARACTERS), min(1.0, NEXT_OVERSAMPLING * fraction)
     if not characters and ratio:
-        return sample_texts(readers, pool, ranks, source_bytes=source_bytes, ratio=0, seed=seed, on_progress=on_progress)
+        return sample_texts(readers, pool, dist_ctx, source_bytes=source_bytes, ratio=0, seed=seed, on_progress=on_progress)
     texts = [text for _, text in least.items()]
     if (excess := least.characters - SAMPLE_CHARACTERS) > 0:
         texts[-1] = texts[-1][:-excess]
     return texts
 
 
-def find_characters(readers: Sequence[UnitReader], pool: WorkerPool, ranks: Ranks, *, on_progress: OnProgress) -> set[str]:
+def find_characters(
+    readers: Sequence[UnitReader], pool: WorkerPool, dist_ctx: DistContext, *, on_progress: OnProgress
+) -> set[str]:
     """The characters of all documents of the readers of all ranks, on every rank."""
     result = set[str]()
-    with ranks.raise_on_all():
+    with dist_ctx.raise_on_all():
         for _, characters in pool.map_unordered(_characters_of_unit, readers, on_progress):
             result.update(characters)
-    return set().union(*ranks.all_gather(result))
+    return set().union(*dist_ctx.all_gather(result))
 
 
 def _characters_of_unit(reader: UnitReader, report: Report) -> set[str]:

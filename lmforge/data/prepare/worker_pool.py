@@ -1,4 +1,4 @@
-"""Worker processes for tokenizing; none is left behind when the process that started them is stopped or killed."""
+"""Worker processes for tokenizing, which also end when the process that started them is stopped or killed."""
 
 import multiprocessing
 import os
@@ -20,7 +20,7 @@ from lmforge.errors import RunFailed
 
 Job = TypeVar("Job")
 Result = TypeVar("Result")
-# A job tells how far it has come (an amount), and those who wait for it are told (its index, that amount).
+# A job reports its progress (an amount), and the caller gets (its index, that amount).
 Report = Callable[[int], None]
 OnProgress = Callable[[int, int], None]
 
@@ -103,8 +103,8 @@ class WorkerPool:
 
     def __exit__(self, *exc_info: object) -> None:
         if self._pool is not None:
-            # Closing the lifeline ends the processes at once: after an interruption nobody waits for a large file, and after
-            # success they have nothing to do.
+            # Closing the lifeline ends the processes at once: after an interruption a large file need not be finished, and
+            # after success they have nothing to do.
             self._lifeline.close()
             self._pool.shutdown(cancel_futures=True)
         if self._handles_sigterm:
@@ -146,7 +146,7 @@ def _init_worker(lifeline: Connection, reports: Connection) -> None:
     """In a new process: end when the other end of the lifeline is closed, which the kernel does when its owner ends."""
     global _worker_reports
     _worker_reports = reports
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # one of many processes needs no thread pool of its own
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # one of many processes needs no thread pool
 
     def watch() -> None:
         try:

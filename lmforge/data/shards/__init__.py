@@ -1,5 +1,5 @@
 """Token shards: their format, where their files are, and how they are read: verified, retried, in pieces, from an object store.
 
-Begin with `folder.py` (`TokenFolder`), then `format.py` and `files.py`. Writing them is in `data/prepare`, what a sequence is
-in `data/dataset.py`.
+Begin with `folder.py` (`TokenFolder`), then `format.py` and `files.py`. They are written in `data/prepare`; `data/dataset.py`
+makes sequences of them.
 """

@@ -1,6 +1,6 @@
 """Files of shards as they are read: verified block by block, retried where a storage fails, their sizes compared beforehand.
 
-What is in them is known in folder.py and data/best_fit_index.py.
+Their content is interpreted in folder.py and data/best_fit_index.py.
 """
 
 import threading
@@ -15,7 +15,7 @@ from lmforge.data.shards.format import BLOCK_BYTES, RESTORE_HINT
 from lmforge.data.shards.storage import ShardStorage, read_with_retries
 from lmforge.errors import UserError
 
-# A folder of more shards is opened before their files are looked at, which takes minutes on a network file system.
+# With more shards a folder is opened before its files are checked, which takes minutes on a network file system.
 MAX_CHECKED_ON_OPENING = 1024
 SHARDS_AT_ONCE = 64
 
@@ -25,7 +25,7 @@ Shard = TypeVar("Shard")
 class ShardFile(ChecksummedFile):
     """One file read by position; each block is verified against its xxh3 the first time it is read.
 
-    It may be a part of a file: `size` bytes from byte `base`. `hint` says in messages what to do about a damaged one.
+    It may be a part of a file: `size` bytes from byte `base`. `hint` is the advice in messages about damage.
     """
 
     def __init__(
@@ -47,7 +47,7 @@ class ShardFile(ChecksummedFile):
         return self._storage.path / self._name
 
     def read(self, offset: int, size: int) -> bytearray:
-        """`size` bytes from `offset`. Retries a fault a few times, then UserError naming file and offset."""
+        """`size` bytes from `offset`. Retries an error a few times, then raises UserError naming file and offset."""
         data = bytearray(size)
         try:
             span = self._base + offset, size
@@ -96,10 +96,9 @@ class StoredChecksums:
 
 
 class SizeCheck:
-    """Compares the sizes of files with what was written: of a few shards at once, of many in a thread, over all ranks.
-
-    A shard that is missing or truncated is so found before it is needed, perhaps hours into a run. Rank r of W looks at every
-    W-th shard from the r-th. `sizes_of` gives the bytes of each file of a shard, by name; `hint` says what to do.
+    """Compares the sizes of files with the manifest: at once for a few shards; for many, in a thread and divided over all
+    ranks. So a missing or truncated shard is found before it is needed, perhaps hours into a run. Rank r of W checks every W-th
+    shard from the r-th. `sizes_of` gives the bytes of each file of a shard, by name; `hint` says what to do.
     """
 
     def __init__(

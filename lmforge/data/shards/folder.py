@@ -1,6 +1,6 @@
 """Token shards as they are read: opened by name, verified block by block, and put together into splits.
 
-How the files look is in format.py; where their bytes come from in storage.py.
+The file format is in format.py; reading bytes is in storage.py.
 """
 
 import errno
@@ -39,9 +39,9 @@ from lmforge.errors import UserError, prefix_errors
 from lmforge.runs import is_local, parse_location
 from lmforge.untrusted import CHUNK_BYTES, MAX_MANIFEST_BYTES, parse_json
 
-# Of so many, what their manifests say is kept: some 5 KB each.
+# The parsed manifests of this many shards are kept, some 5 KB each.
 MAX_PARSED_SHARDS = 32_768
-# Of 64 KiB each; sequences that are near each other share them.
+# The number of 64 KiB blocks that are kept; sequences that are near each other share them.
 KEPT_END_BLOCKS = 128
 
 
@@ -53,7 +53,8 @@ def _read_manifest(storage: ShardStorage, name: str, xxh3: str) -> bytes:
 
 
 class ShardReader:
-    """A shard whose manifest has been read. Raises UserError where that is not the one that the folder was written with."""
+    """A shard whose manifest has been read. Raises UserError where it differs from the manifest that the folder was written
+    with."""
 
     def __init__(self, folder: "TokenFolder", entry: ShardEntry):
         name, storage = entry.name + ".json", folder.storage
@@ -84,7 +85,7 @@ class ShardReader:
         """Tokens start … stop − 1 of this shard."""
         size = self._dtype.itemsize
         tokens = np.frombuffer(self.tokens.read(start * size, (stop - start) * size), self._dtype)
-        if (largest := tokens.max()) >= self._vocab_size:  # a model would read beyond its embedding
+        if (largest := tokens.max()) >= self._vocab_size:  # a larger id would be outside of the embedding
             at = start + int(tokens.argmax())
             reason = f"token {at:,} is {largest:,}, beyond the vocabulary of {self._vocab_size:,}"
             raise UserError(f"{self.tokens.path}: {reason}: {RESTORE_HINT}")
@@ -115,7 +116,7 @@ class TokenSplit:
         self.num_documents = sum(shard.documents for shard in shards)
         self.digest = hash_json([shard.xxh3 for shard in shards])
         self._folder = folder
-        # A file that is closed takes nothing along: what its manifest says, and which blocks are known to be right, stays.
+        # Closing a file discards neither its manifest nor the record of verified blocks.
         self._shard = lru_cache(MAX_PARSED_SHARDS)(lambda i: ShardReader(folder, shards[i]))
         self._read_ends = lru_cache(KEPT_END_BLOCKS)(lambda i, first, last: self._shard(i).read_ends(first, last))
 
@@ -171,7 +172,7 @@ class TokenFolder:
         Checks presence and size of every shard; contents are checked when read. `quarantine` lists what is not to be read
         (quarantine.py); the sizes of shards in it are not checked.
 
-        Raises UserError if the folder is not finished or of another format, or a shard is missing or of another size. Of more
+        Raises UserError if the folder is not finished or of another format, or a shard is missing or of another size. With more
         than MAX_CHECKED_ON_OPENING shards this is found while others are read, and raised by their reading.
         """
         storage = open_storage(str(path), cache_folder, cache_bytes)
@@ -213,7 +214,7 @@ class TokenFolder:
 
     @cached_property
     def tokenizer(self) -> Tokenizer:
-        """The tokenizer of these tokens. Raises UserError if one of its files is missing or another."""
+        """The tokenizer of these tokens. Raises UserError if one of its files is missing or was replaced."""
         folder, written = self.path / "tokenizer", self.manifest.tokenizer_files
         try:
             tokenizer = self._open_tokenizer(folder)
@@ -246,7 +247,7 @@ class TokenFolder:
         return Tokenizer(texts.pop("tokenizer.json"), texts, str(folder / "tokenizer.json"))
 
     def split(self, name: str) -> TokenSplit:
-        """One split by name. Raises UserError naming those there are, or if it is empty."""
+        """One split by name. Raises UserError naming the existing ones, or if it is empty."""
         if name not in self.splits:
             raise UserError(f"{self.path}: no split {name!r}: it has {', '.join(self.splits)}")
         if name not in self._opened:
@@ -258,7 +259,7 @@ class TokenFolder:
 
     @cached_property
     def _opened(self) -> dict[str, TokenSplit]:
-        """Splits by name, each made once: of very many shards it takes a while, and what was verified is remembered."""
+        """Splits by name, each created once: with very many shards this takes a while, and verified blocks are remembered."""
         return {}
 
 

@@ -28,13 +28,13 @@ from lmforge.untrusted import MAX_MANIFEST_BYTES, parse_json, read_bounded
 
 FORMAT_VERSION = 2
 BLOCK_BYTES = 65_536
-# Of .checksums: one block has the checksums of 32 MiB of tokens.
+# The block size of .checksums: one block has the checksums of 32 MiB of tokens.
 CHECKSUM_BLOCK_BYTES = 4096
 SHARDS_MANIFEST = "manifest.json"
 UNFINISHED = "unfinished"
 TRAIN_SPLIT, VALIDATION_SPLIT = "train", "validation"
 SHARD_SUFFIXES = (".tokens", ".documents", ".checksums", ".json")
-RESTORE_HINT = "restore it, or prepare anew with overwrite"
+RESTORE_HINT = "restore it, or prepare again with overwrite"
 
 Count = Annotated[int, Field(ge=0, lt=2**63)]
 TokenDtype = Literal["uint16", "uint32"]
@@ -42,7 +42,8 @@ TokenDtype = Literal["uint16", "uint32"]
 
 @dataclass(frozen=True, slots=True)
 class ShardEntry:
-    """What the folder's manifest holds of a shard. `xxh3` is that of the shard's manifest, so that no two can be swapped."""
+    """The entry of a shard in the folder's manifest. `xxh3` is that of the shard's manifest, so that swapped shards are
+    detected."""
 
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]{1,100}$")]
     tokens: Count
@@ -76,8 +77,8 @@ class ShardManifest:
 class TokenFolderManifest:
     """The manifest of a folder. `plan` is the options of the preparation; `text_bytes` and `splits` go by split.
 
-    `tokenizer_files` has the xxh3 of the files beside tokenizer.json, by name; `removed_documents` those that were left out, by
-    reason, beside the empty ones; `best_fit` the xxh3 of best-fit-LENGTH.json (best_fit_index.py) by LENGTH.
+    `tokenizer_files` has the xxh3 of the files beside tokenizer.json, by name; `removed_documents` the number of removed ones
+    by reason, besides empty ones; `best_fit` the xxh3 of best-fit-LENGTH.json (best_fit_index.py) by LENGTH.
     """
 
     format: int

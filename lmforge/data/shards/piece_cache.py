@@ -1,7 +1,7 @@
 """A bounded folder of pieces of remote files, shared by the processes of a host.
 
-A piece is downloaded by one process while the others that need it wait, is written atomically, and is never verified here:
-its reader verifies what it reads, and removes a piece that is damaged. The least recently used pieces make room for new ones.
+One process downloads a piece while others that need it wait. It is written atomically, but not verified: its reader does that,
+and removes a damaged piece. The least recently used pieces are deleted to make room.
 """
 
 import os
@@ -14,9 +14,9 @@ from lmforge.atomic_files import PARTIAL_SUFFIX, atomic_write
 from lmforge.errors import UserError
 from lmforge.locks import hold_lock
 
-# How exactly it is known when a piece was used last.
+# The resolution of the time at which a piece was last used.
 TOUCH_SECONDS = 10.0
-# What is left after pieces were removed, so that the folder is not listed for each new one.
+# The fraction of the limit that remains after pieces were removed, so that the folder is not listed for each new one.
 KEPT_FRACTION = 0.9
 
 
@@ -32,7 +32,7 @@ class PieceCache:
             raise UserError(f"{folder}: cannot keep pieces of shards ({problem.strerror}); name another") from None
 
     def read(self, name: str, out: memoryview, offset: int) -> int | None:
-        """Fill `out` from a byte position of a piece, and return how many bytes it had there. None: it is not here."""
+        """Fill `out` from a byte position of a piece, and return the number of bytes. None: the piece is not in the cache."""
         try:
             descriptor = os.open(self._folder / name, os.O_RDONLY)
         except FileNotFoundError:
@@ -45,14 +45,14 @@ class PieceCache:
             os.close(descriptor)
 
     def read_whole(self, name: str) -> bytes | None:
-        """All of a piece. None: it is not here."""
+        """All bytes of a piece. None: it is not in the cache."""
         try:
             return (self._folder / name).read_bytes()
         except FileNotFoundError:
             return None
 
     def fetch(self, name: str, download: Callable[[], bytes]) -> bytes | None:
-        """Have a piece here. Returns its bytes if this call downloaded it, None if it was here or another process did."""
+        """Make sure that a piece is in the cache. Returns its bytes if this call downloaded it, otherwise None."""
         path = self._folder / name
         path.parent.mkdir(parents=True, exist_ok=True)
         lock = path.with_name(f".{path.name}.lock")
@@ -60,7 +60,7 @@ class PieceCache:
             if not is_held:
                 return None
             if path.exists():
-                lock.unlink(missing_ok=True)  # made after the one who had the piece here took its own away
+                lock.unlink(missing_ok=True)  # created after the process that downloaded the piece removed its lock
                 return None
             try:
                 data = download()
@@ -68,10 +68,10 @@ class PieceCache:
                     self._write(path, data)
                 return data
             finally:
-                lock.unlink(missing_ok=True)  # who waits for it finds the piece
+                lock.unlink(missing_ok=True)  # waiting processes find the piece
 
     def remove(self, name: str) -> None:
-        """Forget a piece, if it is here."""
+        """Remove a piece, if it is in the cache."""
         path = self._folder / name
         if not path.exists():
             return
@@ -85,12 +85,12 @@ class PieceCache:
         with self._accounts() as used:
             if used(0) + len(data) > self._max_bytes:
                 used(self._make_room(len(data)) - used(0))
-            used(len(data))  # counted first: a process that dies here leaves less room, never more
+            used(len(data))  # counted first: if the process dies here, the count is too high, never too low
             with atomic_write(path, sync=False) as file:
                 file.write(data)
 
     def _make_room(self, size: int) -> int:
-        """Remove the pieces that were used least recently, and what writes left that were cut off. Returns the bytes left."""
+        """Remove the least recently used pieces and leftovers of interrupted writes. Returns the bytes in use."""
         pieces = []
         for path in self._folder.rglob("*"):
             if path.name.startswith("."):
@@ -109,7 +109,7 @@ class PieceCache:
 
     @contextmanager
     def _accounts(self) -> Iterator[Callable[[int], int]]:
-        """Hold the folder. Gives a function that adds to the bytes in use and returns them."""
+        """Lock the folder. Yields a function that adds to the bytes in use and returns them."""
         file = self._folder / ".bytes"
         with hold_lock(self._folder / ".lock", lambda: False):
             text = file.read_text() if file.exists() else ""

@@ -1,7 +1,7 @@
-"""Parts of shards that are known to be damaged and are not read: a run may go on without them, and says so.
+"""Parts of shards that are known to be damaged and are not read: a run may continue without them, and reports that.
 
-An entry is `SHARD`, all of it, or `SHARD:FIRST` or `SHARD:FIRST-LAST`: blocks of 64 KiB of its tokens, counted from 0.
-`lmforge prepare --verify` prints them. A sequence that holds a token of them is all padding: nothing of it is scored.
+An entry is `SHARD`, all of it, or `SHARD:FIRST` or `SHARD:FIRST-LAST`: blocks of 64 KiB of its tokens, counted from 0. `lmforge
+prepare --verify` prints them. A sequence with a token of them becomes all padding, and is not scored.
 """
 
 import re

@@ -15,7 +15,7 @@ from lmforge.data.shards.piece_cache import PieceCache
 from lmforge.runs import describe_storage_error
 from lmforge.untrusted import MAX_MANIFEST_BYTES
 
-# Long enough to be worth a request, and short enough to be read for one sequence.
+# Large enough for one request, and small enough to be downloaded for one sequence.
 PIECE_BYTES = 4 * 2**20
 REMOTE_RETRY_DELAYS_SECONDS = (0.5, 2.0, 8.0, 30.0)
 REQUEST_TIMEOUT_SECONDS = 60.0
@@ -42,7 +42,7 @@ class RemoteStorage:
         return REMOTE_RETRY_DELAYS_SECONDS
 
     def read_file(self, name: str) -> bytes:
-        if name == SHARDS_MANIFEST:  # which says what the rest of the folder is
+        if name == SHARDS_MANIFEST:  # which describes the rest of the folder
             content = self._download(name)
             self._key = xxhash.xxh3_64_hexdigest(str(self.path).encode() + content)
             return content
@@ -89,7 +89,7 @@ class RemoteStorage:
         return content
 
     def _call(self, method: str, *args: Any, **kwargs: Any) -> Any:
-        """A method of the file system; of an asynchronous one with a time-out, since a connection may hang."""
+        """A method of the file system. An asynchronous one gets a time-out, since a connection may hang."""
         if not self._file_system.async_impl:
             return getattr(self._file_system, method)(*args, **kwargs)
         from fsspec.asyn import sync
@@ -99,7 +99,7 @@ class RemoteStorage:
 
     @contextmanager
     def _errors(self, name: str) -> Any:
-        """Each store has exceptions of its own."""
+        """Each store has its own exceptions."""
         try:
             yield
         except FileNotFoundError:

@@ -7,7 +7,7 @@ import numpy as np
 from lmforge.data.shards.folder import ShardReader, TokenFolder
 from lmforge.errors import UserError, format_count
 
-# Of one source; each has a file of 8 bytes per document, which is read whole.
+# The limit for one source; each shard has a file of 8 bytes per document, which is read completely.
 MAX_SHARDS_READ = 20
 BAR_WIDTH = 40
 
@@ -33,7 +33,7 @@ class SourceReport:
         return np.bincount(np.frexp(self.lengths)[1] - 1)
 
     def describe_lengths(self) -> list[str]:
-        """Lines: what was counted, the least, the middle and the largest, and a bar for each power of two."""
+        """Lines: what was counted, its minimum, median and maximum, and a bar for each power of two."""
         of = f"{len(self.lengths):,} of {format_count(self.documents, 'document')}"
         lines = [f"documents  of {self.name}, in tokens; {of} in {self.shards_read:,} of {format_count(self.shards, 'shard')}"]
         least, median, late, most = np.quantile(self.lengths, [0, 0.5, 0.99, 1], method="inverted_cdf")
@@ -46,7 +46,7 @@ class SourceReport:
 
 
 def read_source(name: str, folder: TokenFolder) -> SourceReport:
-    """Of more than MAX_SHARDS_READ shards some are read, evenly spaced. Raises UserError where there is nothing to read."""
+    """At most MAX_SHARDS_READ shards are read, evenly spaced. Raises UserError where there is nothing to read."""
     entries = folder.manifest.splits["train"]
     readable = [entry for entry in entries if entry.documents and entry.name not in folder.quarantine]
     if not readable:

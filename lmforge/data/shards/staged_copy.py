@@ -1,7 +1,6 @@
-"""Copies of folders on a host's own disk, which is faster than the one that all hosts share: made once, and found again.
-
-A copy is named after its folder and a digest of what that holds, so another version is another copy. Each file is read back
-and compared before it takes its name; a marker, written last, says that all are there. A copy that was cut off is completed.
+"""Copies of folders on a host's own disk, which is faster than the shared one: made once, then reused. A copy is named after
+its folder and a digest of the content, so another version is another copy. Each file is read back and compared before it is
+renamed; a marker, written last, means that the copy is complete. An interrupted copy is completed.
 """
 
 import errno
@@ -28,7 +27,7 @@ MARKER = ".lmforge-staged.json"
 BLOCK_BYTES = 16 * 2**20
 # A network file system answers several requests at once.
 THREADS = 8
-# Left free: other files of the host need room too.
+# Space that is left free for other files of the host.
 RESERVED_BYTES = 2**28
 # A hidden file that belongs to a folder: of a checkpoint, where each tensor is in it.
 HIDDEN_PARTS = (".metadata",)
@@ -43,7 +42,8 @@ def find_staged(stage_to: Path | None, source: Path) -> Path:
 
 
 def stage_folder(stage_to: Path, source: Path, report: Callable[[str], None] = print) -> Path:
-    """Have a copy of a local folder in `stage_to`, and return it. One process makes it; others on this host wait for it.
+    """Make a copy of a local folder in `stage_to`, unless it exists, and return its path. One process makes it; others on this
+    host wait for it.
 
     Raises UserError where there is not enough room, or a file cannot be read or written.
     """

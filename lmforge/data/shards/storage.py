@@ -1,7 +1,6 @@
-"""Where the files of token shards are: bytes by name and position, and which files a process waits for.
-
-Files are read with `os.preadv`: an I/O error of a network file system kills the process under mmap; under pread it is an
-exception, and the read is repeated.
+"""Access to the files of token shards: bytes by name and position, and which files a process waits for. Files are read with
+`os.preadv`: with mmap an I/O error of a network file system would kill the process; with preadv it is an exception, and the
+read is retried.
 """
 
 import io
@@ -40,7 +39,7 @@ class ShardStorage(Protocol):
         """The size of each file, in bytes."""
 
     def discard(self, name: str, offset: int, size: int) -> None:
-        """Forget what is kept of a span of a file that could not be read or verified, so that it is fetched anew."""
+        """Drop the cached bytes of a span of a file that could not be read or verified, so that it is fetched again."""
 
 
 class LocalStorage:
@@ -79,7 +78,7 @@ _reads: dict[int, tuple[Path, str, float]] = {}  # those in progress, by identit
 def read_with_retries(storage: ShardStorage, name: str, span: tuple[int, int], read: Callable[[], T]) -> T:
     """Call `read`, which reads `span` (offset, size) of a file, until it succeeds. Raises the last OSError.
 
-    Nothing is remembered of the span between attempts. `slow_read` names the file meanwhile.
+    Cached bytes of the span are dropped between attempts. Meanwhile `slow_read` returns the file.
     """
     delays, entry = iter(storage.retry_delays()), (storage.path, name, time.monotonic())
     _reads[id(entry)] = entry
@@ -97,6 +96,6 @@ def read_with_retries(storage: ShardStorage, name: str, span: tuple[int, int], r
 
 
 def slow_read(seconds: float) -> str | None:
-    """The file that this process has waited for longest, if for at least so many seconds."""
+    """The file that this process has waited for longest, if for at least this many seconds."""
     folder, name, since = min(_reads.copy().values(), key=lambda read: read[2], default=("", "", float("inf")))
     return f"{folder}/{name}" if time.monotonic() - since >= seconds else None

@@ -1,4 +1,5 @@
-"""Every block of a token folder read and compared with its checksum: what is damaged, and what a run can leave out."""
+"""Reads every block of a token folder and compares it with its checksum. Returns the damage, and the entries for a
+quarantine."""
 
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -19,7 +20,7 @@ CHECKSUMS_IN_BLOCK = CHECKSUM_BLOCK_BYTES // 8
 
 @dataclass(frozen=True)
 class DamagedShard:
-    """What is wrong with a shard, in one line, and the quarantine entries for what cannot be read of it."""
+    """The damage of a shard, in one line, and the quarantine entries for the parts that cannot be read."""
 
     name: str
     problem: str
@@ -27,7 +28,7 @@ class DamagedShard:
 
 
 def verify_shards(folder: TokenFolder) -> Iterator[DamagedShard | None]:
-    """One result per shard, in order: None where every byte is as it was written."""
+    """One result per shard, in order: None where it is undamaged."""
     shards = list(chain.from_iterable(folder.manifest.splits.values()))
     with ThreadPoolExecutor(THREADS, "verify") as threads:
         yield from threads.map(partial(_verify_shard, folder), shards)
@@ -65,7 +66,7 @@ def _verify_shard(folder: TokenFolder, entry: ShardEntry) -> DamagedShard | None
 
 
 def verify_best_fit(folder: TokenFolder) -> Iterator[str]:
-    """A line per index of best-fit packing (best_fit_index.py) that is not as it was written."""
+    """A line per damaged index of best-fit packing (best_fit_index.py)."""
     for length in best_fit_lengths(folder):
         try:
             index = BestFitIndex.open(folder, length, check_sizes=False)

@@ -1,4 +1,4 @@
-"""Files of text, of records and of tokens, read in an order that never changes. Nothing here tokenizes or writes.
+"""Reads files of text, of records and of tokens, always in the same order. It neither tokenizes nor writes.
 
 Begin with `text_sources.py` (a corpus as units of work) and `units.py` (their documents); `open_source.py` tells what a source
 is; `records.py` reads JSON lines, JSON lists and parquet for everyone.

@@ -31,7 +31,7 @@ UNIT_BYTES = 16 << 20
 
 @dataclass(frozen=True)
 class DatasetLocation:
-    """What opens one split of a dataset again in another process. `revision` is a commit of the hub, else None."""
+    """The arguments that open one split of a dataset again in another process. `revision` is a commit of the hub, else None."""
 
     spec: str
     subset: str | None
@@ -66,7 +66,7 @@ class DatasetLocation:
 
 @contextmanager
 def _library_errors(spec: str) -> Iterator[None]:
-    """What `datasets` and the hub raise, of which there are dozens, as UserError in one line."""
+    """Turns the dozens of exceptions that `datasets` and the hub raise into a UserError of one line."""
     try:
         yield
     except UserError:
@@ -78,7 +78,7 @@ def _library_errors(spec: str) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class DatasetUnit(SourceUnit):
-    """One of `num_shards` parts of a dataset, of rows that follow each other."""
+    """One of `num_shards` contiguous parts of a dataset."""
 
     location: DatasetLocation
     shard: int
@@ -153,7 +153,7 @@ def open_dataset_source(spec: str, text_field: str, split: str | None, subset: s
 
 
 def _find_commit(name: str, revision: str) -> str:
-    """The commit of a dataset on the hub. Raises UserError where it cannot be asked; what else it answers passes."""
+    """The commit of a dataset on the hub. Raises UserError where the hub cannot be reached; its other errors are not caught."""
     from huggingface_hub import HfApi, constants
 
     if constants.HF_HUB_OFFLINE or os.environ.get("HF_DATASETS_OFFLINE", "").upper() in constants.ENV_VARS_TRUE_VALUES:
@@ -168,7 +168,7 @@ def _find_commit(name: str, revision: str) -> str:
 
 
 def find_cached_dataset(name: str, revision: str) -> Path | None:
-    """The folder in which the cache has all of this dataset, of a commit that is its name, else None. Does not ask the hub."""
+    """The cache folder that has the complete dataset at a commit, by which it is named, or None. Does not contact the hub."""
     root = cache_folder() / f"datasets--{name.replace('/', '--')}"
     reference = root / "refs" / revision
     with suppress(OSError):

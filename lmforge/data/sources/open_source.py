@@ -1,4 +1,4 @@
-"""Any corpus by what names it: text, tokens that others made, or a Hugging Face dataset."""
+"""Opens any corpus: text, tokens from other tools, or a Hugging Face dataset."""
 
 from collections.abc import Collection
 from pathlib import Path
@@ -28,8 +28,8 @@ def open_source(
 ) -> Source:
     """The corpus that `spec` names; see `open_text_source`, `open_token_source` and `open_dataset_source`.
 
-    Tokens need the tokenizer that made them; without one, .bin files in a folder of text are taken for something else. Raises
-    UserError if there is nothing to read, or for an option that is of no use with this source.
+    Tokens need the tokenizer that made them; without a tokenizer, .bin files in a folder of text are not taken for tokens.
+    Raises UserError if there is nothing to read, or for an option that is of no use with this source.
     """
     dataset = is_dataset(spec, split, subset)
     if not dataset and (split or subset):
@@ -52,6 +52,6 @@ def open_source(
 
 
 def _find_text(folder: Path) -> list[Path]:
-    """Files of text in a folder, sorted, except what fms-fsdp keeps beside its tokens: counts of documents."""
+    """Text files in a folder, sorted, except the document counts that fms-fsdp stores with its tokens."""
     files = (path for path in list_files(folder) if content_suffix(path.name) in known_suffixes() and path.suffix != ".json")
     return sorted(path for path in files if not (path.parent.name == "meta" and path.name.endswith("counts.csv")))

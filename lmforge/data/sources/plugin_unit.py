@@ -48,8 +48,8 @@ class PluginReaders:
         return [describe_plugins(self.plugins), self.options]
 
     def documents(self, name: str, file: Any) -> Iterator[Any]:
-        """What the plugin gives for an open file. Raises UserError where it fails."""
-        load_plugins(self.plugins)  # the process of a worker has not
+        """The documents that the plugin yields for an open file. Raises UserError where it fails."""
+        load_plugins(self.plugins)  # a worker process has not loaded it yet
         entry = registry.get("document_source", name)
         options = entry.options(**json.loads(dict(self.options).get(name, "{}"))) if entry.options is not None else None
         yield from entry.build(file, options)

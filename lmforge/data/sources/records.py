@@ -1,7 +1,7 @@
 """Records of files: JSON lines, one JSON list, or parquet, compressed or not. All other modules read these formats through this
 one.
 
-What the fields mean is the caller's business: `text_sources.py` takes one text of each record, `chat/` whole conversations.
+Callers interpret the fields: `text_sources.py` reads one text of each record, `chat/` reads conversations.
 """
 
 import io
@@ -29,9 +29,8 @@ Record = dict[str, Any]
 
 @dataclass
 class ReadProgress:
-    """How far a reader has come: bytes of the file on the disk, compressed ones where it is compressed.
-
-    left_out: documents that a hook left out.
+    """The progress of a reader: bytes of the file on the disk, which may be compressed. left_out: documents that a hook
+    removed.
     """
 
     bytes: int = 0
@@ -108,7 +107,7 @@ def json_lines(
     with open_decompressed(path) as file:
         offset = start
         if start:
-            # A line belongs to the range it begins in; the rest of one that began before is read with the range before.
+            # A line belongs to the range in which it begins; the rest of an earlier line is read with the previous range.
             file.seek(start - 1)
             offset += _skip_line(file) - 1
         while (stop is None or offset < stop) and (line := file.readline(MAX_LINE_BYTES + 1)):
@@ -136,8 +135,8 @@ def _parse_line(line: bytes, path: str | Path, offset: int) -> Record:
     try:
         return parse_json(line, Record, "", max_bytes=MAX_LINE_BYTES, allow_nan=True)
     except UserError as problem:
-        decode_utf8(line, path, offset)  # names the byte, where that is the reason
-        surrogate = ": half of a surrogate pair, which no encoding holds" if "of hex escape" in str(problem) else ""
+        decode_utf8(line, path, offset)  # names the byte, for an encoding error
+        surrogate = ": half of a surrogate pair, which UTF-8 cannot encode" if "of hex escape" in str(problem) else ""
         raise UserError(f"{line_location(path, offset)}{problem}{surrogate}") from None
 
 

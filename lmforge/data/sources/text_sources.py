@@ -1,6 +1,6 @@
 """Sources of text: each as a list of units of work that any process can read.
 
-A source knows names, sizes and times; the text is read by its units (`units.py`). Nothing here tokenizes, shuffles or writes.
+A source has names, sizes and times of files; its units read the text (`units.py`). It does not tokenize, shuffle or write.
 """
 
 import os
@@ -35,11 +35,18 @@ from lmforge.data.sources.units import (
 )
 from lmforge.errors import UserError
 
-# fmt: off
-# What to do with files that are not read.
+# fmt: off The advice for files that are not read.
 CONVERSIONS = {
     "convert its rows to .jsonl or .parquet, with the text in one field": (
-        ".xls", ".xlsx", ".ods", ".arrow", ".feather", ".avro", ".orc", ".sqlite", ".db",
+        ".xls",
+        ".xlsx",
+        ".ods",
+        ".arrow",
+        ".feather",
+        ".avro",
+        ".orc",
+        ".sqlite",
+        ".db",
     ),
     "extract its text to a .txt": (".pdf", ".doc", ".docx", ".odt", ".rtf", ".epub", ".mobi", ".ppt", ".pptx"),
     "unpack it: of packed files .gz, .zst and .tar are read": (".zip", ".tgz", ".bz2", ".xz", ".7z", ".rar", ".lz4"),
@@ -48,7 +55,7 @@ CONVERSIONS = {
 OTHER_CONVERSION = "if it is plain text, name its suffix in --text_suffixes; if not, extract its text"
 TEXT_UNIT_BYTES = 2 << 20
 JSONL_UNIT_BYTES = 16 << 20
-# A corpus has about as many units where they can be smaller: at the end, processes wait for the one that has the last.
+# A corpus gets about this many units where they can be smaller, since at the end all processes wait for the last unit.
 MANY_UNITS = 1024
 SNIFFED_BYTES = 1 << 16
 
@@ -161,7 +168,7 @@ def open_text_source(
         paths = [path for path in list_files(root, STDLIB_EXCLUDED_FOLDERS) if _is_library_code(path.relative_to(root))]
     elif (root := Path(spec).expanduser()).is_dir():
         every = list(list_files(root))
-        # Among other files a bare .json is a settings file more often than a corpus.
+        # Among other files a .json is more often a settings file than a corpus.
         paths = [path for path in every if content_suffix(path.name) in known and path.suffix != ".json"]
         skipped.update(content_suffix(path.name) or "without a suffix" for path in sorted(set(every).difference(paths)))
         if not paths:

@@ -1,4 +1,4 @@
-"""Corpora that other trainers' tools have tokenized: read as documents of ids, which are not tokenized again.
+"""Corpora that other tools have tokenized, read as documents of ids.
 
     .arrow        fms-fsdp: an Arrow file whose record batches are documents, in a column `tokens`; or rows of lists of ids
     .bin + .idx   Megatron-LM: ids, and an index with the documents
@@ -42,7 +42,8 @@ LLMC_DTYPES = {(20240520, 1): "<u2", (20240801, 7): "<u4"}
 
 @dataclass(frozen=True)
 class TokenUnit(ABC):
-    """A part of a file that one process reads: what begins at `start` … `stop` − 1, in whatever the kind counts."""
+    """A part of a file that one process reads: the items that begin at `start` … `stop` − 1; the kind of file determines the
+    items."""
 
     path: str
     start: int
@@ -70,7 +71,7 @@ class TokenUnit(ABC):
 
     @abstractmethod
     def _stored_documents(self) -> Iterator[tuple[np.ndarray, float]]:
-        """The ids of each document as they are stored, checked, and which fraction of the unit has been read with it."""
+        """The stored ids of each document, after a check, and the fraction of the unit that has been read."""
 
     def _check(self, ids: np.ndarray, part: str, first: int) -> np.ndarray:
         """`ids`, which begin with number `first` of `part`. Raises UserError if one is beyond the vocabulary."""
@@ -148,7 +149,7 @@ class MegatronIndex:
         path = tokens.with_suffix(".idx")
         if path.stat().st_size < MEGATRON_HEADER.itemsize:
             raise UserError(f"{path}: not a Megatron-LM index: too short")
-        # Mapped: it is as long as the corpus has sequences, and a unit needs few of them.
+        # Memory-mapped: it has an entry per sequence of the corpus, and a unit needs few of them.
         content = np.memmap(path, np.uint8, "r")
         header = content[: MEGATRON_HEADER.itemsize].view(MEGATRON_HEADER)[0]
         dtype, sequences, documents = (
@@ -169,7 +170,7 @@ class MegatronIndex:
         return cls(np.dtype(dtype), *arrays)
 
     def count_documents(self, path: Path) -> int:
-        """How many documents it has. Raises UserError, naming `path`, if they do not follow each other."""
+        """How many documents it has. Raises UserError, naming `path`, if they are not contiguous."""
         first = self.documents
         if not len(first) or first[0] != 0 or first[-1] != len(self.lengths) or (first[1:] < first[:-1]).any():
             raise UserError(f"{path}: the documents of its index do not follow each other")
@@ -243,7 +244,7 @@ class TokenSource(FileSource):
 
 
 def _detect_kind(path: Path, size: int) -> tuple[type[TokenUnit], int, tuple[object, ...]]:
-    """The kind of a file, how many of what its units count it has, and what else its units are made with."""
+    """The kind of a file, its number of items, and further arguments of its units."""
     if path.suffix == ".arrow":
         with _open_arrow(str(path)) as (reader, _):
             return ArrowUnit, reader.num_record_batches, ()

@@ -1,4 +1,4 @@
-"""Units of a source: parts that one process reads, and their documents. Which files make which units is `text_sources.py`.
+"""Units of a source: parts that one process reads, and their documents. `text_sources.py` divides files into units.
 
 A unit is small, picklable, and the same on every run. Its documents come one at a time, in an order that never changes.
 """
@@ -41,9 +41,8 @@ MAX_LINE_CHARACTERS = 2**23
 
 
 class Document(NamedTuple):
-    """A text, what its source says besides (other fields of a record, or the path of a file), and where it is.
-
-    `location` is for messages: of a line of a compressed file it is found by reading the file up to there.
+    """A text, other data of its source (fields of a record, or the path of a file), and its location. `location` is for
+    messages: for a line of a compressed file it reads the file up to there.
     """
 
     text: str
@@ -59,7 +58,7 @@ class SourceUnit(ABC):
     @property
     @abstractmethod
     def file(self) -> str:
-        """What it is a part of, by name, or the first of what it has."""
+        """The name of the file that it is a part of, or of its first file."""
 
     @abstractmethod
     def documents(self, progress: ReadProgress, all_fields: bool) -> Iterator[Document]:
@@ -156,7 +155,7 @@ class JsonlUnit(FileUnit):
 
 @dataclass(frozen=True)
 class ParquetUnit(FileUnit):
-    """One row group, whose field is known to be there and to hold text."""
+    """One row group, whose text field has been checked."""
 
     row_group: int
     rows: int

@@ -18,11 +18,11 @@ Distribution = Callable[[Tensor], Tensor]
 
 # Numbers drawn at a time. They stay in the cache of a core; a GPU needs more to be busy.
 _CHUNK_PER_THREAD, _GPU_CHUNK = 1 << 16, 1 << 22
-# Of an fp32 number the exponent and 10 bits of the mantissa choose a segment, and the other 13 bits a place in it.
-_PLACE_BITS = 13
-_PLACE_MASK, _SEGMENT_MASK = (1 << _PLACE_BITS) - 1, (1 << 31 - _PLACE_BITS) - 1
+# The exponent and 10 bits of the mantissa of an fp32 number choose a segment, and the other 13 bits a position in it.
+_FRACTION_BITS = 13
+_FRACTION_MASK, _SEGMENT_MASK = (1 << _FRACTION_BITS) - 1, (1 << 31 - _FRACTION_BITS) - 1
 # Those of 0.5 and of 2³¹.
-_FIRST_SEGMENT, _LAST_SEGMENT = 126 << 23 - _PLACE_BITS, 158 << 23 - _PLACE_BITS
+_FIRST_SEGMENT, _LAST_SEGMENT = 126 << 23 - _FRACTION_BITS, 158 << 23 - _FRACTION_BITS
 
 
 @torch.no_grad()
@@ -72,19 +72,19 @@ def standard_normal(bits: Tensor) -> Tensor:
     quantiles, slopes = _normal_tables(bits.device)
     signed = bits.flatten().float().add_(0.5)
     as_bits = signed.view(torch.int32)
-    segments = (as_bits >> _PLACE_BITS).bitwise_and_(_SEGMENT_MASK).sub_(_FIRST_SEGMENT)
-    places = as_bits.bitwise_and(_PLACE_MASK).float()
-    drawn = slopes.index_select(0, segments).mul_(places).add_(quantiles.index_select(0, segments))
+    segments = (as_bits >> _FRACTION_BITS).bitwise_and_(_SEGMENT_MASK).sub_(_FIRST_SEGMENT)
+    fractions = as_bits.bitwise_and(_FRACTION_MASK).float()
+    drawn = slopes.index_select(0, segments).mul_(fractions).add_(quantiles.index_select(0, segments))
     return drawn.copysign_(signed).view(bits.shape)
 
 
 @cache
 def _normal_tables(device: torch.device) -> tuple[Tensor, Tensor]:
-    """|quantile| at the beginning of each segment, and its change from one place to the next: fp32.
+    """|quantile| at the beginning of each segment, and its change from one fraction to the next: fp32.
 
     Segments begin at 0.5, which stands for a probability of 2⁻³³, and end with that of 2³¹, which stands for 1/2.
     """
-    begins = (torch.arange(_FIRST_SEGMENT, _LAST_SEGMENT + 1, dtype=torch.int32) << _PLACE_BITS).view(torch.float32)
+    begins = (torch.arange(_FIRST_SEGMENT, _LAST_SEGMENT + 1, dtype=torch.int32) << _FRACTION_BITS).view(torch.float32)
     quantiles = torch.special.ndtri(begins.double() * 2.0**-32).neg()
-    slopes = quantiles.diff(append=quantiles[-1:]) / (_PLACE_MASK + 1)
+    slopes = quantiles.diff(append=quantiles[-1:]) / (_FRACTION_MASK + 1)
     return quantiles.float().to(device), slopes.float().to(device)

@@ -1,9 +1,9 @@
-"""What the GPUs of this host do: utilisation, memory, power, temperature, processes.
+"""The usage of this host's GPUs: utilisation, memory, power, temperature, processes.
 
 NVIDIA's are read through NVML, AMD's through AMD SMI.
 
-Any value that a library or a driver does not give is None, and a device that does not answer has an `error`: neither hides the
-others. The reader for AMD has been tried with the values of its documentation only, not on such a GPU.
+A value that a library or driver does not report is None, and a device that does not answer has an `error`; the other values are
+still reported. The reader for AMD has been tested only with values from its documentation, not on such a GPU.
 """
 
 from collections.abc import Callable
@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 from lmforge.errors import how_to_install
 
 T = TypeVar("T")
-# Reasons for which NVIDIA's clocks are low that say something is wrong; a power cap or an idle GPU is no such reason.
+# NVIDIA's reasons for low clocks that indicate a problem, unlike a power cap or an idle GPU.
 NVIDIA_SLOWDOWNS = {0x08: "slowed by hardware", 0x20: "hot", 0x40: "hot", 0x80: "power brake"}
 NVIDIA_DRIVER, AMD_DRIVER = Path("/proc/driver/nvidia/gpus"), Path("/sys/module/amdgpu/drivers/pci:amdgpu")
 
@@ -38,7 +38,7 @@ class DeviceUsage:
 
 
 class DeviceReader:
-    """Reads the GPUs of this host each time it is called. What hides them from it is in `notes`."""
+    """Reads the GPUs of this host each time it is called. `notes` says why GPUs cannot be read."""
 
     def __init__(self) -> None:
         self.notes: list[str] = []
@@ -130,7 +130,7 @@ def _read_amd_device(amdsmi: Any, index: int, handle: Any) -> DeviceUsage:
 
 
 def _or_none(read: Callable[[], T]) -> T | None:
-    """What `read` returns; None where the library refuses: each GPU and driver lacks something else."""
+    """The result of `read`; None where the library raises, since GPUs and drivers lack different values."""
     with suppress(Exception):
         return read()
     return None

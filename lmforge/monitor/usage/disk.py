@@ -38,7 +38,7 @@ class DiskMonitor:
                 return
 
     def check(self) -> list[str]:
-        """Lines about what has become short since the last check, and what no longer is. Raises OSError."""
+        """Lines about space and inodes that became low since the last check, or are sufficient again. Raises OSError."""
         stats = os.statvfs(self._folder)
         free, needed = stats.f_bavail * stats.f_frsize, self._next_checkpoint_bytes()
         lines = self._on_change(
@@ -48,7 +48,7 @@ class DiskMonitor:
             " make room, or saving it will fail",
             f"{self._folder}: {format_memory(free)} free again, enough for the next checkpoint",
         )
-        # Some file systems do not count inodes, and say 0 of 0.
+        # Some file systems do not count inodes, and report 0 of 0.
         few = stats.f_files > 0 and stats.f_favail < MIN_INODE_FRACTION * stats.f_files
         return lines + self._on_change(
             "inodes",

@@ -1,6 +1,6 @@
-"""What a host does: CPUs, memory, network, its busiest processes and its GPUs.
+"""The usage of a host: CPUs, memory, network, its busiest processes and its GPUs.
 
-The first rank of each host publishes it beside the heartbeats, from a thread of its own, as a driver that hangs must not stop
+The first rank of each host publishes it with the heartbeats, from a separate thread, since a driver that hangs must not stop
 heartbeats. So `lmforge top RUN` needs nothing but the run's directory. `lmforge top HOST` samples where it runs.
 """
 
@@ -19,7 +19,7 @@ from lmforge.monitor.heartbeat import overwrite, read_overwritten
 from lmforge.monitor.usage.devices import DeviceReader, DeviceUsage
 
 PUBLISH_SECONDS = 5.0
-# What is older than this is marked in `top`: the host has missed two samples.
+# Older samples are marked in `top`: the host has missed two samples.
 STALE_SECONDS = 3 * PUBLISH_SECONDS
 
 
@@ -64,7 +64,7 @@ class HostSampler:
         self._has_begun = False
 
     def sample(self) -> HostUsage:
-        """The host now. It takes a few milliseconds, and tens of them with processes."""
+        """A sample of the host. It takes a few milliseconds, or tens of them with processes."""
         cpu, memory = psutil.cpu_percent(), psutil.virtual_memory()
         received, sent = self._network_rates()
         usage = HostUsage(
@@ -115,7 +115,7 @@ def publish_usage(folder: Path, rank: int) -> Callable[[], None]:
     path, stopped = folder / f"host-of-rank-{rank}.json", threading.Event()
 
     def publish() -> None:
-        with suppress(Exception):  # what watches a run must not end it
+        with suppress(Exception):  # monitoring must not end a run
             sampler, longest = HostSampler(), 0
             while True:
                 with suppress(OSError):

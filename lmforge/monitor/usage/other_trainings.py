@@ -13,7 +13,8 @@ TRAINING_VERBS = {*STAGES, "quickstart", "run"}
 
 
 def other_trainings() -> list[int]:
-    """Process ids of other trainings, of each the first: the launcher of its ranks. Empty where the system has no /proc."""
+    """Process ids of other trainings; of each the first process, which is the launcher of its ranks. Empty where the system has
+    no /proc."""
     parents = {}
     for folder in Path("/proc").glob("[0-9]*"):
         process = int(folder.name)

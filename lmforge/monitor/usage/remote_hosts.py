@@ -1,7 +1,6 @@
-"""What other hosts do: each is asked by a thread of its own, so that a host that is slow or gone does not delay the others.
-
-There runs `lmforge top --output json`, over ssh or as a step of a Slurm job, which prints a line every few seconds. Between two
-lines nobody waits; what a host said last keeps its time.
+"""The usage of other hosts. A separate thread queries each host, so that a slow or lost host does not delay the others. It runs
+`lmforge top --output json` there, over ssh or as a step of a Slurm job, which prints a line every few seconds. The last answer
+of a host is kept with its time.
 """
 
 import os
@@ -30,7 +29,7 @@ RECONNECT_SECONDS = 5.0
 
 @dataclass(frozen=True)
 class HostAnswer:
-    """What is known of a host: its last usage, if it ever answered, how old that is, and why it does not answer now."""
+    """The state of a host: its last usage, if it ever answered, the age of that, and why it does not answer now."""
 
     name: str
     usage: HostUsage | None
@@ -39,7 +38,7 @@ class HostAnswer:
 
     @property
     def is_stale(self) -> bool:
-        """Whether it no longer says what it does."""
+        """Whether its last usage is missing or old, or the host does not answer."""
         return self.usage is None or bool(self.error) or (self.age_seconds or 0.0) > STALE_SECONDS
 
 
@@ -50,7 +49,7 @@ class RemoteOutput(BaseModel, extra="ignore"):
 
 
 def srun_words(job: int, host: str, line: str) -> list[str]:
-    """The command that runs a shell line on a host of a Slurm job, beside what the job does there."""
+    """The command that runs a shell line on a host of a Slurm job, besides the job's own steps."""
     step = ["--overlap", "--nodes=1", "--ntasks=1", f"--nodelist={host}", "--gres=none", "--quiet"]
     return ["srun", f"--jobid={job}", *step, "sh", "-c", line]
 
@@ -71,7 +70,7 @@ def remote_line(remote_command: str | None, interval_seconds: float | None) -> s
 
 
 class RemoteHost:
-    """A host that is asked by `words` in a thread, from now on until `close`; again and again where it `repeats`."""
+    """A host that is queried with the command `words` in a thread until `close`; repeatedly if `repeats`."""
 
     def __init__(self, name: str, words: Sequence[str], *, repeats: bool) -> None:
         self.name, self._words, self._repeats = name, list(words), repeats
@@ -83,7 +82,7 @@ class RemoteHost:
         self._thread.start()
 
     def answer(self) -> HostAnswer:
-        """What the host has said last."""
+        """The last answer of the host."""
         # By our clock: that of the host may be wrong.
         age = time.monotonic() - self._answered
         waiting = f"no answer for {age:.0f} s" if self._usage is None else ""
@@ -94,7 +93,7 @@ class RemoteHost:
         self._thread.join(max(0.0, seconds))
 
     def close(self) -> None:
-        """Ask no more. What runs there ends, as nobody reads its output."""
+        """Stop querying. The remote command ends, since its output is no longer read."""
         self._closed.set()
         if self._process is not None:
             self._process.kill()

@@ -1,15 +1,14 @@
-"""One block of the model, counted for one micro-batch on one rank: what it multiplies, and what it keeps and moves.
-
-Blocks are alike, so that a model is an embedding, a block many times, and a head. What a compiled block keeps was read off
-the partition that torch's AOT autograd makes of it (tests/plan/test_saved_bytes.py compares the two); what an uncompiled one
-keeps is in plan/activations.py.
+"""The cost of one block for one micro-batch on one rank: its products, and the bytes that it saves and moves. Blocks are
+identical, so a model is an embedding, many times a block, and a head. What a compiled block keeps was read off the partition
+that torch's AOT autograd makes of it (tests/plan/test_saved_bytes.py compares the two); what an uncompiled one keeps is in
+plan/activations.py.
 """
 
 from dataclasses import dataclass
 
 from lmforge.model.config import ModelConfig
 from lmforge.plan.activations import FP32_BYTES, RNG_KEY_BYTES, block_activation_bytes, num_mask_elements, score_bytes
-from lmforge.plan.prediction.setting import Setting
+from lmforge.plan.prediction.step_config import StepConfig
 
 # Kernels that a block launches in its forward pass.
 EAGER_KERNELS, COMPILED_KERNELS = 60, 20
@@ -98,57 +97,57 @@ def compiled_saved_bytes(config: ModelConfig, tokens: int, dtype_bytes: int, ten
     return tokens * (residual + normed + scales + attention + dtype_bytes * (3 if is_llama else 2) * inner)
 
 
-def _eager_saved_bytes(setting: Setting, dense_mask: bool) -> int:
-    length = setting.sequence_length // setting.context
-    model, tensor = setting.model, setting.tensor
+def _eager_saved_bytes(step_config: StepConfig, dense_mask: bool) -> int:
+    length = step_config.sequence_length // step_config.context
+    model, tensor = step_config.model, step_config.tensor
     saved = block_activation_bytes(
-        model, setting.micro_batch_size, length, dtype_bytes=setting.dtype_bytes, dense_mask=dense_mask
+        model, step_config.micro_batch_size, length, dtype_bytes=step_config.dtype_bytes, dense_mask=dense_mask
     )
     if tensor == 1:
         return saved
     # Between attention and feed-forward a rank has its part of the sequence; both are given all of it.
-    return saved // tensor + 2 * setting.tokens * model.hidden_size * setting.dtype_bytes
+    return saved // tensor + 2 * step_config.tokens * model.hidden_size * step_config.dtype_bytes
 
 
-def _kept_by_selection(setting: Setting) -> int:
+def _kept_by_selection(step_config: StepConfig) -> int:
     """What selective-ops keeps of a block: its input, attention, and every second product; a compiled block needs no output."""
-    model, tensor, number_bytes = setting.model, setting.tensor, setting.dtype_bytes
+    model, tensor, number_bytes = step_config.model, step_config.tensor, step_config.dtype_bytes
     products = block_products(model, tensor)
-    kept = sum(product.outputs for product in (products[:-1] if setting.compiled else products) if product.kept)
+    kept = sum(product.outputs for product in (products[:-1] if step_config.compiled else products) if product.kept)
     heads = model.num_attention_heads // tensor
     per_token = number_bytes * (model.hidden_size // tensor + kept + heads * model.head_dim) + FP32_BYTES * heads
-    return setting.tokens * per_token
+    return step_config.tokens * per_token
 
 
-def count_block(setting: Setting, *, checkpointed: bool) -> BlockCost:
+def count_block(step_config: StepConfig, *, checkpointed: bool) -> BlockCost:
     """The costs of a block; `checkpointed` says whether `activation_checkpointing` applies to this one."""
-    model, tensor, number_bytes, tokens = setting.model, setting.tensor, setting.dtype_bytes, setting.tokens
+    model, tensor, number_bytes, tokens = step_config.model, step_config.tensor, step_config.dtype_bytes, step_config.tokens
     width, inner = model.hidden_size, model.intermediate_size // tensor
     queries = model.num_attention_heads * model.head_dim // tensor
     keys = model.num_key_value_heads * model.head_dim // tensor
-    if setting.compiled:
+    if step_config.compiled:
         unchecked = compiled_saved_bytes(model, tokens, number_bytes, tensor)
-        if setting.stores_weights:
-            heads, length = model.num_attention_heads // tensor, setting.sequence_length // setting.context
+        if step_config.stores_weights:
+            heads, length = model.num_attention_heads // tensor, step_config.sequence_length // step_config.context
             scores = score_bytes(length, heads, number_bytes, dense_mask=False, stores_weights=True)
-            unchecked += setting.micro_batch_size * scores
+            unchecked += step_config.micro_batch_size * scores
     else:
-        unchecked = _eager_saved_bytes(setting, dense_mask=not setting.on_gpu)
-    if setting.has_dropout:
+        unchecked = _eager_saved_bytes(step_config, dense_mask=not step_config.on_gpu)
+    if step_config.has_dropout:
         unchecked += 2 * tokens * width  # a byte a number of a mask
     saved, input_bytes = unchecked, tokens * width * number_bytes // tensor
     if checkpointed:
-        selects = setting.options.activation_checkpointing == "selective-ops"
-        saved = _kept_by_selection(setting) if selects else input_bytes
-        saved += RNG_KEY_BYTES * tokens if setting.has_dropout else 0
+        selects = step_config.options.activation_checkpointing == "selective-ops"
+        saved = _kept_by_selection(step_config) if selects else input_bytes
+        saved += RNG_KEY_BYTES * tokens if step_config.has_dropout else 0
     # The causal half; a window shortens it further.
     window = model.layer_windows[0]
-    span = setting.sequence_length / 2 if window is None else min(window, setting.sequence_length / 2)
-    if not setting.on_gpu:
-        span = num_mask_elements(setting.sequence_length) / setting.sequence_length  # in chunks of queries
+    span = step_config.sequence_length / 2 if window is None else min(window, step_config.sequence_length / 2)
+    if not step_config.on_gpu:
+        span = num_mask_elements(step_config.sequence_length) / step_config.sequence_length  # in chunks of queries
     # Reads and writes of each token: norms and additions of the residual stream, rotations, the gated product.
     stream, gates = width / tensor, (3 if model.family == "llama" else 2) * inner
-    if setting.compiled:
+    if step_config.compiled:
         forward, backward = 9 * stream + 2 * (queries + keys) + gates, 25 * stream + 2 * (queries + keys) + 2 * gates
     else:
         forward, backward = 38 * stream + 12 * (queries + keys) + 5 * inner, 76 * stream + 24 * (queries + keys) + 10 * inner
@@ -165,29 +164,28 @@ def count_block(setting: Setting, *, checkpointed: bool) -> BlockCost:
     )
 
 
-def is_checkpointed(setting: Setting, number: int) -> bool:
+def is_checkpointed(step_config: StepConfig, number: int) -> bool:
     """Whether `activation_checkpointing` applies to block `number`, counted from 1."""
-    options = setting.options
+    options = step_config.options
     every = options.activation_checkpointing_every if options.activation_checkpointing == "selective-blocks" else 1
     return options.activation_checkpointing != "none" and number % every == 0
 
 
-def mask_bytes(setting: Setting, *, only_kept: bool = False) -> int:
-    """Of the dense masks of a CPU, one for each window, which all blocks share; while one is built there are three more.
-
-    Kept are those of compiled blocks and of blocks that are recomputed: others keep copies in the compute dtype.
+def mask_bytes(step_config: StepConfig, *, only_kept: bool = False) -> int:
+    """Bytes of the dense masks of a CPU, one for each window, which all blocks share; while one is built there are three more.
+    `only_kept`: masks of compiled blocks and of blocks that are recomputed; others keep copies in the compute dtype.
     """
     windows = {
         window
-        for number, window in enumerate(setting.model.layer_windows, start=1)
-        if not only_kept or setting.compiled or is_checkpointed(setting, number)
+        for number, window in enumerate(step_config.model.layer_windows, start=1)
+        if not only_kept or step_config.compiled or is_checkpointed(step_config, number)
     }
-    return 0 if setting.on_gpu else len(windows) * setting.sequence_length * setting.tokens
+    return 0 if step_config.on_gpu else len(windows) * step_config.sequence_length * step_config.tokens
 
 
-def embedded_bytes(setting: Setting) -> float:
+def embedded_bytes(step_config: StepConfig) -> float:
     """What is kept before the first block, which counts its input itself: rotary angles, masks of attention and dropout."""
-    tokens, width = setting.tokens, setting.model.hidden_size
-    angles = FP32_BYTES * setting.model.head_dim * tokens if setting.model.family == "llama" else 0
-    dropout = tokens * width if setting.has_dropout else 0
-    return float(angles + dropout + mask_bytes(setting, only_kept=True))
+    tokens, width = step_config.tokens, step_config.model.hidden_size
+    angles = FP32_BYTES * step_config.model.head_dim * tokens if step_config.model.family == "llama" else 0
+    dropout = tokens * width if step_config.has_dropout else 0
+    return float(angles + dropout + mask_bytes(step_config, only_kept=True))

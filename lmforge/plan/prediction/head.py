@@ -1,4 +1,5 @@
-"""The last norm, the head and the loss of one micro-batch on one rank: what they keep, and what they take."""
+"""The last norm, the head and the loss of one micro-batch on one rank: the bytes that they save, and the time that they
+take."""
 
 from dataclasses import dataclass
 
@@ -6,7 +7,7 @@ from lmforge.data.labels import loss_chunk_tokens, stores_exponentials
 from lmforge.plan.activations import FP32_BYTES, norm_activation_bytes
 from lmforge.plan.memory import DTYPE_BYTES
 from lmforge.plan.prediction.rates import Rates
-from lmforge.plan.prediction.setting import Setting
+from lmforge.plan.prediction.step_config import StepConfig
 
 
 @dataclass(frozen=True)
@@ -27,29 +28,29 @@ class HeadCost:
     backward_seconds: float
 
 
-def count_head(setting: Setting, rates: Rates, parameters: int, gradient_bytes: float) -> HeadCost:
-    """For a head of so many parameters on this rank, and so many bytes of its gradient (0 where it is frozen)."""
-    tokens, width, number_bytes = setting.tokens, setting.model.hidden_size, setting.dtype_bytes
+def count_head(step_config: StepConfig, rates: Rates, parameters: int, gradient_bytes: float) -> HeadCost:
+    """For a head with this number of parameters on this rank, and bytes of gradient (0 where it is frozen)."""
+    tokens, width, number_bytes = step_config.tokens, step_config.model.hidden_size, step_config.dtype_bytes
     hidden = float(tokens * width * number_bytes)
     # Without the norm's output: that, or in a chunked loss its gradient, counts with the loss. A compiled norm keeps its input.
-    norm = hidden / setting.tensor
-    if not setting.compiled:
-        norm = float(tokens * norm_activation_bytes(setting.model, number_bytes) - hidden)
+    norm = hidden / step_config.tensor
+    if not step_config.compiled:
+        norm = float(tokens * norm_activation_bytes(step_config.model, number_bytes) - hidden)
     # Autocast casts the head.
-    cast = parameters * number_bytes if not setting.is_fsdp and number_bytes < DTYPE_BYTES[setting.master_dtype] else 0
-    if setting.logit_bytes is not None:
-        return _whole_loss(setting, rates, parameters // width, norm, cast)
+    cast = parameters * number_bytes if not step_config.is_fsdp and number_bytes < DTYPE_BYTES[step_config.master_dtype] else 0
+    if step_config.logit_bytes is not None:
+        return _whole_loss(step_config, rates, parameters // width, norm, cast)
     vocabulary = parameters // width
-    fused = setting.on_gpu and setting.compiled
-    chunk = min(tokens, loss_chunk_tokens(vocabulary, number_bytes, on_gpu=setting.on_gpu, fused=fused))
+    fused = step_config.on_gpu and step_config.compiled
+    chunk = min(tokens, loss_chunk_tokens(vocabulary, number_bytes, on_gpu=step_config.on_gpu, fused=fused))
     # On a CPU losses are computed in fp32, in place where that is the dtype of the logits.
     once = number_bytes if fused or number_bytes == FP32_BYTES else number_bytes + FP32_BYTES
     transient = float(chunk * vocabulary * once + cast)
-    if not setting.on_gpu and number_bytes < FP32_BYTES:
+    if not step_config.on_gpu and number_bytes < FP32_BYTES:
         # A CPU has no product of bf16 into fp32; to add it to that of earlier chunks torch widens it.
         transient += parameters * (number_bytes + (FP32_BYTES if chunk < tokens else 0))
-    stored = setting.compiled and not setting.on_gpu
-    stored = stored and stores_exponentials(setting.model.final_logit_softcapping, setting.tensor)
+    stored = step_config.compiled and not step_config.on_gpu
+    stored = stored and stores_exponentials(step_config.model.final_logit_softcapping, step_config.tensor)
     passes = 3 * number_bytes if fused else 2 * (number_bytes + FP32_BYTES) if stored else 10 * FP32_BYTES
     products = sum(rates.product_seconds(chunk, width, vocabulary, number_bytes, backward=each) for each in (False, True))
     logits = float(tokens * vocabulary)
@@ -64,11 +65,11 @@ def count_head(setting: Setting, rates: Rates, parameters: int, gradient_bytes: 
     )
 
 
-def _whole_loss(setting: Setting, rates: Rates, vocabulary: int, norm: float, cast: float) -> HeadCost:
-    """Of another program, which computes all logits, and its loss from them."""
-    assert setting.logit_bytes is not None
-    kept, added = setting.logit_bytes
-    tokens, width, number_bytes = setting.tokens, setting.model.hidden_size, setting.dtype_bytes
+def _whole_loss(step_config: StepConfig, rates: Rates, vocabulary: int, norm: float, cast: float) -> HeadCost:
+    """The cost in another program, which computes all logits, and its loss from them."""
+    assert step_config.logit_bytes is not None
+    kept, added = step_config.logit_bytes
+    tokens, width, number_bytes = step_config.tokens, step_config.model.hidden_size, step_config.dtype_bytes
     logits = float(tokens * vocabulary)
     product, backward = (
         rates.product_seconds(tokens, width, vocabulary, number_bytes, backward=each) for each in (False, True)

@@ -1,4 +1,4 @@
-"""Memory and time of a step of a setting: `predict` runs the step's operations and adds memory that belongs to no operation."""
+"""Memory and time of a step: `predict` simulates the step's operations and adds memory that belongs to no operation."""
 
 from dataclasses import dataclass
 
@@ -6,20 +6,20 @@ from lmforge.model.flops import adapted_flops_per_token, flops_per_token
 from lmforge.plan.hardware import GPU, data_sheets
 from lmforge.plan.prediction.program import StepProgram
 from lmforge.plan.prediction.rates import COLLECTIVE_SMS, CONSTANTS, Rates, make_group
-from lmforge.plan.prediction.setting import Setting
 from lmforge.plan.prediction.simulator import COMPUTE, NETWORK, Simulation, simulate
+from lmforge.plan.prediction.step_config import StepConfig
 from lmforge.plan.prediction.units import Stage
 
 # torch's allocator with expandable segments: pages of 2 MiB, and holes between blocks. An estimate: not measured here.
 ROUNDING_FRACTION = 0.03
-# What CUDA's context and the libraries' workspaces take, and NCCL's buffers of a communicator.
+# The memory of CUDA's context and the libraries' workspaces, and of NCCL's buffers per communicator.
 CONTEXT_BYTES, COMMUNICATOR_BYTES = int(0.6 * 2**30), int(0.35 * 2**30)
-# A process on a CPU, whatever it trains, with the pages that the C library keeps.
+# The memory of any training process on a CPU, with the pages that the C library keeps.
 HOST_BYTES = 320 * 2**20
 # How far the true value may be below and above a prediction with constants from data sheets.
 SPEED_INTERVAL = (0.70, 1.20)
 MEMORY_INTERVAL = (0.92, 1.10)
-# The kind of memory that is no tensor's.
+# The kind of memory that does not belong to tensors.
 OVERHEAD = "context and libraries"
 # The same where every constant was measured on the device: the goal of benchmarks/plan_cpu.py, whose 12 rows are within 8 %.
 CALIBRATED_SPEED_INTERVAL = (0.85, 1.15)
@@ -29,16 +29,14 @@ SIMULATED = 3
 
 @dataclass(frozen=True)
 class Prediction:
-    """What a step needs.
-
-    memory: bytes by kind at the peak of the fullest rank, of live tensors; `peak_at` says where in the step that is.
-    live_bytes, reserved_bytes, device_bytes: of live tensors, with what the allocator keeps, and with context and libraries.
-    step_seconds; seconds: by kind of operation, overlapping ones too; exposed_seconds: exposed communication.
-    timeline: (operation, live bytes) in order of issue.
-    calibrated_fraction: of the time of all operations, what comes from measured constants.
+    """The requirements of a step. memory: bytes by kind at the peak of the fullest rank, of live tensors; `peak_at` says where
+    in the step that is. live_bytes, reserved_bytes, device_bytes: of live tensors, with what the allocator keeps, and with
+    context and libraries. step_seconds; seconds: by kind of operation, overlapping ones too; exposed_seconds: exposed
+    communication. timeline: (operation, live bytes) in order of issue. calibrated_fraction: of the time of all operations, what
+    comes from measured constants.
     """
 
-    setting: Setting
+    step_config: StepConfig
     memory: dict[str, float]
     peak_at: str
     live_bytes: float
@@ -56,11 +54,11 @@ class Prediction:
     @property
     def tokens_per_second(self) -> float:
         """Of one rank."""
-        return self.setting.tokens_per_step / self.step_seconds / self.setting.world_size
+        return self.step_config.tokens_per_step / self.step_seconds / self.step_config.world_size
 
     @property
     def speed_interval(self) -> tuple[float, float]:
-        """Narrower by the part of the step whose constants were measured."""
+        """Narrower in proportion to the part of the step whose constants were measured."""
         part, speed = self.calibrated_fraction, self.tokens_per_second
         low, high = (
             part * measured + (1 - part) * sheet
@@ -82,15 +80,15 @@ class Prediction:
 
     @property
     def bottleneck(self) -> str:
-        """What most of a step's time goes to."""
+        """The kind of operation that takes most of a step's time."""
         most = max(self.parts.items(), key=lambda part: part[1])[0]
         return "the host, which launches kernels" if most == "waiting for the host" else most
 
 
-def predict(setting: Setting, gpu: GPU, rates: Rates) -> Prediction:
+def predict(step_config: StepConfig, gpu: GPU, rates: Rates) -> Prediction:
     """The fullest rank's memory, and the time of a step. Raises UserError where the options do not fit the ranks."""
-    stages = _stages(setting)
-    simulated = [_simulate(setting, rates, stage) for stage in stages]
+    stages = _stages(step_config)
+    simulated = [_simulate(step_config, rates, stage) for stage in stages]
     simulation = max(simulated, key=lambda each: each.reserved)
     slowest = max(simulated, key=lambda each: each.seconds)
     seconds, busy, exposed = slowest.seconds, slowest.busy, slowest.exposed
@@ -98,28 +96,28 @@ def predict(setting: Setting, gpu: GPU, rates: Rates) -> Prediction:
     hidden = max(0.0, network - exposed)
     if rates.is_cpu:  # collectives compute on the cores that the ranks have
         seconds, exposed = seconds + hidden, network
-    else:  # they take a part of the device from the kernels beside them
+    else:  # they use a part of the device while other kernels run
         seconds += hidden * COLLECTIVE_SMS / rates.sms
     bubble = 0.0
-    if setting.pipeline > 1:
-        per_micro_batch = seconds / setting.accumulation
-        hops = setting.options.stages_per_rank
-        hidden_bytes = float(setting.tokens * setting.model.hidden_size * setting.dtype_bytes / setting.tensor)
-        stride = setting.world_size // setting.pipeline
-        hop = rates.gather_seconds(2 * hidden_bytes, make_group(2, stride, setting.gpus_per_host))
-        exposed += 2 * hop * hops * setting.accumulation
-        bubble = (setting.pipeline - 1) / hops * per_micro_batch
-        seconds += bubble + 2 * hop * hops * setting.accumulation
-    memory = _memory_by_kind(setting, simulation)
+    if step_config.pipeline > 1:
+        per_micro_batch = seconds / step_config.accumulation
+        hops = step_config.options.stages_per_rank
+        hidden_bytes = float(step_config.tokens * step_config.model.hidden_size * step_config.dtype_bytes / step_config.tensor)
+        stride = step_config.world_size // step_config.pipeline
+        hop = rates.gather_seconds(2 * hidden_bytes, make_group(2, stride, step_config.gpus_per_host))
+        exposed += 2 * hop * hops * step_config.accumulation
+        bubble = (step_config.pipeline - 1) / hops * per_micro_batch
+        seconds += bubble + 2 * hop * hops * step_config.accumulation
+    memory = _memory_by_kind(step_config, simulation)
     live, device_bytes = sum(simulation.live_peak.values()), sum(memory.values())
-    counts, per_token = setting.parameters, flops_per_token(setting.model, setting.sequence_length)
-    if not setting.trains_all:
-        per_token = adapted_flops_per_token(setting.model, setting.sequence_length, counts.total, counts.trained)
-    peak = gpu.peak_flops(setting.dtype)
+    counts, per_token = step_config.parameters, flops_per_token(step_config.model, step_config.sequence_length)
+    if not step_config.trains_all:
+        per_token = adapted_flops_per_token(step_config.model, step_config.sequence_length, counts.total, counts.trained)
+    peak = gpu.peak_flops(step_config.dtype)
     assert peak is not None, "rates has one"
-    mfu = setting.tokens_per_step / seconds / setting.world_size * per_token / peak
+    mfu = step_config.tokens_per_step / seconds / step_config.world_size * per_token / peak
     return Prediction(
-        setting,
+        step_config,
         memory,
         simulation.peak_at,
         live,
@@ -137,34 +135,43 @@ def predict(setting: Setting, gpu: GPU, rates: Rates) -> Prediction:
 
 
 def _calibrated_fraction(busy: dict[str, float], rates: Rates) -> float:
-    """Of the seconds of operations, those whose constants were measured."""
+    """The fraction of the seconds of operations whose constants were measured."""
     kinds = {name: seconds for name, seconds in busy.items() if name not in (COMPUTE, NETWORK)}
     measured = {kind for name in rates.calibrated for kind in CONSTANTS[name]}
     total = sum(kinds.values())
     return sum(seconds for kind, seconds in kinds.items() if kind in measured) / total if total else 0.0
 
 
-def peak_memory(setting: Setting) -> dict[str, float]:
-    """`Prediction.memory`, which depends on no speed: the fullest rank's bytes by kind."""
-    gpu, network = data_sheets().gpu("h100-80" if setting.on_gpu else "cpu"), data_sheets().network("infiniband-ndr")
-    rates = Rates.of_data_sheets(gpu, network, setting.gpus_per_host, setting.dtype)
-    simulation = max((_simulate(setting, rates, stage) for stage in _stages(setting)), key=lambda each: each.reserved)
-    return _memory_by_kind(setting, simulation)
+def peak_memory(step_config: StepConfig) -> dict[str, float]:
+    """`Prediction.memory`, the fullest rank's bytes by kind, which does not depend on speeds."""
+    gpu, network = data_sheets().gpu("h100-80" if step_config.on_gpu else "cpu"), data_sheets().network("infiniband-ndr")
+    rates = Rates.of_data_sheets(gpu, network, step_config.gpus_per_host, step_config.dtype)
+    simulation = max((_simulate(step_config, rates, stage) for stage in _stages(step_config)), key=lambda each: each.reserved)
+    return _memory_by_kind(step_config, simulation)
 
 
-def _memory_by_kind(setting: Setting, simulation: Simulation) -> dict[str, float]:
-    """Live tensors at the peak, and what no operation shows."""
-    if not setting.on_gpu:
+def _memory_by_kind(step_config: StepConfig, simulation: Simulation) -> dict[str, float]:
+    """Live tensors at the peak, and memory that belongs to no operation."""
+    if not step_config.on_gpu:
         return {**simulation.live_peak, "allocator": 0.0, OVERHEAD: float(HOST_BYTES)}
     live, reserved = sum(simulation.live_peak.values()), simulation.reserved * (1 + ROUNDING_FRACTION)
-    groups = sum(size > 1 for size in (setting.shards, setting.replicas, setting.tensor, setting.context, setting.pipeline))
+    groups = sum(
+        size > 1
+        for size in (step_config.shards, step_config.replicas, step_config.tensor, step_config.context, step_config.pipeline)
+    )
     overhead = CONTEXT_BYTES + groups * COMMUNICATOR_BYTES
     return {**simulation.live_peak, "allocator": reserved - live, OVERHEAD: float(overhead)}
 
 
-def can_reduce_once(setting: Setting) -> bool:
+def can_reduce_once(step_config: StepConfig) -> bool:
     """Whether there is a choice of when gradients are reduced."""
-    return setting.on_gpu and setting.is_fsdp and setting.shards > 1 and setting.pipeline == 1 and setting.accumulation > 1
+    return (
+        step_config.on_gpu
+        and step_config.is_fsdp
+        and step_config.shards > 1
+        and step_config.pipeline == 1
+        and step_config.accumulation > 1
+    )
 
 
 def surely_fits(device_bytes: float, gpu_bytes: float, usable_fraction: float) -> bool:
@@ -172,35 +179,35 @@ def surely_fits(device_bytes: float, gpu_bytes: float, usable_fraction: float) -
     return device_bytes * MEMORY_INTERVAL[1] <= usable_fraction * gpu_bytes
 
 
-def resolve_reduction(setting: Setting, gpu_bytes: float, usable_fraction: float) -> Setting:
-    """`parallel.reduce_every_micro_batch` where it is not given: whether full gradients surely fit until the last micro-batch.
-
-    It depends on the GPU's whole memory, not on what is free: a resumed run decides alike, and computes the same bits.
+def resolve_reduction(step_config: StepConfig, gpu_bytes: float, usable_fraction: float) -> StepConfig:
+    """`parallel.reduce_every_micro_batch` where it is not given: whether full gradients certainly fit until the last
+    micro-batch. It depends on the GPU's total memory, not on free memory, so that a resumed run decides the same and computes
+    the same bits.
     """
-    if setting.options.reduce_every_micro_batch is not None:
-        return setting
-    if can_reduce_once(setting) and setting.has_formulas:
-        once = setting.with_options(reduce_every_micro_batch=False)
+    if step_config.options.reduce_every_micro_batch is not None:
+        return step_config
+    if can_reduce_once(step_config) and step_config.has_formulas:
+        once = step_config.with_options(reduce_every_micro_batch=False)
         if surely_fits(sum(peak_memory(once).values()), gpu_bytes, usable_fraction):
             return once
-    return setting.with_options(reduce_every_micro_batch=True)
+    return step_config.with_options(reduce_every_micro_batch=True)
 
 
-def _stages(setting: Setting) -> list[Stage]:
-    """The parts of the model that may be the fullest or the slowest."""
-    layers, degree = setting.model.num_hidden_layers, setting.pipeline
+def _stages(step_config: StepConfig) -> list[Stage]:
+    """The parts of the model that may need most memory or most time."""
+    layers, degree = step_config.model.num_hidden_layers, step_config.pipeline
     if degree == 1:
         return [Stage(layers)]
     most = -(-layers // degree)
-    in_flight = min(setting.accumulation, degree)
-    if setting.options.stages_per_rank > 1:
-        in_flight = min(setting.accumulation, degree + (degree - 1) // setting.options.stages_per_rank)
+    in_flight = min(step_config.accumulation, degree)
+    if step_config.options.stages_per_rank > 1:
+        in_flight = min(step_config.accumulation, degree + (degree - 1) // step_config.options.stages_per_rank)
     return [Stage(most, True, False, in_flight), Stage(most, False, True, 1)]
 
 
-def _simulate(setting: Setting, rates: Rates, stage: Stage) -> Simulation:
+def _simulate(step_config: StepConfig, rates: Rates, stage: Stage) -> Simulation:
     """The step of a rank with this part of the model."""
-    program = StepProgram(setting, rates, stage)
-    operations = program.build(min(setting.accumulation, SIMULATED))
+    program = StepProgram(step_config, rates, stage)
+    operations = program.build(min(step_config.accumulation, SIMULATED))
     repeated = (program.starts[1], program.starts[2]) if len(program.starts) == SIMULATED else (0, 0)
-    return simulate(operations, program.held(), repeated, max(0, setting.accumulation - SIMULATED))
+    return simulate(operations, program.held(), repeated, max(0, step_config.accumulation - SIMULATED))

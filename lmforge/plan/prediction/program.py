@@ -19,8 +19,8 @@ from lmforge.plan.prediction.block import (
 )
 from lmforge.plan.prediction.head import count_head
 from lmforge.plan.prediction.rates import HOST_OPTIMIZER_BYTES, LAUNCH_SECONDS, UNIT_SECONDS, Rates, make_group
-from lmforge.plan.prediction.setting import Setting
 from lmforge.plan.prediction.simulator import COMPUTE, NETWORK, Operation
+from lmforge.plan.prediction.step_config import StepConfig
 from lmforge.plan.prediction.units import Stage, Unit, make_unit
 
 FP32 = 4
@@ -31,45 +31,45 @@ BACKWARD_WIDE, BACKWARD_STREAM = 2.0, 3.0
 class StepProgram:
     """The operations of one step. `build` returns them; `held` is what the rank keeps between steps, by kind."""
 
-    def __init__(self, setting: Setting, rates: Rates, stage: Stage) -> None:
-        self.setting, self.rates, self.stage = setting, rates, stage
-        options, model = setting.options, setting.model
+    def __init__(self, step_config: StepConfig, rates: Rates, stage: Stage) -> None:
+        self.step_config, self.rates, self.stage = step_config, rates, stage
+        options, model = step_config.options, step_config.model
         self.operations: list[Operation] = []
-        self.number_bytes, self.master_bytes = setting.dtype_bytes, DTYPE_BYTES[setting.master_dtype]
-        tensor, context, hosts = setting.tensor, setting.context, setting.gpus_per_host
+        self.number_bytes, self.master_bytes = step_config.dtype_bytes, DTYPE_BYTES[step_config.master_dtype]
+        tensor, context, hosts = step_config.tensor, step_config.context, step_config.gpus_per_host
         self.tensor_group = make_group(tensor, 1, hosts)
         self.context_group = make_group(context, tensor, hosts)
-        self.shard_group = make_group(setting.shards, tensor, hosts)
-        self.replica_group = make_group(setting.replicas, tensor * setting.shards, hosts)
-        self.reshards = setting.is_fsdp and setting.dims.reshard_after_forward
+        self.shard_group = make_group(step_config.shards, tensor, hosts)
+        self.replica_group = make_group(step_config.replicas, tensor * step_config.shards, hosts)
+        self.reshards = step_config.is_fsdp and step_config.dims.reshard_after_forward
         self.reduces_once = options.reduce_every_micro_batch is False
-        kernels = COMPILED_KERNELS if setting.compiled else EAGER_KERNELS
+        kernels = COMPILED_KERNELS if step_config.compiled else EAGER_KERNELS
         # What the host takes for a unit, and for the forward pass of a block.
         self.unit_seconds, self.launch_seconds = (0.0, 0.0) if rates.is_cpu else (UNIT_SECONDS, kernels * LAUNCH_SECONDS)
-        plain, saving = (count_block(setting, checkpointed=each) for each in (False, True))
-        self.costs = [saving if is_checkpointed(setting, number) else plain for number in range(1, stage.blocks + 1)]
+        plain, saving = (count_block(step_config, checkpointed=each) for each in (False, True))
+        self.costs = [saving if is_checkpointed(step_config, number) else plain for number in range(1, stage.blocks + 1)]
         by_vocabulary = tensor if model.vocab_size % tensor == 0 else 1
         width, flat = model.hidden_size, options.engine == "fsdp1"
         tables = [(model.vocab_size // by_vocabulary, width)]
         tables += [(model.max_position_embeddings, width)] if model.family == "gpt2" else []
         head = [(model.num_outputs // by_vocabulary, width)] if stage.has_head else []
         self.tied = model.tie_word_embeddings and stage.has_embedding and stage.has_head
-        # A tied embedding, or one that is no unit of its own, is gathered with the last norm, for the whole step.
+        # A tied embedding, or one that is not a separate unit, is gathered with the last norm for the whole step.
         self.in_root = self.tied or (stage.has_embedding and not options.wrap_embedding)
 
-        def unit(name: str, shapes: list[tuple[int, int]], *, trained: bool = setting.trains_all) -> Unit:
+        def unit(name: str, shapes: list[tuple[int, int]], *, trained: bool = step_config.trains_all) -> Unit:
             if trained:
-                return make_unit(name, shapes, setting.shards, flat=flat)
-            adapters = setting.adapters if name.startswith("block") else ()
-            return make_unit(name, adapters, setting.shards, flat=flat, frozen=shapes)
+                return make_unit(name, shapes, step_config.shards, flat=flat)
+            adapters = step_config.adapters if name.startswith("block") else ()
+            return make_unit(name, adapters, step_config.shards, flat=flat, frozen=shapes)
 
         self.root = unit("root", [*(tables if self.in_root else []), (width, 1)])
         self.embedding = unit("embedding", tables if stage.has_embedding and not self.in_root else [])
-        trains_head = setting.trains_all or model.reward
+        trains_head = step_config.trains_all or model.reward
         self.head = unit("head", [] if self.tied else head, trained=trains_head)
         head_parameters = sum(rows * columns for rows, columns in head)
         if stage.has_head:  # whose gradient is in fp32, from the forward pass on
-            self.head_cost = count_head(setting, rates, head_parameters, float(FP32 * head_parameters * trains_head))
+            self.head_cost = count_head(step_config, rates, head_parameters, float(FP32 * head_parameters * trains_head))
         shapes = block_shapes(model, tensor)
         self.units = [unit(f"block {number}", shapes) for number in range(1, stage.blocks + 1)]
         every_unit = (self.embedding, *self.units, self.head, self.root)
@@ -88,16 +88,16 @@ class StepProgram:
 
     def held(self) -> dict[str, float]:
         """Bytes by kind that a rank keeps between steps."""
-        setting, shards = self.setting, self.setting.shards
+        step_config, shards = self.step_config, self.step_config.shards
         matrices = sum(each.trained for each in self.units)
         counts = ParameterCounts(*(round(each / shards) for each in (self.parameters, self.trained, matrices)))
         held = {"weights": self.parameters / shards * self.master_bytes}
-        held["optimizer states"] = float(optimizer_state_bytes(setting.optimizer, setting.master_dtype, counts))
-        if setting.has_reference:
+        held["optimizer states"] = float(optimizer_state_bytes(step_config.optimizer, step_config.master_dtype, counts))
+        if step_config.has_reference:
             held["reference"] = held["weights"]
-        if setting.options.cpu_offload and setting.on_gpu:
+        if step_config.options.cpu_offload and step_config.on_gpu:
             held = {}
-        if setting.options.engine == "ddp":
+        if step_config.options.engine == "ddp":
             held["gradients"] = self.trained * self.master_bytes  # DDP's buckets, of which gradients are views
         kept = sum(cost.saved_bytes for cost in self.costs)
         if self.stage.in_flight > 1:
@@ -107,8 +107,8 @@ class StepProgram:
     # --- one step ----------------------------------------------------------------------------------------------------------
 
     def build(self, micro_batches: int) -> list[Operation]:
-        setting = self.setting
-        if not setting.is_fsdp and self.number_bytes < self.master_bytes:
+        step_config = self.step_config
+        if not step_config.is_fsdp and self.number_bytes < self.master_bytes:
             matrices = sum(each.parameters for each in self.units)
             seconds = matrices * (self.number_bytes + self.master_bytes) / self.rates.memory
             copies = {"working weights": matrices * self.number_bytes}
@@ -129,14 +129,14 @@ class StepProgram:
         return number
 
     def _gather(self, unit: Unit, *, after: tuple[int, ...]) -> None:
-        """Issue the all-gather of a unit, unless it is there or on its way."""
-        if not self.setting.is_fsdp or not unit.parameters or unit.name in self._gathered | self._gathering.keys():
+        """Issue the all-gather of a unit, unless it is gathered or in flight."""
+        if not self.step_config.is_fsdp or not unit.parameters or unit.name in self._gathered | self._gathering.keys():
             return
         nbytes = float(unit.padded * self.number_bytes)
-        buffer = {"gather buffers": nbytes} if self.setting.shards > 1 else {}
+        buffer = {"gather buffers": nbytes} if self.step_config.shards > 1 else {}
         seconds = self.rates.gather_seconds(nbytes, self.shard_group)
-        if self.setting.options.cpu_offload:
-            seconds += unit.padded * self.master_bytes / self.setting.shards / self.rates.host_copy
+        if self.step_config.options.cpu_offload:
+            seconds += unit.padded * self.master_bytes / self.step_config.shards / self.rates.host_copy
         self._gathering[unit.name] = self._add(
             f"gather {unit.name}", NETWORK, seconds=seconds, kind="all-gather", after=after, allocate=buffer,
             host_seconds=self.unit_seconds)  # fmt: skip
@@ -149,7 +149,7 @@ class StepProgram:
         number = self._gathering.pop(unit.name)
         self._gathered.add(unit.name)
         nbytes = float(unit.padded * self.number_bytes)
-        buffer = {"gather buffers": nbytes} if self.setting.shards > 1 else {}
+        buffer = {"gather buffers": nbytes} if self.step_config.shards > 1 else {}
         before, self._buffered = self._buffered, buffer if in_forward else {}
         if before:
             self._add("free a buffer", free=before)
@@ -168,23 +168,24 @@ class StepProgram:
         return self._copied[:1] if in_forward else self._copied[-1:]
 
     def _free(self, unit: Unit) -> dict[str, float]:
-        """What resharding a unit gives back."""
+        """The memory that resharding a unit frees."""
         if unit.name not in self._gathered:
             return {}
         self._gathered.discard(unit.name)
         return {"gathered weights": float(unit.padded * self.number_bytes)}
 
     def _forward(self) -> None:
-        setting, tokens, width = self.setting, self.setting.tokens, self.setting.model.hidden_size
+        step_config, tokens, width = self.step_config, self.step_config.tokens, self.step_config.model.hidden_size
         self._gather(self.root, after=())
         self._wait(self.root, in_forward=True)
-        residual = float(tokens * width * self.number_bytes // setting.tensor)
+        residual = float(tokens * width * self.number_bytes // step_config.tensor)
         if self.stage.has_embedding:
             self._gather(self.embedding, after=())
             self._wait(self.embedding, in_forward=True)
             self._add("forward, embedding", kind="element-wise",
                       seconds=self.rates.element_wise_seconds(3 * residual, residual),
-                      allocate={"activations": embedded_bytes(setting)}, transient={"temporary": 3.0 * mask_bytes(setting)},
+                      allocate={"activations": embedded_bytes(step_config)},
+                      transient={"temporary": 3.0 * mask_bytes(step_config)},
                       free=self._free(self.embedding) if self.reshards else {})  # fmt: skip
         for unit, cost in zip(self.units, self.costs, strict=True):
             self._gather(unit, after=self._after_copy(in_forward=True))
@@ -201,9 +202,9 @@ class StepProgram:
 
     def _forward_parts(self, cost: BlockCost, only_dropped: bool = False) -> list[tuple[str, float, str]]:
         """(suffix, seconds, kind) of a block's forward pass; or of what a backward pass computes again."""
-        rates, rows = self.rates, self.setting.tokens
-        selects = only_dropped and self.setting.options.activation_checkpointing == "selective-ops"
-        # The last product's output is needed by nothing that is computed again.
+        rates, rows = self.rates, self.step_config.tokens
+        selects = only_dropped and self.step_config.options.activation_checkpointing == "selective-ops"
+        # No recomputed operation needs the last product's output.
         chosen = [each for each in cost.products[: -1 if only_dropped else None] if not (selects and each.kept)]
         parts = [("", sum(self._product(rows, each.inputs, each.outputs) for each in chosen), "matrix products")]
         if not selects:
@@ -212,23 +213,23 @@ class StepProgram:
         return parts + self._block_collectives()
 
     def _product(self, rows: int, inner: int, columns: int, *, backward: bool = False) -> float:
-        return self.rates.product_seconds(rows, inner, columns, self.number_bytes, self.setting.float8, backward)
+        return self.rates.product_seconds(rows, inner, columns, self.number_bytes, self.step_config.float8, backward)
 
     def _attention(self, cost: BlockCost, *, backward: bool = False) -> float:
         flops = cost.attention_flops * (2.5 if backward else 1)
-        setting = self.setting
-        return self.rates.attention_seconds(flops, setting.model.head_dim, setting.sequence_length, backward=backward)
+        step_config = self.step_config
+        return self.rates.attention_seconds(flops, step_config.model.head_dim, step_config.sequence_length, backward=backward)
 
     def _block_collectives(self) -> list[tuple[str, float, str]]:
-        """Those that a block's forward pass, and its backward pass, wait for."""
-        setting, parts = self.setting, []
-        hidden = float(setting.tokens * setting.model.hidden_size * self.number_bytes)
-        if setting.tensor > 1:
+        """The collectives that a block's forward and backward pass wait for."""
+        step_config, parts = self.step_config, []
+        hidden = float(step_config.tokens * step_config.model.hidden_size * self.number_bytes)
+        if step_config.tensor > 1:
             seconds = 4 * self.rates.gather_seconds(hidden, self.tensor_group)
             parts.append((" tensor parallel", seconds, "tensor-parallel collectives"))
-        if setting.context > 1:
-            keys = 2 * setting.model.num_key_value_heads * setting.model.head_dim // setting.tensor
-            nbytes = float(setting.tokens * setting.context * keys * self.number_bytes)
+        if step_config.context > 1:
+            keys = 2 * step_config.model.num_key_value_heads * step_config.model.head_dim // step_config.tensor
+            nbytes = float(step_config.tokens * step_config.context * keys * self.number_bytes)
             seconds = self.rates.gather_seconds(nbytes, self.context_group)
             parts.append((" context parallel", seconds, "context-parallel gathers"))
         return parts
@@ -255,17 +256,17 @@ class StepProgram:
             self._block_backward(unit, cost)
             self._reduce(unit, is_first=is_first, is_last=is_last)
         if self.stage.has_embedding:
-            setting = self.setting
-            residual = float(setting.tokens * setting.model.hidden_size * self.number_bytes // setting.tensor)
+            step_config = self.step_config
+            residual = float(step_config.tokens * step_config.model.hidden_size * self.number_bytes // step_config.tensor)
             self._add("backward, embedding", kind="element-wise",
                       seconds=self.rates.element_wise_seconds(4 * residual, residual),
-                      allocate=self._unreduced(self.embedding), free={"activations": embedded_bytes(setting)})  # fmt: skip
+                      allocate=self._unreduced(self.embedding), free={"activations": embedded_bytes(step_config)})  # fmt: skip
             self._reduce(self.embedding, is_first=is_first, is_last=is_last)
         self._reduce(self.root, is_first=is_first, is_last=is_last)
 
     def _unreduced(self, unit: Unit) -> dict[str, float]:
         """A unit's gradients before they are reduced: in the compute dtype under FSDP."""
-        return {"gradients before reduction": float(unit.trained * self.number_bytes)} if self.setting.is_fsdp else {}
+        return {"gradients before reduction": float(unit.trained * self.number_bytes)} if self.step_config.is_fsdp else {}
 
     def _head_backward(self, is_first: bool, is_last: bool) -> None:
         cost = self.head_cost
@@ -277,20 +278,20 @@ class StepProgram:
         self._reduce(self.head, is_first=is_first, is_last=is_last)
 
     def _block_backward(self, unit: Unit, cost: BlockCost) -> None:
-        rates, setting, rows = self.rates, self.setting, self.setting.tokens
+        rates, step_config, rows = self.rates, self.step_config, self.step_config.tokens
         if cost.recomputed_bytes:
             recomputed = self._forward_parts(cost, only_dropped=True)
             for name, seconds, kind in recomputed:
                 self._add(f"backward, {unit.name}: recompute{name}", seconds=seconds, kind=kind, after=self._reduction,
                           host_seconds=0.0 if name else self.launch_seconds)  # fmt: skip
             self._add(f"backward, {unit.name}: recompute", allocate={"recomputed": float(cost.recomputed_bytes)})
-        feed_forward = (3 if setting.compiled else 4) * cost.feed_forward_bytes + 2 * cost.input_bytes
+        feed_forward = (3 if step_config.compiled else 4) * cost.feed_forward_bytes + 2 * cost.input_bytes
         total = cost.saved_bytes + cost.recomputed_bytes
         part = min(0.9, feed_forward / total) if total else 0.5
         half = {kind: 0.5 * count for kind, count in self._unreduced(unit).items()}
         stream = BACKWARD_STREAM * cost.input_bytes
         products = sum(self._product(rows, each.inputs, each.outputs, backward=True) for each in cost.products)
-        products *= 1 if setting.trains_all else 0.5  # else only the gradients of inputs
+        products *= 1 if step_config.trains_all else 0.5  # else only the gradients of inputs
         extra = {"recomputed": cost.recomputed_bytes * part, "activations": 0.0 if cost.recomputed_bytes else total * part}
         self._add(f"backward, {unit.name}: feed-forward", seconds=products, kind="matrix products", after=self._reduction,
                   transient={"temporary": BACKWARD_WIDE * cost.feed_forward_bytes + stream}, allocate=half, free=extra,
@@ -306,7 +307,7 @@ class StepProgram:
 
     def _reduce(self, unit: Unit, *, is_first: bool, is_last: bool) -> None:
         """Reduce a unit's gradients and free what is no longer needed of it."""
-        setting, rates = self.setting, self.rates
+        step_config, rates = self.step_config, self.rates
         if not unit.parameters:
             return
         unreduced = self._unreduced(unit)
@@ -316,10 +317,10 @@ class StepProgram:
             unreduced = {}
         freed = unreduced | (self._free(unit) if self.reshards or is_last else {})
         new = {} if unit.name in self._reduced_units else {"gradients": float(unit.padded_trained * self.master_bytes)}
-        if not setting.is_fsdp:
-            self._add(f"gradients, {unit.name}", allocate={} if setting.options.engine == "ddp" else new)
+        if not step_config.is_fsdp:
+            self._add(f"gradients, {unit.name}", allocate={} if step_config.options.engine == "ddp" else new)
             self._reduced_units.add(unit.name)
-            if is_last and setting.replicas > 1:
+            if is_last and step_config.replicas > 1:
                 seconds = rates.all_reduce_seconds(float(unit.trained * FP32), self.replica_group)
                 self._add(f"all-reduce {unit.name}", NETWORK, seconds=seconds, kind="all-reduce", after=self._last_compute)
             return
@@ -330,35 +331,37 @@ class StepProgram:
             return
         if self.reduces_once and not is_first:
             freed |= {"accumulated gradients": float(unit.trained * FP32)}
-        buffer = {"reduce buffers": float(unit.padded_trained * setting.reduce_dtype_bytes)} if setting.shards > 1 else {}
+        buffer = (
+            {"reduce buffers": float(unit.padded_trained * step_config.reduce_dtype_bytes)} if step_config.shards > 1 else {}
+        )
         # The compute stream waits for the reduction before, and its buffer is given back, before the next is allocated.
         self._add(f"copy in {unit.name}", kind="copies of parameters", free=self._reducing,
                   after=self._last_compute + self._reduction,
-                  seconds=unit.trained * (self.number_bytes + setting.reduce_dtype_bytes) / rates.memory)  # fmt: skip
+                  seconds=unit.trained * (self.number_bytes + step_config.reduce_dtype_bytes) / rates.memory)  # fmt: skip
         self._reducing = buffer
-        shard = {kind: count / setting.shards for kind, count in new.items()}
+        shard = {kind: count / step_config.shards for kind, count in new.items()}
         self._reduced_units.add(unit.name)
-        if setting.options.cpu_offload and setting.on_gpu:
+        if step_config.options.cpu_offload and step_config.on_gpu:
             shard = {}
-        nbytes = float(unit.padded_trained * setting.reduce_dtype_bytes)
+        nbytes = float(unit.padded_trained * step_config.reduce_dtype_bytes)
         seconds = rates.gather_seconds(nbytes, self.shard_group, "reduce-scatter")
         self._reduction = self._add(f"reduce {unit.name}", NETWORK, seconds=seconds, kind="reduce-scatter",
                                     after=self._last_compute, allocate=buffer | shard, free=freed,
                                     host_seconds=self.unit_seconds)  # fmt: skip
-        if setting.replicas > 1 and is_last:
-            nbytes = unit.padded_trained * setting.reduce_dtype_bytes / setting.shards
+        if step_config.replicas > 1 and is_last:
+            nbytes = unit.padded_trained * step_config.reduce_dtype_bytes / step_config.shards
             self._reduction = self._add(f"all-reduce {unit.name}", NETWORK, kind="all-reduce", after=self._reduction,
                                         seconds=rates.all_reduce_seconds(nbytes, self.replica_group))  # fmt: skip
 
     def _optimizer(self) -> None:
-        setting, rates = self.setting, self.rates
-        count = self.trained / setting.shards
+        step_config, rates = self.step_config, self.rates
+        count = self.trained / step_config.shards
         ends = tuple(number for number, each in enumerate(self.operations) if each.stream == NETWORK)[-1:]
         # Reads master, gradient and two states, and writes all but the gradient; clipping reads and writes the gradient.
         nbytes = count * self.master_bytes * (7 + 3)
         seconds = nbytes / rates.memory
-        if setting.options.cpu_offload and setting.on_gpu:
+        if step_config.options.cpu_offload and step_config.on_gpu:
             seconds = nbytes / HOST_OPTIMIZER_BYTES + count * self.master_bytes / rates.host_copy
-        transient = 3 * count * FP32 if setting.optimizer.implementation == "foreach" else 0.0
+        transient = 3 * count * FP32 if step_config.optimizer.implementation == "foreach" else 0.0
         self._add("optimizer", seconds=seconds, kind="optimizer", after=ends, free=self._reducing | {},
                   transient={"temporary": transient}, host_seconds=self.unit_seconds)  # fmt: skip

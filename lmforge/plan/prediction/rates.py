@@ -1,7 +1,7 @@
-"""How fast a device computes and moves bytes, and what a collective takes: from data sheets, or as it was measured.
+"""The speed of a device in FLOP/s and bytes/s, and the time of a collective: from data sheets or measurements.
 
-`Rates.calibrate` takes a file of `lmforge bench --calibrate` in the place of the data sheet, so far as it goes. What holds for
-no single device but for all is a constant here, with where it comes from. None was fitted to a published training speed.
+`Rates.calibrate` uses a file of `lmforge bench --calibrate` instead of the data sheet, for the values that it has. Values that
+hold for all devices are constants here, with their sources. None was fitted to a published training speed.
 """
 
 import math
@@ -11,9 +11,11 @@ from lmforge.plan.calibration import COLLECTIVES, Calibration, RateTable
 from lmforge.plan.hardware import GB, GPU, Network
 from lmforge.plan.memory import DTYPE_BYTES
 
-# Of the data sheet's memory bandwidth, what a streaming kernel reaches (BabelStream on A100 and H100: 0.85 to 0.92).
+# The fraction of the data sheet's memory bandwidth that a streaming kernel reaches (BabelStream on A100 and H100: 0.85 to
+# 0.92).
 MEMORY_FRACTION = 0.87
-# Of a link's bandwidth, what NCCL's collectives reach for large messages (nccl-tests' busbw over NVLink 3 and 4; and RDMA).
+# The fraction of a link's bandwidth that NCCL's collectives reach for large messages (nccl-tests' busbw over NVLink 3 and 4;
+# and RDMA).
 LINK_FRACTION, NETWORK_FRACTION = 0.80, 0.90
 # Seconds until the first byte of a collective has arrived, and for each further host of its ring.
 LINK_LATENCY = 15e-6
@@ -23,7 +25,8 @@ COLLECTIVE_SMS = 16
 LAUNCH_SECONDS, UNIT_SECONDS = 5e-6, 400e-6
 # Tiles of matrix products, and the length of a product's inner dimension that costs as much as filling its pipeline.
 TILE_ROWS, TILE_COLUMNS, PIPELINE_FILL = 128, 256, 128
-# Of the peak of float8, what products with scaling reach; bf16 inputs are read twice and written once to be scaled and cast.
+# The fraction of the float8 peak that products with scaling reach; bf16 inputs are read twice and written once to be scaled and
+# cast.
 FLOAT8_FRACTION = 0.65
 # Kinds of operations of a step, by the constants that their time comes from.
 CONSTANTS = {
@@ -54,7 +57,7 @@ def make_group(size: int, stride: int, gpus_per_host: int) -> Group:
 
 @dataclass(frozen=True)
 class Measured:
-    """What was measured, in the place of formulas.
+    """Measured values, used instead of formulas.
 
     products, backward_products: what the formula's seconds of a product are multiplied by, by (rows, inner, columns);
     float8_products likewise. attention: FLOP/s of both passes by (head_dim, length). element_wise: bytes/s by the bytes of an
@@ -72,7 +75,7 @@ class Measured:
 
 @dataclass(frozen=True)
 class Rates:
-    """Of one device and its connections. FLOP/s and bytes/s are what is reached, not peaks.
+    """The rates of one device and its connections. FLOP/s and bytes/s are achieved values, not peaks.
 
     product_flops: of large matrix products in the compute dtype; float8_flops: in float8.
     attention_flops: of the forward and the backward pass.
@@ -114,7 +117,8 @@ class Rates:
         )
 
     def calibrate(self, calibration: Calibration, dtype: str) -> "Rates":
-        """These rates, with what was measured in their place. In a dtype that was not measured, only what has none."""
+        """These rates with measured values where they exist. For a dtype that was not measured, only those that do not depend
+        on it."""
         c, changes, calibrated = calibration, dict[str, object](), ["memory"]
         memory = c.value("memory")
         assert memory is not None
@@ -149,7 +153,7 @@ class Rates:
         return replace(plain, measured=measured, calibrated=in_order)
 
     def _beside_formula(self, flops: RateTable, number_bytes: int, float8: bool = False) -> RateTable:
-        """Measured seconds, divided by the formula's: between two shapes the formula knows more than a straight line."""
+        """Measured seconds divided by the formula's: between two shapes the formula is better than linear interpolation."""
         values: dict[tuple[int, ...], float] = {}
         for (rows, inner, columns), rate in flops.items():
             formula = self._formula_seconds(rows, inner, columns, number_bytes, float8)
@@ -173,19 +177,19 @@ class Rates:
         return seconds
 
     def attention_seconds(self, flops: float, head_dim: int, length: int, *, backward: bool) -> float:
-        """For so many FLOPs of a forward or a backward pass."""
+        """For this number of FLOPs of a forward or backward pass."""
         if self.measured is None:
             return flops / self.attention_flops[backward]
         return flops / self.measured.attention[backward].at(head_dim, length)
 
     def element_wise_seconds(self, moved: float, array_bytes: float) -> float:
-        """For operators that read and write arrays of so many bytes, `moved` bytes in all."""
+        """For operators on arrays of this size in bytes, which move `moved` bytes in total."""
         if self.measured is None or array_bytes < 1:
             return moved / self.memory
         return moved / self.measured.element_wise.at(array_bytes)
 
     def _formula_seconds(self, rows: int, inner: int, columns: int, number_bytes: int, float8: bool) -> float:
-        """Whole waves of tiles, or what reading and writing takes, if that is more. Without the casts of float8."""
+        """The time of full waves of tiles, or of reading and writing, if that is longer. Without the casts of float8."""
         flops = 2.0 * rows * inner * columns
         moved = number_bytes * (rows * inner + inner * columns + rows * columns) / self.memory
         if self.is_cpu:
@@ -198,7 +202,7 @@ class Rates:
         return max(flops / (self.float8_flops * efficiency), moved)
 
     def gather_seconds(self, nbytes: float, group: Group, name: str = "all-gather") -> float:
-        """An all-gather to `nbytes` on each rank of the group; or with its name a reduce-scatter of so many."""
+        """An all-gather to `nbytes` on each rank of the group, or the reduce-scatter of that size, by its name."""
         if group.size == 1 or nbytes == 0:
             return 0.0
         if (measured := self._measured_collective(name, nbytes, group)) is not None:
@@ -237,7 +241,7 @@ class Rates:
 
 
 def _on_line(points: list[tuple[int, float]], nbytes: float) -> float:
-    """Seconds between measured sizes in a straight line; below the smallest its own, above the largest by its rate."""
+    """Seconds, interpolated linearly between measured sizes; below the smallest its time, above the largest by its rate."""
     (smallest, least), (largest, most) = points[0], points[-1]
     if nbytes <= smallest:
         return least

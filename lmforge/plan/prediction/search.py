@@ -1,8 +1,8 @@
 """Which configuration of a run is the fastest that fits: all are estimated, and the best of them predicted in full.
 
-The estimate takes a model of few blocks twice, and goes on in a straight line: blocks are alike. The global batch, the model
-and the numbers that training computes stay what they are; float8, which changes numbers, is tried only where it is asked for.
-fsdp1 does what fsdp2 does, and is not tried.
+The estimate extrapolates linearly from two models with few blocks, since all blocks are identical. The global batch, the model
+and the numbers that training computes stay what they are; float8, which changes numbers, is tried only on request. fsdp1 does
+what fsdp2 does, and is not tried.
 """
 
 import math
@@ -20,7 +20,7 @@ from lmforge.parallel.validate import check_compiled, check_lora, check_parallel
 from lmforge.plan.hardware import GPU
 from lmforge.plan.prediction.predict import Prediction, can_reduce_once, predict, resolve_reduction, surely_fits
 from lmforge.plan.prediction.rates import Rates
-from lmforge.plan.prediction.setting import Setting
+from lmforge.plan.prediction.step_config import StepConfig
 
 CHECKPOINTING = ("none", "selective-ops", "selective-blocks", "full")
 SHARDINGS = ("full-shard", "grad-shard", "hybrid-full-shard", "hybrid-grad-shard")
@@ -33,21 +33,21 @@ MAX_DEGREE, MAX_MICRO_BATCH = 16, 64
 class Candidate:
     """A configuration, with what it needs by estimate. parts: `Prediction.parts`."""
 
-    setting: Setting
+    step_config: StepConfig
     device_bytes: float
     step_seconds: float
     parts: dict[str, float]
 
     def describe(self) -> str:
         """What it chooses, in options."""
-        options, words = self.setting.options, [str(self.setting.options.engine)]
-        if self.setting.is_fsdp and options.sharding:
+        options, words = self.step_config.options, [str(self.step_config.options.engine)]
+        if self.step_config.is_fsdp and options.sharding:
             words.append(options.sharding)
         for name in ("tensor", "context", "pipeline"):
             if (degree := getattr(options, f"{name}_parallel_degree")) > 1:
                 words.append(f"{name} {degree}")
-        words += [f"checkpointing {options.activation_checkpointing}", f"micro-batch {self.setting.micro_batch_size}"]
-        return ", ".join(words + ["offload"] * options.cpu_offload + ["float8"] * self.setting.float8)
+        words += [f"checkpointing {options.activation_checkpointing}", f"micro-batch {self.step_config.micro_batch_size}"]
+        return ", ".join(words + ["offload"] * options.cpu_offload + ["float8"] * self.step_config.float8)
 
 
 @dataclass(frozen=True)
@@ -73,19 +73,19 @@ class SearchResult:
 
 
 def search(
-    base: Setting, global_batch_size: int, gpu: GPU, rates: Rates, budget: float, most: int, float8: bool
+    base: StepConfig, global_batch_size: int, gpu: GPU, rates: Rates, budget: float, most: int, float8: bool
 ) -> SearchResult:
     """Try the configurations of `base`'s model, batch and GPUs, at most `most`. `budget` is the memory of a GPU in bytes."""
     fitting, too_large, refused, tried, left_out = list[Candidate](), list[Candidate](), 0, 0, 0
     usable = budget / gpu.memory_bytes
-    for setting in candidates(base, global_batch_size, float8):
+    for step_config in candidates(base, global_batch_size, float8):
         if tried == most:
             left_out += 1
             continue
         tried += 1
         try:
-            check_setting(setting)
-            candidate = estimate(setting, gpu, rates, usable)
+            check_step_config(step_config)
+            candidate = estimate(step_config, gpu, rates, usable)
         except UserError:
             refused += 1
             continue
@@ -94,14 +94,14 @@ def search(
     too_large.sort(key=lambda each: each.device_bytes)
     finalists = []
     for each in fitting[:FINALISTS]:
-        full = predict(resolve_reduction(each.setting, gpu.memory_bytes, usable), gpu, rates)
+        full = predict(resolve_reduction(each.step_config, gpu.memory_bytes, usable), gpu, rates)
         if full.device_bytes <= budget:
-            finalists.append(Finalist(full.setting, full.device_bytes, full.step_seconds, full.parts, full))
+            finalists.append(Finalist(full.step_config, full.device_bytes, full.step_seconds, full.parts, full))
     finalists.sort(key=lambda each: each.step_seconds)
     return SearchResult(finalists, fitting, too_large, tried, refused, left_out)
 
 
-def candidates(base: Setting, global_batch_size: int, float8: bool) -> Iterator[Setting]:
+def candidates(base: StepConfig, global_batch_size: int, float8: bool) -> Iterator[StepConfig]:
     """All configurations, first those that split the model least."""
     world = base.world_size
     sizes_of_groups = [each for each in divisors(world) if each <= MAX_DEGREE]
@@ -120,13 +120,13 @@ def candidates(base: Setting, global_batch_size: int, float8: bool) -> Iterator[
                 options |= {"shard_degree": None, "reduce_every_micro_batch": None, "activation_checkpointing": checkpointing}
                 degrees = {"tensor_parallel_degree": tensor, "context_parallel_degree": context}
                 options |= degrees | {"pipeline_parallel_degree": pipeline}
-                setting = replace(base.with_options(**options), micro_batch_size=size, accumulation=local // size)
+                step_config = replace(base.with_options(**options), micro_batch_size=size, accumulation=local // size)
                 for eight in (False, True) if float8 and tensor == 1 else (False,):
-                    yield replace(setting, float8=eight)
+                    yield replace(step_config, float8=eight)
 
 
-def _engines(base: Setting, splits: int) -> Iterator[tuple[str, str | None, bool]]:
-    """(engine, sharding, cpu_offload) that are worth trying."""
+def _engines(base: StepConfig, splits: int) -> Iterator[tuple[str, str | None, bool]]:
+    """The combinations (engine, sharding, cpu_offload) to try."""
     if base.world_size == 1:
         yield "single", None, False
         if base.on_gpu:
@@ -141,17 +141,17 @@ def _engines(base: Setting, splits: int) -> Iterator[tuple[str, str | None, bool
         yield "fsdp2", "full-shard", True
 
 
-def check_setting(setting: Setting) -> None:
-    """Raise UserError where a run with this setting would be refused."""
-    data_parallel, size = setting.world_size // setting.options.model_parallel_size, setting.micro_batch_size
-    global_batch_size = data_parallel * size * setting.accumulation
-    plan = BatchPlan(global_batch_size, setting.sequence_length, data_parallel, size, setting.accumulation)
-    check_parallel(setting.options, setting.model, plan)
-    if not setting.trains_all:
-        check_lora(setting.options, setting.float8)
-    if setting.compiled:
-        check_compiled(setting.options, "cuda" if setting.on_gpu else "cpu")
-    _ = setting.dims
+def check_step_config(step_config: StepConfig) -> None:
+    """Raise UserError where a run with this StepConfig would be refused."""
+    data_parallel, size = step_config.world_size // step_config.options.model_parallel_size, step_config.micro_batch_size
+    global_batch_size = data_parallel * size * step_config.accumulation
+    plan = BatchPlan(global_batch_size, step_config.sequence_length, data_parallel, size, step_config.accumulation)
+    check_parallel(step_config.options, step_config.model, plan)
+    if not step_config.trains_all:
+        check_lora(step_config.options, step_config.float8)
+    if step_config.compiled:
+        check_compiled(step_config.options, "cuda" if step_config.on_gpu else "cpu")
+    _ = step_config.dims
 
 
 @cache
@@ -159,24 +159,24 @@ def _shorter(model: ModelConfig, layers: int) -> ModelConfig:
     return replace(model, num_hidden_layers=layers, layer_types=None)
 
 
-def estimate(setting: Setting, gpu: GPU, rates: Rates, usable: float) -> Candidate:
+def estimate(step_config: StepConfig, gpu: GPU, rates: Rates, usable: float) -> Candidate:
     """Memory and time by estimate, gradients being reduced once a step where that surely fits."""
-    if can_reduce_once(setting):
-        once = _on_straight_line(setting.with_options(reduce_every_micro_batch=False), gpu, rates)
+    if can_reduce_once(step_config):
+        once = _on_straight_line(step_config.with_options(reduce_every_micro_batch=False), gpu, rates)
         if surely_fits(once.device_bytes, gpu.memory_bytes, usable):
             return once
-        setting = setting.with_options(reduce_every_micro_batch=True)
-    return _on_straight_line(setting, gpu, rates)
+        step_config = step_config.with_options(reduce_every_micro_batch=True)
+    return _on_straight_line(step_config, gpu, rates)
 
 
-def _on_straight_line(setting: Setting, gpu: GPU, rates: Rates) -> Candidate:
-    """Memory and time by the straight line through two models of few blocks."""
-    layers = setting.model.num_hidden_layers
-    few, more = (count * setting.pipeline for count in FEW_BLOCKS)
+def _on_straight_line(step_config: StepConfig, gpu: GPU, rates: Rates) -> Candidate:
+    """Memory and time, extrapolated linearly from two models of few blocks."""
+    layers = step_config.model.num_hidden_layers
+    few, more = (count * step_config.pipeline for count in FEW_BLOCKS)
     if layers <= more:
-        prediction = predict(setting, gpu, rates)
-        return Candidate(setting, prediction.device_bytes, prediction.step_seconds, prediction.parts)
-    low, high = (predict(replace(setting, model=_shorter(setting.model, count)), gpu, rates) for count in (few, more))
+        prediction = predict(step_config, gpu, rates)
+        return Candidate(step_config, prediction.device_bytes, prediction.step_seconds, prediction.parts)
+    low, high = (predict(replace(step_config, model=_shorter(step_config.model, count)), gpu, rates) for count in (few, more))
 
     def line(below: float, above: float) -> float:
         return above + (layers - more) / (more - few) * (above - below)
@@ -184,11 +184,11 @@ def _on_straight_line(setting: Setting, gpu: GPU, rates: Rates) -> Candidate:
     low_parts = low.parts
     parts = {name: line(low_parts.get(name, 0.0), seconds) for name, seconds in high.parts.items()}
     memory, seconds = line(low.device_bytes, high.device_bytes), line(low.step_seconds, high.step_seconds)
-    return Candidate(setting, memory, seconds, parts)
+    return Candidate(step_config, memory, seconds, parts)
 
 
 def why_slower(candidate: Candidate, winner: Candidate) -> str:
-    """The part of a step in which a configuration loses most time to the winner."""
+    """The kind of operation in which a configuration loses most time to the winner."""
     losses = {name: seconds - winner.parts.get(name, 0.0) for name, seconds in candidate.parts.items()}
     name = max(losses, key=lambda each: losses[each])
     slower = candidate.step_seconds / winner.step_seconds - 1

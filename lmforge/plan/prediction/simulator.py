@@ -1,9 +1,9 @@
-"""Runs a list of operations on streams, and follows the memory of each kind through it.
+"""Simulates a list of operations on streams, and tracks the memory of each kind.
 
-Time and memory go by different clocks: a stream carries out its operations one after another, and waits for those of others;
-memory is taken and given back in the order in which the host issues operations, which runs ahead of the device. torch's
-allocator keeps what one stream has freed for that stream, so that what a GPU holds is the sum of the largest that each
-stream's pool ever was.
+Time and memory follow different orders. A stream runs its operations one after another, and waits for those of other streams.
+Memory is allocated and freed in the order in which the host issues operations, which runs ahead of the device. torch's
+allocator keeps what one stream has freed for that stream, so that what a GPU holds is the sum of the largest that each stream's
+pool ever was.
 """
 
 from collections.abc import Mapping, Sequence
@@ -35,7 +35,7 @@ class Operation:
 
 @dataclass(frozen=True)
 class Simulation:
-    """What became of a list of operations.
+    """The result of a list of operations.
 
     live_peak: bytes by kind when most was live, and `peak_at` the operation. reserved: the sum of the pools' peaks.
     timeline: (operation, live bytes while it runs), in order of issue.
@@ -54,7 +54,7 @@ class Simulation:
 
 
 class _Memory:
-    """What is live of each kind, and the largest that each stream's pool was."""
+    """Live bytes of each kind, and the peak of each stream's pool."""
 
     def __init__(self, held: Mapping[str, float]) -> None:
         self.now: dict[str, float] = {}
@@ -89,7 +89,7 @@ class _Memory:
 
 
 class _Clock:
-    """When each stream is free, and what the time went to."""
+    """When each stream becomes free, and the time by kind of operation."""
 
     def __init__(self) -> None:
         self.ends: list[float] = []
@@ -115,7 +115,7 @@ class _Clock:
                 self.busy[name] = self.busy.get(name, 0.0) + operation.seconds
 
     def repeat_since(self, was: "_Clock", times: int) -> None:
-        """Let what came since `was` happen `times` more often."""
+        """Repeat the changes since `was` `times` more."""
         self.repeated = times * (self.end - was.end)
         self.exposed += times * (self.exposed - was.exposed)
         self.host_bound += times * (self.host_bound - was.host_bound)
@@ -131,7 +131,7 @@ class _Clock:
 def simulate(
     operations: Sequence[Operation], held: Mapping[str, float], repeated: tuple[int, int] = (0, 0), times: int = 0
 ) -> Simulation:
-    """Carry out the operations of one step. `held` is what is there before the first of them, by kind.
+    """Carry out the operations of one step. `held` are the bytes by kind before the first operation.
 
     Those from the first to before the second number of `repeated` stand for `times` more of their kind: their time is added,
     and their memory is the same.

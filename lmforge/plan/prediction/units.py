@@ -16,8 +16,8 @@ class Stage:
 
 @dataclass(frozen=True)
 class Unit:
-    """What FSDP gathers and reduces as one: parameters of the rank before they are sharded, and with the rows that FSDP2 adds
-    so that each tensor divides by the ranks; of both, those that are trained."""
+    """A unit that FSDP gathers and reduces: the rank's parameters before sharding, the same with the rows that FSDP2 pads so
+    that tensors divide by the ranks, and the trained ones of both."""
 
     name: str
     parameters: int

@@ -172,13 +172,13 @@ if (!one) {
   if (sources.length && one) {
     box.append(chart("Loss of each source", sources.map((name, index) => ({ run: runs[0], points: runs[0].series[name], color: color(index), label: name.slice(5) }))));
   }
-  // A chart for each metric of held-out tasks, with a curve for each task.
+  // A chart for each metric of validation tasks, with a curve for each task.
   const tasks = [...new Set(runs.flatMap((run) => run.tasks))], ofTasks = new Map();
   for (const name of rest) {
     const [split, task, metric] = name.split("/");
     if (split === "val" && metric && tasks.includes(task)) ofTasks.set(metric, [...(ofTasks.get(metric) ?? []), name]);
   }
-  for (const [metric, names] of ofTasks) box.append(chart(`Held-out tasks: ${metric}`, curvesOf(names).map((curve, index) => ({ ...curve, color: color(index), dashed: false, label: `${one ? "" : `${curve.run.name}, `}${curve.name.split("/")[1]}` }))));
+  for (const [metric, names] of ofTasks) box.append(chart(`Validation tasks: ${metric}`, curvesOf(names).map((curve, index) => ({ ...curve, color: color(index), dashed: false, label: `${one ? "" : `${curve.run.name}, `}${curve.name.split("/")[1]}` }))));
   const inTasks = [...ofTasks.values()].flat();
   const others = rest.filter((name) => !(one && sources.includes(name)) && !inTasks.includes(name)).sort();
   const more = element("div", { class: "charts" });

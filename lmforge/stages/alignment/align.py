@@ -27,7 +27,7 @@ from lmforge.train.trainer import BatchSource, Trainer
 
 
 def has_frozen_reference(config: StageConfig) -> bool:
-    """Whether a run keeps a frozen copy of its first weights beside the policy."""
+    """Whether a run keeps a frozen copy of its initial weights besides the policy."""
     if not isinstance(config, AlignConfig) or config.reference != "copy":
         return False
     return config.align.method != "grpo" or build_policy_loss_config(config.rollout).kl_estimator != "none"
@@ -44,7 +44,7 @@ def build_preference_batches(trainer: Trainer) -> BatchSource:
     if config.reference is None:
         return DatasetBatches(trainer)
     if config.reference == "precomputed":
-        # Built only where numbers are missing: a run that resumes finds all of them.
+        # Built only if log-probabilities are missing: for a resumed run all of them exist.
         get_reference = cache(partial(build_reference, trainer, config))
         for dataset in filter(None, (inputs.packed_dataset, inputs.validation_dataset)):
             logprobs = precompute_reference_logprobs(trainer, config, dataset, get_reference)
@@ -116,12 +116,12 @@ def _load_reward_functions(trainer: Trainer, config: AlignConfig) -> RewardFunct
 
 
 def _restore(rollouts: Rollouts, folder: Path, trainer: Trainer) -> None:
-    """Go on with the set of completions of a checkpoint."""
+    """Load the set of completions of a checkpoint."""
     state = rollouts.empty_state_dict()
     try:
         with trainer.ctx.dist_ctx.raise_on_all(), torch.no_grad():
             checkpoint.load(folder, {"rollouts": state})
         rollouts.load_state_dict(state)
     except UserError as reason:
-        # It is corrupt, or was saved with other options.
+        # The set is corrupt, or was saved with other options.
         trainer.ctx.console.warn(f"{folder}: {reason}; the completions of this set are sampled again")

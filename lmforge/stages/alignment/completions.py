@@ -39,7 +39,7 @@ class SampledCompletion:
 
 @dataclass(frozen=True)
 class CompletionScorer:
-    """The rewards of completions, and the tables in which they are written for people.
+    """Computes the rewards of completions, and writes readable tables of them.
 
     columns: the names of the columns of all prompts of the run, so that functions are always called with the same ones.
     """
@@ -82,10 +82,9 @@ class CompletionScorer:
 
 
 class RewardModelScorer:
-    """A reward model as a reward function, unsharded on one device. Raises UserError where the model is none.
-
-    It reads prompt and completion with its own tokenizer and chat template, to the end of the assistant's turn. `on_batch`
-    is called before each batch.
+    """A reward model as a reward function, unsharded on one device. Raises UserError where the model is not a reward model. It
+    reads prompt and completion with its own tokenizer and chat template, to the end of the assistant's turn. `on_batch` is
+    called before each batch.
     """
 
     def __init__(
@@ -116,7 +115,7 @@ class RewardModelScorer:
         return {self._spec: FunctionResult(scores)}
 
     def close(self) -> None:
-        """Nothing: there is no process to end."""
+        """Does nothing, since there is no process to end."""
 
 
 def completions_table_name(set_index: int, options: RolloutOptions) -> str | None:
@@ -137,8 +136,8 @@ def locate_completions(batch_index: int, options: RolloutOptions, world_size: in
 
 
 def read_completions(run_folder: Path, location: dict[str, Any]) -> list[CompletionRecord]:
-    """The records that `locate_completions` has located, rank by rank. Raises UserError where there are none or one is not
-    such a record."""
+    """The records at the place that `locate_completions` returned, rank by rank. Raises UserError where there are none, or for
+    an invalid record."""
     if location["completions"] is None:
         raise UserError(
             f"{run_folder}: the completions of this step were not written; --rollout.log_completions_every 1 writes those of"
@@ -146,11 +145,11 @@ def read_completions(run_folder: Path, location: dict[str, Any]) -> list[Complet
         )
     part, parts = location["part"]
     records: list[CompletionRecord] = []
-    # Files of higher ranks are another attempt's.
+    # Files of higher ranks belong to another attempt.
     for rank in range(location["ranks"]):
         path = run_folder / location["completions"].replace("*", str(rank))
         if not path.exists():
-            # On the disk of another host.
+            # The file is on the disk of another host.
             continue
         table = [check_content(record, CompletionRecord, place) for place, record in read_records(path)]
         size = len(table) // parts

@@ -33,7 +33,7 @@ from lmforge.train.inputs import RunInputs
 
 @dataclass(frozen=True)
 class PromptPacking(Packing):
-    """One prompt in each sequence, without labels: what the order of a PackedDataset is made of."""
+    """One prompt in each sequence, without labels, so that a PackedDataset gives the order of the prompts."""
 
     prompts: Sequence[TokenizedPrompt]
     validation_prompts: Sequence[TokenizedPrompt]
@@ -47,7 +47,7 @@ class PromptPacking(Packing):
 
 
 def prepare_prompts(config: AlignConfig, dist_ctx: DistributedContext) -> None:
-    """Have the model of a recipe on every host, and check prompts and reward functions there. Every rank calls it.
+    """Make the model of a recipe available on every host, and check prompts and reward functions there. Every rank calls it.
 
     Raises UserError where one of them cannot be used.
     """
@@ -81,7 +81,8 @@ def reward_options(rollout: RolloutOptions) -> dict[str, str]:
 
 
 def _read_split(config: AlignConfig, tokenizer: Tokenizer, files_option: str) -> tuple[list[TokenizedPrompt], PromptCounts]:
-    """The prompts of `data.files` or `data.validation_files`, with counts. UserError where there are files and no prompts."""
+    """The prompts of `data.files` or `data.validation_files`, with counts. Raises UserError where there are files but no
+    prompts."""
     options, counts = config.data, PromptCounts()
     reading: dict[str, Any] = {
         "apply_chat_template": options.apply_chat_template,
@@ -100,7 +101,7 @@ def _read_split(config: AlignConfig, tokenizer: Tokenizer, files_option: str) ->
 
 
 def _read_prompts(config: AlignConfig, tokenizer: Tokenizer) -> tuple[list[TokenizedPrompt], list[TokenizedPrompt], str]:
-    """Prompts of training and of validation, and what became of the records, in words."""
+    """Training and validation prompts, and a description of how many records were used and skipped."""
     prompts, counts = _read_split(config, tokenizer, "files")
     if config.data.validation_files:
         validation, validation_counts = _read_split(config, tokenizer, "validation_files")
@@ -119,7 +120,7 @@ def open_prompt_inputs(config: AlignConfig, world_size: int) -> RunInputs:
     _check_lengths(config)
     prompts, validation_prompts, counts = _read_prompts(config, tokenizer)
     if is_conversational([*prompts, *validation_prompts]):
-        # Only its stop token is checked: completions are learned from as they were sampled, without the template.
+        # Only its stop token is checked: completions are trained on as sampled, without the template.
         ChatTemplate.from_tokenizer(tokenizer).check_stop_token()
     for spec in filter(is_model_folder, config.rollout.reward_functions):
         # Raises UserError where a reward model has no chat template, and so cannot read such prompts.
@@ -151,7 +152,7 @@ def _check_lengths(config: AlignConfig) -> None:
 def _prompt_dataset(
     config: AlignConfig, prompts: list[TokenizedPrompt], validation_prompts: list[TokenizedPrompt]
 ) -> PackedDataset:
-    """The order of the prompts. Its plan holds the options that a run may not change when it resumes."""
+    """The order of the prompts. Its plan has the options that must not change when the run resumes."""
     options, data = config.rollout, config.data
     fixed: list[Any] = [options.num_generations, options.max_completion_length, options.num_iterations]
     fixed += [data.apply_chat_template, *data.fields]

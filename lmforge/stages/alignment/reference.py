@@ -36,7 +36,7 @@ from lmforge.parallel.validate import choose_engine
 from lmforge.stages.pretrained import find_required_pretrained
 from lmforge.train.trainer import Trainer
 
-# Sequences that all ranks together compute and write at once; the same for any number of ranks.
+# The number of sequences that all ranks together compute and write at once, for any number of ranks.
 CHUNK_SEQUENCES = 64
 
 
@@ -49,7 +49,8 @@ def reference_logprobs(model: Any, batch: Batch, temperature: float = 1.0) -> Te
 
 @dataclass(frozen=True)
 class ReferenceModel:
-    """Gives the log-probabilities of a reference. `adapters_off` is entered around it: for a policy without its adapters."""
+    """Computes the log-probabilities of a reference. It runs in the context `adapters_off`, which disables a policy's
+    adapters."""
 
     parallel_model: ParallelModel
     adapters_off: Callable[[], AbstractContextManager[object]] = nullcontext
@@ -93,7 +94,8 @@ class PackingWithReference(Packing):
 
 
 def build_reference(trainer: Trainer, config: AlignConfig, temperature: float = 1.0) -> ReferenceModel:
-    """The reference of a recipe. Where its numbers are precomputed, it is the policy before its first update."""
+    """The reference of a recipe. Where its log-probabilities are precomputed, the policy before its first update computes
+    them."""
     policy, precomputed = trainer.parallel_model, config.reference == "precomputed"
     if config.reference == "adapters-off" or (config.lora.rank is not None and precomputed):
         return ReferenceModel(policy, partial(disable_adapters, policy.model), temperature)
@@ -119,7 +121,7 @@ def _build_frozen_reference(trainer: Trainer, config: AlignConfig) -> ParallelMo
         model,
         reference_logprobs,
         dist_ctx=dist_ctx,
-        # The policy's, or the two would differ before anything is learned.
+        # The same as for the policy, or the two would differ before the first update.
         dtype=trainer.dtype,
         compile_model=trainer.compiled,
         float8=config.train.float8,
@@ -134,8 +136,8 @@ def precompute_reference_logprobs(
 ) -> np.ndarray:
     """log p of each label of every sequence under the reference: fp32 [sequences, sequence_length]. Every rank calls it.
 
-    Chunks of CHUNK_SEQUENCES are written as they are computed, so that an interrupted pass goes on where it was. Their
-    folder is named by a hash of all that the numbers depend on.
+    Chunks of CHUNK_SEQUENCES are written as they are computed, so that an interrupted pass continues where it stopped. Their
+    folder is named by a hash of everything that they depend on.
     """
     dist_ctx, in_order, count = trainer.ctx.dist_ctx, replace(dataset, shuffle=False), dataset.packing.num_sequences
     depends_on = {
@@ -162,13 +164,13 @@ def precompute_reference_logprobs(
         local = local.to(dist_ctx.device)
         logprobs = []
         for start in range(0, local_size, batch_size):
-            # Each batch is progress, however many there are.
+            # Each batch counts as progress for the watchdog.
             trainer.ctx.watch.set_phase("evaluate", 0)
             logprobs.append(get_reference().logprobs(local[start : start + batch_size]))
         parts = dist_ctx.all_gather(torch.cat(logprobs).float().cpu().numpy())
         chunk = np.concatenate(parts)[: min(CHUNK_SEQUENCES, count - index * CHUNK_SEQUENCES)]
         with dist_ctx.raise_on_all():
-            # Hosts may share the folder: each writes only what no other has written.
+            # Hosts may share the folder: each writes only the chunks that no other host has written.
             if dist_ctx.rank_info.local_rank == 0 and not paths[index].exists():
                 with atomic_write(paths[index]) as file:
                     np.save(file, chunk, allow_pickle=False)

@@ -1,8 +1,8 @@
 """Rollouts: completions are sampled from the policy, scored, and made into batches.
 
-A set of completions serves `num_iterations` optimizer steps. Its prompts and the seed of each completion follow from the
-number of the set, so that ranks and restarts change nothing but the last bits of sums. The completions of a prompt are a
-group, which stays on one rank. A checkpoint between the steps of a set holds the set.
+A set of completions serves `num_iterations` optimizer steps. Its prompts and the seed of each completion depend only on the
+index of the set, so ranks and restarts change only the last bits of sums. The completions of a prompt are a group, which stays
+on one rank. A checkpoint between the steps of a set holds the set.
 """
 
 import math
@@ -106,14 +106,14 @@ class Rollouts:
         self._dist_ctx, self._batch_plan = trainer.ctx.dist_ctx, trainer.inputs.batch_plan
         # Alignment refuses model parallelism, so every rank has sequences of its own: the rank is the data-parallel rank.
         self._rank, self._world_size = self._dist_ctx.rank_info.rank, self._dist_ctx.world_size
-        # Groups stay on one rank. Where their number does not divide, the first ranks have one more, and the others padding,
-        # so that all have as many micro-batches.
+        # A group stays on one rank. If the number of groups is not divisible, the first ranks have one more and the others
+        # padding, so that all have the same number of micro-batches.
         self._num_groups = self._batch_plan.global_batch_size // options.num_generations
         base_size, num_larger = divmod(self._num_groups, self._world_size)
         self._first_group = self._rank * base_size + min(self._rank, num_larger)
         self._local_groups = base_size + (self._rank < num_larger)
         self._local_batch_size = self._local_groups * options.num_generations
-        # The set of this rank: its completions of `num_iterations` steps, one in each sequence.
+        # This rank's part of the set: the completions of `num_iterations` steps, one in each sequence.
         self._set_index: int | None = None
         self._set: Batch | None = None
 
@@ -151,11 +151,11 @@ class Rollouts:
         rewards, failed = self._score(completions_table_name(set_index, options), prompts, completions, step)
         groups = rewards.view(-1, num_generations)
         metrics = self._completion_metrics(groups, failed, completions)
-        # Of the rewards as given: a KL penalty makes completions differ that were equally good.
+        # Computed from the rewards without the KL penalty, with which equally good completions would differ.
         differs = has_nonzero_std(groups)
         extras = {"old_logprobs": old_logprobs}
         if self._reference is not None:
-            # In parts of a step, of which all ranks have as many.
+            # In parts of one step each, the same number on all ranks.
             steps = [
                 batch[start : start + self._local_batch_size] for start in range(0, batch.batch_size, self._local_batch_size)
             ]
@@ -163,7 +163,7 @@ class Rollouts:
             ours, theirs = (document_sums(each, batch.document_ids)[:, 0].double() for each in extras.values())
             rewards = subtract_kl_penalty(rewards, ours, theirs, self._loss_config)
         advantages = compute_advantages(rewards.view(groups.shape), self._loss_config).float().flatten()
-        # Nothing is learned from a completion without a reward.
+        # A completion without a reward does not contribute to the loss.
         keep = ~rewards.isnan()
         if options.drop_zero_std_groups:
             keep &= differs.repeat_interleave(num_generations)
@@ -191,7 +191,7 @@ class Rollouts:
         """Metrics of each completion, fp32 [completions], by name, from rewards [groups, num_generations]."""
         known, passed = ~rewards.isnan(), rewards >= self._options.pass_threshold
         passes = {f"pass@{k}": pass_at_k(k, passed, known) for k in pass_sizes(rewards.shape[1])}
-        # A group in which some completions have no reward passes where one of the others does.
+        # A group in which some completions have no reward passes if one of the others passes.
         passes["pass@n"] = (passed & known).any(1).double()
         return {
             "reward": rewards.float().flatten(),
@@ -209,7 +209,7 @@ class Rollouts:
         options, completions = self._options, [SampledCompletion() for _ in prompts]
         sampling = SamplingParams(0.0 if greedy else options.temperature, top_p=options.top_p)
         with unsharded_for_decoding(self._trainer.parallel_model) as model:
-            # A rank without prompts enters and leaves with the others too.
+            # A rank without prompts also takes part, since this is collective.
             if not prompts:
                 return []
             engine = Engine(
@@ -268,7 +268,7 @@ class Rollouts:
         return record, f"its completions are in {self._trainer.ctx.run.path / record['completions']}"
 
     def state_dict(self) -> dict[str, Tensor]:
-        """The set that is being learned from, of all ranks, each tensor [num_iterations, global batch size, …].
+        """The current set of all ranks, each tensor [num_iterations, global batch size, …].
 
         Empty where a set serves one step only: a run that resumes samples a new one. Every rank calls it.
         """
@@ -293,7 +293,7 @@ class Rollouts:
         return {**{name: torch.zeros(size, dtype=dtype) for name, dtype in dtypes.items()}, "set": torch.tensor(0)}
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
-        """Go on with the set of a `state_dict`, of any number of ranks."""
+        """Load the set of a `state_dict`, which may be of another number of ranks."""
         first = self._first_group * self._options.num_generations
         self._set_index = int(state.pop("set"))
         local = {name: tensor[:, first : first + self._local_batch_size].flatten(0, 1) for name, tensor in state.items()}
@@ -318,7 +318,8 @@ def _padding_like(batch: Batch, num_sequences: int) -> Batch:
 
 
 def _trim_padding(batch: Batch) -> Batch:
-    """Without columns that are padding in every sequence; by quarters, since every length may have to be compiled for."""
+    """The batch without the columns that are padding in every sequence. Lengths are multiples of a quarter, since each length
+    may need a compilation."""
     used = int((batch.document_ids >= 0).sum(1).max())
     unit = -(-batch.sequence_length // 4)
     end = max(1, -(-used // unit)) * unit
@@ -326,7 +327,7 @@ def _trim_padding(batch: Batch) -> Batch:
 
 
 def _scatter_to_labels(batch: Batch, values: list[list[float]]) -> Tensor:
-    """The values of each sequence at the positions of its labels, 0 elsewhere: fp32 [sequences, sequence_length]."""
+    """The values of each sequence at its label positions, 0 elsewhere: fp32 [sequences, sequence_length]."""
     scattered = torch.zeros(batch.tokens.shape)
     for index, of_sequence in enumerate(values):
         scattered[index, (batch.labels[index] != IGNORE_INDEX).nonzero()[:, 0]] = torch.tensor(of_sequence)

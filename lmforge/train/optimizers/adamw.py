@@ -1,7 +1,7 @@
 """AdamW whose moments may be kept in bf16, which halves the optimizer's memory.
 
-With fp32 moments torch's own fused AdamW does the same in one pass, and is what a run uses. Here they serve
-`optimizer.implementation = foreach` and the parameters that Muon leaves (muon.py).
+With fp32 moments torch's own fused AdamW does the same in one pass, and is what a run uses. With fp32 moments this class is
+used for `optimizer.implementation = foreach` and for the parameters that Muon does not update (muon.py).
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -13,11 +13,13 @@ from torch.optim.adamw import adamw
 
 from lmforge.parallel.parallel_model import local_tensor
 
-# Elements that are worked on at once: it bounds the fp32 copies of weights and moments, four times this many bytes each.
+# The number of elements updated at once. It limits the fp32 copies of weights and moments, which take four bytes per element
+# each.
 MAX_CHUNK_NUMEL = 2**25
 # An odd number near 2^16 divided by the golden ratio: its multiples modulo 2^16 are spread evenly, however many.
 STEP_NOISE = 40_503
-# The steps before, and elements of this rank's part of a parameter, its exp_avg, exp_avg_sq and gradient, in one dimension.
+# The number of previous steps, and one-dimensional views of this rank's part of a parameter, its exp_avg, exp_avg_sq and
+# gradient.
 Chunk = tuple[Tensor, tuple[Tensor, ...]]
 
 
@@ -26,9 +28,9 @@ class AdamW(torch.optim.Optimizer):
 
     torch's fused kernel computes a step, or with `foreach` one operator after another on lists of tensors.
 
-    A step is computed in fp32. In bf16 the first moment is stored rounded to nearest, the second stochastically: its
-    steps are smaller than what bf16 tells apart, and rounded to nearest it could not fall once beta2 is above 0.996.
-    The noise depends on the step only, so that a resumed run draws the same.
+    A step is computed in fp32. In bf16 the first moment is stored rounded to nearest, the second stochastically: its changes
+    are smaller than the spacing of bf16 numbers, so with rounding to nearest it could not fall once beta2 is above 0.996. The
+    noise depends on the step only, so that a resumed run draws the same.
 
     `found_inf`, set on the optimizer as for torch's fused ones (a scalar, 0 or 1, on the device of the parameters): where it
     is 1, a step leaves parameters and state as they are, bit by bit.
@@ -52,7 +54,7 @@ class AdamW(torch.optim.Optimizer):
         """The state of a parameter of `group`, made of zeros where there is none yet."""
         state = self.state[parameter]
         if not state:
-            # On the device, where it is known whether a step counts.
+            # On the device, which decides whether a step is skipped.
             state["step"] = torch.zeros((), device=parameter.device)
             for name in ("exp_avg", "exp_avg_sq"):
                 state[name] = torch.zeros_like(parameter, dtype=self.state_dtype)
@@ -79,7 +81,7 @@ class AdamW(torch.optim.Optimizer):
             update(values, gradients, first, second, list(steps), group, skip)
             if self.state_dtype != torch.float32:
                 stochastic_round_(second, steps[0])
-            # What was not updated is in bf16 again what it was: it needs no rounding.
+            # A tensor that was not updated has its bf16 values again, and needs no rounding.
             for olds, news in zip(stored, (values, first, second), strict=False):
                 if olds[0].dtype != torch.float32:
                     torch._foreach_copy_(olds, news)
@@ -105,7 +107,7 @@ def _fused_update(
     group: dict[str, Any],
     skip: Tensor,
 ) -> None:
-    """Update values and moments (fp32) in place by torch's kernel; `steps` count those before, and are overwritten."""
+    """Update values and moments (fp32) in place with torch's kernel. `steps` count the previous steps, and are overwritten."""
     (beta1, beta2), lr, weight_decay, eps = (group[name] for name in ("betas", "lr", "weight_decay", "eps"))
     numbers: dict[str, Any] = {"beta1": beta1, "beta2": beta2, "lr": lr, "weight_decay": weight_decay, "eps": eps}
     numbers |= {"amsgrad": False, "maximize": False}
@@ -140,13 +142,13 @@ def _foreach_update(
 
 
 def assign_unless(skip: Tensor, tensors: Iterable[Tensor], values: Iterable[Tensor]) -> None:
-    """Give each tensor its new value, rounded to its dtype; where `skip` (a bool scalar on their device) is true, none."""
+    """Give each tensor its new value, rounded to its dtype, unless `skip` (a bool scalar on their device) is true."""
     for tensor, value in zip(tensors, values, strict=True):
         torch.where(skip, tensor, value.to(tensor.dtype), out=tensor)
 
 
 def _batch_chunks(chunks: Iterable[Chunk]) -> Iterator[list[Chunk]]:
-    """Chunks of MAX_CHUNK_NUMEL elements together, or of one that has as many."""
+    """Lists of chunks with at most MAX_CHUNK_NUMEL elements together, or of one chunk."""
     batch: list[Chunk] = []
     numel = 0
     for chunk in chunks:
@@ -161,10 +163,9 @@ def _batch_chunks(chunks: Iterable[Chunk]) -> Iterator[list[Chunk]]:
 
 
 def stochastic_round_(tensors: Sequence[Tensor], step: Tensor) -> None:
-    """Round fp32 tensors in place to numbers that bf16 holds: up or down at random, the nearer the likelier.
-
-    The expected value is the number itself. bf16 is the upper half of fp32, and a carry out of the lower one rounds up.
-    Each element has a random number of its own, always the same one, which `step` (a scalar on the device) shifts.
+    """Round fp32 tensors in place to bf16 values stochastically: up or down at random, so that the expected value is the number
+    itself. bf16 is the upper half of fp32, and a carry out of the lower one rounds up. Each element has a random number of its
+    own, always the same one, which `step` (a scalar on the device) shifts.
     """
     generator = torch.Generator(tensors[0].device).manual_seed(0)
     shift = (step.long() * STEP_NOISE) % 2**16

@@ -1,7 +1,7 @@
-"""Muon: momentum made orthogonal, for the hidden matrices; AdamW for all else, in one optimizer.
+"""Muon (orthogonalized momentum) for the hidden matrices and AdamW for all other parameters, in one optimizer.
 
-Where matrices are sharded by rows, each is gathered on one rank of the shard group, made orthogonal there and scattered
-again: ranks divide the work, and every rank holds only some full matrices at a time. Momentum stays sharded.
+Where matrices are sharded by rows, each matrix is gathered on one rank of the shard group, orthogonalized and scattered again.
+Ranks divide the work, and each holds only some full matrices at a time. Momentum stays sharded.
 """
 
 import math
@@ -17,20 +17,21 @@ from lmforge.parallel.parallel_model import local_tensor
 from lmforge.parallel.precision import has_native_bf16
 from lmforge.train.optimizers.adamw import AdamW, assign_unless
 
-# x → a·x + b·x³ + c·x⁵ on the singular values, five times: chosen by Keller Jordan for its slope at zero. It does not
-# converge to 1 but brings all that are not tiny to between 0.7 and 1.2, which serves as well.
+# x → a·x + b·x³ + c·x⁵ on the singular values, five times: chosen by Keller Jordan for its slope at zero. It does not converge
+# to 1, but brings all values that are not tiny to between 0.7 and 1.2, which works as well.
 NS_A, NS_B, NS_C = 3.4445, -4.7750, 2.0315
 NS_STEPS = 5
-# Elements of a rank's shards that travel at once, but at least one matrix for each rank: it bounds the copies.
+# The number of elements of a rank's shards that are sent at once, but at least one matrix per rank. It limits the memory of
+# copies.
 MAX_BATCH_NUMEL = 2**25
 
 
 class Muon(AdamW):
     """Muon for the groups that have `orthogonal` true, AdamW for the others. Parameters are fp32 or bf16, plain or DTensor.
 
-    Momentum as in https://kellerjordan.github.io/posts/muon with Nesterov's look ahead. An update is scaled by
-    0.2·√max(rows, columns), so that it is as large as AdamW's usually are, and lr and weight_decay mean what they mean
-    there (arXiv 2502.16982). DTensors are sharded by rows on one dimension of their mesh; replicas repeat the work.
+    Momentum as in https://kellerjordan.github.io/posts/muon with Nesterov's look ahead. An update is scaled by 0.2·√max(rows,
+    columns), so that its size matches AdamW's usual updates, and lr and weight_decay have the same meaning (arXiv 2502.16982).
+    DTensors are sharded by rows on one dimension of their mesh; replicas repeat the work.
     """
 
     def __init__(self, params: Iterable[dict[str, Any]], *, momentum: float, **adamw_kwargs: Any) -> None:
@@ -73,12 +74,13 @@ class Muon(AdamW):
 
 
 def orthogonalize(matrices: Tensor) -> Tensor:
-    """The nearest orthogonal matrices, roughly: [count, rows, columns] of any float dtype → the same, in which it is computed.
+    """Approximately the nearest orthogonal matrices, [count, rows, columns], computed in the input's dtype, which may be any
+    float dtype.
 
     Newton–Schulz iteration: U·S·Vᵀ → U·S'·Vᵀ with S' near 1. Zero stays zero.
     """
     tall = matrices.shape[1] > matrices.shape[2]
-    # The smaller of the two products.
+    # The smaller of the two possible products.
     x = matrices.mT if tall else matrices
     x = x / x.norm(dim=(1, 2), keepdim=True).clamp(min=1e-7)
     for _ in range(NS_STEPS):
@@ -88,7 +90,7 @@ def orthogonalize(matrices: Tensor) -> Tensor:
 
 
 def _orthogonalize_by_shape(matrices: list[Tensor]) -> list[Tensor]:
-    """Matrices of one shape go through together: a small one does not fill a GPU."""
+    """Matrices of one shape are processed together, since a small one does not fill a GPU."""
     updates = list(matrices)
     for shape in dict.fromkeys(matrix.shape for matrix in matrices):
         indices = [index for index, matrix in enumerate(matrices) if matrix.shape == shape]
@@ -99,10 +101,10 @@ def _orthogonalize_by_shape(matrices: list[Tensor]) -> list[Tensor]:
 
 
 def _orthogonalize_sharded(shards: list[Tensor], num_rows: list[int], group: dist.ProcessGroup) -> list[Tensor]:
-    """This rank's rows of matrices, given its rows of them before; `num_rows` counts those of each full matrix.
+    """This rank's rows of the orthogonalized matrices, from its rows of the inputs; `num_rows` are those of each full matrix.
 
-    Matrix i belongs to rank i modulo the size of `group`. All sizes follow from the shapes, so that ranks need not tell
-    them to each other, nor devices to hosts.
+    Matrix i belongs to rank i modulo the size of `group`. All sizes follow from the shapes, so they are neither communicated
+    between ranks nor copied from device to host.
     """
     ranks, rank = range(group.size()), group.rank()
     sent_sizes = [[shard.numel() for shard in shards[each :: len(ranks)]] for each in ranks]
@@ -126,7 +128,7 @@ def _orthogonalize_sharded(shards: list[Tensor], num_rows: list[int], group: dis
 def _all_to_all(
     sent: Tensor, sent_sizes: list[list[int]], received_sizes: list[list[int]], group: dist.ProcessGroup
 ) -> list[tuple[Tensor, ...]]:
-    """Send every rank its part of `sent`; the tensors received from each. Sizes are by rank, then by tensor."""
+    """Send every rank its part of `sent`. Returns the tensors received from each rank. Sizes are by rank, then by tensor."""
     received = sent.new_empty(sum(map(sum, received_sizes)))
     totals = [sum(sizes) for sizes in received_sizes]
     dist.all_to_all_single(received, sent, totals, [sum(sizes) for sizes in sent_sizes], group=group)
@@ -134,7 +136,7 @@ def _all_to_all(
 
 
 def _shard_num_rows(num_rows: int, group_size: int) -> list[int]:
-    """How many rows each rank has, as DTensor shards them: in equal parts, but for the last ones."""
+    """The number of rows of each rank, as DTensor shards them: equal parts except for the last ranks."""
     part = -(-num_rows // group_size)
     return [max(0, min(part, num_rows - rank * part)) for rank in range(group_size)]
 
@@ -159,7 +161,7 @@ def _shard_group(parameter: DTensor) -> dist.ProcessGroup | None:
 
 
 def _batch_matrices(matrices: list[Tensor], group_size: int) -> Iterator[list[Tensor]]:
-    """Matrices to exchange at once. Neighbours are of one shape, so that every rank has the same work."""
+    """Matrices to exchange at once. Adjacent ones have the same shape, so that ranks have equal work."""
     batch: list[Tensor] = []
     for matrix in sorted(matrices, key=lambda matrix: tuple(matrix.shape), reverse=True):
         if len(batch) % group_size == 0 and sum(each.numel() for each in batch) > MAX_BATCH_NUMEL * group_size:
@@ -171,5 +173,6 @@ def _batch_matrices(matrices: list[Tensor], group_size: int) -> Iterator[list[Te
 
 
 def _compute_dtype(device: torch.device) -> torch.dtype:
-    # Five iterations forgive the rounding of bf16. A CPU gains little from it where it has it, and loses all where not.
+    # Five iterations tolerate the rounding of bf16. On a CPU with bf16 support it gains little, and without support it is much
+    # slower.
     return torch.bfloat16 if device.type == "cuda" and has_native_bf16(device) else torch.float32

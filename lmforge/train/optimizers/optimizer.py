@@ -19,18 +19,18 @@ from lmforge.train.optimizers.adamw import AdamW
 from lmforge.train.optimizers.muon import Muon
 from lmforge.train.optimizers.sgd import SGD
 
-# Optimizers that would take a step whatever their `found_inf` says.
+# Optimizers that ignore `found_inf`, and would always take the step.
 _host_decides: "weakref.WeakSet[torch.optim.Optimizer]" = weakref.WeakSet()
 
 
 def build_optimizer(
     model: LanguageModel, options: OptimizerOptions, full_shapes: Mapping[str, torch.Size] | None = None
 ) -> torch.optim.Optimizer:
-    """The optimizer of `model`'s trainable parameters. Raises UserError for a group that has none.
+    """The optimizer of `model`'s trainable parameters. Raises UserError for a group without parameters.
 
-    Matrices decay; vectors (norms, biases) do not. The learning rate of input embeddings and head is `embedding_lr_ratio`
-    times that of the rest. Where a group of the options says otherwise for a parameter, that counts. `full_shapes` has the
-    full shape of each parameter by name, where parameters do not show it (FSDP1's are flat).
+    Matrices decay; vectors (norms, biases) do not. The learning rate of input embeddings and head is `embedding_lr_ratio` times
+    that of the rest. The groups of the options override this for their parameters. `full_shapes` has the full shape of each
+    parameter by name, where parameters do not have it (FSDP1's are flat).
     """
     shapes = {name: parameter.shape for name, parameter in model.named_parameters()} | dict(full_shapes or {})
     flat = any(len(shapes[name]) != parameter.ndim for name, parameter in model.named_parameters())
@@ -55,7 +55,7 @@ def build_optimizer(
 
 def build_adamw(groups: list[dict[str, Any]], options: OptimizerOptions, own: None = None) -> torch.optim.Optimizer:
     common, foreach = _common_numbers(options), options.implementation == "foreach"
-    if foreach or options.uses_state_dtype:  # also where a plugin calls its optimizer something else
+    if foreach or options.uses_state_dtype:  # so that it does not depend on the name that a plugin gives its optimizer
         return AdamW(groups, state_dtype=DTYPES[options.state_dtype], foreach=foreach, **common)
     return torch.optim.AdamW(groups, fused=True, **common)
 
@@ -76,11 +76,11 @@ def _common_numbers(options: OptimizerOptions) -> dict[str, Any]:
 def _parameter_groups(
     model: LanguageModel, options: OptimizerOptions, shapes: Mapping[str, torch.Size], marks_matrices: bool
 ) -> list[dict[str, Any]]:
-    """Trainable parameters, those together to which the same numbers apply."""
+    """Trainable parameters, grouped by the hyperparameters that apply to them."""
     trainable = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
     tables = {id(parameter) for module in (*model.embeddings, model.lm_head) for parameter in module.parameters()}
     hidden = {id(parameter) for parameter in model.blocks.parameters() if parameter.ndim == 2}
-    # A pipeline's rank has some of the tensors only; a pattern may be for others. None is for a tensor that is frozen.
+    # A pipeline rank has only some of the tensors, so a pattern may match none of them. No pattern may be for a frozen tensor.
     frozen = {name for name, _ in model.named_parameters()} - trainable.keys()
     chosen = assign_groups([name for name in shapes if name not in frozen], options.groups)
     groups: dict[tuple[Any, ...], dict[str, Any]] = {}
@@ -98,9 +98,8 @@ def _parameter_groups(
 
 
 def assign_groups(names: Iterable[str], groups: Iterable[GroupOptions]) -> dict[str, GroupOptions]:
-    """The group of each tensor name in which a pattern is found: the first, where there are several.
-
-    Raises UserError for a group that gets none.
+    """The group of each tensor name that matches a pattern; the first, if several do. Raises UserError for a group that no
+    tensor matches.
     """
     names = list(names)
     chosen: dict[str, GroupOptions] = {}
@@ -120,7 +119,8 @@ def assign_groups(names: Iterable[str], groups: Iterable[GroupOptions]) -> dict[
 
 
 def _closest_names(group: GroupOptions, names: list[str]) -> str:
-    """The three names most like a group's pattern, as a whole or in a part. Names that differ only in digits count once."""
+    """The three names that are most similar to a group's pattern, in full or in part. Names that differ only in digits count
+    once."""
     kinds = {re.sub(r"\d+", "", name): name for name in reversed(names)}
 
     def likeness(name: str) -> float:
@@ -132,15 +132,15 @@ def _closest_names(group: GroupOptions, names: list[str]) -> str:
 def named_optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, dict[str, Tensor]]:
     """The optimizer's state tensors under the names of their parameters, as a checkpoint keeps them.
 
-    State that does not exist yet (before the first step, or before loading) is made, filled with zeros. The tensors are
-    the optimizer's own, so that filling them in place is loading.
+    State that does not exist yet (before the first step, or before loading) is created as zeros. The tensors are the
+    optimizer's own, so loading fills them in place.
     """
     groups = {parameter: group for group in optimizer.param_groups for parameter in group["params"]}
     present = {parameter: bool(optimizer.state.get(parameter)) for parameter in groups}
     named = {}
     for name, parameter in model.named_parameters():
         if parameter.requires_grad and (parameter not in groups or present[parameter] < max(present.values())):
-            # Made up here, it would be saved as if it had been trained.
+            # Zeros created here would be saved as if they had been trained.
             raise RuntimeError(f"{name}: the optimizer has state for others but not for this tensor")
         if parameter in groups and (state := _get_or_init_state(optimizer, parameter, groups[parameter])):
             named[name] = dict(state)
@@ -158,7 +158,8 @@ def _get_or_init_state(optimizer: torch.optim.Optimizer, parameter: Tensor, grou
 
 
 def step_unless(optimizer: torch.optim.Optimizer, skip: Tensor) -> None:
-    """One step, or where `skip` (bool, on the device, the same on all ranks) is true none at all: state stays as it is.
+    """Take one step, unless `skip` (bool, on the device, the same on all ranks) is true: then parameters and state do not
+    change.
 
     The host does not wait for its value, unless the parameters are on the host (with cpu_offload), or the optimizer is one of
     a plugin that does not read `found_inf`.

@@ -1,7 +1,7 @@
 """The learning rate of a step, and its schedules: how much of the way from the final rate up to the peak is left after warm-up.
 
 Each schedule is called as `(step, steps, schedule, options)`: the 0-based step, the steps of the whole run, the section
-`[schedule]`, and the options of its own, which none of these has. It returns 1 at the peak and 0 at the final rate.
+`[schedule]`, and the schedule's own options, of which these have none. It returns 1 at the peak and 0 at the final rate.
 """
 
 import math
@@ -43,7 +43,7 @@ def cosine(step: int, steps: int, schedule: ScheduleOptions, options: None = Non
 
 
 def warmup_stable_decay(step: int, steps: int, schedule: ScheduleOptions, options: None = None) -> float:
-    """Stays at the peak until `decay_steps` steps are left, then goes down in a line."""
+    """Stays at the peak until `decay_steps` steps are left, then decays linearly."""
     last_at_peak = max(schedule.warmup(steps), steps - 1 - (schedule.decay_steps or max(1, steps // 5)))
     return 1.0 if step <= last_at_peak else 1 - _progress(step, steps, last_at_peak)
 

@@ -12,10 +12,10 @@ from lmforge.train.optimizers.adamw import MAX_CHUNK_NUMEL
 
 
 class SGD(torch.optim.Optimizer):
-    """SGD on fp32 or bf16 parameters, plain or DTensor, which torch's own fused SGD does not take.
+    """SGD on fp32 or bf16 parameters, plain or DTensor; torch's own fused SGD does not support all of these.
 
-    The gradient with the decay is added to `momentum` times the last sum. Where `found_inf` is set on the optimizer, as for
-    torch's fused ones, and is 1, a step leaves parameters and state as they are.
+    The gradient plus weight decay is added to `momentum` times the previous buffer. Where `found_inf` is set on the optimizer,
+    as for torch's fused ones, and is 1, a step leaves parameters and state as they are.
     """
 
     def __init__(self, params: Iterable[dict[str, Any]], *, lr: float, momentum: float) -> None:
@@ -44,7 +44,8 @@ class SGD(torch.optim.Optimizer):
                     self._update_in_fp32(*tensors, group)
 
     def _update_in_fp32(self, value: Tensor, gradient: Tensor, momentum: Tensor | None, group: dict[str, Any]) -> None:
-        """Update a parameter in bf16. On a CPU, torch 2.13's kernel leaves those unchanged, and doubles their momentum."""
+        """Update a parameter in bf16. On a CPU, torch 2.13's kernel does not update bf16 parameters, and doubles their
+        momentum."""
         stored = [tensor for tensor in (value, gradient, momentum) if tensor is not None]
         for chunks in zip(*(tensor.view(-1).split(MAX_CHUNK_NUMEL) for tensor in stored), strict=True):
             computed = [chunk.float() for chunk in chunks]

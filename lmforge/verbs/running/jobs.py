@@ -1,4 +1,4 @@
-"""`lmforge jobs` and `lmforge stop`: what `lmforge launch` has started, found again by the name of the run."""
+"""`lmforge jobs` and `lmforge stop`: the jobs of `lmforge launch`, by the name of the run."""
 
 import os
 import time
@@ -56,7 +56,7 @@ def run_stop(options: StopOptions) -> int:
 
 
 def _launched(folder: Path) -> dict[Path, Job]:
-    """The runs that were launched, by directory; of a sweep each of its runs."""
+    """The launched runs, by directory; for a sweep, each of its runs."""
     paths = sorted(file.parent.parent for file in folder.glob(f"*/{LAUNCH_FOLDER}/{JOB_FILE}"))
     return {path: job for path in paths if (job := read_job(path)) is not None and job.num_runs == 1}
 

@@ -45,7 +45,8 @@ class _PlannedRun:
 
 
 def run_launch(request: LaunchRequest) -> int:
-    """Start a recipe as `launch.on` says, and return. Raises UserError; nothing has been started then, and no file is left."""
+    """Start a recipe as `launch.on` says, and return. Raises UserError, and then nothing has been started and no file is
+    left."""
     options = with_nodes(request.config.launch)
     summary, runs = _plan_runs(request, options)
     if (processes := options.processes) > 1 and options.on in ("local", "mpi") and options.hosts is None:
@@ -187,7 +188,7 @@ def _claim(planned: _PlannedRun) -> Iterator[None]:
 
 def _check_script(plan: JobPlan, script: str) -> None:
     """Ask the scheduler before any file of an earlier run is touched."""
-    path = plan.folder.parent / ".lock.job.sh"  # kept by `Run.delete`, as every name that begins so
+    path = plan.folder.parent / ".lock.job.sh"  # kept by `Run.delete`, like all names with this prefix
     atomic_write_text(path, script)
     try:
         check(plan, path)
@@ -197,8 +198,8 @@ def _check_script(plan: JobPlan, script: str) -> None:
 
 @contextmanager
 def _new_folder(folder: Path) -> Iterator[None]:
-    """A launch folder to fill. What was there, of an earlier launch, is kept in it as `previous`; if the block fails, it is as
-    it was before."""
+    """A launch folder to fill. The folder of an earlier launch is kept in it as `previous`. If the block fails, the earlier
+    folder is restored."""
     aside = folder.with_name(f".lock.{folder.name}")  # a name that `Run` takes for its own
     if folder.exists():
         folder.rename(aside)

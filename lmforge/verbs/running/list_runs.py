@@ -1,4 +1,4 @@
-"""`lmforge runs`: a table of the runs in a folder, once or again and again."""
+"""`lmforge runs`: a table of the runs in a folder, once or repeatedly."""
 
 import json
 import os
@@ -24,14 +24,14 @@ from lmforge.verbs.running.top_screen import STATE_STYLES
 REFRESH_SECONDS = 2.0
 COLUMNS = ("run", "stage", "state", "step", "loss", "val", "tok/s", "MFU", "left", "written")
 LEFT_ALIGNED = COLUMNS[:3]
-# In a narrower terminal what can be left out is.
+# In a narrower terminal optional columns are left out.
 NARROW_COLUMNS, NARROW = ("stage", "MFU"), 100
 FILE_COLUMNS = 200  # where the output is no terminal
 
 
 @dataclass(frozen=True)
 class RunRow:
-    """One run. What it has not measured yet, or does not measure, is None. `written` in seconds since the epoch."""
+    """One run. Values that it has not measured, or does not measure, are None. `written` in seconds since the epoch."""
 
     name: str
     stage: str
@@ -71,7 +71,7 @@ def list_runs(options: RunsOptions) -> int:
 
 
 def read_runs(folder: Path) -> list[RunRow]:
-    """The runs of a folder: those that go on first, then by when they last wrote, the newest first."""
+    """The runs of a folder: active ones first, then by the time of their last write, the newest first."""
     try:
         with os.scandir(folder) as entries:
             names = sorted(entry.name for entry in entries if entry.is_dir())
@@ -82,7 +82,7 @@ def read_runs(folder: Path) -> list[RunRow]:
         try:
             rows += [_read_run(run)] if run.exists() else []
         except (UserError, OSError):
-            if run.exists():  # else it was removed while it was read
+            if run.exists():  # otherwise it was removed while it was read
                 raise
     return sorted(rows, key=lambda row: (row.state not in RUN_GOES_ON, -row.written))
 

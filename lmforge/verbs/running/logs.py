@@ -48,7 +48,7 @@ def run_logs(options: LogsOptions) -> int:
         failures = find_failures(run, attempt, status if attempt == attempts[-1] else None)
         printer.print_first_failure(failures)
         printer.print_lines(merged(files) if options.lines is None else tail(files, options.lines))
-        if failures:  # what was printed first may have left the screen
+        if failures:  # the first lines may have scrolled off the screen
             first = failures[0]
             printer.print(f"--- first error: rank {first.rank}, {format_clock(first.time)}: {first.headline} (--errors) ---")
     if options.follow and attempt == (attempts[-1] if attempts else 0):
@@ -80,7 +80,7 @@ def _follow(printer: "_Printer", run: Run, attempt: int, files: dict[Path, LogFi
     """Print what is written from now on, over new ranks and attempts, until the run ends."""
     failed_at: float | None = None
     while True:
-        status = read_run_status(run)  # before reading: what is written until it ends is printed
+        status = read_run_status(run)  # checked before reading, so that everything written before the end is printed
         if (newest := max(run.attempts(), default=0)) != attempt:
             _print_new(printer, files.values(), to_the_end=True)
             attempt, files, failed_at = newest, {}, None
@@ -123,11 +123,11 @@ class _Printer:
     _rank_width: int = 1
 
     def print(self, line: str, style: str = "bold") -> None:
-        """A line of our own among the logs'."""
+        """A line of lmforge's among those of the logs."""
         self._write(self._coloured(line, style))
 
     def print_attempt(self, run: Run, attempt: int, status: RunStatus | None) -> None:
-        """The attempt: its ranks, its hosts, and how it stands."""
+        """The attempt: its ranks, its hosts, and its state."""
         headers = [LogFile(path, rank).header() for rank, path in run.rank_logs(attempt).items()]
         hosts = list(dict.fromkeys(host for _, host in headers if host))
         num_ranks = max([number for number, _ in headers], default=0)
@@ -137,7 +137,7 @@ class _Printer:
         self.print(f"--- {run.path}, attempt {attempt}: {what}{f', {status.state}' if status else ''} ---")
 
     def print_first_failure(self, failures: list[Failure]) -> None:
-        """The failure that was the cause, and one line about those that followed from it."""
+        """The failure that was the cause, and one line about those that it caused."""
         if not failures:
             return
         self.print_failure(failures[0], is_first=True, max_lines=FAILURE_LINES)

@@ -24,7 +24,7 @@ from lmforge.config.verbs.pipeline import PipelineOptions, PipelineStageOptions,
 from lmforge.errors import EXIT_PEER_LOST, PeerLost, RunFailed, UserError
 from lmforge.runs import Run
 from lmforge.untrusted import read_json
-from lmforge.verbs.running.pipeline_nodes import PipelineNodes, environment_of_stage, follow, lead
+from lmforge.verbs.running.pipeline_nodes import PipelineNodes, coordinate_nodes, environment_of_stage, run_as_worker_node
 from lmforge.verbs.table import VERBS
 
 # The pipeline says where the run of a stage is, since later stages look for it there.
@@ -33,7 +33,7 @@ RESERVED_OPTIONS = ("--run.name", "--run.folder")
 
 @dataclass(frozen=True)
 class PlannedStage:
-    """A stage ready to be carried out: what is typed after `lmforge`, and the run that it trains, if it trains."""
+    """A stage to be carried out: the arguments after `lmforge`, and the run that it trains, if it trains."""
 
     name: str
     arguments: list[str]
@@ -47,7 +47,7 @@ class PlannedStage:
 
 
 def plan_stages(options: PipelineOptions, file: Path) -> list[PlannedStage]:
-    """What is typed for each stage. Raises UserError where one refers to a stage that does not come before it."""
+    """The command line of each stage. Raises UserError where one refers to a stage that is not before it."""
     runs: dict[str, Path] = {}
     stages: list[PlannedStage] = []
     for stage in options.stages:
@@ -107,14 +107,14 @@ def _substitute_runs(word: str, runs: dict[str, Path], where: str) -> str:
 def run_pipeline(chosen: RunPipelineOptions) -> int:
     """Carry out the stages that are not finished yet.
 
-    Returns 0, or where it was interrupted what the stage ended with, 128 + signal if that was 0. Raises UserError and
-    RunFailed, PeerLost where a stage says that a rank was lost.
+    Returns 0. If interrupted, returns the exit status of the stage, or 128 + signal if that is 0. Raises UserError and
+    RunFailed, and PeerLost where a stage lost a rank.
     """
     options = validate_options(PipelineOptions, read_recipe(chosen.file), str(chosen.file))
     group = read_node_group()
     if group is not None and group.rank > 0:
-        return follow(group, _run_command)
-    return lead(group, options.folder, partial(_run_stages, chosen.file, options))
+        return run_as_worker_node(group, _run_command)
+    return coordinate_nodes(group, options.folder, partial(_run_stages, chosen.file, options))
 
 
 def _run_stages(file: Path, options: PipelineOptions, nodes: PipelineNodes | None) -> int:
@@ -132,9 +132,9 @@ def _run_stages(file: Path, options: PipelineOptions, nodes: PipelineNodes | Non
         print(f"\n{title}\n$ lmforge {shlex.join(words)}", flush=True)
         status, interrupted = _run_command(words, nodes.start_stage(words) if nodes else environment_of_stage())
         if status and not interrupted:
-            hint = f"`lmforge run {shlex.quote(str(file))}` goes on with this stage"
+            hint = f"`lmforge run {shlex.quote(str(file))}` continues with this stage"
             if status == 2 and resumes and "--run.overwrite" in stage.arguments:
-                hint = f"its run cannot go on with these arguments; delete {stage.run} to train it from the beginning"
+                hint = f"its run cannot continue with these arguments; delete {stage.run} to train it from the beginning"
             error = {2: UserError, EXIT_PEER_LOST: PeerLost}.get(status, RunFailed)
             raise error(f"{where} ended with status {status}; {hint}")
         was_finished = record.arguments is not None
@@ -143,7 +143,8 @@ def _run_stages(file: Path, options: PipelineOptions, nodes: PipelineNodes | Non
                 f"{where}: this stage was finished with other arguments, and with the new ones there is no step left to train;"
                 " add --run.overwrite to train it again"
             )
-        # Interrupted, it may have been at its end already; but a server ends by being interrupted, and is to serve again.
+        # An interrupted stage may have been finished already. A server, however, always ends by an interruption, and must serve
+        # again.
         if not status and not (interrupted and stage.arguments[0] == "serve"):
             state.mark_finished(stage)
         if interrupted:
@@ -199,7 +200,7 @@ class _StageRecord:
 
 
 class _PipelineState:
-    """Which stages have been finished, and with what. One that was changed, and those after it, are not finished any more."""
+    """Which stages are finished, and with which arguments. A changed stage and those after it are no longer finished."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -228,7 +229,7 @@ class _PipelineState:
             )
         starts_with = [stage.recipe_digest, *stage.arguments]
         started_at = Run(stage.run).started_at_ns if stage.run is not None else None
-        # Killed before it had started its run, it has still to delete what an earlier one left.
+        # It was killed before it started its run, so it still has to delete the earlier run.
         resumes = stage.run is not None and record.started_with == starts_with and record.previous_start_ns != started_at
         if not resumes:
             record.started_with, record.previous_start_ns = starts_with, started_at

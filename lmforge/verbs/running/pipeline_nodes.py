@@ -1,7 +1,6 @@
-"""A pipeline on several nodes: the first one carries out the stages, and tells the others which of them to start with it.
-
-A stage that trains is started on all nodes, whose launchers then meet by themselves (`cluster/node_group.py`). Any other verb
-runs on the first node. What stages hand over are files, so before a stage all nodes compare what they see of its inputs.
+"""A pipeline on several nodes: the first node carries out the stages, and tells the others which ones to start too. A training
+stage is started on all nodes, whose launchers then connect (`cluster/node_group.py`). Any other verb runs only on the first
+node. Stages exchange files, so before a stage all nodes compare its input files.
 """
 
 import json
@@ -16,7 +15,7 @@ import xxhash
 
 from lmforge.cluster.environment import ADDRESS_VARIABLE, NODES_VARIABLE, STATUS_VARIABLE
 from lmforge.cluster.folder_marker import FolderMarker
-from lmforge.cluster.node_group import READ_SECONDS, NodeGroup, NodeMeeting, write_status
+from lmforge.cluster.node_group import READ_SECONDS, NodeGroup, NodeStore, write_status
 from lmforge.cluster.rendezvous import free_port
 from lmforge.cluster.waiting import LAST_PAUSE_SECONDS, wait_until
 from lmforge.config.load import STAGES, parse_config
@@ -29,23 +28,23 @@ from lmforge.runs import parse_location
 # A network file system may show a new file late to other hosts.
 VISIBLE_SECONDS = 30.0
 ANSWER_SECONDS = VISIBLE_SECONDS + 60.0
-# What tells a process that it is one of several: a stage that runs on the first node is alone.
+# Variables of launchers, which are removed for a stage that runs only on the first node.
 LAUNCHER_PREFIXES = ("SLURM_STEP", "PMI_", "PMIX_", "OMPI_", "MPI_LOCAL", "PALS_", NODES_VARIABLE, ADDRESS_VARIABLE)
 
 RunCommand = Callable[[list[str], dict[str, str]], tuple[int, int]]
 
 
 class PipelineNodes:
-    """The nodes of a pipeline, on the first of them. Raises PeerLost where another one does not come or does not answer."""
+    """The nodes of a pipeline, on the first of them. Raises PeerLost where another one does not join or does not answer."""
 
     def __init__(self, group: NodeGroup, folder: Path) -> None:
         """`folder` holds the runs. Raises UserError naming the nodes that do not share it."""
-        self._group, self._meeting = group, NodeMeeting(group)
-        self._meeting.check_in(0)
+        self._group, self._node_store = group, NodeStore(group)
+        self._node_store.check_in(0)
         self._number = 0
         marker = FolderMarker(folder)
         try:
-            self._meeting.put("marker", json.dumps([str(folder), marker.shared_name]))
+            self._node_store.put("marker", json.dumps([str(folder), marker.shared_name]))
             others = [rank for rank, answer in self._answers("marker").items() if answer != "seen"]
         finally:
             marker.remove()
@@ -57,7 +56,7 @@ class PipelineNodes:
             )
 
     def start_stage(self, words: list[str]) -> dict[str, str]:
-        """Have the other nodes start a command line. Returns the environment with which this node is to start it.
+        """Make the other nodes start a command line. Returns the environment in which this node must start it.
 
         Raises UserError naming the nodes that do not see its inputs as this node does.
         """
@@ -66,9 +65,9 @@ class PipelineNodes:
         key = f"stage/{self._number}"
         self._number += 1
         port, inputs = free_port(), describe_inputs(words)
-        self._meeting.put(key, json.dumps({"words": words, "port": port, "inputs": inputs}))
+        self._node_store.put(key, json.dumps({"words": words, "port": port, "inputs": inputs}))
         problems = {rank: answer for rank, answer in self._answers(key).items() if answer}
-        self._meeting.put(f"{key}/go", "" if problems else "go")
+        self._node_store.put(f"{key}/go", "" if problems else "go")
         if problems:
             path = next(iter(problems.values()))
             raise UserError(
@@ -79,16 +78,17 @@ class PipelineNodes:
 
     def _answers(self, key: str) -> dict[int, str]:
         others = range(1, len(self._group.names))
-        return {rank: self._meeting.get(f"{key}/{rank}", ANSWER_SECONDS, rank) for rank in others}
+        return {rank: self._node_store.get(f"{key}/{rank}", ANSWER_SECONDS, rank) for rank in others}
 
     def end(self, status: int) -> None:
-        """Have the other nodes end with a status, and wait a moment until they know it: the store goes with this process."""
-        self._meeting.put("end", str(status))
+        """Make the other nodes end with a status, and wait briefly until they have read it, since the store ends with this
+        process."""
+        self._node_store.put("end", str(status))
         others = len(self._group.names) - 1
-        wait_until(lambda: self._meeting.call(lambda store: bool(store.add("ended", 0) >= others)), READ_SECONDS)
+        wait_until(lambda: self._node_store.call(lambda store: bool(store.add("ended", 0) >= others)), READ_SECONDS)
 
 
-def lead(group: NodeGroup | None, folder: Path, run_stages: Callable[[PipelineNodes | None], int]) -> int:
+def coordinate_nodes(group: NodeGroup | None, folder: Path, run_stages: Callable[[PipelineNodes | None], int]) -> int:
     """Carry out a pipeline, on the first node: `run_stages` gets None where there are no others. Returns its status, with
     which the others end too."""
     nodes, status = None, 1
@@ -106,9 +106,10 @@ def lead(group: NodeGroup | None, folder: Path, run_stages: Callable[[PipelineNo
             write_status(group, status)
 
 
-def follow(group: NodeGroup, run_command: RunCommand) -> int:
-    """On the other nodes: start what the first one says, until it ends. Returns its status. Raises PeerLost if that is lost."""
-    meeting, number = NodeMeeting(group), 0
+def run_as_worker_node(group: NodeGroup, run_command: RunCommand) -> int:
+    """On the other nodes: start the stages that the first node announces, until it ends. Returns its status. Raises PeerLost if
+    the first node is lost."""
+    node_store, number = NodeStore(group), 0
     received: list[int] = []
 
     def interrupt(signal_number: int, frame: FrameType | None) -> None:
@@ -116,36 +117,36 @@ def follow(group: NodeGroup, run_command: RunCommand) -> int:
 
     for each in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
         signal.signal(each, interrupt)
-    meeting.check_in(0)
-    folder, name = json.loads(meeting.get("marker", ANSWER_SECONDS))
+    node_store.check_in(0)
+    folder, name = json.loads(node_store.get("marker", ANSWER_SECONDS))
     own = FolderMarker(Path(folder))
     own.remove()
     sees = bool(name) and wait_until(lambda: own.sees(name), VISIBLE_SECONDS)
-    meeting.put(f"marker/{group.rank}", "seen" if sees else "absent")
+    node_store.put(f"marker/{group.rank}", "seen" if sees else "absent")
     while not received:
-        if meeting.has("end"):
-            status = int(meeting.get("end", 0))
-            meeting.call(lambda store: store.add("ended", 1))
+        if node_store.has("end"):
+            status = int(node_store.get("end", 0))
+            node_store.call(lambda store: store.add("ended", 1))
             return status
-        if meeting.has(f"stage/{number}"):
-            received += _start_with_the_first(meeting, f"stage/{number}", run_command)
+        if node_store.has(f"stage/{number}"):
+            received += _start_stage(node_store, f"stage/{number}", run_command)
             number += 1
         time.sleep(LAST_PAUSE_SECONDS)
     return 128 + received[0]
 
 
-def _start_with_the_first(meeting: NodeMeeting, key: str, run_command: RunCommand) -> list[int]:
+def _start_stage(node_store: NodeStore, key: str, run_command: RunCommand) -> list[int]:
     """Start a stage if all nodes see its inputs. Returns the signal that interrupted it, if one did."""
-    group, stage = meeting.group, json.loads(meeting.get(key, 0))
-    meeting.put(f"{key}/{group.rank}", _first_difference(stage["inputs"]))
-    if not meeting.get(f"{key}/go", len(group.names) * ANSWER_SECONDS):
+    group, stage = node_store.group, json.loads(node_store.get(key, 0))
+    node_store.put(f"{key}/{group.rank}", _first_difference(stage["inputs"]))
+    if not node_store.get(f"{key}/go", len(group.names) * ANSWER_SECONDS):
         return []
     _, interrupted = run_command(stage["words"], _environment_of_stage(group, stage["port"]))
     return [interrupted] if interrupted else []
 
 
 def environment_of_first_node() -> dict[str, str]:
-    """The environment of a stage that runs on the first node alone."""
+    """The environment of a stage that runs only on the first node."""
     return {name: value for name, value in environment_of_stage().items() if not name.startswith(LAUNCHER_PREFIXES)}
 
 
@@ -154,24 +155,24 @@ def _environment_of_stage(group: NodeGroup, port: int) -> dict[str, str]:
 
 
 def environment_of_stage() -> dict[str, str]:
-    """The environment without the file of the job's status, which is that of the pipeline and not of a stage."""
+    """The environment without the file for the job's status, which belongs to the pipeline and not to a stage."""
     return {name: value for name, value in os.environ.items() if name != STATUS_VARIABLE}
 
 
 def describe_inputs(words: Sequence[str]) -> dict[str, str]:
-    """A digest of what each local path that a training command line reads holds, as this node sees it, by path."""
+    """A digest, by path, of each local path that a training command line reads, as this node sees it."""
     config: StageConfig = parse_config(STAGES[words[0]], list(words[1:]))
     paths = [config.model.source] if config.model.source is not None else []
     if isinstance(config, PretrainConfig):
         paths += [parse_location(source.folder) for source in config.data.all_sources if not is_remote(source.folder)]
     elif isinstance(config, TunedConfig):
         paths += [path for source in config.data.file_sources for path in (*source.files, *source.validation_files)]
-    # What this node lacks the stage itself refuses, or it is the name of a model.
+    # A missing path is refused by the stage itself, or is the name of a model.
     return {str(path): _digest(path) for path in paths if path.exists()}
 
 
 def _digest(path: Path) -> str:
-    """Of a folder the names in it, of a file its size: by which a copy or another folder of that name is known."""
+    """The names in a folder, or the size of a file: they differ for a copy, or for another folder of that name."""
     try:
         held: object = sorted(each.name for each in path.iterdir() if not each.name.startswith("."))
     except NotADirectoryError:
@@ -182,7 +183,7 @@ def _digest(path: Path) -> str:
 
 
 def _first_difference(inputs: dict[str, str]) -> str:
-    """The first path that this node does not see as the first one does; empty where there is none."""
+    """The first path whose digest differs from the first node's; empty where there is none."""
     for path, digest in inputs.items():
         if not wait_until(lambda path=path, digest=digest: _digest(Path(path)) == digest, VISIBLE_SECONDS):  # type: ignore[misc]
             return path

@@ -1,4 +1,4 @@
-"""`lmforge report`: an HTML page of runs, written where it was asked for."""
+"""`lmforge report`: an HTML page of runs, written to the given path."""
 
 from pathlib import Path
 
@@ -14,7 +14,7 @@ MAX_RUNS = 50
 
 
 def run_report(options: ReportOptions) -> int:
-    """Write the page and print its path. Raises UserError where something is no run, or the page cannot be written."""
+    """Write the page and print its path. Raises UserError where a path is not a run, or the page cannot be written."""
     runs = [run for path in options.runs for run in _runs_of(path)]
     if len(runs) > MAX_RUNS:
         raise UserError(f"report: {len(runs)} runs; a page shows at most {MAX_RUNS}")

@@ -1,7 +1,6 @@
-"""`lmforge top`: what hosts, GPUs and the ranks of runs do, as a live page, as text once, or as JSON.
-
-A run is read from its directory, where its ranks and hosts publish what they do; the ranks are not asked. A host that is named
-is asked over ssh, and those of a Slurm job over srun.
+"""`lmforge top`: the usage of hosts and GPUs and the state of ranks, as a live page, once as text, or as JSON. A run is read
+from its directory, where its ranks and hosts publish their state; ranks are not contacted. Named hosts are queried over ssh,
+and those of a Slurm job over srun.
 """
 
 import json
@@ -34,12 +33,12 @@ from lmforge.verbs.running.top_screen import Snapshot, render_screen
 # Rates are between two samples.
 FIRST_SAMPLE_SECONDS = 0.5
 NUM_PROCESSES = 5
-# Of the page when it is not on a terminal and COLUMNS does not say.
+# The width of the page if it is not on a terminal and COLUMNS is not set.
 PLAIN_COLUMNS = 120
 
 
 def run_top(options: TopOptions) -> int:
-    """Show what is asked for, once or until it is interrupted. Returns 0. Raises UserError."""
+    """Show the requested runs and hosts, once or until interrupted. Returns 0. Raises UserError."""
     runs, hosts = _sort_names(options.names)
     slurm = slurm_hosts(options.slurm_job) if options.slurm_job is not None else []
     local_names = [name for name in hosts if name in ("localhost", platform.node())]
@@ -95,7 +94,7 @@ class _Sources:
     runs: list[Run]
 
     def snapshot(self) -> Snapshot:
-        """What is known now. Waits for no host."""
+        """The current state, without waiting for any host."""
         hosts = []
         if self.sampler is not None:
             usage = self.sampler.sample()
@@ -104,7 +103,7 @@ class _Sources:
         return Snapshot(time.time(), hosts, [read_run_status(run) for run in self.runs])
 
     def wait(self, timeout_seconds: float) -> None:
-        """Wait for the first rates of this host, and so long for the answers of the others."""
+        """Wait for the first rates of this host, and for the same time for the answers of the others."""
         deadline = time.monotonic() + timeout_seconds
         if self.sampler is not None:
             self.sampler.sample()
@@ -151,7 +150,7 @@ def _as_text(snapshot: Snapshot) -> str:
 
 @contextmanager
 def _keys() -> Iterator[Callable[[float], str]]:
-    """A function that waits so many seconds for a key, and returns it or an empty string."""
+    """A function that waits up to the given seconds for a key, and returns it or an empty string."""
     import termios
     import tty
 

@@ -23,15 +23,15 @@ from lmforge.terminal.cells import (
     omitted,
 )
 
-# A GPU that is busy and takes little power waits in a collective: its kernels spin.
+# A busy GPU with little power draw waits in a collective, whose kernels spin.
 BUSY_PERCENT, WAITING_POWER_RATIO = 90.0, 0.25
 FULL_RATIO = 0.95
 MAX_PROCESSES = 5
-HOST_WIDTH = 16  # of a name at least, however long the notes are
+HOST_WIDTH = 16  # the minimum for a name, if the notes are long
 
 
 def cluster_line(hosts: Sequence[HostAnswer]) -> Text:
-    """Sums over what answers now, and how much that is: what does not answer is in no mean."""
+    """Sums over the hosts and GPUs that answer now, and their number. Means exclude those that do not answer."""
     fresh = [host.usage for host in hosts if host.usage and not host.is_stale]
     devices = [device for usage in fresh for device in usage.devices]
     alive = [device for device in devices if not device.error]
@@ -174,7 +174,7 @@ def _device_style(device: DeviceUsage) -> str:
 
 
 def _device_severity(host: HostAnswer, device: DeviceUsage) -> tuple[int, float, str, int]:
-    # What an old sample says may be over; that it is old is in the table of hosts.
+    # The problem in an old sample may be over; the table of hosts shows that it is old.
     level = 0 if device.error else 2 if host.is_stale else 1 if _device_note(device) else 3
     use = device.utilization_percent
     return level, use if use is not None else 100.0, host.name, device.index

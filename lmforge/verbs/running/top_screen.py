@@ -27,7 +27,7 @@ from lmforge.terminal.cells import (
 )
 from lmforge.verbs.running.top_hosts import cluster_line, device_table, host_table, process_table
 
-# Of the strip of ranks. A straggler's letter is a capital.
+# The letters of the strip of ranks. A straggler's letter is a capital.
 PHASE_LETTERS = {
     "starting": "-",
     "building": "-",
@@ -53,7 +53,7 @@ STATE_STYLES = {"running": "green", "done": "green", "interrupted": "yellow", "n
 
 @dataclass(frozen=True)
 class Snapshot:
-    """What is known at a time: of the hosts that were named or of this one, and of the runs with their own hosts."""
+    """The state at one time: the named hosts or this host, and the runs with their hosts."""
 
     time: float
     hosts: list[HostAnswer]
@@ -82,7 +82,7 @@ def _title(snapshot: Snapshot, *, is_live: bool) -> Text:
 
 
 def _hosts_of_runs(snapshot: Snapshot) -> list[HostAnswer]:
-    """Hosts that publish what they do in a run's directory, apart from those that were asked anyway."""
+    """Hosts that publish their usage in a run's directory, without those that are queried anyway."""
     named = {host.usage.host for host in snapshot.hosts if host.usage}
     ages = {
         usage.host: HostAnswer(usage.host, usage, max(0.0, snapshot.time - usage.time))
@@ -133,7 +133,7 @@ def _strip_lines(run: RunStatus, columns: int) -> int:
 
 
 def _strip_width(columns: int) -> int:
-    """Ranks on a line: a power of two, which hosts have too."""
+    """Ranks per line: a power of two, as the number of ranks per host usually is."""
     return 128 if columns >= 140 else 64
 
 
@@ -151,7 +151,7 @@ def _rank_style(rank: RankStatus) -> str:
 
 
 def _legend_order(item: tuple[tuple[str, str], int]) -> tuple[bool, bool, int]:
-    """What is wrong first: the end of a long line is cut."""
+    """Problems come first, since the end of a long line is cut."""
     (letter, _), count = item
     return letter != CANNOT_GO_ON, not letter.isupper(), -count
 

@@ -1,6 +1,6 @@
 """`lmforge show data` of a recipe or a token folder: its sources and their documents, in lines and as a picture.
 
-What is shown is of the train splits. Samples of them are in show_data.py.
+It describes the train splits. Samples are in show_data.py.
 """
 
 from collections.abc import Sequence
@@ -22,7 +22,7 @@ MAX_PICTURE_ROWS = 40  # of sources; more are drawn closer
 
 
 def is_reported(source: Path) -> bool:
-    """Whether this is a recipe or a folder that is no run, whose data is summed up unless samples are asked for."""
+    """Whether this is a recipe or a folder other than a run, whose data is summarized unless samples are requested."""
     return source.suffix == ".toml" or (source.is_dir() and not Run(source).exists())
 
 
@@ -42,7 +42,7 @@ def report_data(source: Path, picture: Path | None) -> str:
 
 
 def _read_sources(config: PretrainConfig) -> tuple[list[SourceReport], list[int]]:
-    """The sources, and of each the tokens in the samples of the recipe, padding included."""
+    """The sources, and for each the tokens in the recipe's samples, including padding."""
     opened = TokenSources.open(config)
     size = batch_plan(config.train, config.data.sequence_length, ranks=1).global_batch_size
     dataset = opened.training(size)

@@ -1,4 +1,4 @@
-"""What a pretraining recipe is trained on, in lines: its folder, or each source of a mixture and how often it is read."""
+"""Lines about the data of a pretraining recipe: its folder, or each source of a mixture and how often it is read."""
 
 from collections.abc import Sequence
 
@@ -12,8 +12,8 @@ from lmforge.stages.training_data import TokenSources, find_missing_folders
 def describe_data(config: PretrainConfig, step: int | None = None, batch_offset: int = 0) -> tuple[list[str], int | None]:
     """Lines about the data, and the size of the vocabulary where the data is there.
 
-    With `step`, also what has been read after so many steps. `batch_offset` is the number of batches that rollbacks have left
-    out so far: they count as read. Raises UserError where the data is damaged.
+    With `step`, also how much has been read after that many steps. `batch_offset` is the number of batches that rollbacks have
+    left out so far: they count as read. Raises UserError where the data is damaged.
     """
     if missing := find_missing_folders(config):
         return [f"data       {missing[0]}: not there yet; `lmforge prepare SOURCE {missing[0]}` makes it"], None

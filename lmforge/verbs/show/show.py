@@ -1,4 +1,4 @@
-"""`lmforge show`: what a recipe, a model, a token folder, a run or a checkpoint is, without loading its weights."""
+"""`lmforge show`: describes a recipe, a model, a token folder, a run or a checkpoint, without loading weights."""
 
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -26,7 +26,7 @@ from lmforge.verbs.show.describe_model import describe_model, list_presets
 
 
 def run_show(options: ShowOptions) -> int:
-    """Print what a thing is, or samples of data. Raises UserError."""
+    """Print a description of the thing, or samples of data. Raises UserError."""
     reading = [name for name in options.changed() if name in ("mask", "format", "fields", "apply_chat_template")]
     if reading and options.tokenizer is None:
         raise UserError(f"show: --{reading[0]} is for `lmforge show data FILE --tokenizer MODEL` alone")
@@ -174,7 +174,7 @@ def _describe_run(run: Run) -> str:
         lines.append(f"last       {', '.join(words)}")
     if isinstance(config, PretrainConfig) and (config.data.sources or config.data.phases):
         try:
-            # Records of validation alone do not say it.
+            # Records of validation alone do not have it.
             offset = next((record.get("batch_offset", 0) for record in reversed(records) if "step_seconds" in record), 0)
             lines += describe_data(config, records[-1]["step"] if records else 0, offset)[0]
         except UserError as problem:  # the run is shown without its data

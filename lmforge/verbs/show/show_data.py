@@ -38,8 +38,8 @@ def show_samples(source: Path, sample_range: str | None, count: int | None = Non
     """The text of samples of a run, a recipe, a token folder, or of the batch that the file of a bad step names.
 
     They are as the model is given them: a line begins each document, and tokens that the loss counts are in colour, or in
-    brackets; of rollouts the completions are shown. `sample_range` is FIRST:AFTER_LAST; `count` asks for so many samples
-    instead, evenly spaced over all that is trained on. Raises UserError where the data is not what was trained on.
+    brackets; for rollouts the completions are shown. `sample_range` is FIRST:AFTER_LAST; `count` is a number of samples
+    instead, evenly spaced over the training data. Raises UserError where the data is not what was trained on.
     """
     record = None
     if source.is_file() and source.suffix != ".toml":
@@ -76,7 +76,7 @@ def show_samples(source: Path, sample_range: str | None, count: int | None = Non
 
 
 def open_config(source: Path) -> tuple[str, StageConfig]:
-    """A title, and the config that says what is trained on: of a run, a recipe, or a token folder.
+    """A title, and the config with the training data: of a run, a recipe, or a token folder.
 
     That of a folder is one epoch of its train split. Raises UserError for anything else.
     """
@@ -88,7 +88,7 @@ def open_config(source: Path) -> tuple[str, StageConfig]:
         raise UserError(f"{source}: not a run, a recipe, a token folder, nor the file of a bad step")
     transitions = TokenFolder.open(source).split("train").num_tokens - 1
     length = max(1, min(transitions, PretrainConfig().data.sequence_length))
-    batch = 1 + transitions // length // COUNT["le"]  # more than one where steps would be more than an option takes
+    batch = 1 + transitions // length // COUNT["le"]  # more than one where the number of steps would exceed the option's limit
     table = {
         "data": {"folder": str(source), "sequence_length": length},
         "train": {"epochs": 1, "global_batch_size": batch},
@@ -98,7 +98,7 @@ def open_config(source: Path) -> tuple[str, StageConfig]:
 
 
 def _render(sequence: PackedSequence, tokenizer: Tokenizer) -> str:
-    """What a sequence holds, in a line; each of its documents after a line that says how long it is; and its padding."""
+    """A line about the content of a sequence, each of its documents after a line with its length, and its padding."""
     padding, scored = int((sequence.document_ids < 0).sum()), int((sequence.labels >= 0).sum())
     documents = list(_split_documents(sequence))
     lines = [f"{format_count(len(documents), 'document')}, {scored} scored tokens"]
@@ -169,7 +169,7 @@ def _open_training_data(config: StageConfig, global_batch_size: int) -> tuple[To
 
 
 class BadStepFile(BaseModel, extra="allow"):
-    """What a run writes of a bad step: its samples, or with rollouts its completions."""
+    """The file of a bad step: its samples, or with rollouts its completions."""
 
     step: Count
     reason: str = Field(max_length=200)

@@ -63,7 +63,7 @@ def _read_examples(options: ShowOptions, tokenizer: Tokenizer) -> Iterator[tuple
 
 
 def _record_format(options: ShowOptions, record: dict[str, Any]) -> str:
-    """What a file holds, judged by its first record."""
+    """The kind of examples in a file, by its first record."""
     if options.format == "prompts":
         return "prompts"
     if options.format == "auto":

@@ -9,8 +9,8 @@ from lmforge.cluster.rank_info import RankInfo
 T = TypeVar("T")
 
 
-class Ranks(Protocol):
-    """What a preparation needs of `DistributedContext`, which takes torch."""
+class DistContext(Protocol):
+    """The part of `DistributedContext` that a preparation needs, without torch."""
 
     rank_info: RankInfo
 
@@ -27,7 +27,7 @@ class Ranks(Protocol):
     def decide_on_rank0(self, fn: Callable[[], T]) -> T: ...
 
 
-class OneRank:
+class SingleProcessContext:
     """A process that was not launched: the only rank."""
 
     rank_info = RankInfo()
@@ -55,8 +55,8 @@ class OneRank:
 def divide_units(files: Sequence[str], sizes: Sequence[int], world_size: int) -> list[list[int]]:
     """The units of each rank, by their numbers: `files` and `sizes` [units] say which file each is of, and its bytes.
 
-    A rank takes whole files, except of a file that is more than an equal share. The largest files are dealt first, each to the
-    rank that has least, so no rank has more than an equal share and one file.
+    A rank gets whole files, except for files larger than an equal share, which are divided. The largest files are assigned
+    first, each to the rank with the fewest bytes, so no rank has more than an equal share plus one file.
     """
     of_file: dict[str, list[int]] = {}
     for number, file in enumerate(files):
@@ -69,7 +69,7 @@ def divide_units(files: Sequence[str], sizes: Sequence[int], world_size: int) ->
     loads, units = [0] * world_size, [list[int]() for _ in range(world_size)]
     for numbers in sorted(groups, key=lambda numbers: -sum(sizes[number] for number in numbers)):
         rank = loads.index(min(loads))
-        # Files without bytes are spread too.
+        # Empty files are distributed too.
         loads[rank] += 1 + sum(sizes[number] for number in numbers)
         units[rank] += numbers
     return [sorted(numbers) for numbers in units]

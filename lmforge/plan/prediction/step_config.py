@@ -1,4 +1,4 @@
-"""What decides the memory and the time of a step: model, batch, options and ranks, as plain values."""
+"""The inputs of the prediction of a step: model, batch, options and ranks, as plain values."""
 
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -11,7 +11,7 @@ from lmforge.plan.memory import DTYPE_BYTES, ParameterCounts, count_all
 
 
 @dataclass(frozen=True)
-class Setting:
+class StepConfig:
     """One way to train a model on some ranks.
 
     options: `[parallel]`; its engine is not auto.
@@ -46,15 +46,15 @@ class Setting:
     has_dropout: bool = False
     stores_weights: bool = False
 
-    def with_options(self, **changes: Any) -> "Setting":
+    def with_options(self, **changes: Any) -> "StepConfig":
         return replace(self, options=self.options.model_copy(update=changes))
 
-    def with_micro_batch_size(self, size: int) -> "Setting":
-        """The same batch of a rank in micro-batches of this size, which divides it."""
+    def with_micro_batch_size(self, size: int) -> "StepConfig":
+        """The same batch per rank, in micro-batches of this size, which divides it."""
         return replace(self, micro_batch_size=size, accumulation=self.micro_batch_size * self.accumulation // size)
 
-    def fully_sharded(self) -> "Setting":
-        """The same with one copy of the model, sharded over all ranks."""
+    def fully_sharded(self) -> "StepConfig":
+        """The same, with one copy of the model sharded over all ranks."""
         sharding = "full-shard" if self.options.sharding else None
         return self.with_options(engine=self.options.engine if self.is_fsdp else "fsdp2", sharding=sharding, shard_degree=None)
 
@@ -73,7 +73,7 @@ class Setting:
 
     @property
     def parameters(self) -> ParameterCounts:
-        """Of the whole model, adapters included."""
+        """The parameters of the whole model, adapters included."""
         counts = count_all(self.model)
         if self.trains_all:
             return counts
@@ -87,7 +87,7 @@ class Setting:
 
     @cached_property
     def shards(self) -> int:
-        """Ranks that share a copy of what tensor and pipeline parallelism leave of the model."""
+        """The number of ranks over which FSDP shards a copy of the model's part per tensor and pipeline rank."""
         return self.dims.fsdp_degree if self.is_fsdp else 1
 
     @property
@@ -115,7 +115,7 @@ class Setting:
 
     @property
     def tokens(self) -> int:
-        """Of a micro-batch on a rank; with tensor parallelism all ranks of its group have the same."""
+        """The tokens of a micro-batch on a rank; with tensor parallelism all ranks of its group have the same."""
         return self.micro_batch_size * self.sequence_length // self.context
 
     @property
