@@ -47,8 +47,9 @@ def undisturbed(tiny_options: list[str], lmforge: Command, tmp_path_factory: pyt
 def requeue_now(desk: Desk, run: Run) -> None:
     """Wait until Slurm has queued the job again, and have it begin at once instead of in two minutes.
 
-    Slurm sets when the job may begin once all that was left of it has ended, after it says that the job is pending. Asked
-    before that, it starts the job beside what is left, and the job fails without a line.
+    Asked before all that was left of the job has ended, Slurm starts it beside that. A node then refuses a duplicate job id: it
+    is drained, and the job is held. Of a node that was set down, Slurm itself does not know what is left there: each step has a
+    socket in the folder of the node's daemon.
     """
     environment = {**os.environ, **desk.variables}
     desk.wait_for_state(run, r" pending ")
@@ -57,7 +58,8 @@ def requeue_now(desk: Desk, run: Run) -> None:
         return subprocess.run(command, env=environment, capture_output=True, text=True).stdout
 
     def begins() -> bool:
-        if "Reason=BeginTime" in said("scontrol", "show", "job", job_id(run)):
+        is_left = any(Path(environment["SLURM_CONF"]).parent.glob(f"spool-*/*_{job_id(run)}.*"))
+        if not is_left and "Reason=BeginTime" in said("scontrol", "show", "job", job_id(run)):
             said("scontrol", "update", f"JobId={job_id(run)}", "StartTime=now")
         return " pending " not in desk.state(run.path.name)
 
