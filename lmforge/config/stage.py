@@ -120,8 +120,8 @@ class StageConfig(Options):
             yield f"optimizer.name = {optimizer.name}: {reason}"
 
     def with_name(self, name: str) -> Self:
-        """The same options as a run records them: with their stage, the paths of plugins absolute, and `name` as that of the
-        run unless they name it. Raises UserError."""
+        """The options as a run records them: with their stage, absolute paths of plugins, and the run name `name` unless they
+        have one. Raises UserError."""
         if not self.run.name and (problem := name_problem(name)):
             raise UserError(f"the recipe's file name names the run: {problem}; give a --run.name")
         plugins = tuple(str(Path(path).expanduser().absolute()) for path in self.plugins)

@@ -24,7 +24,7 @@ class DiskMonitor:
         self._shortages: set[str] = set()
 
     def start(self, warn: Callable[[str], None]) -> Callable[[], None]:
-        """Check in a thread, from now on until the function that is returned is called."""
+        """Check in a thread until the returned function is called."""
         stopped = threading.Event()
         threading.Thread(target=self._run, args=(warn, stopped), name="disk", daemon=True).start()
         return stopped.set
