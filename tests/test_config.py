@@ -16,7 +16,7 @@ from pydantic.fields import FieldInfo
 from lmforge import config as config_package
 from lmforge.config.align import AlignConfig
 from lmforge.config.batch_plan import batch_plan, divisors
-from lmforge.config.load import config_class, load_config
+from lmforge.config.load import STAGES, config_class, parse_config
 from lmforge.config.options import Options, _is_list, _value_types, iter_options, read_recipe, to_toml, validate_options
 from lmforge.config.ranges import MODEL_RANGES, ROPE_SCALING_RANGES, Range
 from lmforge.config.sections import COMFORTABLE_MICRO_BATCH_TOKENS, TrainOptions
@@ -230,7 +230,7 @@ def test_a_typed_option_replaces_its_alternative_in_the_recipe(
 ) -> None:
     recipe = tmp_path / "recipe.toml"
     recipe.write_text(to_toml(validate_options(config_class({"run": {"stage": verb}}, ""), recorded)))
-    found = load_config([str(recipe), *typed], verb)
+    found = parse_config(STAGES[verb], [str(recipe), *typed])
     for name, value in expected.items():
         section, option = name.split(".")
         assert getattr(getattr(found, section), option) == value, name

@@ -25,8 +25,9 @@ from lmforge.cli import run
 from lmforge.cluster import host_memory
 from lmforge.cluster.rank_info import RankInfo
 from lmforge.cluster.rendezvous import free_port
-from lmforge.config.load import load_config
+from lmforge.config.load import parse_config
 from lmforge.config.options import to_toml
+from lmforge.config.stage import PretrainConfig
 from lmforge.parallel.fsdp2 import FSDP2Model
 from tests.conftest import Command, Refusal
 from tests.preloaded import preloaded
@@ -191,7 +192,7 @@ def test_options_of_the_comparison_are_refused_without_it_and_others_with_it(ref
 @pytest.fixture
 def recipe(tiny_options: list[str], tmp_path: Path) -> Path:
     """A recipe of the small run."""
-    config = load_config([*tiny_options, "--run.folder", str(tmp_path / "runs")])
+    config = parse_config(PretrainConfig, [*tiny_options, "--run.folder", str(tmp_path / "runs")])
     (tmp_path / "recipe.toml").write_text(to_toml(config, changed_only=True))
     return tmp_path / "recipe.toml"
 

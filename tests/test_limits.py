@@ -14,7 +14,8 @@ from lmforge.cluster import memory
 from lmforge.cluster.distributed import DistributedContext
 from lmforge.cluster.host_memory import AvailableMemory
 from lmforge.cluster.rank_info import RankInfo
-from lmforge.config.load import load_config
+from lmforge.config.load import parse_config
+from lmforge.config.stage import PretrainConfig
 from lmforge.data.tokenizer import Tokenizer
 from lmforge.errors import UserError
 from lmforge.hub import is_hub_name
@@ -239,7 +240,7 @@ def test_a_prompt_of_megabytes_is_refused_without_encoding_it(
 ) -> None:
     tokenizer = Tokenizer.open(tiny_tokens / "tokenizer")
     monkeypatch.setattr(Tokenizer, "encode", lambda self, text: pytest.fail("encoded"))
-    config = load_config([*tiny_options, "--sample.prompts", "a" * 2_000_000])
+    config = parse_config(PretrainConfig, [*tiny_options, "--sample.prompts", "a" * 2_000_000])
     with pytest.raises(UserError, match=r"^sample\.prompts"):
         check_model(config, get_preset("nano"), None, tokenizer)  # type: ignore[arg-type]
 
@@ -306,7 +307,7 @@ def test_a_name_that_is_no_file_name_is_refused(tmp_path: Path, refused: Refusal
 
 @pytest.mark.parametrize("name", ["x" * 100, "Größe 2.0_b+c", "7b"])
 def test_a_name_that_is_a_file_name_is_taken(name: str) -> None:
-    assert load_config(["--run.name", name]).run.name == name
+    assert parse_config(PretrainConfig, ["--run.name", name]).run.name == name
 
 
 def test_a_recipe_whose_file_name_cannot_name_a_run_is_refused(tmp_path: Path, refused: Refusal) -> None:

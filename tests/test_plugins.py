@@ -18,7 +18,7 @@ import pytest
 from lmforge import plugins, registry
 from lmforge.config.builtin_names import BUILT_IN_NAMES, DOCUMENT_SOURCES
 from lmforge.config.extend import extended
-from lmforge.config.load import load_config
+from lmforge.config.load import parse_config
 from lmforge.config.stage import PretrainConfig
 from lmforge.data.shards.folder import TokenFolder
 from lmforge.data.sources.text_sources import open_text_source
@@ -137,24 +137,24 @@ def test_importing_lmforge_and_a_plugin_imports_no_torch() -> None:
 
 def test_options_of_a_plugin_are_read_from_recipe_and_command_line_and_checked(recipe: Path) -> None:
     with_plugin(recipe, OPTIONS, '[objective]\nname = "my-own"\nmy_own.strength = 0.25\n')
-    assert load_config([str(recipe)]).objective.my_own.strength == 0.25
-    assert load_config([str(recipe), "--objective.my-own.strength", "1"]).objective.my_own.strength == 1
+    assert parse_config(PretrainConfig, [str(recipe)]).objective.my_own.strength == 0.25
+    assert parse_config(PretrainConfig, [str(recipe), "--objective.my-own.strength", "1"]).objective.my_own.strength == 1
     with pytest.raises(UserError, match=r"^--objective.my_own.strength: expected a number of at most 1.0, got 2.0$"):
-        load_config([str(recipe), "--objective.my_own.strength", "2"])
+        parse_config(PretrainConfig, [str(recipe), "--objective.my_own.strength", "2"])
     with pytest.raises(UserError, match=r"^--objective.my_own.strenth: no such option; did you mean objective.my_own.strength"):
-        load_config([str(recipe), "--objective.my_own.strenth", "1"])
+        parse_config(PretrainConfig, [str(recipe), "--objective.my_own.strenth", "1"])
 
 
 def test_a_recipe_without_plugins_does_not_know_their_options(recipe: Path) -> None:
     recipe.write_text(f'{recipe.read_text()}[objective]\nname = "my-own"\n')
     with pytest.raises(UserError, match=r'objective.name: expected .* or grpo, got "my-own"; a plugin may add it'):
-        load_config([str(recipe)])
+        parse_config(PretrainConfig, [str(recipe)])
 
 
 def test_an_unknown_name_is_refused_with_the_nearest(recipe: Path) -> None:
     with_plugin(recipe, OPTIONS)
     with pytest.raises(UserError, match=r'expected adamw, muon, sgd or my-opt, got "my-op"; did you mean my-opt\?$'):
-        load_config([str(recipe), "--optimizer.name", "my-op"])
+        parse_config(PretrainConfig, [str(recipe), "--optimizer.name", "my-op"])
 
 
 DECLARED = "class O(lmforge.Options):\n    'x'\n    {}\nlmforge.register('{}', '{}', 'a:b', options=O)"
@@ -195,15 +195,15 @@ def test_a_plugin_that_cannot_be_used_is_refused_in_one_line(
 def test_nothing_of_a_plugin_that_fails_stays_registered(recipe: Path) -> None:
     with_plugin(recipe, "import lmforge\nlmforge.register('reward', 'early', 'a:b')\n1 / 0\n")
     with pytest.raises(UserError, match="division by zero"):
-        load_config([str(recipe)])
+        parse_config(PretrainConfig, [str(recipe)])
     assert registry.find("reward", "early") is None
 
 
 def test_a_plugin_that_has_changed_is_loaded_again(recipe: Path) -> None:
     with_plugin(recipe, OPTIONS)
-    load_config([str(recipe)])
+    parse_config(PretrainConfig, [str(recipe)])
     (recipe.parent / "mine.py").write_text(OPTIONS.replace("my-own", "another"))
-    assert load_config([str(recipe), "--objective.name", "another"]).objective.name == "another"
+    assert parse_config(PretrainConfig, [str(recipe), "--objective.name", "another"]).objective.name == "another"
     assert registry.find("objective", "my-own") is None
 
 
@@ -237,7 +237,7 @@ def test_an_installed_package_is_found_by_its_entry_point(tmp_path: Path, recipe
 
 def test_a_config_with_options_of_plugins_can_be_sent_to_other_ranks(recipe: Path) -> None:
     with_plugin(recipe, OPTIONS)
-    config = load_config([str(recipe), "--objective.my_own.strength", "0.125"])
+    config = parse_config(PretrainConfig, [str(recipe), "--objective.my_own.strength", "0.125"])
     assert isinstance(config, PretrainConfig)
     assert extended(PretrainConfig) is type(config)
     assert pickle.loads(pickle.dumps(config)) == config

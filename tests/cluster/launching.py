@@ -9,8 +9,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Self
 
-from lmforge.config.load import load_config
+from lmforge.config.load import parse_config
 from lmforge.config.options import to_toml
+from lmforge.config.stage import PretrainConfig
 from lmforge.runs import Run
 from tests.distributed.conftest import weights
 from tests.preloaded import preloaded
@@ -26,7 +27,7 @@ class Desk:
         self._said = folder / "said"
         self._said.mkdir()
         self.recipe = folder / "recipe.toml"
-        config = load_config(options)._with_run(name="")
+        config = parse_config(PretrainConfig, options)._with_run(name="")
         self.recipe.write_text(to_toml(config, changed_only=True))
         self._launched: list[str] = []
 

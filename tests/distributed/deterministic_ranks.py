@@ -11,7 +11,8 @@ from typing import Any
 
 import torch
 
-from lmforge.config.load import load_config
+from lmforge.config.load import parse_config
+from lmforge.config.stage import PretrainConfig
 from lmforge.stages.run import pretrain
 from lmforge.train import loop
 from lmforge.train.determinism import REQUIRED_ENVIRONMENT
@@ -19,7 +20,7 @@ from lmforge.train.determinism import REQUIRED_ENVIRONMENT
 if __name__ == "__main__":
     standard, step = (sys.stdout, sys.stderr), loop.train_step
     for words in json.loads(Path(sys.argv[2]).read_text()):
-        config = load_config(words)
+        config = parse_config(PretrainConfig, words)
 
         def watched(*arguments: Any, name: str = config.run.name, **options: Any) -> Any:
             settings = {

@@ -10,7 +10,7 @@ import json
 import sys
 from pathlib import Path
 
-from lmforge.config.load import load_config
+from lmforge.config.load import STAGES, parse_config
 from lmforge.stages import run as stages
 from lmforge.stages import run_stage
 
@@ -21,6 +21,6 @@ if __name__ == "__main__":
     for words in json.loads(Path(sys.argv[1]).read_text()):
         verb, rest = ("pretrain", words) if words[0].startswith("-") else (words[0], words[1:])
         gc.freeze()  # what is there already, modules above all, need not be looked through at each run
-        status = getattr(stages, verb)(load_config(rest, verb))
+        status = getattr(stages, verb)(parse_config(STAGES[verb], rest))
         sys.stdout, sys.stderr = standard
         assert status == 0, f"{words}: status {status}"

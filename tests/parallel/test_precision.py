@@ -10,8 +10,9 @@ from lmforge.bench.parity import SMALL_MODEL, ParityData
 from lmforge.cluster import distributed as cluster
 from lmforge.cluster.distributed import DistributedContext
 from lmforge.cluster.rank_info import RankInfo
-from lmforge.config.load import load_config
+from lmforge.config.load import parse_config
 from lmforge.config.sections import ParallelOptions
+from lmforge.config.stage import PretrainConfig
 from lmforge.errors import UserError
 from lmforge.model import build_model
 from lmforge.model.init_weights import init_weights
@@ -54,7 +55,7 @@ def test_what_is_asked_for_is_given_with_a_warning_where_it_is_slow() -> None:
 def compiled(requested: str, device: torch.device, steps: int, **parallel: Any) -> tuple[bool, str]:
     """What is chosen for a recipe with these options of [parallel]."""
     words = [word for name, value in parallel.items() for word in (f"--parallel.{name}", str(value))]
-    return choose_compile(load_config(["--train.compile", requested, *words]), device, steps)
+    return choose_compile(parse_config(PretrainConfig, ["--train.compile", requested, *words]), device, steps)
 
 
 @pytest.mark.needs("a C++ compiler")

@@ -16,9 +16,10 @@ import torch
 from lmforge.cluster.distributed import DistributedContext
 from lmforge.cluster.memory import is_out_of_memory
 from lmforge.cluster.rank_info import RankInfo
-from lmforge.config.load import load_config
+from lmforge.config.load import parse_config
 from lmforge.config.sections import ParallelOptions
-from lmforge.config.stage import StageConfig
+from lmforge.config.stage import PretrainConfig, StageConfig
+from lmforge.config.tuning import SftConfig
 from lmforge.config.verbs.plan import USABLE_FRACTION
 from lmforge.interop.resolve import model_config_from_options
 from lmforge.parallel.dims import plan_batches
@@ -53,7 +54,8 @@ SIZES = {
 # Prints what a process has mapped when it is about to build its model.
 PRINT_STATUS = """
 import sys
-from lmforge.config.load import load_config
+from lmforge.config.load import parse_config
+from lmforge.config.stage import PretrainConfig
 from lmforge.config.verbs.plan import USABLE_FRACTION
 from lmforge.stages import setup, run as stages
 def print_status(*arguments, **options):
@@ -61,7 +63,7 @@ def print_status(*arguments, **options):
     sys.exit()
 for module in (setup, stages):
     module.build_model_and_optimizer = print_status
-stages.pretrain(load_config(sys.argv[1:]))
+stages.pretrain(parse_config(PretrainConfig, sys.argv[1:]))
 """
 
 
@@ -127,7 +129,7 @@ def suggestions(message: str) -> list[list[str]]:
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_what_is_suggested_fits_under_the_same_limit(tiny_tokens: Path, tmp_path: Path, mapped: int, ranks: int) -> None:
     launch = ["--launch.processes", str(ranks)]
-    config = load_config(options(tiny_tokens, tmp_path, "a"))
+    config = parse_config(PretrainConfig, options(tiny_tokens, tmp_path, "a"))
     estimator = estimator_of(config)
     limit = mapped + HOST_BYTES + int(0.45 * estimator.required_bytes(estimator.step_config))
     failed = pretrain_within(limit, *options(tiny_tokens, tmp_path, "failed", *launch))
@@ -161,7 +163,7 @@ def test_a_model_that_does_not_fit_is_refused_with_what_it_needs_at_least(
 
 def test_logits_are_predicted_as_they_are_computed_where_auto_turns_out_to_be_off() -> None:
     def estimator(compile_: str) -> MemoryEstimator:
-        config = load_config(["--train.compile", compile_, "--train.micro_batch_size", "16"])
+        config = parse_config(PretrainConfig, ["--train.compile", compile_, "--train.micro_batch_size", "16"])
         return estimator_of(config, vocab_size=5000, dtype="bf16", gpu_bytes=80 * 2**30)
 
     auto, off = estimator("auto").step_config, estimator("off").step_config
@@ -169,7 +171,7 @@ def test_logits_are_predicted_as_they_are_computed_where_auto_turns_out_to_be_of
     assert peak_memory(auto)["loss"] != peak_memory(off)["loss"]
     alone = DistributedContext(RankInfo(), torch.device("cpu"), None)
     for steps in (MIN_STEPS_TO_COMPILE - 1, MIN_STEPS_TO_COMPILE):
-        config = load_config(["--train.steps", str(steps)])
+        config = parse_config(PretrainConfig, ["--train.steps", str(steps)])
         model_config, plan = model_config_from_options(config.model, 512), plan_batches(config, 1)
         run = MemoryEstimator.of_run(config, model_config, plan, alone)
         assert run.step_config.compiled == choose_compile(config, alone.device, steps)[0]
@@ -179,7 +181,7 @@ def test_logits_are_predicted_as_they_are_computed_where_auto_turns_out_to_be_of
 
 def test_adapters_are_predicted_without_gradients_and_optimizer_states_of_frozen_weights(tmp_path: Path) -> None:
     words = ["--data.files", str(tmp_path / "a.jsonl"), "--model.num_hidden_layers", "4", "--train.global_batch_size", "8"]
-    whole, adapted = (estimator_of(load_config(words + more, "sft"), 4, 5000) for more in ([], ["--lora.rank", "4"]))
+    whole, adapted = (estimator_of(parse_config(SftConfig, words + more), 4, 5000) for more in ([], ["--lora.rank", "4"]))
     counts = adapted.counts
     assert counts.trained < counts.total / 20
     for parameters, estimator in ((counts.total - counts.trained, whole), (counts.total, adapted)):
@@ -203,7 +205,7 @@ def drawn_estimator(draw: random.Random, ranks: int) -> MemoryEstimator:
         "train.global_batch_size": ranks * 2 ** draw.randint(0, 9),
         "optimizer.name": draw.choice(["adamw", "muon", "sgd"]),
     }
-    config = load_config([word for name, value in options.items() for word in (f"--{name}", str(value))])
+    config = parse_config(PretrainConfig, [word for name, value in options.items() for word in (f"--{name}", str(value))])
     return estimator_of(config, ranks, 5000, draw.choice(["fp32", "bf16"]), 80 * 2**30 if draw.random() < 0.5 else None)
 
 
@@ -243,7 +245,9 @@ def test_gradients_are_reduced_once_per_step_where_full_gradients_fit_on_a_gpu()
     words = ["--train.global_batch_size", "64", "--train.micro_batch_size", "4", "--parallel.engine", "fsdp2"]
 
     def estimator(gpu_bytes: float | None, *more: str) -> MemoryEstimator:
-        return estimator_of(load_config([*words, *more]), 4, dtype="bf16", gpu_bytes=gpu_bytes and int(gpu_bytes))
+        return estimator_of(
+            parse_config(PretrainConfig, [*words, *more]), 4, dtype="bf16", gpu_bytes=gpu_bytes and int(gpu_bytes)
+        )
 
     def reduces_once(gpu_bytes: float | None, *more: str) -> bool:
         return not estimator(gpu_bytes, *more).step_config.options.reduce_every_micro_batch
@@ -267,7 +271,7 @@ def test_gradients_are_reduced_once_per_step_where_full_gradients_fit_on_a_gpu()
 
 def test_a_plan_and_a_run_decide_alike_when_gradients_are_reduced() -> None:
     words = ["--train.global_batch_size", "64", "--train.micro_batch_size", "4", "--parallel.engine", "fsdp2"]
-    config = load_config(words)
+    config = parse_config(PretrainConfig, words)
     for gpu in ("rtx-4090", "h100-80"):
         machine = Machine(data_sheets().gpu(gpu), None, 4)
         planned = make_step_config(config, model_config_from_options(config.model, 512), 4, machine)
@@ -278,7 +282,7 @@ def test_a_plan_and_a_run_decide_alike_when_gradients_are_reduced() -> None:
 
 def test_a_failure_counts_as_a_measurement() -> None:
     """Where the prediction says that what has just failed fits, nothing nearly as large is suggested."""
-    config = load_config(["--train.global_batch_size", "64", "--train.micro_batch_size", "64"])
+    config = parse_config(PretrainConfig, ["--train.global_batch_size", "64", "--train.micro_batch_size", "64"])
     estimator = estimator_of(config, gpu_bytes=80 * 2**30)
     needed = estimator.required_bytes(estimator.step_config) + estimator.overhead_bytes
     assert estimator.suggest_what_fits(10 * needed) == estimator.suggest_what_fits(needed)

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from lmforge.cli import run
-from lmforge.config.load import load_config
+from lmforge.config.load import STAGES, parse_config
 from lmforge.plan import out_of_memory
 from lmforge.plan.prediction.step_config import StepConfig
 from lmforge.plan.run_prediction import RunPrediction, predict_run
@@ -104,7 +104,7 @@ def test_a_comparison_that_fails_ends_no_run() -> None:
 def prediction(
     step_config: StepConfig, *words: object, device: str | None = "NVIDIA H100 80GB HBM3", stage: str = "pretrain"
 ) -> Any:
-    config = load_config(list(map(str, words)), stage)
+    config = parse_config(STAGES[stage], list(map(str, words)))
     try:
         return predict_run(step_config, config, device, (0.0, 1e12))
     except Exception as problem:
