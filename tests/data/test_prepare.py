@@ -1,4 +1,4 @@
-"""Preparation as a user meets it: real processes, killed and interrupted, full disks, bad input."""
+"""Preparation as users run it: real processes, killed and interrupted, full disks, invalid input."""
 
 import argparse
 import fcntl

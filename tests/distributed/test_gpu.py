@@ -1,4 +1,4 @@
-"""What only a GPU shows, on one: strategies, compilation, memory, optimizers, offload, scoring, decoding, NCCL, traces.
+"""Tests that need a GPU, on one: strategies, compilation, memory, optimizers, offload, scoring, decoding, NCCL, traces.
 
 Tests that take `gpu_device` run on a CPU too, where they are rehearsed: `python tests/gpu.py --device cpu`.
 """

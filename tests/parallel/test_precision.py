@@ -1,4 +1,4 @@
-"""What `auto` means on this hardware, and what is said where it cannot be done."""
+"""The resolution of `auto` on this hardware, and the messages where a dtype is impossible."""
 
 from pathlib import Path
 from typing import Any

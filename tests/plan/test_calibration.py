@@ -1,4 +1,4 @@
-"""`lmforge bench --calibrate` and `lmforge plan --calibration`: what is measured, what a plan takes, what it refuses."""
+"""`lmforge bench --calibrate` and `lmforge plan --calibration`: what is measured, what a plan uses, and what it refuses."""
 
 import json
 from collections.abc import Callable

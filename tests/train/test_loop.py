@@ -1,4 +1,4 @@
-"""The loop: what it keeps in which dtype, when it says that it compiled again, and that it never waits for a GPU."""
+"""The loop: the dtypes of its tensors, its message about recompilation, and that it never waits for a GPU."""
 
 import math
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Questions asked while a run trains: the scores of its checkpoints, by any stage, and what cannot be asked told before it."""
+"""Tasks scored while a run trains: the same scores as for its checkpoints, in any stage; unusable tasks are refused before."""
 
 import json
 from collections.abc import Sequence
