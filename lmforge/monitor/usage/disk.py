@@ -45,7 +45,7 @@ class DiskMonitor:
             "room",
             free < needed,
             f"{self._folder}: {format_memory(free)} free, and the next checkpoint needs {format_memory(needed)}:"
-            " make room, or saving it will fail",
+            " free some space, or saving it will fail",
             f"{self._folder}: {format_memory(free)} free again, enough for the next checkpoint",
         )
         # Some file systems do not count inodes, and report 0 of 0.
