@@ -107,7 +107,7 @@ class StageConfig(Options):
             given = f"schedule.warmup_steps = {warmup}" + (f" and schedule.decay_steps = {decay}" if decay else "")
             yield f"{given}: more than train.steps = {self.train.steps}; lower them or train longer"
         if self.parallel.splits_model:
-            reason = "with tensor_parallel_degree or pipeline_parallel_degree no rank has the whole model; leave it out, and"
+            reason = "with tensor_parallel_degree or pipeline_parallel_degree no rank has the full model; leave it out, and"
             if self.sample.every_steps:
                 yield f"sample.every_steps: {reason} generate from the checkpoints"
             if self.validation.tasks:
@@ -191,7 +191,7 @@ class PretrainDataOptions(SequenceOptions):
         if self.sources and self.folder != type(self).model_fields["folder"].default:
             yield "data.folder and data.sources: give one of them"
         if self.sources and self.quarantine:
-            yield "data.quarantine: with data.sources each source has a quarantine of its own"
+            yield "data.quarantine: with data.sources each source has its own quarantine"
         yield from folder_problems(self.folder, "data.folder")
         if self.num_canonical_nodes > 1 and self.shuffle_window is None:
             yield "data.num_canonical_nodes: divides the windows of data.shuffle_window; give that too, or leave it out"

@@ -150,7 +150,7 @@ def test_every_stage_asks_as_its_checkpoints_are_asked(
         (
             ["fine.jsonl", "--parallel.tensor_parallel_degree", "2", "--launch.processes", "2"],
             (
-                "validation.tasks: with tensor_parallel_degree or pipeline_parallel_degree no rank has the whole model;"
+                "validation.tasks: with tensor_parallel_degree or pipeline_parallel_degree no rank has the full model;"
                 " leave it out, and evaluate"
             ),
         ),
