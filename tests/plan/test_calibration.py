@@ -203,7 +203,7 @@ def test_measured_collectives_count_for_the_group_that_was_measured() -> None:
     assert rates.gather_seconds(2**20, across) == sheets.gather_seconds(2**20, across)
 
 
-# --- compared with a step -----------------------------------------------------------------------------------------------------------
+# --- compared with a step ----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
