@@ -1,4 +1,4 @@
-"""Low-rank adapters by themselves: exported as PEFT has them, opened, and trained on with the model they belong to."""
+"""Low-rank adapters alone: exported in PEFT's layout, opened, and trained further with their base model."""
 
 import json
 from dataclasses import dataclass
