@@ -1,4 +1,4 @@
-"""What checkpoints cost: the speed of saving and loading beside a plain write, and how long training is held up by them.
+"""What checkpoints cost: the speed of saving and loading compared with a plain write, and how long they stall training.
 
 Saving is timed from the call until the checkpoint has its final name, hashing and syncing included; a plain write is the same
 number of bytes from memory into one file, in large pieces, with an fsync. They take turns on the same disk. Then a run is
@@ -60,7 +60,7 @@ def tensors_of(state: dict[str, Any]) -> list[torch.Tensor]:
 
 
 def speeds(folder: Path, shape: ModelConfig, rounds: int) -> dict[str, Any]:
-    """Gigabytes a second of each way, in rounds."""
+    """Gigabytes per second of each method, in rounds."""
     ranks = DistributedContext(RankInfo(), torch.device("cpu"), None)
     model = init_weights(build_model(shape), 0)
     state: StateDict = {"model": dict(model.named_parameters())}
@@ -88,7 +88,7 @@ def speeds(folder: Path, shape: ModelConfig, rounds: int) -> dict[str, Any]:
             ("save", partial(saver.save, step, state, consumed_sequences=step, rng="")),
             ("torch's dcp.save", lambda: dcp.save(state, storage_writer=torch_writer(folder / "torch"), no_dist=True)),
         ]
-        # Another one begins each round: the disk remembers who came before.
+        # Each round begins with another one, since the disk's state depends on the previous one.
         for name, work in writing[number % 3 :] + writing[: number % 3]:
             result[name].append(expected / timed(work) / 1e9)
         assert not lines, lines
@@ -115,7 +115,7 @@ def wait_until(done: Callable[[], Any], process: subprocess.Popen[bytes]) -> Non
 
 
 def stall(folder: Path, minutes: float, every_minutes: float, width: int) -> dict[str, Any]:
-    """Train through the command, saving every so many minutes, and read from its metrics how long it was held up."""
+    """Train through the command, with a save after this many minutes, and read from its metrics how long it was stalled."""
     tokens = tokens_of_stdlib(folder, files=40, vocab_size=2048)
     chosen = {
         "data.folder": tokens.path,

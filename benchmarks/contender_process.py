@@ -1,4 +1,4 @@
-"""A contender as a process of its own, controlled through a pipe. If it ends early, EndedEarly says why."""
+"""A contender in a separate process, controlled through a pipe. If it ends early, EndedEarly says why."""
 
 import multiprocessing
 import time
@@ -16,7 +16,7 @@ class EndedEarly(SystemExit):
 
 
 class Contender:
-    """A process of its own, from its start until `leave`; after `limit_seconds` it is given up."""
+    """A separate process, from its start until `leave`; after `limit_seconds` it is ended."""
 
     def __init__(self, name: str, contest: Contest, limit_seconds: float | None = None) -> None:
         self.name = name
@@ -41,7 +41,7 @@ class Contender:
             raise EndedEarly(self.name, self._process.exitcode, tail) from None
 
     def take_turn(self, seconds: float) -> Turn:
-        """Let it step for so long, the first time through its warm-up. Raises EndedEarly where it fails."""
+        """Let it run steps for this long, the first time through its warm-up. Raises EndedEarly where it fails."""
         self._pipe.send(seconds)
         return self._receive()
 
@@ -53,6 +53,6 @@ class Contender:
     def leave(self) -> None:
         self._pipe.close()
         self._process.join(30)
-        if self._process.is_alive():  # in the middle of something that it will not come back from
+        if self._process.is_alive():  # it hangs and will not answer
             self._process.kill()
             self._process.join()

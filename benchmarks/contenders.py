@@ -1,7 +1,6 @@
-"""Those who take part in train_cpu.py and gpu.py, each in a process of its own: what they have in common, and their loops.
-
-lmforge comes with everything that a run of it does but validation and saving. The others are given what costs them least:
-their rows lie in memory, their AdamW is fused, and the compiled loop has its loss in the graph.
+"""The contenders of train_cpu.py and gpu.py, each in a separate process: what they have in common, and their training loops.
+lmforge does everything that a run does except validation and saving. The others get the cheapest setup: their data is in
+memory, their AdamW is fused, and the compiled loop has its loss in the graph.
 """
 
 import json
@@ -63,7 +62,7 @@ OPTIMIZER = OptimizerOptions(lr=LR)
 
 @dataclass(frozen=True)
 class Contest:
-    """What is the same for all contenders. `rows` are those of a step, taken in `accumulation` micro-batches."""
+    """The settings that all contenders share. `rows` is the number of sequences per step, in `accumulation` micro-batches."""
 
     shape: ModelConfig
     rows: int
@@ -89,7 +88,7 @@ class Contest:
         return nullcontext() if self.dtype == "fp32" else torch.autocast(self.device, dtype=DTYPES[self.dtype])
 
     def settle(self) -> None:
-        """Wait until the device has done what it was given."""
+        """Wait until the device has finished its work."""
         if self.device == "cuda":
             torch.cuda.synchronize()
 
@@ -107,7 +106,7 @@ class Over(Exception):
 
 
 class Turns:
-    """Called after each step of a contender; lets it go on, or reports the turn and waits for the next one."""
+    """Called after each step of a contender; lets it continue, or reports the turn and waits for the next one."""
 
     def __init__(self, pipe: Connection, contest: Contest) -> None:
         """Returns when it is this contender's turn to warm up."""
@@ -135,7 +134,8 @@ class Turns:
 
 
 class TakesTurns(ConsoleLogger):
-    """Reports each step that is done. A checkpoint is no hook: the loop reads all metrics before it saves one."""
+    """Reports each finished step. A checkpoint cannot be used for this, since the loop reads all metrics before it saves
+    one."""
 
     def __init__(self, turns: Turns, *arguments: Any) -> None:
         super().__init__(*arguments)
@@ -204,9 +204,10 @@ def transformers_llama(contest: Contest) -> nn.Module:
         torch.set_num_threads(contest.threads)
     with torch.device(contest.device):
         model = LlamaForCausalLM(LlamaConfig(**{**to_config_json(contest.shape), "use_cache": False}))
-    for parameter in model.parameters():  # not its buffers: among them are the frequencies of positions
+    for parameter in model.parameters():  # not its buffers, which include the rotary frequencies
         parameter.data = parameter.data.to(DTYPES[contest.master_dtype])
-    weights = init_weights(build_model(contest.shape), 0).state_dict()  # on the CPU: the device may have room for one copy only
+    # On the CPU, since the device may have memory for one copy only.
+    weights = init_weights(build_model(contest.shape), 0).state_dict()
     model.load_state_dict(weights, strict=not contest.shape.tie_word_embeddings)
     if contest.activation_checkpointing != "none":
         model.gradient_checkpointing_enable({"use_reentrant": False})
@@ -223,7 +224,7 @@ def rows_at_hand(contest: Contest) -> tuple[Tensor, Tensor]:
 
 
 def run_trainer(contest: Contest, turns: Turns, first_losses: list[float]) -> None:
-    """transformers' Trainer with its defaults, but for what is the same for all."""
+    """transformers' Trainer with its defaults, except for the shared settings."""
     from transformers import Trainer, TrainerCallback, TrainingArguments
 
     class AlsoTakesTurns(TrainerCallback):
@@ -262,7 +263,7 @@ def run_trainer(contest: Contest, turns: Turns, first_losses: list[float]) -> No
 
 
 def run_plain(contest: Contest, turns: Turns, first_losses: list[float], *, compiled: bool) -> None:
-    """The loop that everybody writes; compiled, model and loss are one graph."""
+    """The usual hand-written loop; compiled, model and loss are one graph."""
     model = transformers_llama(contest)
     tokens, targets = (rows.to(contest.device) for rows in rows_at_hand(contest))
     optimizer = torch.optim.AdamW(
@@ -298,7 +299,7 @@ def run_plain(contest: Contest, turns: Turns, first_losses: list[float], *, comp
 
 
 def run_peak(contest: Contest, turns: Turns, first_losses: list[float]) -> None:
-    """Large matrix products: the fastest of them is what this machine can do."""
+    """Large matrix products: the fastest one is taken as this machine's peak."""
     torch.set_num_threads(contest.threads)
     left, right = (torch.randn(contest.peak_size, contest.peak_size).to(DTYPES[contest.dtype]) for _ in range(2))
     first_losses.append(0.0)
@@ -331,4 +332,4 @@ def contend(name: str, contest: Contest, pipe: Connection, log: Path) -> None:
     except Over:
         pipe.send(first_losses[0])
     except (EOFError, BrokenPipeError):
-        pass  # the contest was called off
+        pass  # the contest was cancelled

@@ -1,7 +1,7 @@
-"""What the data of a run costs: a plan of 15T tokens in 30,000 shards, and lmforge's loader beside other loaders.
+"""What the data of a run costs: a plan of 15T tokens in 30,000 shards, and lmforge's loader compared with others.
 
-The plan: to open it, to say which sequences a step has, and to read some of them.
-And what a batch of best-fit packing costs to read, beside one of concat packing, of documents with lengths as on the web.
+For the plan: opening it, finding the sequences of a step, and reading some of them. Also the cost of reading a batch with
+best-fit packing compared with concat packing, for documents with lengths as on the web.
 
 The shards are real files of 1 GB each with all their checksums, but of zeros that take no space, and hard links of one another.
 Each measurement is a process of its own; memory is what it has beyond its imports. The loaders: data_contenders.py.
@@ -54,12 +54,12 @@ def write_manifest(folder: Path, source: str, tokenizer: Tokenizer, entries: lis
 
 
 def write_plan(folder: Path, shards: int, shard_tokens: int) -> None:
-    """A folder of so many shards, all of them the same."""
+    """A folder of this many identical shards."""
     tokenizer = train_tokenizer([""], 261)
     tokenizer.save(folder / "tokenizer")
     lengths = np.full(shard_tokens // DOCUMENT_TOKENS, DOCUMENT_TOKENS)
     first = write_shard(folder, "train-00000", np.zeros(lengths.sum(), np.uint16), lengths, tokenizer.hash)
-    os.truncate(folder / "train-00000.tokens", 0)  # and longer again: a file without blocks on the disk
+    os.truncate(folder / "train-00000.tokens", 0)  # and extended again: a sparse file
     os.truncate(folder / "train-00000.tokens", 2 * first.tokens)
     entries = [replace(first, name=f"train-{number:05d}") for number in range(shards)]
     for entry in entries[1:]:
@@ -113,7 +113,7 @@ def measure(folder: Path, steps: int, sequences: int) -> dict[str, Any]:
         dataset.indices(step * BATCH_SIZE, (step + 1) * BATCH_SIZE)
         taken.append(1000 * (time.perf_counter() - began))
     result |= {"indices_ms": statistics.median(taken), "tokens": opened.split("train").num_tokens}
-    # All that a checkpoint needs of the data.
+    # Everything that a checkpoint stores about the data.
     result["state_bytes"] = len(json.dumps({"samples_consumed": 2**40, "plan_hash": dataset.plan_hash}))
     began, cpu = time.perf_counter(), time.process_time()
     for n in range(0, sequences, 64):

@@ -1,4 +1,4 @@
-"""The loaders that data.py sets side by side, each in a process of its own, in an environment that need not have lmforge.
+"""The loaders that data.py compares, each in a separate process, in an environment that need not have lmforge.
 
     python data_contenders.py write NAME FOLDER             makes the files that a loader reads, of FOLDER/tokens.bin
     python data_contenders.py measure NAME FOLDER BATCHES   prints the figures as JSON
@@ -20,15 +20,15 @@ import numpy as np
 
 SEQUENCE_LENGTH, BATCH_SIZE, EOS, SEED = 4096, 64, 0, 0
 IGNORED = -100
-AHEAD = 4  # batches that are read ahead, as many for all
+AHEAD = 4  # batches that are read ahead, the same for all
 WARM_UP_BATCHES, MEMORY_BATCHES = 8, 8
 
 Arrays = dict[str, Any]
-Opened = tuple[Iterator[Arrays], Callable[[], Any]]  # batches, and what has to be saved to go on after them
+Opened = tuple[Iterator[Arrays], Callable[[], Any]]  # batches, and the state to save for resuming after them
 
 
 def with_documents(raw: np.ndarray) -> Arrays:
-    """What a model is given of raw tokens [batch, SEQUENCE_LENGTH + 1], as few passes over them as numpy takes."""
+    """The model inputs made of raw tokens [batch, SEQUENCE_LENGTH + 1], with as few passes over them as possible in numpy."""
     tokens = raw[:, :-1].astype(np.int64)
     ends = tokens == EOS
     starts = np.zeros_like(ends)
@@ -87,7 +87,7 @@ class _MappedBatches:
 
 
 class _ShuffledBatches:
-    """Numbers of sequences, a batch at a time, another order each epoch."""
+    """Indices of sequences, a batch at a time, in another order each epoch."""
 
     def __init__(self, sequences: int) -> None:
         self._sequences = sequences
@@ -106,7 +106,7 @@ def _open_mapped(folder: Path, documents: bool) -> Opened:
     sampler: Any = _ShuffledBatches(len(raw_sequences(folder)))
     dataset: Any = _MappedBatches(folder, documents)
     loader = DataLoader(dataset, batch_size=None, sampler=sampler, num_workers=1, prefetch_factor=AHEAD)
-    return iter(loader), lambda: {"seed": SEED, "samples": 2**40}  # what a sampler needs to go on
+    return iter(loader), lambda: {"seed": SEED, "samples": 2**40}  # the state that a sampler needs to resume
 
 
 def write_streaming(folder: Path) -> None:
@@ -210,7 +210,7 @@ WRITE = {"MosaicML Streaming": write_streaming, "Grain": write_grain, "datasets"
 
 
 def _tree() -> list[int]:
-    """This process and all below it."""
+    """This process and all its descendants."""
     results = [os.getpid()]
     for pid in results:
         try:
@@ -230,7 +230,7 @@ def _cpu_seconds() -> float:
 
 
 def _memory_mb() -> float:
-    """Memory of the tree without pages of files, which the system can drop; what several share is counted once."""
+    """Memory of the tree without pages of files, which the system can drop. Shared memory is counted once."""
     kib = 0
     for pid in _tree():
         fields = dict(line.split(":", 1) for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()[1:])
@@ -239,7 +239,7 @@ def _memory_mb() -> float:
 
 
 def _check(batch: Arrays) -> None:
-    """That a batch is what is claimed: labels are the next tokens, positions and documents begin after each end."""
+    """Check a batch: labels are the next tokens, positions and documents begin after each end."""
     arrays = {name: np.asarray(array) for name, array in batch.items()}
     expected = with_documents(np.concatenate((arrays["tokens"], arrays["labels"][:, -1:]), axis=1))
     for name in arrays.keys() - {"labels"}:

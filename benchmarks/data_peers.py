@@ -1,6 +1,6 @@
-"""lmforge's loader beside others, each in an environment of its own: the corpus, the environments, and their measurement.
+"""lmforge's loader compared with others, each in a separate environment: corpus, environments and measurement.
 
-What is measured is in data_contenders.py. data.py calls this, and writes the result.
+The measured code is in data_contenders.py. data.py calls this, and writes the result.
 """
 
 import json
@@ -67,7 +67,7 @@ STAND_IN = {
 
 
 def write_corpus(folder: Path, tokens: int) -> None:
-    """The standard library's documents, repeated in other orders to so many tokens: shards, and one file of raw tokens."""
+    """The standard library's documents, repeated in other orders up to this many tokens: shards, and one file of raw tokens."""
     prepare("stdlib", folder / "once", vocab_size=VOCAB_SIZE, validation_ratio=0)
     once = TokenFolder.open(folder / "once")
     split = once.split("train")
@@ -100,7 +100,7 @@ def write_corpus(folder: Path, tokens: int) -> None:
 
 
 def measure_loaders(folder: Path, names: list[str], tokens: int, batches: int, rounds: int) -> dict[str, Any]:
-    """The figures of each loader in each round, each in a process of its own, one after another; or why there are none."""
+    """The figures of each loader in each round, each in a separate process, one after another; or why there are none."""
     write_corpus(folder, tokens)
     result: dict[str, Any] = {name: {"packages": PACKAGES.get(name, ())} for name in names}
     pythons: dict[str, str] = {}
@@ -155,7 +155,7 @@ def loaders_table(loaders: dict[str, Any]) -> list[str]:
 
 
 def lead(loaders: dict[str, Any]) -> str:
-    """What lmforge's samples per CPU second are of the best other that gives all that it gives."""
+    """The ratio of lmforge's samples per CPU second to those of the best other loader with the same features."""
     cpu = {name: row["figures"]["all_cpu"]["median"] for name, row in loaders.items() if "figures" in row}
     others = {name: cpu[name] for name in cpu if name not in ("lmforge", FLOOR)}
     best = min(others, key=lambda name: others[name])

@@ -1,9 +1,9 @@
-"""Tokens a second of lmforge's generation beside transformers' `generate` on a CPU: the same model, prompts and threads.
+"""Tokens per second of lmforge's generation compared with transformers' `generate` on a CPU.
 
-Each lives in a process of its own, for the allocator's settings are what all in a process share, and they take turns: a
-ratio is taken within a round, reading of the prompts included. Greedy tokens must be the same; where they part, the two
-likeliest tokens may be as close as rounding brings them, and then that row is compared no further. Sampled tokens are
-drawn from the whole softmax by either, each with numbers of its own.
+Both have the same model, prompts and threads. Each runs in a separate process, since a process shares the allocator's settings,
+and they take turns. Ratios are within a round, and include the prefill. Greedy tokens must be the same; where they part, the
+two likeliest tokens may be as close as rounding brings them, and then that row is compared no further. Sampled tokens are drawn
+from the whole softmax by either, each with numbers of its own.
 """
 
 import json
@@ -47,7 +47,7 @@ LLAMA = ModelConfig(
 SHAPES = {"llama": LLAMA, "llama, grouped heads": replace(LLAMA, num_attention_heads=8, num_key_value_heads=2, head_dim=32)}
 TINY = replace(LLAMA, vocab_size=128, hidden_size=32, intermediate_size=64, num_hidden_layers=2)
 SAMPLINGS = {"greedy": SamplingParams(0.0), "sampled": SamplingParams(1.0)}
-# Two sums of some hundred terms of size one, in another order.
+# The tolerance for two sums of some hundred terms of size one, in different orders.
 TIE = 1e-3
 
 Write = Callable[[SamplingParams], list[list[int]]]
@@ -55,7 +55,7 @@ Write = Callable[[SamplingParams], list[list[int]]]
 
 @dataclass(frozen=True)
 class Work:
-    """What both are given: a folder with a model, prompts, how many tokens to write after each, and threads."""
+    """The input of both: a folder with a model, prompts, the number of tokens to generate after each, and threads."""
 
     folder: Path
     prompts: list[list[int]]

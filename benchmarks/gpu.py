@@ -1,8 +1,8 @@
-"""Tokens a second and MFU of lmforge beside others on one GPU: 124M, 1B, 3B and 8B Llama shapes, bf16 and float8.
+"""Tokens per second and MFU of lmforge compared with others on one GPU: 124M, 1B, 3B and 8B Llama shapes, bf16 and float8.
 
-A trial is a process: it starts, warms up and compiles, is timed, and ends, so that one that runs out of memory, of time or
-crashes is a marked row and the table goes on. Each row is written at once, into the one file of this GPU: a call that is killed
-keeps what it has, and a call for another size adds to it. One size (`--only 8b`) takes less than eight minutes.
+A trial is a process: it starts, warms up and compiles, is timed, and ends, so that one that crashes or runs out of memory or
+time becomes a marked row, and the table continues. Each row is written at once, into the one file of this GPU: a call that is
+killed keeps what it has, and a call for another size adds to it. One size (`--only 8b`) takes less than eight minutes.
 
 Beside lmforge's rows stands what `lmforge plan` predicts from the GPU's data sheet.
 
@@ -43,9 +43,9 @@ from lmforge.plan.prediction.predict import Prediction
 from lmforge.plan.prediction.step_config import StepConfig
 
 GIB = 2**30
-# Of a GPU's memory, what weights, gradients and optimizer states may take; the rest is for activations and logits.
+# The fraction of a GPU's memory for weights, gradients and optimizer states; the rest is for activations and logits.
 SHARE_AT_REST = 0.8
-# Of one size, from its first process to the last row. A trial may take what its predecessors have left.
+# The time limit for one size, from its first process to the last row. A trial may use the remaining time.
 SECONDS_A_SIZE = 440.0
 # Tokens/s of Llama-3 8B on one H200, published: length 4,096, 4 sequences in each of 2 micro-batches, full activation
 # checkpointing, compiled, weights and states in bf16.
@@ -84,7 +84,7 @@ def llama(vocabulary: int, hidden: int, inner: int, layers: int, heads: int, kep
     )
 
 
-# Written out rather than presets, so that results stay comparable when presets change. Tokens of a forward pass are what
+# Written out rather than presets, so that results stay comparable when presets change. The number of tokens per forward pass
 # leaves room, on 80 GB, for a contender that keeps all of its logits.
 LLAMA_8B = llama(128256, 4096, 14336, 32, 32, 8, tied=False)
 SIZES = {
@@ -167,7 +167,7 @@ def trials_of(size: Size, contest: Contest) -> dict[str, tuple[str, Contest]]:
 
 
 def why(ended: EndedEarly) -> str:
-    """In a few words, for a row of the table."""
+    """A short description for a row of the table."""
     if ran_out_of_memory(ended.status, ended.said):
         return OUT_OF_MEMORY
     last = next((line for line in reversed(ended.said.splitlines()) if line.strip()), "it said nothing")
@@ -260,7 +260,7 @@ def figures(
 
 
 def compare(rows: dict[str, dict[str, Any]]) -> None:
-    """Give each row how much faster lmforge is, within a round; what is measured later is compared too."""
+    """Add to each row how much faster lmforge is within a round, also for rows that are measured later."""
     ours = rows.get(LMFORGE, {}).get("tokens_per_second")
     for row in rows.values():
         if "failed" not in row:
@@ -334,7 +334,7 @@ def say(line: str) -> None:
 
 
 def describe(contest: Contest) -> str:
-    """The cell in words: what is trained, in what batches, and what makes it fit."""
+    """A description of the cell: what is trained, in which batches, and how it fits in memory."""
     state_bytes = bytes_at_rest(contest.shape, 4 if contest.master_dtype == "fp32" else 2) / GIB
     again = ", activations computed again" if contest.activation_checkpointing != "none" else ""
     return (

@@ -1,7 +1,7 @@
-"""What the loader costs: the time to make a global batch, and the share of a step that the training thread waits for one.
+"""What the loader costs: the time to make a global batch, and the fraction of a step that training waits for one.
 
-The step beside it is 100 ms of matrix products on all threads, so that the loader's own thread has to share the cores as
-it does in training. The shards are small and in the page cache: this is the loader's arithmetic, not the disk's speed.
+A step is 100 ms of matrix products on all threads, so that the loader's thread has to share the cores as in training. The
+shards are small and in the page cache: this is the loader's arithmetic, not the disk's speed.
 """
 
 import sys
@@ -25,7 +25,7 @@ PRODUCT_SIZE = 512  # a product of a few milliseconds: a step ends on time
 
 
 def making_seconds(stream: TokenDataset, rows: int, batches: int) -> list[float]:
-    """Seconds that each of the first global batches takes to make, with nothing else going on."""
+    """Seconds to make each of the first global batches, with nothing else running."""
     taken = []
     for step in range(batches):
         began = time.perf_counter()

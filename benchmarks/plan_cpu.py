@@ -1,7 +1,9 @@
-"""What `lmforge plan` predicts for this CPU beside what `lmforge bench` measures: tokens/s and live tensors at the peak.
+"""Predictions of `lmforge plan` for this CPU compared with measurements of `lmforge bench`.
 
-A round calibrates for one rank and for two, and then measures each configuration once, so that a prediction and what it is
-compared with come from the same minutes. Each is a process of its own. Medians over the rounds are reported.
+Compared are tokens/s and the peak bytes of live tensors.
+
+A round calibrates for one rank and for two, and then measures each configuration once, so that a prediction and its measurement
+are from the same minutes. Each is a separate process. Medians over the rounds are reported.
 """
 
 import json

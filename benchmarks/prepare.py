@@ -1,7 +1,7 @@
-"""How fast text becomes tokens: lmforge's preparation beside `tokenizers` alone, `datasets.map` and datatrove.
+"""How fast text becomes tokens: lmforge's preparation compared with `tokenizers` alone, `datasets.map` and datatrove.
 
 All take the same JSON lines and the same tokenizer.json. `tokenizers` encodes texts that lie in memory, in batches, with a
-thread on each core: it neither reads nor writes, so it is what the others cannot exceed. lmforge reads the file, tokenizes it
+thread on each core: it neither reads nor writes, so it is an upper bound for the others. lmforge reads the file, tokenizes it
 in processes, and writes shards with checksums in a keyed order. `datasets.map` reads it, tokenizes it in processes, and writes
 Arrow; datatrove, in an environment of its own, writes files of ids. Starting processes counts for all three. On a busy machine
 CPU seconds say more than seconds: all of them keep every core at work but for starting and ending.
@@ -30,7 +30,7 @@ CONTENDERS = ("tokenizers", "lmforge", "datasets.map", "datatrove")
 
 
 def respelt(text: str, number: int) -> str:
-    """A text with other words: vowels stay vowels and consonants consonants, each in the place of another."""
+    """A text with other words, made by permuting vowels and permuting consonants."""
     letters = []
     for kind, by in (("aeiou", number % len("aeiou")), ("bcdfghjklmnpqrstvwxyz", number // len("aeiou"))):
         letters.append((kind, kind[by:] + kind[:by]))
@@ -40,7 +40,7 @@ def respelt(text: str, number: int) -> str:
 def write_corpus(folder: Path, megabytes: int) -> int:
     """The standard library's files as JSON lines, respelt in each repetition, to so many megabytes. Returns the bytes of text.
 
-    Words that come again are cached by all who tokenize: repeated as they are, a corpus would have too few of them.
+    All tokenizers cache repeated words, so a corpus that is repeated unchanged would have too few different words.
     """
     texts = [text for unit in open_text_source("stdlib").units() for text in unit.read() if text.strip()]
     written, sample = 0, []
@@ -63,11 +63,11 @@ def corpus_files(folder: Path) -> list[Path]:
     return sorted((folder / "corpus").iterdir())
 
 
-Seconds = tuple[float, float]  # by the clock, and of the CPU
+Seconds = tuple[float, float]  # wall-clock seconds and CPU seconds
 
 
 def now() -> Seconds:
-    """Seconds by the clock, and CPU seconds of this process and of those that it has started and waited for."""
+    """Wall-clock seconds, and CPU seconds of this process and of those that it started and waited for."""
     used = (resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
     return time.perf_counter(), sum(each.ru_utime + each.ru_stime for each in used)
 
@@ -190,7 +190,7 @@ def main() -> int:
         name, folder, workers, out = arguments[1:]
         print(*RUNS[name](Path(folder), Path(out), int(workers)))
         return 0
-    # Here, for it takes torch, which a worker process of a contender would import too.
+    # Imported here, since it imports torch, which a contender's worker process would import too.
     from setting import RESULTS, machine, summarize, write_result
 
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])

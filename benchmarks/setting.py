@@ -1,4 +1,4 @@
-"""What the benchmarks here share: a small real corpus, what machine this is, and where a result is written."""
+"""Code that the benchmarks share: a small real corpus, a description of the machine, and writing of results."""
 
 import argparse
 import contextlib
@@ -29,7 +29,7 @@ RESULTS = Path(__file__).parent / "results"
 
 
 def benchmark_parser(docstring: str, rounds: int, what: str) -> argparse.ArgumentParser:
-    """With the options that contests share: --rounds, which `what` explains, and --out. `docstring` is its module's."""
+    """A parser with the shared options: --rounds, which `what` explains, and --out. `docstring` is its module's."""
     parser = argparse.ArgumentParser(description=docstring.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=rounds, help=f"{what} (default: {rounds})")
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the result (default: benchmarks/results)")
@@ -89,7 +89,7 @@ def make_environment(folder: Path, packages: Sequence[str], files: Mapping[str, 
     venv.create(folder, with_pip=True)
     python = str(folder / "bin" / "python")
     beside = Path(sysconfig.get_path("purelib", vars={"base": str(folder)}))
-    (beside / "zz-below.pth").write_text(sysconfig.get_path("purelib") + "\n")  # what is installed here comes before it
+    (beside / "zz-below.pth").write_text(sysconfig.get_path("purelib") + "\n")  # packages installed there have precedence
     for path, text in files.items():
         (beside / path).parent.mkdir(parents=True, exist_ok=True)
         (beside / path).write_text(text)

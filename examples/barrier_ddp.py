@@ -24,7 +24,7 @@ def should_save(best: list[float], loss: float) -> bool:
 
 def save_checkpoint(best: list[float], loss: float) -> None:
     if dist.get_rank() == 0:
-        best.append(loss)  # and write a file; the other ranks have nothing to write, so they keep no list
+        best.append(loss)  # and write a file; the other ranks write nothing, so they keep no list
         del best[:-KEPT]
     dist.barrier()  # "so that all ranks are in step again"
 

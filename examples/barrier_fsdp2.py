@@ -37,7 +37,7 @@ def main() -> None:
         model(torch.randn(4, 64)).square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
-        dist.barrier()  # it is no cure: what goes wrong comes after it
+        dist.barrier()  # this does not help: the problem comes after it
         if saving is not None:
             saving.result()
         saving = dcp.async_save(model.state_dict(), checkpoint_id=f"{folder[0]}/{step}", process_group=group)

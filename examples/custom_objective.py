@@ -1,5 +1,5 @@
-"""Train with a custom objective: next-token prediction that is not paid for being sure. Any strategy, resume and
-checkpoints come with it. `python examples/custom_objective.py PREPARED_FOLDER`
+"""Train with a custom objective: next-token prediction without a reward for very confident predictions. All strategies, resume
+and checkpoints work with it. `python examples/custom_objective.py PREPARED_FOLDER`
 """
 
 import os
@@ -11,7 +11,7 @@ STEPS = int(os.environ.get("STEPS", "300"))
 
 
 class CappedConfidence:
-    """Cross-entropy, but a token counts no more once its probability is above `cap`."""
+    """Cross-entropy without the tokens whose probability is above `cap`."""
 
     def __init__(self, cap: float) -> None:
         self.cap = cap

@@ -12,7 +12,7 @@ print(f"loss {measured['loss']:.4f}, {measured['bits_per_byte']:.4f} bits per by
 
 lmforge.export_model(run, out, dtype="fp32", overwrite=True)
 
-# What was written is the same model.
+# The written folder has the same model.
 again = lmforge.evaluate_model(
     lmforge.load_model(out, dtype="fp32"), measured["data"], sequences=64, sequence_length=measured["sequence_length"]
 )

@@ -1,4 +1,4 @@
-"""Load a model by name and let it write. `python examples/load_and_generate.py MODEL [PROMPT …]`
+"""Load a model by name and generate text. `python examples/load_and_generate.py MODEL [PROMPT …]`
 
 MODEL is a run, a checkpoint, a folder in Hugging Face's layout, or a name on the hub.
 """

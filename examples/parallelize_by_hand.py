@@ -24,7 +24,7 @@ class NextToken:
 objective = NextToken()
 with lmforge.init_distributed() as ranks:
     data, tokenizer = lmforge.open_data(folder, sequence_length=128), lmforge.open_tokenizer(folder)
-    # On the meta device a model takes no memory: each rank makes only its part of the weights.
+    # On the meta device a model takes no memory; each rank then creates only its part of the weights.
     module = lmforge.build_model(
         vocab_size=tokenizer.vocab_size, hidden_size=96, intermediate_size=256, num_hidden_layers=3, device="meta"
     )

@@ -1,6 +1,6 @@
-"""Text files → tokenizer and tokens → a trained model → what it writes. `python examples/pretrain_from_text.py FOLDER_OF_TEXT`
+"""Text files → tokenizer and tokens → a trained model → generated text. `python examples/pretrain_from_text.py FOLDER_OF_TEXT`
 
-The run goes on where it stopped when the script is started again. STEPS=20 makes it short.
+The run resumes when the script is started again. STEPS=20 makes it short.
 """
 
 import os

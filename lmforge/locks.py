@@ -43,8 +43,8 @@ class HeldFile:
 
 
 def try_lock(descriptor: int, held_file: Path) -> Callable[[], None] | None:
-    """Lock an open file or folder, without waiting. Returns None where another process holds the lock, else what releases it,
-    to be called before the descriptor is closed.
+    """Lock an open file or folder, without waiting. Returns None where another process holds the lock, otherwise a function
+    that releases it, to be called before the descriptor is closed.
 
     `held_file` is the lock where the file system has none. Raises OSError.
     """

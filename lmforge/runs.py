@@ -279,8 +279,8 @@ class Run:
     def rank_logs(self, attempt: int) -> dict[int, Path]:
         """The logs of an attempt that are there, by rank, in order."""
         paths = (self.logs_folder / f"attempt-{attempt}").glob("rank-*.log")
-        found = {int(name[1]): path for path in paths if (name := re.fullmatch(r"rank-([0-9]{1,9})\.log", path.name))}
-        return dict(sorted(found.items()))
+        logs = {int(name[1]): path for path in paths if (name := re.fullmatch(r"rank-([0-9]{1,9})\.log", path.name))}
+        return dict(sorted(logs.items()))
 
     def lock(self) -> None:
         """Lock the run for this process until it unlocks it or ends.

@@ -1,4 +1,4 @@
-"""Files as `lmforge bench --calibrate` writes them, of devices that there are not."""
+"""Files as `lmforge bench --calibrate` writes them, for fictitious devices."""
 
 import json
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""What tests/test_fuzz.py draws its hostile input with, and the contract that a command keeps whatever it is given."""
+"""Generators of hostile input for tests/test_fuzz.py, and the contract that a command keeps for any input."""
 
 import copy
 import faulthandler

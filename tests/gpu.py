@@ -2,7 +2,7 @@
 
     python tests/gpu.py [--json PATH] [--minutes 5] [--device cpu] [WORDS OF PYTEST …]
 
-Nothing is installed. A test whose package is missing, and one that would begin too late, is listed as not run. Each outcome is
+Nothing is installed. A test whose package is missing, or that would begin too late, is listed as not run. Each outcome is
 written to the JSON file at once, so that a run that is killed keeps what it has. With `--device cpu` the bodies that run on
 either device run on this CPU, to find plain errors: that is a rehearsal, and says nothing about a GPU.
 """

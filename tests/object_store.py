@@ -1,4 +1,4 @@
-"""A real server that speaks S3, for tests of object stores."""
+"""A real S3 server, for tests of object stores."""
 
 import os
 import subprocess

@@ -1,4 +1,4 @@
-"""docs/architecture.md is true: its packages are those there are, its arrows are the imports, its files and names exist."""
+"""docs/architecture.md is correct: its packages are complete, its arrows are the imports, and its files and names exist."""
 
 import ast
 import re

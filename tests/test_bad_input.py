@@ -1,4 +1,4 @@
-"""What a user can get wrong, and what a machine can: one line that says it, the right status, nothing lost.
+"""Errors of users and machines: a message of one line, the right exit status, and no data lost.
 
 Through the command itself. Where a process of its own adds nothing to the claim, the command line is carried out in this
 one, since every process that imports torch costs seconds.

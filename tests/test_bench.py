@@ -1,4 +1,4 @@
-"""`lmforge bench`: what is printed about a recipe's step, with its prediction; sweeps of which every row is there, refused ones
+"""`lmforge bench`: what is printed about a recipe's step, with its prediction; and sweeps, with a row for refused combinations
 too."""
 
 import json

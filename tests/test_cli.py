@@ -1,4 +1,4 @@
-"""The command as its users meet it: a process with words, output, one line of message and an exit status."""
+"""The command as users see it: arguments, output, a message of one line and an exit status."""
 
 import os
 import re

@@ -1,4 +1,4 @@
-"""The documents are true: what they tell a reader to type works, and what they name is there.
+"""The documentation is correct: its commands work, and the names in it exist.
 
 The commands of README.md, of the first page of docs/, the tutorials and the other pages are carried out in this order, in one
 new folder that holds the recipes and such material as a reader would bring. A pretraining is cut down to a few steps of a tiny

@@ -1,4 +1,4 @@
-"""The examples do what they say: those of docs/library.md run; of docs/barriers.md the mistake fails, and the cure does not."""
+"""The examples work: those of docs/library.md run; in those of docs/barriers.md the mistake fails and the fix does not."""
 
 import json
 import re

@@ -1,4 +1,5 @@
-"""Hostile input of seven kinds, drawn anew from the seed of each test run: all ends in time, in one line, and without loss.
+"""Hostile input of seven kinds, drawn from the seed of each test run: every case ends in time, with one line, and without data
+loss.
 
 A failure lists the cases that broke the contract (`Contract` in fuzzing.py) with their command lines. The same seed, which it
 prints too, draws them again. What was found so has a test by name beside others of its kind.

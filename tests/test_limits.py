@@ -1,4 +1,4 @@
-"""Numbers, names, values and nesting beyond every bound: one short line, status 2, nothing begun."""
+"""Numbers, names, values and nesting beyond every limit: one short line, status 2, and nothing is started."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""What is given to others: wheel and source archive, installed in a clean environment; the container's file; the citation."""
+"""Release artifacts: wheel and source archive, installed in a clean environment; the container file; the citation."""
 
 import os
 import re

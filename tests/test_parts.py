@@ -1,4 +1,4 @@
-"""The parts of `make test-all`: together they are all tests, and no test is in two of them."""
+"""The parts of `make test-all`: together they contain all tests, and no test is in two of them."""
 
 from collections import Counter
 from pathlib import Path

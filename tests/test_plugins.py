@@ -1,4 +1,4 @@
-"""Plugins: files and packages of users add names, options and callbacks, and what is wrong with one is said in one line."""
+"""Plugins: files and packages of users add names, options and callbacks, and errors in one are reported in one line."""
 
 import email.message
 import json

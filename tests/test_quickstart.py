@@ -1,4 +1,4 @@
-"""The first command of a newcomer, cut down to a few steps of each stage and a part of the standard library."""
+"""The first command of a new user, reduced to a few steps of each stage and a part of the standard library."""
 
 import re
 import shutil

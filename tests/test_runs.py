@@ -1,4 +1,4 @@
-"""The run directory: what is where, who may write there, and what is said of it."""
+"""The run directory: its layout, which process may write there, and messages about it."""
 
 import json
 import os

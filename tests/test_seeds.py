@@ -1,4 +1,4 @@
-"""What tests draw can be repeated, what a machine lacks is said once, and repetitions draw anew."""
+"""Random numbers of tests can be repeated, missing tools are reported once, and repetitions draw new numbers."""
 
 import re
 from pathlib import Path

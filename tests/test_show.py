@@ -1,4 +1,4 @@
-"""What `lmforge show` says of things, checked against what they are."""
+"""The output of `lmforge show`, checked against the things it describes."""
 
 import json
 import re

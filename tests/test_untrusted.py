@@ -1,4 +1,4 @@
-"""The door for content from outside refuses what is not JSON, whatever the schema."""
+"""The parser for untrusted content refuses everything that is not JSON, for any schema."""
 
 import tracemalloc
 from pathlib import Path

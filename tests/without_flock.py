@@ -1,4 +1,4 @@
-"""Runs a line of Python in a process whose kernel answers `flock` as a file system without locks does."""
+"""Runs a line of Python in a process where `flock` fails as on a file system without locks."""
 
 import ctypes
 import errno

@@ -1,4 +1,5 @@
-"""A document source: mail in .mbox files, a message a document. `lmforge prepare mail.mbox data/mail --plugins mbox_source.py`.
+"""A document source: mail in .mbox files, one document per message. `lmforge prepare mail.mbox data/mail --plugins
+mbox_source.py`.
 
 Nothing here imports torch. The file arrives open, and decompressed: mail.mbox.gz is read too.
 """
@@ -12,7 +13,7 @@ import lmforge
 
 
 class MboxOptions(lmforge.Options):
-    """What of a message is read."""
+    """The parts of a message that are read."""
 
     headers: bool = lmforge.option(True, "put From, Date and Subject before the text")
     quotes: bool = lmforge.option(False, "keep lines that quote another message, which begin with >")

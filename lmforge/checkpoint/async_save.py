@@ -111,7 +111,7 @@ class AsyncCheckpointer:
             use_device_in_thread(self.dist_ctx.device)
             function(*arguments)
 
-        # A process that must end does not wait for it: a peer may be lost.
+        # A process can end without waiting for this thread, since another rank may be lost.
         self._in_flight = start_in_thread(run, "checkpoint")
 
     def save(self, step: int, state: StateDict, **metadata: Any) -> None:
@@ -140,7 +140,7 @@ class AsyncCheckpointer:
         if self._in_flight is None:
             return
         began = time.perf_counter()
-        error = self._in_flight.exception()  # a bug, or a lost peer
+        error = self._in_flight.exception()  # a bug, or a lost rank
         self.blocking_seconds += time.perf_counter() - began
         self._in_flight = None
         if error is not None:

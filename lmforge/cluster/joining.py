@@ -102,7 +102,7 @@ def choose_gloo_interface(several_hosts: bool) -> None:
 
 def interface_towards(host: str) -> str | None:
     """The network interface over which this machine reaches `host`; None for the loopback, or where it cannot be determined."""
-    # No route, no such name, IPv6 only, not Linux.
+    # There may be no route, an unknown name, only IPv6, or no Linux.
     with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect((host, 9))  # nothing is sent
         address = probe.getsockname()[0]

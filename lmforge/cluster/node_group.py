@@ -73,8 +73,8 @@ def read_node_group() -> NodeGroup | None:
     host, _, port = address.rpartition(":")
     if not names or not host or not port.isdecimal() or not 0 < int(port) <= MAX_PORT:
         raise UserError(
-            f"environment: {NODES_VARIABLE} = {cut(nodes)!r}, {ADDRESS_VARIABLE} = {cut(address)!r}: expected names with commas"
-            " between them, and HOST:PORT"
+            f"environment: {NODES_VARIABLE} = {cut(nodes)!r}, {ADDRESS_VARIABLE} = {cut(address)!r}: expected"
+            " comma-separated names, and HOST:PORT"
         )
     return NodeGroup(names, _node_rank(names), host, int(port))
 
@@ -211,15 +211,15 @@ class NodeStore:
         return self.call(lambda store: bool(store.check([key])))
 
     def get(self, key: str, seconds: float, rank: int = 0) -> str:
-        """A value that node `rank` sets. Raises PeerLost where it does not come in time."""
+        """A value that node `rank` sets. Raises PeerLost where it does not arrive in time."""
         if not wait_until(lambda: self.has(key), seconds):
             raise self.group.peer_lost(rank)
         return self.call(lambda store: str(store.get(key).decode()))
 
 
 class StartAttempt:
-    """One start of all ranks, whose block every node enters: in it, a thread watches the other nodes and ends this one's ranks
-    where one fails."""
+    """One start of all ranks, a context that every node enters. In it, a thread watches the other nodes and ends this node's
+    ranks if another one fails."""
 
     def __init__(self, node_store: NodeStore, number: int) -> None:
         self._node_store, self._group, self._prefix = node_store, node_store.group, f"attempt/{number}"

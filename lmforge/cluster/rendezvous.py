@@ -151,7 +151,7 @@ def free_port() -> int:
 
 
 def answer_with_port(identity: str, world_size: int, port: int) -> None:
-    """On rank 0, answer every other rank with the port of the store, in a thread that ends when all of them have it.
+    """On rank 0, send the port of the store to every other rank, in a thread that ends when all have it.
 
     Raises UserError where none of the job's ports is free.
     """
@@ -169,7 +169,7 @@ def answer_with_port(identity: str, world_size: int, port: int) -> None:
         with listening:
             while waiting:
                 connection, _ = listening.accept()
-                # Somebody else closes, says nothing, or no number.
+                # An unrelated program closes, sends nothing, or sends no number.
                 with connection, suppress(OSError, ValueError):
                     connection.settimeout(ANSWER_SECONDS)
                     connection.sendall(f"lmforge {identity}\n".encode())

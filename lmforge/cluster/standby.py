@@ -82,7 +82,7 @@ def release_standby(rank: int) -> None:
     """On rank 0, release the standby ranks, which may have started only just now."""
     if rank != 0 or not _standby_ranks:
         return
-    # It is gone, or the store is.
+    # The rank or the store has ended.
     with suppress(RuntimeError):
         store, names = connect_to_store(CONNECTION), list[str]()
         for each in _standby_ranks:

@@ -79,7 +79,7 @@ class Options(BaseModel):
 
 
 def is_impossible_path(path: Path) -> bool:
-    """Whether no file system takes a path."""
+    """Whether no file system accepts a path."""
     return "\0" in str(path) or any(len(os.fsencode(name)) > MAX_NAME_BYTES for name in path.parts)
 
 
@@ -116,7 +116,7 @@ def section(options_class: type[Options], description: str) -> Any:
 
 
 # What several commands have in common.
-PLUGINS = option((), "Python files that register more names; in a recipe at its top, relative to it")
+PLUGINS = option((), "Python files that register more names; at the top of a recipe, paths are relative to it")
 OUTPUT_FORMAT = option("text", "output format")
 
 

@@ -53,7 +53,7 @@ TORCH_SHARDING_NAMES = {
 }
 DEFAULT_INTERLEAVED_STAGES = 2
 RUNS_FOLDER = option(Path("runs"), "folder that holds the runs")
-DEVICE = option("auto", "auto is cuda where there is one")
+DEVICE = option("auto", "auto: cuda if available, otherwise cpu")
 
 
 def _model_option(meaning: str, field: str = "") -> Any:

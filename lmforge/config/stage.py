@@ -107,7 +107,7 @@ class StageConfig(Options):
             given = f"schedule.warmup_steps = {warmup}" + (f" and schedule.decay_steps = {decay}" if decay else "")
             yield f"{given}: more than train.steps = {self.train.steps}; lower them or train longer"
         if self.parallel.splits_model:
-            reason = "with tensor_parallel_degree or pipeline_parallel_degree no rank has the whole model; leave it out, and"
+            reason = "with tensor_parallel_degree or pipeline_parallel_degree no rank has the full model; leave it out, and"
             if self.sample.every_steps:
                 yield f"sample.every_steps: {reason} generate from the checkpoints"
             if self.validation.tasks:
@@ -120,8 +120,8 @@ class StageConfig(Options):
             yield f"optimizer.name = {optimizer.name}: {reason}"
 
     def with_name(self, name: str) -> Self:
-        """The same options as a run records them: with their stage, the paths of plugins absolute, and `name` as that of the
-        run unless they name it. Raises UserError."""
+        """The options as a run records them: with their stage, absolute paths of plugins, and the run name `name` unless they
+        have one. Raises UserError."""
         if not self.run.name and (problem := name_problem(name)):
             raise UserError(f"the recipe's file name names the run: {problem}; give a --run.name")
         plugins = tuple(str(Path(path).expanduser().absolute()) for path in self.plugins)
@@ -191,7 +191,7 @@ class PretrainDataOptions(SequenceOptions):
         if self.sources and self.folder != type(self).model_fields["folder"].default:
             yield "data.folder and data.sources: give one of them"
         if self.sources and self.quarantine:
-            yield "data.quarantine: with data.sources each source has a quarantine of its own"
+            yield "data.quarantine: with data.sources each source has its own quarantine"
         yield from folder_problems(self.folder, "data.folder")
         if self.num_canonical_nodes > 1 and self.shuffle_window is None:
             yield "data.num_canonical_nodes: divides the windows of data.shuffle_window; give that too, or leave it out"

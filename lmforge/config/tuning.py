@@ -190,7 +190,7 @@ class ConversationOptions(ExampleOptions):
     def problems(self) -> Iterator[str]:
         yield from super().problems()
         if self.sources and (self.files or self.validation_files):
-            yield "data.files and data.sources: give one of them; a source has validation_files of its own"
+            yield "data.files and data.sources: give one of them; a source has its own validation_files"
         yield from mixture_problems(self.sources, (), self.sequence_length)
 
     @property

@@ -268,8 +268,8 @@ def generate_in_batches(
     """The text that the model generates after each prompt, on every rank. A prompt that leaves no room for `max_tokens`
     loses its beginning. Raises UserError where `max_tokens` alone leave no room for a prompt."""
     limit = max_input_length(loaded.config) - len(loaded.prefix_ids)
-    room = limit - settings.max_tokens
-    if room < 1:
+    max_prompt_tokens = limit - settings.max_tokens
+    if max_prompt_tokens < 1:
         raise UserError(f"{settings.max_tokens} tokens to generate leave no room for a prompt in the {limit} the model reads")
     encoded = [loaded.tokenizer.encode(prompt) for prompt in prompts]
 
@@ -277,7 +277,7 @@ def generate_in_batches(
         completions = generate(
             loaded.model,
             loaded.tokenizer,
-            [encoded[number][-room:] for number in numbers],
+            [encoded[number][-max_prompt_tokens:] for number in numbers],
             max_tokens=settings.max_tokens,
             sampling=sampling,
             seed=numbers[0],

@@ -66,7 +66,7 @@ class SafeReader(dcp.FileSystemReader):
         except (pickle.UnpicklingError, EOFError, AttributeError, ImportError, IndexError, TypeError, ValueError) as problem:
             raise UserError(f"{path}: cannot be read as checkpoint metadata: {problem}") from None
         if outside := sorted(name for name in files if Path(name).name != name):
-            raise UserError(f"{path}: says that tensors lie in {outside[0]}, outside of the checkpoint")
+            raise UserError(f"{path}: says that tensors are in {outside[0]}, outside of the checkpoint")
         if getattr(metadata, "storage_meta", None) is None:
             metadata.storage_meta = StorageMeta()
         return metadata

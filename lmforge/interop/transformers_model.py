@@ -110,7 +110,7 @@ class TransformersModel(LanguageModel):
         embedding.register_forward_hook(lambda module, args, hidden: to_autocast_dtype(hidden))
         self._takes_positions = "position_ids" in inspect.signature(base.forward).parameters
         if not self._takes_positions and config.model_type not in ALIBI_MODEL_TYPES:
-            raise UserError(f"model: a {config.model_type} model cannot be told where documents begin; use another model")
+            raise UserError(f"model: a {config.model_type} model does not support document boundaries; use another model")
         self._logit_scale, softcap = find_logit_transform(causal, head.in_features)
         self._constant_buffers, self._constants_device = constant_buffers(causal), torch.device("cpu")
         self.add_module(self._base_model_name, base)

@@ -26,7 +26,7 @@ ALL_LINEAR = "all-linear"
 
 @dataclass(frozen=True)
 class LoraConfig:
-    """Which layers of the blocks are adapted, and how. Its numbers are those of `LoraOptions`, which bounds them.
+    """Which layers of the blocks are adapted, and how. Its numbers are checked by `LoraOptions`.
 
     target_modules: each is the end of layer names (`q_proj`, `mlp.up_proj`), a regular expression that matches full names,
         or "all-linear".

@@ -130,9 +130,9 @@ def read_peer(folder: Path, rank: int, own_written_at: float, silent_after_secon
     A rank is silent if its heartbeat is older than `own_written_at`, a time of the same file system's clock, by more than
     `silent_after_seconds`.
     """
-    if (found := read_overwritten(heartbeat_path(folder, rank), HeartbeatRecord)) is None:
+    if (content := read_overwritten(heartbeat_path(folder, rank), HeartbeatRecord)) is None:
         return PeerStatus(rank, {}, "missing")
-    written_at, heartbeat = found[0], asdict(found[1])
+    written_at, heartbeat = content[0], asdict(content[1])
     if heartbeat["phase"] in FINAL_PHASES:
         return PeerStatus(rank, heartbeat, "ended")
     silent = max(0.0, own_written_at - written_at)

@@ -21,7 +21,7 @@ from lmforge.parallel.precision import check_float8, convert_to_float8
 from lmforge.parallel.tensor_parallel import apply_tensor_parallel
 from lmforge.parallel.validate import check_lora, check_neftune, choose_engine
 
-# Of a block; after so many torch runs it uncompiled.
+# The number of graphs of a block after which torch would run it uncompiled.
 MAX_GRAPHS = 64
 
 

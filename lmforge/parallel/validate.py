@@ -88,7 +88,7 @@ def why_not_compiled(options: ParallelOptions, device_type: str) -> str | None:
     """
     recomputes = options.activation_checkpointing in ("full", "selective-blocks")
     if device_type == "cpu" and recomputes and options.tensor_parallel_degree > 1:
-        return "tensor parallelism with whole blocks recomputed cannot be compiled on a CPU"
+        return "tensor parallelism with full activation checkpointing cannot be compiled on a CPU"
     return None
 
 

@@ -23,7 +23,7 @@ class ParameterCounts:
 
 
 def count_all(model: ModelConfig) -> ParameterCounts:
-    """Those of a model whose weights are all trained."""
+    """The counts of a model whose weights are all trained."""
     count = parameter_count(model)
     return ParameterCounts(count.total, count.total, count.block_matrices)
 

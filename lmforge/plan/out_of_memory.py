@@ -82,7 +82,7 @@ class MemoryEstimator:
         has_reference: bool = False,
         step: int = 0,
     ) -> Self:
-        """The estimator of a recipe on these ranks, for a run that goes on from `step`. `gpu_bytes`: `min_gpu_bytes`."""
+        """The estimator of a recipe on these ranks, for a run that continues from `step`. `gpu_bytes`: `min_gpu_bytes`."""
         on_gpu = dist_ctx.device.type == "cuda"
         dtype, _ = choose_dtype(config.train.dtype, dist_ctx.device)
         compiled, _ = choose_compile(config, dist_ctx.device, config.train.steps - step)

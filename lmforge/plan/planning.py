@@ -106,7 +106,7 @@ def calibrated_gpu(gpu: GPU, calibration: Calibration, hardware: Hardware, path:
     if calibration.ranks_per_host != per_host:
         raise UserError(
             f"--calibration: {path}: ranks on a CPU share its cores: {calibration.ranks_per_host} measured, {per_host} planned"
-            f" a host; run lmforge bench --calibrate --launch.processes {per_host}"
+            f" per host; run lmforge bench --calibrate --launch.processes {per_host}"
         )
     products = {dtype: table for dtype in ("fp32", "bf16") if (table := calibration.table("product", dtype)) is not None}
     tflops = gpu.tflops | {dtype: table.largest / 1e12 for dtype, table in products.items()}

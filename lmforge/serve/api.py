@@ -153,14 +153,14 @@ def _generation_requests(
     stop_ids = served.loaded.chat_stop_ids if chat else served.loaded.text_stop_ids
     requests: list[GenerationRequest] = []
     for prompt in prompts:
-        room = served.max_length - len(prompt)
-        if room < (max_tokens or 1):
+        available = served.max_length - len(prompt)
+        if available < (max_tokens or 1):
             requested = f" and max_tokens = {max_tokens}" if max_tokens else ", which leaves no room for an answer"
             message = f"this model takes at most {served.max_length} tokens, and got {len(prompt)} in the prompt{requested}"
             raise ApiError(400, message, param="messages" if chat else "prompt", code="context_length_exceeded")
         for _ in range(body.n):
             own_seed, top = derive_key(seed, "choice", len(requests)), body.num_top_logprobs or 0
-            requests.append(GenerationRequest(prompt, max_tokens or room, sampling, own_seed, stop_ids, top))
+            requests.append(GenerationRequest(prompt, max_tokens or available, sampling, own_seed, stop_ids, top))
     return requests
 
 

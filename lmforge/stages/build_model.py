@@ -37,7 +37,8 @@ def build_model_and_optimizer(
 ) -> tuple[ParallelModel, torch.optim.Optimizer]:
     """The model of a recipe, distributed over the ranks as `options` say, and its optimizer.
 
-    The model has the weights that `load_weights` reads, or random ones; where it `resumes`, a checkpoint is to give it all.
+    The model has the weights that `load_weights` reads, or random ones. If it `resumes`, they are unset, since a checkpoint is
+    loaded later.
 
     Every rank calls it. Raises UserError, on every rank, where the recipe does not fit them.
     """

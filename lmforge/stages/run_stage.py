@@ -132,12 +132,13 @@ def _train(
 
 
 def collective_timeout(config: StageConfig) -> timedelta:
-    """Twice what the watchdog waits: it must report which rank hangs and end the ranks, before NCCL aborts them."""
+    """Twice the watchdog's timeout, so that it can report the rank that hangs and end the ranks before NCCL aborts them."""
     return max(CONTROL_TIMEOUT, timedelta(seconds=2 * (config.watch.timeout_seconds or 0.0)))
 
 
 def _notes_on_ranks(dist_ctx: DistributedContext) -> list[str]:
-    """Lines about ranks that stand by, and a hint where several share one machine's cores: one process would be faster."""
+    """Lines about standby ranks, and a hint where several ranks share one machine's cores, since one process would be
+    faster."""
     ranks = dist_ctx.world_size
     if dist_ctx.device.type != "cpu" or ranks == 1 or dist_ctx.rank_info.local_world_size < ranks:
         return describe_standby()

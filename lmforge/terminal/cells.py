@@ -35,7 +35,7 @@ METRIC_WORDS = {
 
 
 def page_console(file_columns: int, **options: Any) -> Console:
-    """The console for tables on standard output, which in a file or a pipe are as wide as they need to be, up to so much."""
+    """The console for tables on standard output. In a file or a pipe they have their full width, up to this maximum."""
     return Console(width=None if sys.stdout.isatty() else file_columns, highlight=False, **options)
 
 

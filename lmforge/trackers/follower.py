@@ -80,10 +80,10 @@ class TextEvent(BaseModel):
 
 
 class Follower:
-    """Sends what a run writes to one tracker. `url` is where people see the run, if it is somewhere."""
+    """Sends what a run writes to one tracker. `url` is the address of the run, if it has one."""
 
     def __init__(self, options: FollowerOptions) -> None:
-        """Opens the tracker. Raises whatever it raises."""
+        """Opens the tracker, and raises its exceptions."""
         self._run, folder = Run(Path(options.run)), Path(options.folder)
         self._path = folder / f"{options.tracker}.json"
         load_plugins(options.plugins)
@@ -126,7 +126,7 @@ class Follower:
         self._tracker.close(state)
 
     def store(self) -> None:
-        """Write down how far it has sent."""
+        """Record how far it has sent."""
         atomic_write_text(self._path, json.dumps(asdict(self._progress)), sync=False)
 
 
@@ -170,9 +170,8 @@ def _completions(run_folder: Path, table: str, step: int) -> Iterator[tuple[Any,
 
 
 def _final_state(training_process: int, wait_seconds: float) -> str | None:
-    """The state in which the training process ended, which it says on our standard input; None while it goes on.
-
-    Waits so long for its end.
+    """The state in which the training process ended, which it writes to our standard input; None while it continues. Waits at
+    most this long.
     """
     deadline = time.monotonic() + wait_seconds
     while True:

@@ -160,9 +160,9 @@ def _run_step(trainer: Trainer, throughput: "_Throughput", accumulator: MetricsA
     elif trainer.prediction_check is not None:
         trainer.prediction_check.add_step(seconds)
     if trainer.compiled and step == trainer.start_step and not has_compiled_blocks(trainer.parallel_model.model):
-        trainer.ctx.console.warn("compile is on, but no block was compiled; TORCH_LOGS=dynamo,graph_breaks tells why")
+        trainer.ctx.console.warn("compile is on, but no block was compiled; TORCH_LOGS=dynamo,graph_breaks shows why")
     if has_compiled and step >= trainer.start_step + COMPILE_WARMUP_STEPS:
-        line = "compiled again, which stalls every rank; TORCH_LOGS=recompiles tells why"
+        line = "compiled again, which stalls every rank; TORCH_LOGS=recompiles shows why"
         trainer.ctx.console.info(f"step {step + 1}: {line}")
     return lr, grad_norm
 

@@ -43,7 +43,7 @@ class MetricsAccumulator:
             self._sums[name] = self._sums[name] + total if name in self._sums else total
 
     def reset(self) -> None:
-        """Forget what was added since the last log step."""
+        """Discard what was added since the last log step."""
         self._sums = {}
 
     def reduce_and_reset(self) -> dict[str, float]:

@@ -141,8 +141,8 @@ class ChatSession:
     def _answer(self) -> None:
         """Answer the last turn. Raises UserError where the conversation leaves no room for an answer."""
         prompt = self._loaded.chat_template.encode_prompt(self._messages)
-        room = self._max_length - len(prompt)
-        if room < 1:
+        available = self._max_length - len(prompt)
+        if available < 1:
             raise UserError(
                 f"the conversation has {len(prompt)} tokens, and at most {self._max_length} fit, the answer included;"
                 " use /undo or /reset"
@@ -150,7 +150,7 @@ class ChatSession:
         self._num_answers += 1
         request = GenerationRequest(
             prompt_ids=prompt,
-            max_tokens=min(room, self._options.max_tokens or room),
+            max_tokens=min(available, self._options.max_tokens or available),
             sampling=self._sampling,
             seed=derive_key(self._seed, "answer", self._num_answers),
             stop_token_ids=self._loaded.chat_stop_ids,

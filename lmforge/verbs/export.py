@@ -62,7 +62,7 @@ def _write_adapters(options: ExportOptions, stored: checkpoint.StoredModel, mani
             f"{options.model}: a reward model: its head is new and is not part of the adapters; export it without --adapters"
         )
     if stored.lora is None or base is None:
-        raise UserError(f"{options.model}: was not trained with adapters beside another model; export it without --adapters")
+        raise UserError(f"{options.model}: was not trained with adapters; export it without --adapters")
     if is_peft_folder(Path(base)):
         raise UserError(
             f"{options.model}: began from {base}, which is adapters too, and adapters cannot belong to adapters; export it"

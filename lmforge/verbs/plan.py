@@ -105,7 +105,7 @@ def _time_table(prediction: Prediction) -> Table:
         if seconds > 0:
             table.add_row(name, f"{1e3 * seconds:,.1f}", f"{seconds / prediction.step_seconds:.0%}")
     table.add_section()
-    table.add_row("a step; collectives run beside kernels", f"{1e3 * prediction.step_seconds:,.1f}", "")
+    table.add_row("per step; collectives overlap with kernels", f"{1e3 * prediction.step_seconds:,.1f}", "")
     return table
 
 

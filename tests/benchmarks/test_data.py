@@ -1,4 +1,4 @@
-"""benchmarks/data.py goes from end to end, its shards are read, and its loaders give what they should."""
+"""benchmarks/data.py runs end to end, its shards can be read, and its loaders return correct batches."""
 
 import json
 import subprocess

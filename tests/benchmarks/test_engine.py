@@ -1,4 +1,4 @@
-"""benchmarks/engine.py goes from end to end, and says what it compared."""
+"""benchmarks/engine.py runs end to end, and reports what it compared."""
 
 import json
 import subprocess

@@ -1,4 +1,4 @@
-"""benchmarks/gpu.py goes from end to end without a GPU, marks what cannot be had, and keeps each row at once."""
+"""benchmarks/gpu.py runs end to end without a GPU, marks contenders that are missing, and writes each row at once."""
 
 import json
 import os

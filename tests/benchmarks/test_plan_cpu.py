@@ -1,4 +1,4 @@
-"""benchmarks/plan_cpu.py goes from end to end and has a prediction and a measurement of every configuration."""
+"""benchmarks/plan_cpu.py runs end to end, and has a prediction and a measurement for every configuration."""
 
 import json
 import subprocess

@@ -1,4 +1,4 @@
-"""The benchmarks without a test file of their own go from end to end with the least work, and every benchmark is tested."""
+"""The benchmarks without a separate test file run end to end with minimal work, and every benchmark is tested."""
 
 import json
 import subprocess

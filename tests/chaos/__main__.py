@@ -1,4 +1,4 @@
-"""The command: lanes that each lead one life after another, on a small disk of their own, and the figures of all."""
+"""The command: lanes that each run one life after another on a separate small disk, and the total figures."""
 
 import argparse
 import json

@@ -1,4 +1,4 @@
-"""The harm that is done: the moment awaited, checkpoints damaged, the disk filled."""
+"""Injection of faults: waiting for the moment, damaging checkpoints, filling the disk."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""Several lives at a time, each lane of them a process with a disk of its own; and their figures as a table."""
+"""Several lives at a time, each lane a process with its own disk; and their figures as a table."""
 
 import json
 import os
@@ -24,7 +24,8 @@ DISK_BYTES = 48 * 2**20
 
 
 def lead_lanes(folder: Path, seed: int, faults: int, lanes: int, until: float, may_mount: bool) -> Figures:
-    """Lead lives in so many lanes until they have met so many faults together, or `until` (time.monotonic) has come."""
+    """Run lives in this many lanes until they have had this many faults together, or until the time `until`
+    (time.monotonic)."""
     in_a_child(_prepare, str(folder))
     children = {}
     for lane in range(lanes):

@@ -1,4 +1,4 @@
-"""One run from its first step to its last, through whatever happens to it, compared with a run that nobody disturbed."""
+"""One run from its first to its last step with faults, compared with an undisturbed run."""
 
 import os
 import re

@@ -1,4 +1,4 @@
-"""What goes wrong, when, and on which ranks: drawn from a seed alone, so that the same seed does the same harm."""
+"""Which faults happen, when, and on which ranks: drawn from a seed, so that the same seed gives the same faults."""
 
 from dataclasses import dataclass
 from random import Random

@@ -1,6 +1,6 @@
-"""Real ranks: processes with a rendezvous, gloo and files of their own, forked from one that has imported torch already.
+"""Real ranks: processes with their own rendezvous, gloo and files, forked from a process that has imported torch.
 
-Importing torch takes longer than a life of these small runs. A share of the attempts goes through the command instead.
+Importing torch takes longer than a life of these small runs. Some of the attempts use the command instead.
 """
 
 import contextlib

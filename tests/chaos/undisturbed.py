@@ -1,4 +1,4 @@
-"""The recipe of these runs, and what they are compared with: the same run under the same topology, disturbed by nobody."""
+"""The recipe of these runs, and their reference: the same run with the same topology, without faults."""
 
 import fcntl
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""What is written is hashed, and what is read is checked, block by block, in whatever pieces."""
+"""Written bytes are hashed and read bytes are verified block by block, for pieces of any size."""
 
 import random
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Which checkpoints are made and which stay: by steps, by the clock, the best, the permanent, the model alone."""
+"""Which checkpoints are saved and kept: by steps, by time, the best, the kept ones, model-only ones."""
 
 import shutil
 import subprocess

@@ -1,4 +1,4 @@
-"""Checkpoints kept in an object store: a real server that speaks S3, started here."""
+"""Checkpoints in an object store: a real S3 server, started here."""
 
 import shutil
 from collections.abc import Iterator

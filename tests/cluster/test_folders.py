@@ -1,4 +1,4 @@
-"""What fills a folder is done once by all hosts that share it, and once by each that has its own."""
+"""A folder is filled once by hosts that share it, and once by each host with its own folder."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""The laboratory: hosts with names and addresses of their own, Slurm and ssh between them, and nothing left behind."""
+"""The laboratory: hosts with their own names and addresses, Slurm and ssh between them, and no leftovers."""
 
 import os
 import signal

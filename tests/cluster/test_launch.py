@@ -397,7 +397,7 @@ def test_a_dry_run_prints_scripts_that_bash_reads_and_starts_nothing(
         ("--on ssh --hosts absent", "absent: No such file or directory"),
         ("--on ssh --hosts twice", "twice: line 3: node1 is named twice; a host is started once"),
         ("--on ssh --hosts option", 'option: line 1: expected one host, such as node1 or user@10.0.0.7, got "-oProxy'),
-        ("--on ssh --hosts empty", "empty: expected 1 to 10,000 hosts, one a line, got 0"),
+        ("--on ssh --hosts empty", "empty: expected 1 to 10,000 hosts, one per line, got 0"),
         ("--on ssh --hosts hosts --nodes 4", "launch.nodes = 4: hosts names 2 hosts"),
         ("--on ssh --hosts hosts", "no-such-host.invalid: Could not resolve hostname no-such-host.invalid: "),
         ("--on slurm --nodes 8", "8 ranks for a global batch of 4 sequences: a rank would have none; use at most 4 ranks"),

@@ -1,4 +1,5 @@
-"""`lmforge launch` on two hosts, with the real Slurm and the real ssh: what is lost comes back, and the result is the same."""
+"""`lmforge launch` on two hosts, with real Slurm and real ssh: lost ranks and hosts are restarted, and the result is the
+same."""
 
 import os
 import re

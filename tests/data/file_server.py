@@ -1,4 +1,4 @@
-"""An HTTP server of a folder, with ranges, that is slow and fails as it is told: on the wire, not in the reader."""
+"""An HTTP server for a folder, with ranges, that is slow and fails as a test requests, on the network and not in the reader."""
 
 import threading
 import time

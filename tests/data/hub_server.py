@@ -1,5 +1,5 @@
-"""A Hugging Face hub on this machine, as far as models and datasets are looked up and fetched, with the faults that a test asks
-for."""
+"""A Hugging Face hub on this machine, for looking up and downloading models and datasets, with the faults that a test
+requests."""
 
 import hashlib
 import json

@@ -1,4 +1,4 @@
-"""Best-fit packing against an oracle that shares no code with it, and what is said where its index is missing or damaged."""
+"""Best-fit packing against an independent oracle, and the messages about a missing or damaged index."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""`lmforge show data` of shards: what it says of their documents is true, and samples are as the model gets them."""
+"""`lmforge show data` of shards: the report on documents is correct, and samples are as the model gets them."""
 
 import json
 import math

@@ -1,4 +1,4 @@
-"""Sequences against an oracle that shares no code with them: every token in a Python loop, every order in integers."""
+"""Sequences against an independent oracle: every token in a Python loop, every order in integers."""
 
 import json
 import tempfile

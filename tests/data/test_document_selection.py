@@ -1,4 +1,4 @@
-"""Documents that are left out or changed: by a hook, as copies, and with texts of an evaluation. And built-in tokenizers."""
+"""Documents that are removed or changed: by a hook, as duplicates, and with evaluation texts. Also built-in tokenizers."""
 
 import json
 import random

@@ -1,4 +1,4 @@
-"""Examples in a folder, and the sequences that are made of them."""
+"""Examples in a folder, and the sequences made of them."""
 
 import io
 import json

@@ -1,4 +1,4 @@
-"""Models by name: what a download fetches, resumes, verifies and refuses, against a hub that this machine serves."""
+"""Models by name: what a download fetches, resumes, verifies and refuses, with a hub on this machine."""
 
 import hashlib
 import json

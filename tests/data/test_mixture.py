@@ -1,4 +1,4 @@
-"""Mixtures against an oracle that shares no code with them: every block laid out in lists, counted with exact fractions."""
+"""Mixtures against an independent oracle: every block laid out in lists, counted with exact fractions."""
 
 import json
 import time

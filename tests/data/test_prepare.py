@@ -1,4 +1,4 @@
-"""Preparation as a user meets it: real processes, killed and interrupted, full disks, bad input."""
+"""Preparation as users run it: real processes, killed and interrupted, full disks, invalid input."""
 
 import argparse
 import fcntl
@@ -685,7 +685,7 @@ def test_a_bad_line_found_by_another_process_is_named_here(tmp_path: Path, monke
 
 
 def test_an_out_that_cannot_be_a_folder_is_named(tmp_path: Path, corpus: Path) -> None:
-    with pytest.raises(UserError, match=r"corpus\.jsonl: cannot be made a token folder"):
+    with pytest.raises(UserError, match=r"corpus\.jsonl: cannot be created as a token folder"):
         prepare(str(corpus), corpus)
 
 

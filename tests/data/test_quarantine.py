@@ -1,4 +1,4 @@
-"""Damaged folders are verified as a user does, and what is printed is pasted into a recipe that trains on the rest."""
+"""Damaged folders are verified as a user does, and the printed entries are pasted into a recipe that trains on the rest."""
 
 import json
 import os

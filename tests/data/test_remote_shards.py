@@ -1,4 +1,4 @@
-"""Token shards at an address: through real servers on loopback, one that speaks S3 and one that fails as it is told."""
+"""Token shards at an address: through real servers on loopback, one for S3 and one that fails as a test requests."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""A corpus of very many shards: what is opened, looked at and kept, counted."""
+"""A corpus of very many shards: how many files are opened, checked and kept open."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""Faults of the disk, each made for real: found, retried where that can help, and named."""
+"""Real disk faults: they are detected, retried where useful, and named."""
 
 import contextlib
 import json

@@ -1,4 +1,4 @@
-"""Kinds of files beside text, JSON lines and parquet: tables, pages of HTML, tar files, and suffixes that a user names."""
+"""Kinds of files besides text, JSON lines and parquet: tables, HTML pages, tar files, and suffixes from the user."""
 
 import csv
 import gzip

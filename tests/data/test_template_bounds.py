@@ -1,4 +1,4 @@
-"""What a hostile chat template costs is known before it runs; what ordinary templates do stays as it is in transformers."""
+"""The cost of a hostile chat template is known before it runs, and ordinary templates work as in transformers."""
 
 import itertools
 import json

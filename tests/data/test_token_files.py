@@ -1,4 +1,4 @@
-"""Tokenized corpora of other trainers, written here from the published descriptions of their formats."""
+"""Tokenized corpora of other trainers, written from the published descriptions of their formats."""
 
 import json
 import struct

@@ -1,4 +1,4 @@
-"""What a tokenizer is trained on: a part of the texts that does not depend on what holds them."""
+"""The sample for training a tokenizer: a part of the texts that does not depend on their files."""
 
 import gzip
 import json

@@ -121,8 +121,8 @@ RECIPE_STEPS = 6  # a checkpoint is saved after the first half
 def recipe(tiny_tokens: Path, small_shape: list[str], tmp_path_factory: pytest.TempPathFactory) -> Recipe:
     """`recipe(run_folder, name, *more)`: a command line of 6 steps of 12 sequences of 48 tokens in fp32.
 
-    A larger epsilon than one trains with: AdamW's step then follows the size of a gradient. With the usual one a gradient
-    that is zero but for rounding becomes a whole step, in a direction that the order of a sum decides.
+    Epsilon is larger than in real training, so that AdamW's step depends on the size of a gradient. With the usual one, a
+    gradient that is zero up to rounding becomes a full step, in a direction that the order of a sum decides.
     """
 
     def line(folder: Path, name: str, *more: str) -> list[str]:

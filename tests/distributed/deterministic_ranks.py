@@ -1,4 +1,4 @@
-"""Run in every rank: pretraining runs whose ranks write down what torch was set to while they trained.
+"""Run in every rank: pretraining runs whose ranks record torch's settings while they train.
 
 deterministic_ranks.py FOLDER CASES.json     a list of command lines of `lmforge pretrain`, without the verb
 """

@@ -1,6 +1,6 @@
 """Run by test_initial_weights.py on each rank: first values are those of one process, and each rank draws only what it holds.
 
-With a number of ranks as its argument it is one of so many, and the others are not there: nothing is sent.
+With a number of ranks as its argument it is one of that many, but the others do not exist, since nothing is communicated.
 """
 
 import json

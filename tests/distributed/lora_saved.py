@@ -1,4 +1,4 @@
-"""Run in every rank: adapters trained under each engine, saved, and gone on with under the next.
+"""Run in every rank: adapters trained under each engine, saved, and continued under the next.
 
     lora_saved.py FOLDER
 

@@ -1,4 +1,4 @@
-"""A checkpoint written under any strategy goes on under any other, its optimizer's state included."""
+"""A checkpoint written under any strategy can be resumed under any other, including the optimizer's state."""
 
 import shutil
 from collections.abc import Iterable

@@ -1,4 +1,4 @@
-"""Any number of ranks goes on with a run: batches they do not divide, ranks that are left over, hosts that go and come."""
+"""A run continues on any number of ranks: indivisible batches, standby ranks, hosts that leave and join."""
 
 import json
 import sys

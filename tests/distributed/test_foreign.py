@@ -1,4 +1,4 @@
-"""Runs of wrapped models: spread, recomputed, stopped and continued as those of our own, and opened without a flag."""
+"""Runs of wrapped models: parallelized, checkpointed, stopped and resumed like our own, and opened without options."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Generation on several ranks, each with prompts of its own."""
+"""Generation on several ranks, each with its own prompts."""
 
 from pathlib import Path
 

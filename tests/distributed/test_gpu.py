@@ -1,4 +1,4 @@
-"""What only a GPU shows, on one: strategies, compilation, memory, optimizers, offload, scoring, decoding, NCCL, traces.
+"""Tests that need a GPU, on one: strategies, compilation, memory, optimizers, offload, scoring, decoding, NCCL, traces.
 
 Tests that take `gpu_device` run on a CPU too, where they are rehearsed: `python tests/gpu.py --device cpu`.
 """
@@ -450,7 +450,9 @@ def test_compiled_loss_passes_in_fp32_are_torchs_operators() -> None:
     weight = (torch.randn(5003, 128, device="cuda") / 8).requires_grad_()
     labels, result = torch.randint(0, 5003, (3000,), device="cuda"), {}
     for fused in (False, True):
-        total, *_ = cross_entropy_and_z_loss(hidden, weight, labels, 1e-3, HeadOptions(softcap=5.0, fused=fused))
+        total, *_ = cross_entropy_and_z_loss(
+            hidden, weight, labels, 1e-3, HeadOptions(softcap=5.0, passes="fused" if fused else "operators")
+        )
         result[fused] = [total, *torch.autograd.grad(total, (hidden, weight))]
     for mine, reference in zip(result[True], result[False], strict=True):
         assert (mine - reference).norm() <= 1e-5 * reference.norm()

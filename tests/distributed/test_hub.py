@@ -1,4 +1,4 @@
-"""Several ranks begin from a model by its name: one fetches it, the others wait, and what goes wrong is every rank's."""
+"""Several ranks begin from a model by its name: one downloads it, the others wait, and errors are raised on every rank."""
 
 import tomllib
 from collections.abc import Iterator

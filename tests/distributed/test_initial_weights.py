@@ -1,4 +1,4 @@
-"""Initial weights over ranks: the same for any sharding, and drawn where they are held."""
+"""Initial weights over ranks: the same for any sharding, and each rank draws its own part."""
 
 import json
 from pathlib import Path

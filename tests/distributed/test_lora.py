@@ -1,4 +1,4 @@
-"""Adapters train the same however the frozen model beside them is spread, and go on under another strategy."""
+"""Adapters train the same under every strategy for the frozen model, and resume under another."""
 
 import json
 from pathlib import Path

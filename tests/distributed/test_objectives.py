@@ -1,4 +1,4 @@
-"""Objectives on several ranks: what a batch is worth does not depend on who computes it."""
+"""Objectives on several ranks: the loss of a batch does not depend on the ranks that compute it."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Collectives are issued where they can run beside what computes: read from a profiler's trace of a real step on two ranks.
+"""Collectives are issued where they can overlap with computation: read from a profiler's trace of a real step on two ranks.
 
 Of the trace, only the order of events counts. On a CPU gloo's calls wait for their collectives, so that the order shows all
 that can be shown; that they really run at one time is the last test's claim, which needs two GPUs.

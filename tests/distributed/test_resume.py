@@ -1,4 +1,4 @@
-"""Law 5, seen from outside: a run that was stopped, in any way, and continued is the run that was not.
+"""Law 5 as users see it: a run that was stopped in any way and resumed equals an uninterrupted run.
 
 One history holds most of it: two ranks, of which one is killed, which the launcher starts again, asked to stop, continued,
 killed without warning, continued to the end.

@@ -1,4 +1,4 @@
-"""Every strategy computes what one process computes, and holds the part of the memory that it promises.
+"""Every strategy computes the same as one process, and needs only the promised part of the memory.
 
 `make test` runs a sample (shapes.SAMPLE); the whole matrix is marked slow.
 """

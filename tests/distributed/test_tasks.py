@@ -1,4 +1,4 @@
-"""Questions asked while several ranks train: the same scores and the same training under any engine, few as they may be."""
+"""Tasks scored while several ranks train: the same scores and the same training under any engine, even with few questions."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""`lmforge top` of real runs: as JSON, as a page on a real terminal, and of hosts that answer, are slow, or are not there."""
+"""`lmforge top` for real runs: as JSON, as a page on a real terminal, and for hosts that answer, are slow, or do not exist."""
 
 import json
 import os

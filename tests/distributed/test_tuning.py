@@ -1,4 +1,4 @@
-"""Fine-tuning and alignment as whole runs: the same on any ranks, stopped and continued, by adapters, from run to run.
+"""Complete runs of fine-tuning and alignment: the same on any ranks, stopped and resumed, with adapters, from run to run.
 
 All runs begin from one small model that was pretrained a little; cases of as many ranks share their processes.
 """

@@ -1,4 +1,4 @@
-"""lm-evaluation-harness on a checkpoint gives the scores that its own reader of Hugging Face models gives the exported one."""
+"""lm-evaluation-harness on a checkpoint gives the same scores as its own Hugging Face model gives the exported checkpoint."""
 
 import json
 import os

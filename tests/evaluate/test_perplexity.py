@@ -1,4 +1,4 @@
-"""Measuring a model on rows of text: the same however the rows are shared out."""
+"""Measuring a model on sequences of text: the result does not depend on how they are divided over ranks."""
 
 import math
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""Tasks from JSON lines: scored as arithmetic on the model's own logits has it, on any number of ranks."""
+"""Tasks from JSON lines: scores agree with a computation from the model's logits, on any number of ranks."""
 
 import json
 import math

@@ -1,4 +1,4 @@
-"""Models that write what a test wants, and tokenizers to read it by."""
+"""Models that generate the text that a test needs, and their tokenizers."""
 
 from collections.abc import Callable, Iterator
 from itertools import pairwise

@@ -1,4 +1,4 @@
-"""Decoding against the plain definition (read everything again for each token), and what becomes of the tokens as text."""
+"""Decoding against its definition (a full forward pass for each token), and the text of the tokens."""
 
 import math
 import random

@@ -1,4 +1,4 @@
-"""From logits to tokens, against the definitions written out plainly and against counted draws."""
+"""From logits to tokens, against the definitions and against counted draws."""
 
 import math
 from itertools import accumulate

@@ -1,4 +1,4 @@
-"""Low-rank adapters by themselves: exported as PEFT has them, opened, and trained on with the model they belong to."""
+"""Low-rank adapters alone: exported in PEFT's layout, opened, and trained further with their base model."""
 
 import json
 from dataclasses import dataclass
@@ -121,7 +121,7 @@ def test_missing_adapters_and_adapters_of_another_model_are_refused_in_one_line(
     tuned: Tuned, tiny_run: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     assert command(["export", str(tiny_run), str(tmp_path / "out"), "--adapters"]) == 2
-    assert f"{tiny_run}: was not trained with adapters beside another model; " in capfd.readouterr().err
+    assert f"{tiny_run}: was not trained with adapters; " in capfd.readouterr().err
     content = json.loads((tuned.adapters / "adapter_config.json").read_text())
 
     def named(name: str, base: object) -> Path:

@@ -1,4 +1,4 @@
-"""The reader of DCP metadata builds what describes tensors, whatever Python wrote it, and nothing else."""
+"""The reader of DCP metadata builds only descriptions of tensors, from files of any Python version."""
 
 import io
 import pickle

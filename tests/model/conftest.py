@@ -1,4 +1,4 @@
-"""Shapes drawn at random, a fresh seed each time, and rows of packed documents to run through them."""
+"""Random model configs, with a new seed each time, and sequences of packed documents for them."""
 
 import random
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""Run by test_sharded.py on each of several ranks: what loading a folder into a sharded model reads and holds.
+"""Run by test_sharded.py on each of several ranks: how much loading a folder into a sharded model reads and allocates.
 
 Arguments: the ranks of a shard group, a folder in which each rank leaves its figures as JSON, and what to load.
 """

@@ -1,4 +1,4 @@
-"""Who sees whom: documents, padding, windows, and the backends that agree on it."""
+"""Attention masks: documents, padding, windows, and the agreement of backends."""
 
 import math
 import random

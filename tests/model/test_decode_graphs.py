@@ -1,4 +1,4 @@
-"""Recorded decoding steps: what is recorded depends on tensors alone, and padding changes nothing.
+"""Recorded decoding steps: recorded operations depend only on tensors, and padding changes nothing.
 
 A CPU has no CUDA graphs, so the operations are recorded by torch's tracer: like a graph, it keeps each number of the host as it
 was when it was recorded.

@@ -1,4 +1,4 @@
-"""Dropout is a function of keys: its masks are random in every way that training could notice, and the same everywhere."""
+"""Dropout is a function of keys: its masks are statistically random, and the same on every device and split."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""What a shape costs, checked against counting."""
+"""Parameters and FLOPs of a model config, checked against counting."""
 
 import random
 

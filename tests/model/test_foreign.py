@@ -1,4 +1,4 @@
-"""Models that transformers computes: the same numbers as its own, documents apart, names and files as it knows them."""
+"""Models that transformers computes: the same numbers, separate documents, and its names and files."""
 
 import json
 import random

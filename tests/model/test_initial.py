@@ -1,4 +1,4 @@
-"""First values depend on the seed and the tensor's name, and on nothing else."""
+"""Initial values depend only on the seed and the tensor's name."""
 
 import math
 import random

@@ -1,4 +1,4 @@
-"""Other trainers' checkpoints: what they compute, the imported folder computes.
+"""Other trainers' checkpoints: the imported folder computes the same as they do.
 
 The checkpoints are written here as those trainers write them, and computed here as they do, in their own conventions.
 """

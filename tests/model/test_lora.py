@@ -1,4 +1,4 @@
-"""Low-rank adapters compute, learn, merge and are stored as PEFT's are; what they draw depends on tokens and names alone."""
+"""Low-rank adapters compute, train, merge and are stored like PEFT's; their random numbers depend only on tokens and names."""
 
 import json
 import math

@@ -1,4 +1,4 @@
-"""NEFTune's noise is uniform, as loud as the paper has it for the length of a document, and a function of tokens' keys."""
+"""NEFTune's noise is uniform, scaled by document length as in the paper, and a function of tokens' keys."""
 
 import math
 

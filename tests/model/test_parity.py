@@ -1,4 +1,4 @@
-"""The same numbers as transformers, both ways, on shapes drawn at random."""
+"""The same numbers as transformers, in both directions, for random model configs."""
 
 import random
 from pathlib import Path

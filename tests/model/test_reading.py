@@ -1,4 +1,4 @@
-"""Reading texts that join, grow and leave gives what reading each of them whole, alone and at once gives."""
+"""Incremental decoding of texts that join, grow and leave gives the same as one forward pass over each text alone."""
 
 import random
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""Shapes: there and back, where they come from, and what is refused."""
+"""Model configs: reading and writing, their sources, and what is refused."""
 
 import dataclasses
 import json

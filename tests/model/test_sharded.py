@@ -1,4 +1,4 @@
-"""Weights of a sharded model, over ranks whose number divides nothing."""
+"""Weights of a sharded model, for numbers of ranks that do not divide its dimensions."""
 
 import json
 import random

@@ -1,4 +1,4 @@
-"""Variable-length flash attention: what it is given, when it is chosen, and that it computes what the dense path computes."""
+"""Variable-length flash attention: its inputs, when it is chosen, and that it computes the same as the dense path."""
 
 import random
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""What is read of GPUs, from stand-ins for their libraries: with the values, gaps and errors that the libraries document."""
+"""Usage of GPUs, read from stand-ins for their libraries, with the documented values, gaps and errors."""
 
 from types import SimpleNamespace
 from typing import Any

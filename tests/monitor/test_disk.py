@@ -1,4 +1,4 @@
-"""The disk of the checkpoints: a shortage is named once, and again when it is over."""
+"""The disk of the checkpoints: a shortage is reported once, and so is its end."""
 
 from pathlib import Path
 from types import SimpleNamespace

@@ -1,4 +1,4 @@
-"""Logs are read in pieces, from the end or as they grow, whatever bytes are in them."""
+"""Logs are read in pieces, from the end or as they grow, with any bytes in them."""
 
 import os
 import random

@@ -1,4 +1,4 @@
-"""The loss curve is there while a run goes on, and drawing it never stops the run."""
+"""The loss curve exists while a run trains, and drawing it never stops the run."""
 
 import json
 from pathlib import Path

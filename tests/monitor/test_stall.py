@@ -1,4 +1,4 @@
-"""Who is stuck is judged from what ranks wrote about themselves: written by hand here, as each kind of stall leaves it."""
+"""Stuck ranks are determined from the files of all ranks, written by hand here for each kind of stall."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""Drift of the step time: what is clear is named, once, and noise is not."""
+"""Drift of the step time: a clear slowdown is reported once, and noise is not."""
 
 import math
 import random

@@ -1,4 +1,4 @@
-"""Stragglers: a rank that is clearly slow is named, once, and noise is not."""
+"""Stragglers: a clearly slow rank is reported once, and noise is not."""
 
 import random
 

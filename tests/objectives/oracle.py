@@ -1,4 +1,4 @@
-"""Rows packed by hand, the tiny model, and log-probabilities the plain way: one completion at a time, whole logits, fp64."""
+"""Rows packed by hand, the tiny model, and log-probabilities computed directly: one completion at a time, full logits, fp64."""
 
 import copy
 import json

@@ -1,4 +1,5 @@
-"""Record what TRL's trainers say of the tiny model: `python tests/objectives/regenerate.py`, where trl 1.16 is installed.
+"""Record the results of TRL's trainers for the tiny model: `python tests/objectives/regenerate.py`, where trl 1.16 is
+installed.
 
 Each trainer computes its own loss of a fixed batch, every option pinned; the loss and some of every gradient are written
 to vectors/. The tests read those and need no TRL.

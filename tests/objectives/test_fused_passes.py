@@ -1,4 +1,4 @@
-"""Biases, capped logits and the z-loss against whole logits in fp64: torch's operators, and the passes that are compiled."""
+"""Biases, capped logits and the z-loss against full logits in fp64, with torch's operators and with the compiled passes."""
 
 import weakref
 from collections.abc import Callable, Iterator

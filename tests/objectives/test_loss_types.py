@@ -1,4 +1,4 @@
-"""`align.loss_type`: each value trains from the command line, and combinations that mean nothing are refused."""
+"""`align.loss_type`: each value trains from the command line, and invalid combinations are refused."""
 
 import json
 import math

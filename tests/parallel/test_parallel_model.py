@@ -1,4 +1,4 @@
-"""What every engine shares: the norm of the gradient, on the device of the loss."""
+"""The part that engines share: the norm of the gradient, on the device of the loss."""
 
 import math
 import resource

@@ -1,4 +1,4 @@
-"""What `auto` means on this hardware, and what is said where it cannot be done."""
+"""The resolution of `auto` on this hardware, and the messages where a dtype is impossible."""
 
 from pathlib import Path
 from typing import Any
@@ -72,7 +72,7 @@ def test_compiling_is_chosen_where_a_long_run_repays_it() -> None:
 @pytest.mark.needs("a C++ compiler")
 def test_tensor_parallelism_on_a_cpu_is_not_compiled_with_full_activation_checkpointing() -> None:
     split = {"tensor_parallel_degree": 2}
-    reason = "tensor parallelism with whole blocks recomputed cannot be compiled on a CPU"
+    reason = "tensor parallelism with full activation checkpointing cannot be compiled on a CPU"
     for mode in ("full", "selective-blocks"):
         assert compiled("auto", CPU, 10**6, activation_checkpointing=mode, **split) == (False, reason)
         assert compiled("off", CPU, 10**6, activation_checkpointing=mode, **split) == (False, "as requested")

@@ -1,4 +1,4 @@
-"""bf16 weights of one process: cast once per step, with the values and gradients of autocast, beside fp32 masters."""
+"""bf16 weights of one process: cast once per step, with the values and gradients of autocast, and with fp32 masters."""
 
 from contextlib import nullcontext
 from typing import Any

@@ -1,4 +1,4 @@
-"""The program that a prediction simulates, and what its forward pass keeps, for comparison with what is measured."""
+"""The program that a prediction simulates, and the bytes that its forward pass saves, for comparison with measurements."""
 
 from lmforge.plan.hardware import data_sheets
 from lmforge.plan.prediction.program import StepProgram

@@ -1,4 +1,4 @@
-"""`lmforge bench --calibrate` and `lmforge plan --calibration`: what is measured, what a plan takes, what it refuses."""
+"""`lmforge bench --calibrate` and `lmforge plan --calibration`: what is measured, what a plan uses, and what it refuses."""
 
 import json
 from collections.abc import Callable
@@ -114,7 +114,7 @@ def without_attention_in_bf16() -> dict[str, Any]:
         (json.dumps(calibration(ranks=2) | {"ranks": 1}), "all-reduce: measured with one rank"),
         (damage(lambda table: table.update(hosts=2)), "2 hosts with 1 ranks"),
         (json.dumps(without_attention_in_bf16()), "attention: not measured in bf16"),
-        (damage(lambda table: table.update(ranks=2)), "ranks on a CPU share its cores: 2 measured, 1 planned a host"),
+        (damage(lambda table: table.update(ranks=2)), "ranks on a CPU share its cores: 2 measured, 1 planned per host"),
         (damage(lambda table: table.update(kind="cuda", device="NVIDIA H100 80GB HBM3")), "give --gpu_type h100-80"),
         (damage(lambda table: table.update(kind="cuda", device="GeForce 256")), "of GeForce 256, and the plan is for cpu"),
     ],
@@ -203,7 +203,7 @@ def test_measured_collectives_count_for_the_group_that_was_measured() -> None:
     assert rates.gather_seconds(2**20, across) == sheets.gather_seconds(2**20, across)
 
 
-# --- beside a step -----------------------------------------------------------------------------------------------------------
+# --- compared with a step ----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""The memory of a simulated step beside what FSDPMemTracker sees of a real one, for 8 to 1,024 ranks of a fake group."""
+"""The memory of a simulated step compared with FSDPMemTracker's on a real one, for 8 to 1,024 ranks of a fake group."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager

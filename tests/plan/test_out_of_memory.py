@@ -1,4 +1,4 @@
-"""When memory runs out, a run says what would have fitted, and that then fits: real processes under a memory limit."""
+"""When memory runs out, a run suggests options that fit, and these do fit: real processes under a memory limit."""
 
 import json
 import os

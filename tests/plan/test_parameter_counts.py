@@ -1,4 +1,4 @@
-"""What a recipe's model holds and costs, checked against counting."""
+"""Parameters and FLOPs of a recipe's model, checked against counting."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""The peak of this machine is measured once, and whatever is in the cache does not stop a run."""
+"""The peak of this machine is measured once, and an invalid cache does not stop a run."""
 
 import json
 from concurrent.futures import ThreadPoolExecutor

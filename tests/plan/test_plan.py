@@ -1,4 +1,5 @@
-"""`lmforge plan`: what it prints, refuses and writes; that predictions move the way they must; that it needs no torch."""
+"""`lmforge plan`: what it prints, refuses and writes; that predictions change in the right direction; that it does not need
+torch."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""What a compiled block keeps for its backward pass: plan/prediction/block.py beside the partition of torch's AOT autograd."""
+"""The bytes that a compiled block saves for its backward pass: plan/prediction/block.py compared with torch's AOT autograd."""
 
 from collections.abc import Iterator
 from typing import Any

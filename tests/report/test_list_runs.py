@@ -1,4 +1,4 @@
-"""`lmforge runs`: one line per run, of what the run's files say."""
+"""`lmforge runs`: one line per run, from the run's files."""
 
 import json
 import os

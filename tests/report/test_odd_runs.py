@@ -1,4 +1,4 @@
-"""Reports and the table of runs that failed, were killed, or whose files hold what lmforge does not write."""
+"""Reports and the table for runs that failed, were killed, or whose files have unexpected content."""
 
 import json
 import re

@@ -1,4 +1,4 @@
-"""What a report says of a run is what the run's files say."""
+"""The content of a report agrees with the run's files."""
 
 import json
 import math

@@ -1,4 +1,4 @@
-"""A process that is spoken to by JSON lines: what it may send is bounded, and nothing waits for it forever."""
+"""A process that communicates in JSON lines: its output is limited, and waiting for it has a time limit."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""Generated code: whatever it does, it has a clear result in bounded time and leaves nothing behind."""
+"""Generated code always has a clear result in limited time, and leaves nothing behind."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""The thread that drives an engine for many, without a server around it."""
+"""The thread that runs an engine for several requests, without a server."""
 
 import asyncio
 import threading

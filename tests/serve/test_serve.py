@@ -1,4 +1,4 @@
-"""`lmforge serve`, spoken to by OpenAI's own client and by hand."""
+"""`lmforge serve`, used with OpenAI's client and with plain HTTP."""
 
 import json
 import math

@@ -1,4 +1,4 @@
-"""A tracker that writes what it is told to a file of the run, and can be made to fail or to hang by LMFORGE_TEST_TRACKER."""
+"""A tracker that writes what it receives to a file of the run. LMFORGE_TEST_TRACKER can make it fail or hang."""
 
 import json
 import os

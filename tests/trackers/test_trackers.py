@@ -1,4 +1,4 @@
-"""Trackers for real: what arrived is read with each tracker's own reader, in local or offline mode."""
+"""Real trackers: the records are read with each tracker's own reader, in local or offline mode."""
 
 import json
 import os

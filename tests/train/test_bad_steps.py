@@ -1,4 +1,4 @@
-"""Bad steps change nothing, are named, and after some in a row the run goes back and on with later batches."""
+"""Bad steps change nothing and are reported; after several in a row the run rolls back and continues with later batches."""
 
 import itertools
 import json

@@ -1,4 +1,4 @@
-"""The loop: what it keeps in which dtype, when it says that it compiled again, and that it never waits for a GPU."""
+"""The loop: the dtypes of its tensors, its message about recompilation, and that it never waits for a GPU."""
 
 import math
 from pathlib import Path
@@ -152,7 +152,7 @@ def run_loop(
 def test_blocks_that_are_compiled_again_are_reported(capsys: Capture, tmp_path: Path, changed_at: int | None) -> None:
     run_loop(RandomBatches(changed_at), 8, tmp_path, device="cpu", compiled=True)
     reported = [line for line in capsys.readouterr().out.splitlines() if "compiled again" in line]
-    line = "compiled again, which stalls every rank; TORCH_LOGS=recompiles tells why"
+    line = "compiled again, which stalls every rank; TORCH_LOGS=recompiles shows why"
     assert reported == ([] if changed_at is None else [f"step {changed_at + 1}: {line}"])
 
 

@@ -1,4 +1,4 @@
-"""The bytes that are predicted, of activations and of optimizer states, are those that are measured."""
+"""The predicted bytes of activations and optimizer states equal the measured ones."""
 
 import random
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""What a run tells: exact means, a file that survives being killed, and lines for people."""
+"""The metrics of a run: exact means, a file that survives being killed, and readable lines."""
 
 import json
 from pathlib import Path

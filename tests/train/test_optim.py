@@ -1,4 +1,4 @@
-"""The learning rate of every step, and what the optimizer does to which tensor."""
+"""The learning rate of every step, and the optimizer's update of each tensor."""
 
 import math
 import re

@@ -1,4 +1,4 @@
-"""A run says what it is predicted to need, and after its first steps what it needed; no prediction can end or delay it."""
+"""A run logs its prediction, and after its first steps the measured values; a prediction never ends or delays it."""
 
 from pathlib import Path
 from typing import Any

@@ -1,4 +1,4 @@
-"""A window of steps is traced, without a change of what is trained."""
+"""A window of steps is traced, without changing the training."""
 
 import json
 from collections import Counter

@@ -1,4 +1,4 @@
-"""What is told of groups of answers, against going through all ways to draw some of them."""
+"""Metrics of groups of completions, against enumerating all ways to draw some of them."""
 
 import math
 from itertools import combinations

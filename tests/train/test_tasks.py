@@ -1,4 +1,4 @@
-"""Questions asked while a run trains: the scores of its checkpoints, by any stage, and what cannot be asked told before it."""
+"""Tasks scored while a run trains: the same scores as for its checkpoints, in any stage; unusable tasks are refused before."""
 
 import json
 from collections.abc import Sequence
@@ -150,7 +150,7 @@ def test_every_stage_asks_as_its_checkpoints_are_asked(
         (
             ["fine.jsonl", "--parallel.tensor_parallel_degree", "2", "--launch.processes", "2"],
             (
-                "validation.tasks: with tensor_parallel_degree or pipeline_parallel_degree no rank has the whole model;"
+                "validation.tasks: with tensor_parallel_degree or pipeline_parallel_degree no rank has the full model;"
                 " leave it out, and evaluate"
             ),
         ),

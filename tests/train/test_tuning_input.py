@@ -1,4 +1,4 @@
-"""What can be wrong with a recipe of fine-tuning or alignment, and with its files: told in one line before anything is made."""
+"""Errors in recipes and files of fine-tuning and alignment are reported in one line before anything is written."""
 
 import json
 from collections.abc import Mapping

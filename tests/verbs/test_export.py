@@ -1,4 +1,4 @@
-"""`lmforge export`: what transformers opens is what was trained."""
+"""`lmforge export`: transformers opens the model that was trained."""
 
 import json
 import shutil

@@ -1,4 +1,4 @@
-"""`lmforge generate` and `lmforge evaluate` on a trained run, by its name alone."""
+"""`lmforge generate` and `lmforge evaluate` on a trained run, by its name."""
 
 import json
 import re

@@ -1,4 +1,4 @@
-"""Unigram and WordPiece vocabularies of a tokenizer.json, all the way: prepared, decoded, counted, generated and talked to."""
+"""Unigram and WordPiece vocabularies of a tokenizer.json, end to end: preparation, decoding, counting, generation and chat."""
 
 import json
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""docs/troubleshooting.md quotes messages of the code: each is there, word for word."""
+"""docs/troubleshooting.md quotes messages of the code: each occurs there verbatim."""
 
 import ast
 import re

@@ -174,7 +174,7 @@ def compare_clocks(times: Mapping[int, float], names: Mapping[int, str]) -> Find
     if late:
         offsets_text = ", ".join(f"{names[rank]}: {offset:+,.1f} s" for rank, offset in list(late.items())[:8])
         todo = "synchronize it (chronyd or ntpd): logs of hosts are merged by time, and object stores refuse wrong clocks"
-        return Finding("clocks", "warn", f"beside that of rank 0: {offsets_text}", todo, tuple(names[rank] for rank in late))
+        return Finding("clocks", "warn", f"relative to rank 0: {offsets_text}", todo, tuple(names[rank] for rank in late))
     largest = max(map(abs, offsets.values()))
     return Finding("clocks", "pass", f"within {max(largest, 0.01):.2f} s of rank 0's, which includes the time to ask")
 

@@ -184,7 +184,7 @@ def _check_disk() -> Finding:
     kind = disk_kind(folder)
     text = f"{format_bytes(free)} free at {folder}{f' ({kind})' if kind else ''}"
     if free < LOW_DISK_BYTES:
-        return Finding("disk", "warn", text, "checkpoints of larger models will not fit; make room, or give --run.folder")
+        return Finding("disk", "warn", text, "checkpoints of larger models will not fit; free some space, or give --run.folder")
     if kind in ("tmpfs", "ramfs"):
         return Finding("disk", "warn", text, "it is kept in memory and lost at a restart; give --run.folder on a disk")
     if kind in NETWORK_DISKS:

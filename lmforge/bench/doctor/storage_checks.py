@@ -164,7 +164,9 @@ def _check_checkpoint_folder(config: StageConfig | None, needed: int) -> Iterato
     values = {"free_bytes": free, "write_bytes_per_second": round(written), "read_bytes_per_second": round(read)}
     if free < kept:
         text += f"; checkpoints take {format_bytes(kept)}"
-        yield Finding("checkpoints", "fail", text, "make room, lower checkpoint.keep_last, or give --run.folder", values=values)
+        yield Finding(
+            "checkpoints", "fail", text, "free some space, lower checkpoint.keep_last, or give --run.folder", values=values
+        )
     elif written < SLOW_BYTES_PER_SECOND:
         todo = "each checkpoint takes long; give --run.folder or --checkpoint.folder on a faster disk"
         yield Finding("checkpoints", "warn", text, todo, values=values)

@@ -56,7 +56,7 @@ def read_hosts(path: Path, *, may_repeat: bool = False) -> list[str]:
             raise UserError(f"{path}: line {number}: {cut(host)} is named twice; a host is started once")
         hosts.append(host)
     if not 1 <= len(hosts) <= MAX_HOSTS:
-        raise UserError(f"{path}: expected 1 to {MAX_HOSTS:,} hosts, one a line, got {len(hosts):,}")
+        raise UserError(f"{path}: expected 1 to {MAX_HOSTS:,} hosts, one per line, got {len(hosts):,}")
     return hosts
 
 

@@ -193,7 +193,7 @@ class ExampleFolder:
 
     def split(self, name: str) -> TokenizedExamples:
         """The examples of a split. Raises UserError if a file does not match its checksum or its manifest."""
-        described, anew = self.manifest["splits"][name], f"delete {self.path}, and it is created again"
+        described, hint = self.manifest["splits"][name], f"delete {self.path}, and it is created again"
         arrays = {}
         for array_name, digest in described["xxh3"].items():
             file = self.path / f"{name}-{array_name}.npy"
@@ -201,12 +201,12 @@ class ExampleFolder:
                 array = np.load(file, mmap_mode="r" if described["examples"] else None, allow_pickle=False)
                 matches = xxhash.xxh3_64_hexdigest(array.view(np.uint8).data) == digest
             except (OSError, ValueError) as problem:
-                raise UserError(f"{file}: cannot be read ({problem}); {anew}") from None
+                raise UserError(f"{file}: cannot be read ({problem}); {hint}") from None
             if not matches:
-                raise UserError(f"{file}: does not match its checksum; {anew}")
+                raise UserError(f"{file}: does not match its checksum; {hint}")
             arrays[array_name] = array
         if not _are_examples(arrays, described, self.manifest.get("vocab_size", MAX_VOCAB_SIZE)):
-            raise UserError(f"{self.path}: its {name} arrays are not what its manifest says; {anew}")
+            raise UserError(f"{self.path}: its {name} arrays are not what its manifest says; {hint}")
         scalars = {name.removeprefix("label-"): array for name, array in arrays.items() if name.startswith("label-")}
         digest = hash_json(described, sort_keys=True)
         return TokenizedExamples(arrays["tokens"], arrays["scored"], arrays["starts"], scalars, described["group"], digest)

@@ -28,13 +28,14 @@ def lock_output_folder(out: Path, plan: dict[str, Any], overwrite: bool) -> Iter
 
 @contextmanager
 def lock_folder(out: Path) -> Iterator[None]:
-    """Hold a folder, which is made where there is none: nobody else writes to it. Raises UserError if another process does."""
+    """Lock a folder, which is created if missing, so that no other process writes to it. Raises UserError if another process
+    holds the lock."""
     with ExitStack() as stack:
         try:
             out.mkdir(parents=True, exist_ok=True)
             is_held = stack.enter_context(hold_lock(out, lambda: True, os.O_RDONLY))
         except OSError as error:
-            raise UserError(f"{out}: cannot be made a token folder: {error.strerror}; name another") from None
+            raise UserError(f"{out}: cannot be created as a token folder: {error.strerror}; choose another folder") from None
         if not is_held:
             raise UserError(f"{out}: another preparation is writing here; wait for it, or name another folder")
         yield

@@ -49,7 +49,7 @@ def pack_folder(
 
 
 def is_packed(path: Path, sequence_length: int) -> bool:
-    """Whether a folder is packed for this length, and nothing of its index is missing or truncated."""
+    """Whether a folder is packed for this length, and no file of the index is missing or truncated."""
     folder = TokenFolder.open(path)
     with suppress(UserError):
         BestFitIndex.open(folder, sequence_length)
@@ -60,7 +60,7 @@ def is_packed(path: Path, sequence_length: int) -> bool:
 def write_best_fit_index(
     path: Path, sequence_length: int, *, workers: int | None, progress: ProgressCallback, dist_ctx: DistContext
 ) -> BestFitIndex:
-    """As `pack_folder`, of a folder that is held."""
+    """As `pack_folder`, for a locked folder."""
     with dist_ctx.raise_on_all():
         folder, info = TokenFolder.open(path), dist_ctx.rank_info
         split, shards = folder.split(TRAIN_SPLIT), folder.manifest.splits[TRAIN_SPLIT]

@@ -151,7 +151,7 @@ def prepare(
         preparation = chosen.open(source, out, show, dist_ctx)
     for rank, other in enumerate(plans := dist_ctx.all_gather(preparation.plan)):
         if other != plans[0]:
-            raise UserError(f"{source}: rank {rank} finds other files or options than rank 0; let all ranks see the same ones")
+            raise UserError(f"{source}: rank {rank} has other files or options than rank 0; make them the same on all ranks")
     with ExitStack() as stack:
         lock = lock_output_folder(out, asdict(preparation.plan), chosen.overwrite)
         finished = dist_ctx.decide_on_rank0(lambda: stack.enter_context(lock))

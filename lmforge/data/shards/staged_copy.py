@@ -99,7 +99,7 @@ def _fill(copy: Path, source: Path, stage_to: Path, report: Callable[[str], None
     if size + RESERVED_BYTES > free:
         raise UserError(
             f"data.stage_to: {stage_to}: {format_bytes(size)} of {source} are to be copied and {format_bytes(free)} are free;"
-            " make room, name another folder, or leave it out"
+            " free some space, name another folder, or leave it out"
         )
     report(f"data.stage_to: {format_bytes(size)} of {source} are copied to {copy}")
     with ThreadPoolExecutor(THREADS, "stage") as threads:

@@ -93,7 +93,7 @@ class FileSource(ABC):
 
     @abstractmethod
     def _identity(self, files: list[tuple[str, int, int]]) -> list[Any]:
-        """All that the documents depend on, as JSON has it; `files` say which version of each file it is."""
+        """Everything that the documents depend on, as JSON; `files` say which version of each file it is."""
 
 
 @dataclass(frozen=True)

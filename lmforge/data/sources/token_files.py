@@ -222,7 +222,7 @@ def _arrow_column(schema: "pyarrow.Schema", path: str) -> str:
 
 @dataclass(frozen=True)
 class TokenSource(FileSource):
-    """A tokenized corpus, and what its ids mean."""
+    """A tokenized corpus, with its tokenizer."""
 
     separators: tuple[int, ...]
     vocab_size: int

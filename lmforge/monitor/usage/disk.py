@@ -24,7 +24,7 @@ class DiskMonitor:
         self._shortages: set[str] = set()
 
     def start(self, warn: Callable[[str], None]) -> Callable[[], None]:
-        """Check in a thread, from now on until the function that is returned is called."""
+        """Check in a thread until the returned function is called."""
         stopped = threading.Event()
         threading.Thread(target=self._run, args=(warn, stopped), name="disk", daemon=True).start()
         return stopped.set
@@ -45,7 +45,7 @@ class DiskMonitor:
             "room",
             free < needed,
             f"{self._folder}: {format_memory(free)} free, and the next checkpoint needs {format_memory(needed)}:"
-            " make room, or saving it will fail",
+            " free some space, or saving it will fail",
             f"{self._folder}: {format_memory(free)} free again, enough for the next checkpoint",
         )
         # Some file systems do not count inodes, and report 0 of 0.

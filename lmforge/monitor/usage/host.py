@@ -110,8 +110,8 @@ class HostSampler:
 
 
 def publish_usage(folder: Path, rank: int) -> Callable[[], None]:
-    """Publish this host's usage as `host-of-rank-R.json` in the folder of heartbeats, in a thread, until the function that is
-    returned is called. That does not wait for a sample: a driver may hang in it."""
+    """Publish this host's usage as `host-of-rank-R.json` in the folder of heartbeats, in a thread until the returned function
+    is called, which does not wait for a sample, since a driver may hang."""
     path, stopped = folder / f"host-of-rank-{rank}.json", threading.Event()
 
     def publish() -> None:

@@ -72,7 +72,7 @@ class Prediction:
 
     @property
     def parts(self) -> dict[str, float]:
-        """Seconds that the device spends, by kind, those in which it waits included."""
+        """Seconds of the device by kind, including waiting."""
         network = ("all-gather", "reduce-scatter", "all-reduce", COMPUTE, NETWORK)
         parts = {name: seconds for name, seconds in self.seconds.items() if name not in network}
         parts |= {"exposed communication": self.exposed_seconds, "pipeline bubble": self.bubble_seconds}

@@ -44,7 +44,7 @@ class StepProgram:
         self.reshards = step_config.is_fsdp and step_config.dims.reshard_after_forward
         self.reduces_once = options.reduce_every_micro_batch is False
         kernels = COMPILED_KERNELS if step_config.compiled else EAGER_KERNELS
-        # What the host takes for a unit, and for the forward pass of a block.
+        # The seconds of the host for a unit, and for the forward pass of a block.
         self.unit_seconds, self.launch_seconds = (0.0, 0.0) if rates.is_cpu else (UNIT_SECONDS, kernels * LAUNCH_SECONDS)
         plain, saving = (count_block(step_config, checkpointed=each) for each in (False, True))
         self.costs = [saving if is_checkpointed(step_config, number) else plain for number in range(1, stage.blocks + 1)]
@@ -121,7 +121,7 @@ class StepProgram:
         return self.operations
 
     def _add(self, name: str, stream: str = COMPUTE, **fields: object) -> tuple[int, ...]:
-        """Issue an operation. Returns its number, as `after` of others takes it."""
+        """Issue an operation. Returns its number, for `after` of other operations."""
         number = (len(self.operations),)
         self.operations.append(Operation(name, stream, **fields))  # type: ignore[arg-type]
         if stream == COMPUTE:

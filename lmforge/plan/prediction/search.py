@@ -31,7 +31,7 @@ MAX_DEGREE, MAX_MICRO_BATCH = 16, 64
 
 @dataclass(frozen=True)
 class Candidate:
-    """A configuration, with what it needs by estimate. parts: `Prediction.parts`."""
+    """A configuration, with its estimated needs. parts: `Prediction.parts`."""
 
     step_config: StepConfig
     device_bytes: float
@@ -160,7 +160,7 @@ def _shorter(model: ModelConfig, layers: int) -> ModelConfig:
 
 
 def estimate(step_config: StepConfig, gpu: GPU, rates: Rates, usable: float) -> Candidate:
-    """Memory and time by estimate, gradients being reduced once a step where that surely fits."""
+    """Estimated memory and time, with gradients reduced once per step if that certainly fits."""
     if can_reduce_once(step_config):
         once = _on_straight_line(step_config.with_options(reduce_every_micro_batch=False), gpu, rates)
         if surely_fits(once.device_bytes, gpu.memory_bytes, usable):

@@ -50,7 +50,7 @@ function chart(heading, curves, { wide = false } = {}) {
     let [x0, x1] = zoom ?? [Math.min(...xs), Math.max(...xs)];
     if (x0 === x1) [x0, x1] = [x0 - 0.5, x1 + 0.5];
     const visible = placed.flatMap(({ at }) => at.filter(([x]) => x >= x0 && x <= x1).map(([, y]) => scaled(y)));
-    if (!visible.length) { legend.textContent = "nothing measured here"; return; }
+    if (!visible.length) { legend.textContent = "no values in this range"; return; }
     const [y0, y1] = bounds(visible);
     const y = (value) => height - BOTTOM - (value - y0) / (y1 - y0) * (height - TOP - BOTTOM);
     for (const tick of ticks(y0, y1, 5)) {

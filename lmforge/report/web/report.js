@@ -258,7 +258,7 @@ section("checkpoints", "Checkpoints", ...perRun((run) => run.checkpoints.length
 
 section("configuration", "Configuration", ...perRun((run) => {
   const rows = (names) => table(["option", "value"], names.map((name) => [element("code", {}, name), shown(run.options[name])]));
-  return group(element("p", { class: "soft" }, "What differs from the defaults:"), rows(run.changed),
+  return group(element("p", { class: "soft" }, "Options that differ from the defaults:"), rows(run.changed),
     element("details", {}, element("summary", {}, `all ${Object.keys(run.options).length} options`), rows(Object.keys(run.options))));
 }));
 

@@ -1,4 +1,4 @@
-"""The learning rate of a step, and its schedules: how much of the way from the final rate up to the peak is left after warm-up.
+"""The learning rate of a step, and its schedules: the fraction of the way from the final rate up to the peak, after warm-up.
 
 Each schedule is called as `(step, steps, schedule, options)`: the 0-based step, the steps of the whole run, the section
 `[schedule]`, and the schedule's own options, of which these have none. It returns 1 at the peak and 0 at the final rate.

@@ -89,8 +89,8 @@ class PipelineNodes:
 
 
 def coordinate_nodes(group: NodeGroup | None, folder: Path, run_stages: Callable[[PipelineNodes | None], int]) -> int:
-    """Carry out a pipeline, on the first node: `run_stages` gets None where there are no others. Returns its status, with
-    which the others end too."""
+    """On the first node, carry out a pipeline: `run_stages` is called with None if there are no other nodes. Returns its exit
+    status, with which the other nodes end too."""
     nodes, status = None, 1
     try:
         nodes = PipelineNodes(group, folder) if group is not None and len(group.names) > 1 else None

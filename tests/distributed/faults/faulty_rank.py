@@ -1,4 +1,4 @@
-"""Run in every rank: `lmforge` with a fault in one of them, put there from outside.
+"""Run in every rank: `lmforge` with a fault injected into one of them.
 
 FAULTY_RANK names the rank; FAULT is `data` (sleep before the batch of step FAULTY_STEP, by default 7, until the file AWAKE is
 there), `forward` (sleep for SLEEP seconds in every forward pass), `skip` (skip the seventh all-reduce, with a barrier in its
