@@ -939,7 +939,7 @@ INTERLEAVED = "--parallel.pipeline_parallel_degree 2 --launch.processes 2 --para
         ),
         (
             "--parallel.pipeline_parallel_degree 4 --launch.processes 4 --train.micro_batch_size 16",
-            "2 micro-batches a step, and its schedule needs at least 4; use train.micro_batch_size = 8",
+            "2 micro-batches per step, and its schedule needs at least 4; use train.micro_batch_size = 8",
         ),
         (
             "--parallel.pipeline_parallel_degree 2 --launch.processes 2 --train.global_batch_size 1",

@@ -38,7 +38,10 @@ FUNCTIONS = {
     "init_distributed": "device='auto', threads=None, timeout=None",
     "parallelize": "model, objective, dist_ctx, *, dtype='auto', compile=False, seed=0, **options",
     "build_optimizer": "model, name='adamw', **options",
-    "train_step": "parallel_model, optimizer, micro_batches, count_items, *, lr, max_grad_norm, set_phase=…, is_bad_step=None",
+    "train_step": (
+        "parallel_model, optimizer, micro_batches, count_items, *, lr, max_grad_norm, set_phase=…, before_update=…,"
+        " is_bad_step=None"
+    ),
     "register": "kind, name, implementation=None, *, options=None, **facts",
     "option": "default, description, **bounds",
 }

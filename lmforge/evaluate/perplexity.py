@@ -64,7 +64,7 @@ def local_batches(
     rank_and_size: tuple[int, int],
     num_sequences: int | None,
     batch_size: int,
-    on_progress: Callable[[int, int], None],
+    on_progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Iterator[Batch]:
     """This rank's part of `num_sequences` sequences of an unshuffled dataset, evenly spaced; as many batches on every rank.
 

@@ -16,7 +16,6 @@ from typing import Any
 import torch.distributed as dist
 
 from lmforge.cli import main
-from lmforge.cluster import distributed
 from lmforge.cluster.distributed import DistributedContext
 from lmforge.data.loader import BatchLoader
 from lmforge.parallel.parallel_model import ModelWithLoss
@@ -76,7 +75,7 @@ def ends_at_step_3() -> None:
         time.sleep(SLEEP)  # its sockets stay open: the others are not told that it has failed
         destroy_distributed()
 
-    destroy_distributed, distributed.destroy_distributed = distributed.destroy_distributed, destroy
+    destroy_distributed, run_stage.destroy_distributed = run_stage.destroy_distributed, destroy
     BatchLoader.batches = batches  # type: ignore[method-assign]
 
 
