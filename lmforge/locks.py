@@ -99,7 +99,7 @@ def hold_lock(path: Path, is_done: Callable[[], bool], flags: int = os.O_RDWR | 
             time.sleep(POLL_SECONDS)
         yield True
     finally:
-        if release:
+        if release is not None:
             release()
         os.close(descriptor)
 

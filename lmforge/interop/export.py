@@ -64,7 +64,7 @@ def export_folder(
             " are not: they would compute other probabilities; use the checkpoint itself"
         )
     folder = Path(folder)
-    tensors = dict(model.named_parameters()) if isinstance(model, nn.Module) else dict(model)
+    tensors: dict[str, torch.Tensor] = {**(dict(model.named_parameters()) if isinstance(model, nn.Module) else model)}
     if config.tie_word_embeddings:
         tensors.pop(LM_HEAD_WEIGHT, None)
     expected = {name: tensor.shape for name, tensor in build_model(config, "meta").named_parameters()}

@@ -124,12 +124,12 @@ def _copy_file(source: Path, target: Path) -> None:
         os.fsync(writing.fileno())
         stat = os.fstat(reading.fileno())
         os.utime(writing.fileno(), ns=(stat.st_atime_ns, stat.st_mtime_ns))
-        if _digest_on_disk(writing) != digest.intdigest():
+        if _digest_on_disk(writing) != digest.hexdigest():
             raise DamagedFile(errno.EIO, "is not on the disk as it was written", str(target))
 
 
-def _digest_on_disk(written: BinaryIO) -> int:
+def _digest_on_disk(written: BinaryIO) -> str:
     with open(written.name, "rb") as file:
         if hasattr(os, "posix_fadvise"):  # from the disk, not from memory
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-        return hashlib.file_digest(file, xxhash.xxh3_64).intdigest()
+        return hashlib.file_digest(file, xxhash.xxh3_64).hexdigest()
