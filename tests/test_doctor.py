@@ -32,6 +32,23 @@ from lmforge.parallel.fsdp2 import FSDP2Model
 from tests.conftest import Command, Refusal
 from tests.preloaded import preloaded
 
+# Rank 1 is late for one strategy, for longer than the time-out.
+LATE_STRATEGY = """
+import os, threading
+from lmforge.bench import parity
+from lmforge.cli import exit_process, run
+def wait_for_nothing():
+    threading.Event().wait(3)
+strategy_cases, run_case = parity.strategy_cases, parity.run_case
+def late(*arguments):
+    if os.environ["RANK"] == "1":
+        wait_for_nothing()
+    return run_case(*arguments)
+parity.strategy_cases = lambda *arguments: [case for case in strategy_cases(*arguments) if case.name == "ddp"]
+parity.run_case = late
+exit_process(run(["doctor", "--parity", "--steps", "2", "--device", "cpu", "--timeout_seconds", "1"]))
+"""
+
 
 @pytest.mark.slow
 def test_two_ranks_agree_with_one_process_under_every_strategy(lmforge: Command) -> None:
@@ -54,6 +71,15 @@ def test_a_strategy_with_other_results_is_reported_and_sets_the_status(
     printed = capsys.readouterr().out
     assert "WRONG, further than 2e-06 from one process, or in another dtype: fsdp2 full-shard, " in printed
     assert "one process, 2 micro-batches," not in printed.partition("WRONG")[2]
+
+
+def test_a_strategy_that_does_not_end_is_named_with_its_rank_and_stacks_while_it_waits(program: Command) -> None:
+    done = program(LATE_STRATEGY, ranks=2)
+    assert done.returncode == 0, done.stderr
+    for rank in (0, 1):
+        assert f"lmforge: rank {rank}: ddp has not ended after 1s; the stacks of the rank:\n" in done.stderr
+    assert " in wait_for_nothing\n" in done.stderr
+    assert done.stderr.count(" in _run_cases\n") >= 2, "the stack of each rank"
 
 
 def test_in_bf16_the_strategies_agree_and_a_residual_stream_in_fp32_is_reported(

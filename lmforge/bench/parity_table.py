@@ -1,8 +1,12 @@
 """`lmforge doctor --parity`: the table of whether every parallel strategy computes the same here, with these ranks."""
 
+import faulthandler
 import gc
 import json
 import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -11,8 +15,9 @@ from rich.table import Table
 from lmforge.bench import parity
 from lmforge.bench.parity import ParityCase, ParityData, ParityResult
 from lmforge.cluster.distributed import DistributedContext, init_distributed
+from lmforge.cluster.waiting import print_line
 from lmforge.config.verbs.examine import DoctorOptions
-from lmforge.errors import UserError, format_count
+from lmforge.errors import UserError, format_count, format_duration
 from lmforge.parallel.precision import DTYPES, missing_for_compile
 from lmforge.terminal.cells import page_console
 
@@ -45,7 +50,10 @@ def _run_cases(dist_ctx: DistributedContext, options: DoctorOptions) -> list[dic
     """A row for each strategy on rank 0; none on the other ranks."""
     data = ParityData(sequences=SEQUENCES_PER_RANK * dist_ctx.world_size, steps=options.steps, seed=options.seed)
     cases = parity.strategy_cases(dist_ctx.world_size, options.compile, DTYPES[options.dtype])
-    reference = parity.run_single(cases[0], data, dist_ctx) if dist_ctx.is_rank0 else None
+    reference = None
+    if dist_ctx.is_rank0:
+        with _reported_if_late("one process", options.timeout_seconds, 0):
+            reference = parity.run_single(cases[0], data, dist_ctx)
     gc.freeze()  # cases and the compiler run garbage collection often, which need not traverse lasting objects each time
     shows_progress = dist_ctx.is_rank0 and sys.stderr.isatty()
     rows = []
@@ -54,13 +62,35 @@ def _run_cases(dist_ctx: DistributedContext, options: DoctorOptions) -> list[dic
             print(f"\r\033[K{case.name} …", end="", file=sys.stderr, flush=True)
         if dist_ctx.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats()
-        result = parity.run_case(case, data, dist_ctx)
+        with _reported_if_late(case.name, options.timeout_seconds, dist_ctx.rank_info.rank):
+            result = parity.run_case(case, data, dist_ctx)
         if reference is not None:
             rows.append(_row(case, result, reference, dist_ctx))
         torch.compiler.reset()
     if shows_progress:
         print("\r\033[K", end="", file=sys.stderr)
     return rows
+
+
+@contextmanager
+def _reported_if_late(strategy: str, seconds: float, rank: int) -> Iterator[None]:
+    """A block that, every so many seconds until it ends, is named with its rank and the stacks of all threads."""
+    ended = threading.Event()
+
+    def name_it() -> None:
+        waited = 0.0
+        while not ended.wait(seconds):
+            waited += seconds
+            print_line(f"rank {rank}: {strategy} has not ended after {format_duration(waited)}; the stacks of the rank:")
+
+    threading.Thread(target=name_it, name="late", daemon=True).start()
+    # Its own thread needs no lock of Python, so stacks are printed even where the rank holds that and waits.
+    faulthandler.dump_traceback_later(seconds + 0.5, repeat=True, file=sys.__stderr__)
+    try:
+        yield
+    finally:
+        faulthandler.cancel_dump_traceback_later()
+        ended.set()
 
 
 def _row(case: ParityCase, result: ParityResult, reference: ParityResult, dist_ctx: DistributedContext) -> dict[str, Any]:

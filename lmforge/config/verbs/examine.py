@@ -54,7 +54,9 @@ class DoctorOptions(JobOptions):
     on: Literal["local", "ssh", "slurm", "pbs", "mpi"] | None = option(  # type: ignore[assignment]
         None, "start a job that checks its hosts; takes the options of lmforge launch"
     )
-    timeout_seconds: float = option(60.0, "seconds after which a rank that has not answered is named", **DURATION)
+    timeout_seconds: float = option(
+        60.0, "seconds after which a rank, or a strategy of --parity, that has not ended is named", **DURATION
+    )
     steps: int = option(10, "with --parity: steps with each strategy", gt=1, le=10_000)
     compile: bool = option(False, "with --parity: compiled blocks too")
     dtype: Literal["fp32", "bf16"] = option("fp32", "with --parity: compute dtype of all compared runs")
@@ -70,9 +72,8 @@ class DoctorOptions(JobOptions):
         ignored = [name for name in ("steps", "compile", "dtype", "seed") if name in self.changed()]
         if ignored and not self.parity:
             yield f"--{ignored[0]}: applies to --parity only; add --parity, or leave it out"
-        of_checks = [name for name in ("recipe", "timeout_seconds") if name in self.changed()]
-        if of_checks and self.parity:
-            yield f"--{of_checks[0]}: not with --parity, which checks nothing but the strategies; leave one of them out"
+        if self.parity and self.recipe is not None:
+            yield "--recipe: not with --parity, which checks nothing but the strategies; leave one of them out"
         of_jobs = [name for name in JobOptions.model_fields if name not in ("on", "processes", "environment")]
         if not self.is_elsewhere and (given := [name for name in of_jobs if name in self.changed()]):
             yield f"--{given[0]}: applies to --on ssh, slurm, pbs and mpi only; add one of them, or leave it out"
