@@ -29,6 +29,7 @@ TOLERANCES = {"cpu": 2e-6, "cuda": 5e-5}
 BF16_TOLERANCES = {"loss": 2**-12, "gradient_norm": 2**-8, "weights": 2**-6}
 SEQUENCES_PER_RANK = 8
 MIB = 2**20
+STDERR_FILENO = 2
 # What a rank holds: the first three between steps, the last between forward and backward.
 MEMORY_COLUMNS = {"parameters": "weights", "gradients": "grads", "optimizer": "optim.", "activations": "activ."}
 
@@ -85,7 +86,7 @@ def _reported_if_late(strategy: str, seconds: float, rank: int) -> Iterator[None
 
     threading.Thread(target=name_it, name="late", daemon=True).start()
     # Its own thread needs no lock of Python, so stacks are printed even where the rank holds that and waits.
-    faulthandler.dump_traceback_later(seconds + 0.5, repeat=True, file=sys.__stderr__)
+    faulthandler.dump_traceback_later(seconds + 0.5, repeat=True, file=STDERR_FILENO)
     try:
         yield
     finally:
