@@ -302,6 +302,8 @@ def defined_names(body: list[ast.stmt], prefix: str = "") -> set[str]:
             names.add(prefix + node.name)
         if isinstance(node, ast.ClassDef):
             names |= defined_names(node.body, f"{prefix}{node.name}.")
+        elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+            names.add(prefix + node.target.id)
         elif isinstance(node, ast.Assign):
             names |= {prefix + target.id for target in node.targets if isinstance(target, ast.Name)}
     return names

@@ -361,7 +361,7 @@ class SampleOptions(Options):
 
 
 class CheckpointOptions(Options):
-    """Which checkpoints are saved and kept. Temporary checkpoints make room for newer ones; kept ones stay."""
+    """Which checkpoints are saved and kept. Newer ones replace temporary ones; only a rollback deletes kept ones."""
 
     every_steps: int | None = option(
         None, "steps between checkpoints; the last step always saves (default: a tenth of the run)", **COUNT
