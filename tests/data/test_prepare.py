@@ -701,8 +701,10 @@ def test_a_disk_that_fills_up_is_named_and_the_rest_can_be_done_later(tmp_path: 
     assert code == 1
     assert f"mistake: {out}: no space to write train-00000.tokens" in errors
     assert not (out / SHARDS_MANIFEST).exists()
-    assert not list(out.rglob("*.partial"))
+    if workers == 1:  # with several, the others are ended at once, amid a file or not; the next preparation removes it
+        assert not list(out.rglob("*.partial"))
     assert Preparation(corpus, out, small, **options).end()[0] == 0
+    assert not list(out.rglob("*.partial"))
     assert len(stored_texts(out, TRAIN_SPLIT)) + len(stored_texts(out, VALIDATION_SPLIT)) == 6000
 
 
