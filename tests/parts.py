@@ -21,10 +21,14 @@ CHAOS_MINUTES = 10
 
 @dataclass(frozen=True)
 class Part:
-    """Test files by patterns below tests/, or a command of its own (arguments of `python`)."""
+    """Test files by patterns below tests/, or a command of its own (arguments of `python`).
+
+    `shared` are further arguments of the command, dealt out to as many processes as may run at once.
+    """
 
     patterns: tuple[str, ...] = ()
     command: tuple[str, ...] = ()
+    shared: tuple[str, ...] = ()
 
     def files(self) -> list[str]:
         return sorted(str(path.relative_to(ROOT)) for pattern in self.patterns for path in (ROOT / "tests").glob(pattern))
@@ -69,7 +73,7 @@ PARTS = {
     "train": Part(tuple(f"{name}/test_*.py" for name in TRAIN)),
     "generate": Part(tuple(f"{name}/test_*.py" for name in GENERATE)),
     "chaos": Part(command=("-m", "tests.chaos", "--faults", "200", "--minutes", str(CHAOS_MINUTES))),
-    "repetitions": Part(command=("-m", "pytest", "--repeat", "20", *(f"tests/{name}" for name in REPEATED))),
+    "repetitions": Part(command=("-m", "pytest", "--repeat", "20"), shared=tuple(f"tests/{name}" for name in REPEATED)),
 }
 
 
@@ -79,7 +83,10 @@ def carry_out(name: str, jobs: int) -> int:
     args = list(part.command) or ["-m", "pytest", "--numprocesses", str(jobs), "--dist", "loadfile", *part.files()]
     if name == "chaos":
         args += ["--seed", str(seeds.run_seed())]
-    return subprocess.run([sys.executable, *args], cwd=ROOT).returncode
+    shares = [part.shared[number::jobs] for number in range(jobs)]
+    commands = [[sys.executable, *args, *share] for share in shares if share] or [[sys.executable, *args]]
+    processes = [subprocess.Popen(command, cwd=ROOT) for command in commands]
+    return max(abs(process.wait()) for process in processes)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
