@@ -1,12 +1,13 @@
 """The model configs that strategies are tried on: untied and tied heads, grouped and single key heads, biases, GPT-2.
 
-`make test` runs a sample of the cases in which every strategy, every model config and every number of ranks appears; the
-rest of the matrix is marked slow.
+`make test` runs a sample of the cases in which every model config, every number of ranks and every pair of settings of the
+cases that are not compiled appears; the rest of the matrix is marked slow.
 """
 
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
+from itertools import combinations
 
 from lmforge.bench.parity import SMALL_MODEL, ParityCase, strategy_cases
 from lmforge.model.config import ModelConfig
@@ -54,6 +55,7 @@ SAMPLE: dict[int, dict[str, tuple[str, ...]]] = {
         "llama": (
             "ddp, checkpointing full, 2 micro-batches",
             "fsdp1 grad-shard",
+            "fsdp1, checkpointing full",
             "fsdp2 no-shard",
             "fsdp2, CPU offload",
             "fsdp2, checkpointing selective-blocks",
@@ -61,6 +63,7 @@ SAMPLE: dict[int, dict[str, tuple[str, ...]]] = {
             "fsdp2 grad-shard, 2 micro-batches",
             "fsdp2, prefetch 2, embedding not wrapped",
             "context 2, checkpointing selective-ops",
+            "tensor 2, checkpointing full, 2 micro-batches",
         ),
         "tied": ("ddp", "fsdp2 hybrid-full-shard, groups of 1"),
         "qwen3": ("fsdp1 full-shard", "fsdp2, checkpointing selective-ops"),
@@ -73,12 +76,26 @@ SAMPLE: dict[int, dict[str, tuple[str, ...]]] = {
     4: {
         "llama": (
             "fsdp1 hybrid-full-shard, groups of 2",
+            "fsdp1 hybrid-grad-shard, groups of 2",
             "fsdp2 hybrid-grad-shard, groups of 2",
             "fsdp2 hybrid-full-shard, groups of 2, 2 micro-batches",
+            "context 4, grad-shard",
+            "tensor 2, hybrid-full-shard, groups of 2",
+            "tensor 2 × context 2",
             "tensor 2 × pipeline 2, 2 micro-batches",
+            "context 2 × pipeline 2, 2 micro-batches",
         ),
     },
 }
+
+
+def setting_pairs(case: ParityCase) -> set[tuple[tuple[str, object], tuple[str, object]]]:
+    """Every pair of what distinguishes a case from others: its engine, sharding, degrees and ways to save memory."""
+    options = case.options.model_dump()
+    settings = {name: options[name] for name in ("engine", "sharding", "activation_checkpointing", "cpu_offload")}
+    settings |= {name: value for name, value in options.items() if name.endswith("_parallel_degree")}
+    return set(combinations(sorted({**settings, "accumulation": case.accumulation}.items()), 2))
+
 
 # Cases that cut batches, sequences, blocks or the sequence dimension differently, or recompute some of them.
 CASES_OF_DROPOUT = {

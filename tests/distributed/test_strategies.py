@@ -11,7 +11,7 @@ import pytest
 from lmforge.bench.parity import strategy_cases
 from lmforge.plan.prediction.step_config import StepConfig
 from tests.distributed.conftest import SampledTrials, sampled
-from tests.distributed.shapes import SHAPES, chosen_cases, shapes_on
+from tests.distributed.shapes import SAMPLE, SHAPES, chosen_cases, select_cases, setting_pairs, shapes_on
 from tests.plan.step_program import predicted_activation_bytes
 
 # fp32 sums in another order, over 10 steps: of the loss and of the gradient's norm, and of weights to their tensor's largest.
@@ -177,6 +177,30 @@ def test_the_sample_has_every_engine_and_model_config() -> None:
     assert all(any(name.startswith(f"{shape} ") for name in names) for shape in SHAPES)
     for part in ("ddp", "fsdp1", "full-shard", "grad-shard", "no-shard", "hybrid", "tensor", "context", "pipeline", "offload"):
         assert any(part in name for name in names), part
+
+
+def test_the_sample_has_every_pair_of_settings_of_the_cases_that_are_not_compiled() -> None:
+    pairs = {
+        which: {
+            pair
+            for world_size in (1, 2, 3, 4)
+            for cases in select_cases("plain", which, world_size).values()
+            for case in cases
+            if not case.compile_model
+            for pair in setting_pairs(case)
+        }
+        for which in ("all", "sample")
+    }
+    assert len(pairs["all"]) > 100
+    assert pairs["all"] == pairs["sample"]
+    named = {(size, shape, name) for size, shapes in SAMPLE.items() for shape, names in shapes.items() for name in names}
+    chosen = {
+        (size, shape, case.name)
+        for size in SAMPLE
+        for shape, cases in select_cases("plain", "sample", size).items()
+        for case in cases
+    }
+    assert named == chosen, "a name in the sample that no case has"
 
 
 def test_other_model_configs_have_other_losses(trials: SampledTrials) -> None:
