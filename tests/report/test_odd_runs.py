@@ -1,6 +1,7 @@
 """Reports and the table for runs that failed, were killed, or whose files have unexpected content."""
 
 import json
+import os
 import re
 from pathlib import Path
 from typing import Any
@@ -269,3 +270,29 @@ def test_one_heartbeat_of_a_million_ranks_lists_only_the_first_of_them(first: Ru
     ranks = read_run_status(run).ranks
     assert [rank.rank for rank in ranks] == list(range(MAX_MISSING + 1))
     assert {rank.state for rank in ranks[1:]} == {"missing"}
+
+
+@pytest.mark.parametrize("name", ["x.html", "x.htm"])
+def test_a_report_replaces_a_report_and_no_other_file(
+    first: Run, tmp_path: Path, capfd: pytest.CaptureFixture[str], name: str
+) -> None:
+    out = tmp_path / name
+    words = ["report", str(first.path), "--out", str(out)]
+    assert command(words) == command(words) == 0
+    out.write_text("<!doctype html>\nmine")
+    capfd.readouterr()
+    assert command(words) == 2
+    message = f"--out: {out} exists and is not a report of lmforge; name another file"
+    assert capfd.readouterr().err == f"lmforge: {message}\n"
+    assert out.read_text() == "<!doctype html>\nmine"
+    out.unlink()
+    os.mkfifo(out)
+    assert command(words) == 2
+    assert out.is_fifo()
+
+
+def test_the_report_of_a_run_is_written_again_whatever_became_of_it(first: Run, tmp_path: Path) -> None:
+    run = copied(first, tmp_path)
+    (run.path / "report.html").write_bytes(b"\0" * 100)
+    assert command(["report", str(run.path)]) == 0
+    assert command(["report", str(run.path), "--out", str(run.path / "report.html")]) == 0
