@@ -1,17 +1,19 @@
 """Reads the records of a run: the lines of metrics.jsonl and of its tables of completions, without torch.
 
-train/metrics.py and stages/alignment/completions.py write them.
+train/metrics.py and stages/alignment/completions.py write them. Here are also the types of the numbers in all files of a run,
+which bound them: another program may have written these files, or a disk damaged them.
 """
 
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-from pydantic import BaseModel, Field, FiniteFloat
+from pydantic import AfterValidator, BaseModel, Field, FiniteFloat
 
+from lmforge.config.ranges import COUNT_OR_0, LENGTH, RANKS
 from lmforge.errors import UserError
 from lmforge.untrusted import open_file, parse_json, read_lines
 
@@ -20,13 +22,29 @@ MAX_METRICS_LINE_BYTES = 2**20
 METRICS_TAIL_BYTES = 2**18
 COMPLETIONS_FOLDER = "completions"  # in the run
 MAX_COMPLETION_LINE_BYTES = 2**22  # with its prompt; longer ones are left out
+LARGEST_METRIC = 1e100  # more than fp32 has; sums and products with numbers of steps stay finite
+
+
+def _known_metric(value: float) -> float | None:
+    return value if abs(value) <= LARGEST_METRIC else None
+
+
+# The numbers in files of a run. Sums and products of a few of them can be printed, and fit into a double.
+StepNumber = Annotated[int, Field(**COUNT_OR_0)]
+NumRanks = Annotated[int, Field(**RANKS)]
+SequenceLength = Annotated[int, Field(**LENGTH)]
+Count = Annotated[int, Field(ge=0, le=2**62)]  # bytes, tokens, process ids
+Measure = Annotated[float, Field(ge=-LARGEST_METRIC, le=LARGEST_METRIC)]
+EpochSeconds = Annotated[float, Field(ge=0, le=2.5e11)]  # Python has no date after the year 9999
+# A metric that is larger counts as not finite, so that the others of its line are kept.
+Metric = Annotated[FiniteFloat, AfterValidator(_known_metric)] | None
 
 
 class MetricsRecord(BaseModel, extra="allow"):
     """A line of metrics.jsonl: the step, and metrics by name."""
 
-    __pydantic_extra__: dict[str, FiniteFloat | None] = Field(init=False)
-    step: int = Field(ge=0, le=2**53)  # a double has all of them
+    __pydantic_extra__: dict[str, Metric] = Field(init=False)
+    step: StepNumber
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
@@ -56,6 +74,14 @@ def newest_values(records: Iterable[dict[str, Any]]) -> dict[str, Any]:
     return {name: value for record in records for name, value in record.items()}
 
 
+def skipped_batches(records: Sequence[dict[str, Any]]) -> int:
+    """How many batches rollbacks had left out at the last step (`batch_offset`); 0 where no record says so."""
+    # Records of validation alone do not have it.
+    offsets = (record.get("batch_offset") for record in reversed(records))
+    is_count = (value for value in offsets if value is not None and value.is_integer() and abs(value) <= COUNT_OR_0["le"])
+    return int(next(is_count, 0))
+
+
 def _parsed(lines: Iterable[bytes]) -> Iterator[dict[str, Any]]:
     for line in lines:
         with suppress(UserError):
@@ -68,9 +94,9 @@ class CompletionRecord(BaseModel):
 
     prompt: str | list[dict[str, Any]]
     completion: str
-    reward: float | None
-    parts: dict[str, float | None] = Field(default_factory=dict)
-    tokens: int
+    reward: Metric
+    parts: dict[str, Metric] = Field(default_factory=dict)
+    tokens: Count
     ended: bool
 
     @property

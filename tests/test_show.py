@@ -17,7 +17,8 @@ from lmforge.interop.config_json import to_config_json
 from lmforge.model.config import get_preset
 from lmforge.model.flops import parameter_count
 from lmforge.model.presets import PRESETS
-from lmforge.runs import Run
+from lmforge.run_records import read_metrics, skipped_batches
+from lmforge.runs import Run, checkpoint_checksum
 from lmforge.stages.training_data import TokenSources
 from lmforge.verbs.show.show import show
 from tests.conftest import Command, Refusal, only_line
@@ -148,6 +149,49 @@ def test_a_manifest_that_cannot_be_read_is_refused(tmp_path: Path, content: str)
     (tmp_path / "manifest.json").write_text(content)
     with pytest.raises(UserError, match=r"manifest\.json: (not valid JSON|expected an object)"):
         show(str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("step", 10**400),
+        ("consumed_sequences", 10**4000),
+        ("consumed_sequences", -5),
+        ("recipe.data.sequence_length", 10**400),
+        ("written_by.ranks", 10**400),
+        ("files.model.bytes", 10**4000),
+        ("data_plan.phases[0].samples", 10**4000),
+    ],
+    ids=str,
+)
+def test_a_number_that_no_checkpoint_has_is_refused_with_its_field(
+    tiny_run: Path, tmp_path: Path, field: str, value: int
+) -> None:
+    run = Run(tmp_path / "tiny")
+    shutil.copytree(tiny_run, run.path)
+    path = run.checkpoint_path(6) / "manifest.json"
+    manifest = json.loads(path.read_text())
+    del manifest["xxh3"]
+    manifest["files"] = {"model": {"bytes": 1}}
+    manifest["data_plan"] = {"phases": [{"samples": 1, "sequence_length": 1, "proportions": {}, "packing": []}]}
+    *parents, last = field.replace("[0]", ".0").split(".")
+    table = manifest
+    for name in parents:
+        table = table[int(name) if name.isdigit() else name]
+    table[last] = value
+    path.write_text(json.dumps({**manifest, "xxh3": checkpoint_checksum(manifest)}))
+    folder = path.parent.rename(tmp_path / "saved")
+    with pytest.raises(UserError, match=re.escape(f"{folder / 'manifest.json'}: {field}: expected a number of at ")):
+        show(str(folder))
+
+
+@pytest.mark.parametrize(
+    ("values", "skipped"), [([2, "null"], 2), ([2, 0.5], 2), ([2, "1e300"], 2), ([2, "-1e99", 3], 3), (["null"], 0)], ids=str
+)
+def test_skipped_batches_are_the_last_whole_number_of_them(tmp_path: Path, values: list[Any], skipped: int) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text("".join(f'{{"step": {n}, "batch_offset": {value}}}\n' for n, value in enumerate(values, 1)))
+    assert skipped_batches(read_metrics(path)) == skipped
 
 
 def write_lines(path: Path, *records: dict[str, Any]) -> Path:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Literal
 
 from lmforge.monitor.heartbeat import MAX_HEARTBEAT_SECONDS
-from lmforge.monitor.log_files import LogFile, LogLine
+from lmforge.monitor.log_files import LogFile, LogLine, open_log
 from lmforge.monitor.rank_log import FAILED, PEER_FAILED, PEER_LOST_PATTERN, TIMED_OUT_PATTERN
 from lmforge.monitor.run_status import RUN_ENDED, RankStatus, RunStatus
 from lmforge.runs import Run
@@ -75,7 +75,7 @@ def _bytes_from_first_mark(path: Path) -> int:
 
     Searching for a few words is twenty times as fast as parsing the lines, and most of a thousand ranks have no failure.
     """
-    with open(path, "rb") as file:
+    with open_log(path) as file:
         file.seek(max(0, file.seek(0, os.SEEK_END) - TAIL_BYTES))
         content = file.read(TAIL_BYTES)
     offsets = [at for mark in MARKS if (at := content.find(mark)) >= 0]

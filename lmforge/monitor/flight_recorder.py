@@ -11,6 +11,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
+from lmforge.run_records import Count
+
 MAX_PER_GROUP = 8
 # The functions of gloo and of NCCL; builds for the CPU lack the second. Private to torch; checked with 2.13.0.
 _DUMP_FUNCTIONS = ("_dump_fr_trace", "_dump_nccl_trace")
@@ -21,7 +23,7 @@ class CollectiveRecord:
     """A collective of this rank: the `sequence`-th of its group; `pending` until it is complete."""
 
     group: str
-    sequence: int
+    sequence: Count
     operation: str
     pending: bool
 

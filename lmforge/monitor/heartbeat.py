@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 from lmforge.errors import UserError
+from lmforge.run_records import Count, EpochSeconds, NumRanks, StepNumber
 from lmforge.untrusted import read_json
 
 T = TypeVar("T")
@@ -54,18 +55,18 @@ class HeartbeatRecord:
     slow      the phases in which it is a straggler
     """
 
-    rank: int
+    rank: Count
     host: str
-    process: int
-    step: int
-    number: int
+    process: Count
+    step: StepNumber
+    number: Count
     phase: str
-    since: float
-    written: float
-    bytes: int
+    since: EpochSeconds
+    written: EpochSeconds
+    bytes: Count
     noticed: bool
     reported: bool
-    world_size: int = 1
+    world_size: NumRanks = 1
     slow: str = ""
 
 

@@ -8,14 +8,18 @@ thousand ranks need no thousand descriptors.
 import heapq
 import os
 import re
+import stat
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
-from typing import NamedTuple
+from typing import BinaryIO, NamedTuple
 
+from lmforge.errors import UserError
 from lmforge.terminal.cells import clean
+from lmforge.untrusted import open_file
 
 CHUNK_BYTES = 2**16
 # A longer line is read as several.
@@ -48,6 +52,15 @@ def printable(line: bytes) -> str:
     return clean(text)
 
 
+@contextmanager
+def open_log(path: Path) -> Iterator[BinaryIO]:
+    """A log to read. Raises UserError for anything but a file: a pipe makes its reader wait, and a device may be endless."""
+    with open_file(path) as file:
+        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+            raise UserError(f"{path}: expected a file, got a pipe or a device; move it away")
+        yield file
+
+
 @dataclass
 class LogFile:
     """One rank's log. `read` returns what follows the last read; `skip_to_tail` begins near the end."""
@@ -61,7 +74,7 @@ class LogFile:
 
     def skip_to_tail(self, num_lines: int) -> None:
         """Make the next read begin with the last `num_lines` lines. Reads backwards, only as far as needed."""
-        with open(self.path, "rb") as file:
+        with open_log(self.path) as file:
             offset, missing = file.seek(0, os.SEEK_END), num_lines + 1  # the last line's own end is one of them
             while offset > 0 and missing > 0:
                 begin = max(0, offset - CHUNK_BYTES)
@@ -76,7 +89,7 @@ class LogFile:
     def skip_to_last_bytes(self, count: int) -> None:
         """Make the next read begin with the first complete line of the last `count` bytes."""
         if (offset := os.path.getsize(self.path) - count) > 0:
-            with open(self.path, "rb") as file:
+            with open_log(self.path) as file:
                 file.seek(offset)
                 file.readline(MAX_LINE_BYTES)
                 self._offset = file.tell()
@@ -86,7 +99,7 @@ class LogFile:
 
         A last line without an end is left for later, unless this is `to_the_end` and nothing follows.
         """
-        with open(self.path, "rb") as file:
+        with open_log(self.path) as file:
             if os.fstat(file.fileno()).st_size < self._offset:  # it was replaced
                 self._offset = 0
             file.seek(self._offset)
@@ -143,7 +156,7 @@ class LogFile:
 
     def header(self) -> tuple[int, str]:
         """(number of ranks, host) from the first line of the file; (0, "") where it does not say."""
-        with open(self.path, "rb") as file:
+        with open_log(self.path) as file:
             first = printable(STAMP.sub(b"", file.readline(MAX_LINE_BYTES), count=1))
         match = HEADER.fullmatch(first)
         return (int(match[1]), match[2]) if match else (0, "")

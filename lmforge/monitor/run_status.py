@@ -7,6 +7,7 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any, Literal
 
@@ -21,6 +22,8 @@ RankState = Literal["running", "missing", "ended", "gone", "stopped", "silent"]
 # not started: no rank has written a heartbeat; lost: all ranks are gone or silent, and have not said how they ended;
 # stalled: ranks have reported that nothing moves; degraded: some ranks go on, others do not.
 RunState = Literal["not started", "running", "stalled", "degraded", "done", "interrupted", "failed", "lost"]
+# Without a bound, one damaged heartbeat could claim a million ranks.
+MAX_MISSING = 2**12
 RUN_ENDED = ("done", "interrupted", "failed", "lost")
 RUN_GOES_ON = ("running", "stalled", "degraded")
 
@@ -125,7 +128,7 @@ def run_state(ranks: Sequence[RankStatus]) -> RunState:
 
 
 def _read_ranks(folder: Path) -> list[RankStatus]:
-    """All ranks of the run, by rank; heartbeats contain the number of ranks."""
+    """The ranks of the run, by rank; heartbeats contain their number. Of those without a heartbeat, the first MAX_MISSING."""
     written: dict[int, float] = {}
     for rank, path in heartbeat_paths(folder).items():
         with suppress(OSError):
@@ -134,7 +137,8 @@ def _read_ranks(folder: Path) -> list[RankStatus]:
     now = max([time.time(), *written.values()])
     peers = [read_peer(folder, rank, now, SILENT_AFTER_SECONDS) for rank in sorted(written)]
     world_size = max([peer.heartbeat["world_size"] for peer in peers if peer.heartbeat], default=0)
-    peers += [PeerStatus(rank, {}, "missing") for rank in range(world_size) if rank not in written]
+    absent = islice((rank for rank in range(world_size) if rank not in written), MAX_MISSING)
+    peers += [PeerStatus(rank, {}, "missing") for rank in absent]
     peers.sort(key=lambda peer: peer.rank)
     verdicts = classify_ranks(peers) if any(peer.heartbeat.get("noticed") for peer in peers) else {}
     return [

@@ -22,6 +22,7 @@ from lmforge.cluster.processes import read_process_stat
 from lmforge.errors import UserError
 from lmforge.monitor.flight_recorder import CollectiveRecord, recent_collectives
 from lmforge.monitor.heartbeat import COMPILING, FINAL_PHASES, HeartbeatRecord, heartbeat_path, read_overwritten
+from lmforge.run_records import Count
 from lmforge.untrusted import read_json
 
 # How many of the innermost calls of a stack are printed; the file has them all.
@@ -41,7 +42,7 @@ class StackFrame(NamedTuple):
     """One call of a stack."""
 
     file: str
-    line: int
+    line: Count
     function: str
     source_line: str
 

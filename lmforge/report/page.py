@@ -11,8 +11,10 @@ from typing import Any
 from lmforge.atomic_files import atomic_write, without_non_finite
 from lmforge.report.run_data import read_run, subject, verdict
 from lmforge.runs import Run
+from lmforge.untrusted import open_file
 
 REPORT_FILE = "report.html"  # in a run
+BEGINNING = b"<!doctype html>\n<!-- A report of lmforge."  # of each report
 
 
 def write_report(runs: Sequence[Run], path: Path, title: str | None = None, state: str | None = None) -> Path:
@@ -24,6 +26,14 @@ def write_report(runs: Sequence[Run], path: Path, title: str | None = None, stat
     with atomic_write(path, sync=False) as file:
         file.write(page.encode(errors="replace"))  # a path need not be Unicode
     return path
+
+
+def is_report(path: Path) -> bool:
+    """Whether a path is a file that `write_report` has written. Raises OSError where it cannot be read."""
+    if not path.is_file():
+        return False
+    with open_file(path) as file:
+        return file.read(len(BEGINNING)) == BEGINNING
 
 
 def write_run_report(run: Run, state: str | None = None) -> Path:

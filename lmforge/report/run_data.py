@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from pydantic import BaseModel, Field, FiniteFloat
+from pydantic import BaseModel, Field
 
 from lmforge.config.load import flat_options
 from lmforge.config.mixture import is_remote
@@ -19,9 +19,9 @@ from lmforge.data.shards.source_report import read_source
 from lmforge.errors import UserError, format_count, format_duration
 from lmforge.monitor.heartbeat import FINAL_PHASES
 from lmforge.monitor.run_status import RunState, RunStatus, read_run_status
-from lmforge.run_records import completion_tables, newest_values, read_first_completions
+from lmforge.run_records import Count, Metric, StepNumber, completion_tables, newest_values, read_first_completions
 from lmforge.runs import Run, read_checkpoint_manifest
-from lmforge.untrusted import open_file, parse_json, read_json, read_lines
+from lmforge.untrusted import check_content, open_file, parse_json, read_json, read_lines
 
 # More points would make the page slow to open. A longer series is shown with every n-th point and the last.
 MAX_POINTS = 2000
@@ -39,18 +39,26 @@ class RunEvent(BaseModel, extra="allow"):
 
     time: str
     kind: str
-    step: int | None = Field(ge=0, le=2**53)
+    step: StepNumber | None
+
+
+class _ModelEvent(BaseModel):
+    """What is shown of the event `model`."""
+
+    model_type: str = ""
+    parameters: Count | None = None
+    trained: Count | None = None
 
 
 class _SavedFile(BaseModel):
-    bytes: int
+    bytes: Count
 
 
 class _SavedCheckpoint(BaseModel):
     """What is shown of a checkpoint's manifest."""
 
     files: dict[str, _SavedFile]
-    metrics: dict[str, FiniteFloat | None] = Field(default_factory=dict)
+    metrics: dict[str, Metric] = Field(default_factory=dict)
 
 
 def read_run(run: Run, state: str | None = None) -> dict[str, Any]:
@@ -60,13 +68,12 @@ def read_run(run: Run, state: str | None = None) -> dict[str, Any]:
     """
     config, records, status = run.load_config(), run.read_metrics(), read_run_status(run)
     events, samples = read_events(run)
-    models = [event for event in events if event["kind"] == "model"]
     return {
         "name": run.path.name,
         "path": str(run.path),
         "stage": config.of_stage,
         "state": state or last_state(run, status),
-        "model": models[-1] if models else {},
+        "model": _last_model(events),
         "tasks": [Path(task).stem for task in config.validation.tasks],
         "steps": config.train.steps,
         "series": _series(records),
@@ -112,6 +119,15 @@ def read_events(run: Run) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     if last is not None and samples[-1] is not last:
         samples.append(last)
     return events, samples
+
+
+def _last_model(events: list[dict[str, Any]]) -> dict[str, Any]:
+    """The last event `model` that is one; empty where there is none."""
+    for event in reversed(events):
+        with suppress(UserError):
+            if event["kind"] == "model":
+                return check_content(event, _ModelEvent, "model").model_dump()
+    return {}
 
 
 def last_state(run: Run, status: RunStatus) -> str:

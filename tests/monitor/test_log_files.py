@@ -8,11 +8,13 @@ from pathlib import Path
 
 import pytest
 
+from lmforge.cli import run as command
 from lmforge.cluster.rank_info import RankInfo
 from lmforge.monitor.failures import find_failures
 from lmforge.monitor.log_files import CHUNK_BYTES, MAX_LINE_BYTES, LogFile, merged, printable, tail
 from lmforge.monitor.rank_log import RankLog, StampedFile, stamp_lines
 from lmforge.runs import Run
+from tests.conftest import only_line
 from tests.seeds import fresh_random
 
 NOON = datetime(2026, 11, 23, 12, tzinfo=UTC)
@@ -169,3 +171,20 @@ def test_rank_0_continues_printing_to_the_terminal_and_its_standard_error_is_in_
     print("not in the log", file=sys.stderr)
     assert capsys.readouterr().err == "a warning\nnot in the log\n"
     assert texts(LogFile(run.log_path(1, 0), 0))[1:] == ["a warning"]
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("kind", ["pipe", "device", "folder"])
+def test_a_log_that_is_not_a_file_is_named_at_once(run: Run, capfd: pytest.CaptureFixture[str], kind: str) -> None:
+    log = run.log_path(1, 0)
+    if kind == "pipe":
+        os.mkfifo(log)
+    elif kind == "device":
+        log.symlink_to("/dev/zero")
+    else:
+        log.mkdir()
+    run.recipe_path.write_text('[run]\nstage = "pretrain"\n')
+    expected = {"pipe": "expected a file, got a pipe", "device": "expected a file, got a device", "folder": "Is a directory"}
+    for words in ([], ["--errors"], ["--lines", "3"]):
+        assert command(["logs", str(run.path), *words]) == 2
+        assert only_line(capfd.readouterr().err).startswith(f"{log}: {expected[kind]}")

@@ -1,6 +1,7 @@
 """Reports and the table for runs that failed, were killed, or whose files have unexpected content."""
 
 import json
+import os
 import re
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ import pytest
 from playwright.sync_api import Browser
 
 from lmforge.cli import run as command
+from lmforge.monitor.run_status import MAX_MISSING, read_run_status
 from lmforge.report.page import render
 from lmforge.report.run_data import MAX_SAMPLES, read_run, verdict
 from lmforge.run_records import newest_values
@@ -209,3 +211,88 @@ def test_events_are_read_only_where_there_is_no_heartbeat(first: Run, tmp_path: 
     monkeypatch.setattr(Run, "events_path", property(lambda run: pytest.fail("events are read")))
     copied(first, tmp_path / "others")
     assert [row.state for row in read_runs(tmp_path / "others")] == ["done"]
+
+
+HEARTBEAT = {"rank": 0, "host": "elsewhere", "process": 1, "step": 6, "number": 0, "phase": "forward", "since": 1e9}
+HEARTBEAT |= {"written": 1e9, "bytes": 1, "noticed": False, "reported": False, "world_size": 1}
+USAGE = {"host": "elsewhere", "time": 1e9, "cores": 1, "cpu_percent": 1.0, "load_1m": 1.0, "memory_used_bytes": 1}
+USAGE |= {"memory_total_bytes": 2, "received_bytes_per_second": None, "sent_bytes_per_second": None}
+USAGE |= {"devices": [], "processes": [], "notes": []}
+MODEL = {"time": "2026-01-02T03:04:05.678+00:00", "kind": "model", "step": 0, "model_type": "llama"}
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        *(("health/rank-0.json", HEARTBEAT | {name: 10**400}) for name in ("step", "number", "bytes", "process", "world_size")),
+        ("health/rank-0.json", HEARTBEAT | {"since": -1.7e308, "written": 1.7e308}),
+        ("health/rank-0.json", HEARTBEAT | {"since": 10**400}),
+        ("health/rank-0.json", HEARTBEAT | {"world_size": 10**12}),
+        ("health/host-of-rank-0.json", USAGE | {"memory_used_bytes": 10**400, "memory_total_bytes": 10**400}),
+        ("health/host-of-rank-0.json", USAGE | {"devices": [{"index": 0, "memory_used_bytes": 10**400}]}),
+        ("health/host-of-rank-0.json", USAGE | {"load_1m": 1e308, "time": 1e308}),
+        ("events.jsonl", MODEL | {"parameters": 10**400, "trained": 1}),
+        ("events.jsonl", MODEL | {"parameters": 1e300}),
+        ("events.jsonl", MODEL | {"parameters": 10, "trained": 10**4000}),
+        ("metrics.jsonl", {"step": 9, "step_seconds": 1.7e308, "seconds_left": 1e308, "loss": 1.0, "tokens": 1e308}),
+        ("metrics.jsonl", {"step": 10**12, "step_seconds": 1.0}),
+        ("metrics.jsonl", {"step": 9, "step_seconds": 10**400}),
+    ],
+    ids=str,
+)
+def test_a_number_that_no_run_has_leaves_every_view_as_it_is(
+    first: Run, tmp_path: Path, capfd: pytest.CaptureFixture[str], name: str, content: dict[str, Any]
+) -> None:
+    run = copied(first, tmp_path)
+    with open(run.path / name, "w" if name.startswith("health") else "a") as file:
+        file.write(json.dumps(content) + "\n")
+    for words in (
+        ["runs", str(tmp_path)],
+        ["top", str(run.path), "--once"],
+        ["report", str(run.path)],
+        ["logs", str(run.path)],
+    ):
+        assert command(words) == 0, capfd.readouterr().err
+    assert command(["show", str(run.path)]) == 0
+    assert HUGE[:100] not in capfd.readouterr().out
+
+
+def test_a_metric_too_large_to_be_one_counts_as_not_finite_and_the_rest_of_its_line_is_kept(first: Run, tmp_path: Path) -> None:
+    run = copied(first, tmp_path)
+    with open(run.metrics_path, "a") as file:
+        file.write('{"step": 9, "loss": 2.5, "mine": -1e300, "grad_norm": 3e38}\n')
+    assert run.read_metrics()[-1] == {"step": 9, "loss": 2.5, "mine": None, "grad_norm": 3e38}
+
+
+def test_one_heartbeat_of_a_million_ranks_lists_only_the_first_of_them(first: Run, tmp_path: Path) -> None:
+    run = copied(first, tmp_path)
+    (run.health_folder / "rank-0.json").write_text(json.dumps(HEARTBEAT | {"world_size": 2**20}))
+    ranks = read_run_status(run).ranks
+    assert [rank.rank for rank in ranks] == list(range(MAX_MISSING + 1))
+    assert {rank.state for rank in ranks[1:]} == {"missing"}
+
+
+@pytest.mark.parametrize("name", ["x.html", "x.htm"])
+def test_a_report_replaces_a_report_and_no_other_file(
+    first: Run, tmp_path: Path, capfd: pytest.CaptureFixture[str], name: str
+) -> None:
+    out = tmp_path / name
+    words = ["report", str(first.path), "--out", str(out)]
+    assert command(words) == command(words) == 0
+    out.write_text("<!doctype html>\nmine")
+    capfd.readouterr()
+    assert command(words) == 2
+    message = f"--out: {out} exists and is not a report of lmforge; name another file"
+    assert capfd.readouterr().err == f"lmforge: {message}\n"
+    assert out.read_text() == "<!doctype html>\nmine"
+    out.unlink()
+    os.mkfifo(out)
+    assert command(words) == 2
+    assert out.is_fifo()
+
+
+def test_the_report_of_a_run_is_written_again_whatever_became_of_it(first: Run, tmp_path: Path) -> None:
+    run = copied(first, tmp_path)
+    (run.path / "report.html").write_bytes(b"\0" * 100)
+    assert command(["report", str(run.path)]) == 0
+    assert command(["report", str(run.path), "--out", str(run.path / "report.html")]) == 0

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from lmforge.errors import how_to_install
+from lmforge.run_records import Count, Measure
 
 T = TypeVar("T")
 # NVIDIA's reasons for low clocks that indicate a problem, unlike a power cap or an idle GPU.
@@ -24,16 +25,16 @@ NVIDIA_DRIVER, AMD_DRIVER = Path("/proc/driver/nvidia/gpus"), Path("/sys/module/
 class DeviceUsage:
     """One GPU. None where something is not known; `error` says why nothing is, `slowdown` why its clocks are low."""
 
-    index: int
+    index: Count
     name: str = ""
-    utilization_percent: float | None = None
-    memory_used_bytes: int | None = None
-    memory_total_bytes: int | None = None
-    power_watts: float | None = None
-    power_limit_watts: float | None = None
-    temperature_celsius: float | None = None
+    utilization_percent: Measure | None = None
+    memory_used_bytes: Count | None = None
+    memory_total_bytes: Count | None = None
+    power_watts: Measure | None = None
+    power_limit_watts: Measure | None = None
+    temperature_celsius: Measure | None = None
     slowdown: str = ""
-    processes: list[int] = field(default_factory=list)
+    processes: list[Count] = field(default_factory=list)
     error: str = ""
 
 

@@ -17,6 +17,7 @@ import psutil
 
 from lmforge.monitor.heartbeat import overwrite, read_overwritten
 from lmforge.monitor.usage.devices import DeviceReader, DeviceUsage
+from lmforge.run_records import Count, EpochSeconds, Measure
 
 PUBLISH_SECONDS = 5.0
 # Older samples are marked in `top`: the host has missed two samples.
@@ -27,10 +28,10 @@ STALE_SECONDS = 3 * PUBLISH_SECONDS
 class ProcessUsage:
     """A process; `cpu_percent` is of one core."""
 
-    pid: int
+    pid: Count
     name: str
-    cpu_percent: float
-    memory_bytes: int
+    cpu_percent: Measure
+    memory_bytes: Count
 
 
 @dataclass(frozen=True)
@@ -41,14 +42,14 @@ class HostUsage:
     """
 
     host: str
-    time: float
-    cores: int
-    cpu_percent: float | None
-    load_1m: float
-    memory_used_bytes: int
-    memory_total_bytes: int
-    received_bytes_per_second: float | None
-    sent_bytes_per_second: float | None
+    time: EpochSeconds
+    cores: Count
+    cpu_percent: Measure | None
+    load_1m: Measure
+    memory_used_bytes: Count
+    memory_total_bytes: Count
+    received_bytes_per_second: Measure | None
+    sent_bytes_per_second: Measure | None
     devices: list[DeviceUsage]
     processes: list[ProcessUsage]
     notes: list[str]

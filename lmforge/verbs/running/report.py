@@ -6,7 +6,7 @@ from lmforge.config.options import read_recipe, validate_options
 from lmforge.config.verbs.pipeline import PipelineOptions
 from lmforge.config.verbs.watch import ReportOptions
 from lmforge.errors import UserError
-from lmforge.report.page import REPORT_FILE, write_report
+from lmforge.report.page import REPORT_FILE, is_report, write_report
 from lmforge.runs import Run
 from lmforge.verbs.running.pipeline import plan_stages
 
@@ -18,9 +18,12 @@ def run_report(options: ReportOptions) -> int:
     runs = [run for path in options.runs for run in _runs_of(path)]
     if len(runs) > MAX_RUNS:
         raise UserError(f"report: {len(runs)} runs; a page shows at most {MAX_RUNS}")
-    out = options.out or (runs[0].path / REPORT_FILE if len(runs) == 1 else Path("report.html"))
+    own = runs[0].path / REPORT_FILE if len(runs) == 1 else None
+    out = options.out or own or Path("report.html")
     title = options.runs[0].stem if _is_pipeline(options.runs[0]) else None
     try:
+        if out != own and out.exists() and not is_report(out):
+            raise UserError(f"--out: {out} exists and is not a report of lmforge; name another file")
         print(write_report(runs, out, title))
     except OSError as problem:
         raise UserError(f"--out: {out}: {problem.strerror}; name another file") from None

@@ -2,9 +2,7 @@
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any
-
-from pydantic import Field
+from typing import Any
 
 from lmforge.config.load import read_config
 from lmforge.config.stage import PretrainConfig
@@ -17,7 +15,7 @@ from lmforge.hub import is_hub_name
 from lmforge.interop.resolve import model_config_from_json, resolve_model_config
 from lmforge.model.config import get_preset
 from lmforge.model.presets import PRESETS
-from lmforge.run_records import newest_values
+from lmforge.run_records import Count, NumRanks, SequenceLength, StepNumber, newest_values, skipped_batches
 from lmforge.runs import MANIFEST, Run, read_checkpoint_manifest
 from lmforge.untrusted import MAX_MANIFEST_BYTES, cut, describe_os_error, read_json
 from lmforge.verbs.dry_run import describe_recipe
@@ -95,12 +93,12 @@ def _describe_token_folder(path: Path) -> str:
 
 @dataclass(frozen=True)
 class _FileEntry:
-    bytes: int
+    bytes: Count
 
 
 @dataclass(frozen=True)
 class _DataOptions:
-    sequence_length: Annotated[int, Field(ge=1)]
+    sequence_length: SequenceLength
 
 
 @dataclass(frozen=True)
@@ -116,7 +114,7 @@ class _RecipeSummary:
 
 @dataclass(frozen=True)
 class _Writer:
-    ranks: int
+    ranks: NumRanks
     engine: str
     dtype: str
     data: str = ""
@@ -126,8 +124,8 @@ class _Writer:
 class _CheckpointSummary:
     """The part of a checkpoint's manifest that is shown. `checkpoint/` reads all of it, but with torch."""
 
-    step: int
-    consumed_sequences: int
+    step: StepNumber
+    consumed_sequences: Count
     hf_config: dict[str, Any]
     recipe: _RecipeSummary
     written_by: _Writer
@@ -174,9 +172,7 @@ def _describe_run(run: Run) -> str:
         lines.append(f"last       {', '.join(words)}")
     if isinstance(config, PretrainConfig) and (config.data.sources or config.data.phases):
         try:
-            # Records of validation alone do not have it.
-            offset = next((record.get("batch_offset", 0) for record in reversed(records) if "step_seconds" in record), 0)
-            lines += describe_data(config, records[-1]["step"] if records else 0, offset)[0]
+            lines += describe_data(config, records[-1]["step"] if records else 0, skipped_batches(records))[0]
         except UserError as problem:  # the run is shown without its data
             lines.append(f"data       {problem}")
     lines.append(f"saved      {', '.join(f'step {step:,}' for step in steps) if steps else 'no checkpoint yet'}")
