@@ -1,5 +1,6 @@
 """The command as users see it: arguments, output, a message of one line and an exit status."""
 
+import io
 import os
 import re
 import resource
@@ -18,7 +19,7 @@ from lmforge.config.stage import PretrainConfig, StageConfig
 from lmforge.config.tuning import SftConfig
 from lmforge.errors import UserError, typed_command
 from lmforge.verbs.table import VERBS
-from tests.conftest import Command
+from tests.conftest import Command, Refusal
 
 # Runs a command line in this process, then tells whether torch came with it.
 WITHOUT_TORCH = (
@@ -94,6 +95,14 @@ def test_help_of_a_verb_is_found_by_help_verb_too(capfd: pytest.CaptureFixture[s
         assert printed == capfd.readouterr().out
     assert cli.run(["help", "prepre"]) == 2
     assert "prepre: no such verb; did you mean prepare?" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("words", ["--help --help", "-h -h", "help help", "--help -h help"])
+def test_help_of_help_is_the_overview(words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.run(["--help"]) == 0
+    overview = capsys.readouterr().out
+    assert cli.run(words.split()) == 0
+    assert capsys.readouterr().out == overview
 
 
 def test_the_warm_up_of_fine_tuning_that_help_names_is_the_one_that_holds(capsys: pytest.CaptureFixture[str]) -> None:
@@ -275,6 +284,25 @@ def test_a_reader_that_leaves_ends_the_command_quietly(words: list[str]) -> None
     os.close(writer)
     assert done.stderr == b""
     assert done.returncode == 128 + signal.SIGPIPE
+
+
+@pytest.mark.skipif(not Path("/dev/full").is_char_device(), reason="/dev/full is missing")
+@pytest.mark.parametrize("words", ["--help", "--version", "pretrain --help all", "show presets"])
+@pytest.mark.parametrize("buffered", [True, False])
+def test_output_that_nothing_can_be_written_to_ends_the_command_in_one_line(
+    words: str, buffered: bool, monkeypatch: pytest.MonkeyPatch, refused: Refusal
+) -> None:
+    raw = open("/dev/full", "wb", buffering=-1 if buffered else 0)
+    with io.TextIOWrapper(raw, write_through=not buffered) as full:
+        monkeypatch.setattr(sys, "stdout", full)
+        assert refused(*words.split()) == "standard output: No space left on device; nothing more could be printed"
+        full.flush()  # as at exit
+
+
+@pytest.mark.parametrize("words", ["--help", "show presets"])
+def test_a_closed_standard_output_is_refused_in_one_line(words: str, monkeypatch: pytest.MonkeyPatch, refused: Refusal) -> None:
+    monkeypatch.setattr(sys, "stdout", None)
+    assert refused(*words.split()) == "standard output is closed; redirect it, to /dev/null where nobody reads it"
 
 
 MAIN = """
