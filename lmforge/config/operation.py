@@ -65,12 +65,15 @@ class WatchOptions(Options):
             )
 
 
+LauncherName = Literal["local", "ssh", "slurm", "pbs", "mpi"]
+
+
 class JobOptions(Options):
     """Where ranks are started, by whom, and with what: of `lmforge launch` and `lmforge doctor --on`."""
 
     processes: int = option(1, "ranks to start on each node (torchrun: --nproc-per-node); not under torchrun", **RANKS)
     environment: EnvironmentName = ENVIRONMENT
-    on: Literal["local", "ssh", "slurm", "pbs", "mpi"] = option(
+    on: LauncherName = option(
         "local", "what starts the ranks: this machine, the hosts of a file by ssh, sbatch, qsub, or mpiexec"
     )
     nodes: int | None = option(None, "nodes to run on (default: 1; with ssh the hosts of launch.hosts)", **RANKS)
