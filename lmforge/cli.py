@@ -30,7 +30,7 @@ from lmforge.cluster.node_group import NodeGroup, launch_on_node, read_node_grou
 from lmforge.cluster.rank_info import count_restarts, read_rank_info
 from lmforge.config.help_text import format_help
 from lmforge.config.load import RESUME_ARGUMENTS, STAGES, load_extended, parse_config, parse_verb
-from lmforge.config.options import MAX_NAME_WIDTH, Options, iter_options, read_recipe
+from lmforge.config.options import MAX_NAME_WIDTH, Options, check_text, iter_options, read_recipe
 from lmforge.config.stage import StageConfig
 from lmforge.config.verbs.bench import BenchConfig
 from lmforge.config.verbs.examine import DoctorOptions
@@ -192,6 +192,7 @@ def _overview() -> str:
 
 def parse_command(name: str, arguments: list[str]) -> Any:
     """The options of a command line whose verb is `name`. Raises UserError."""
+    check_text(arguments)  # the recipe is not an option
     options_class = VERBS[name].options
     if options_class is LaunchVerbOptions:
         return parse_launch(arguments)

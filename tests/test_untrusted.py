@@ -111,5 +111,5 @@ def test_the_largest_and_the_smallest_numbers_of_floats_are_read() -> None:
 
 
 def test_a_whole_number_of_hundreds_of_digits_is_refused_where_infinity_is_allowed() -> None:
-    with pytest.raises(UserError, match="^the file: x: expected a finite number"):
+    with pytest.raises(UserError, match=r"^the file: x: expected a finite number"):
         parse_json(b'{"x": 1%b}' % (b"0" * 400), dict[str, Any], "the file", allow_nan=True)

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Literal
 
-from lmforge.config.options import Options, choice, option
+from lmforge.config.options import Options, choice, option, words_problem
 from lmforge.config.ranges import COUNT, COUNT_OR_0, DURATION, RANKS, THREADS
 from lmforge.untrusted import quoted
 
@@ -111,6 +111,9 @@ class JobOptions(Options):
         for name in ("directives", "setup"):
             if lines := [line for line in getattr(self, name) if "\n" in line or not line.strip()]:
                 yield f"launch.{name}: {quoted(lines[0])}: expected one line each"
+        if self.on in ("ssh", "mpi"):  # a scheduler reads its directives itself
+            for problem in filter(None, map(words_problem, self.directives)):
+                yield f"launch.directives: {problem}"
         if self.container is not None and ("\n" in self.container or not self.container.strip()):
             yield f"launch.container = {quoted(self.container)}: expected a command in one line"
 

@@ -409,6 +409,10 @@ def test_a_dry_run_prints_scripts_that_bash_reads_and_starts_nothing(
             "--on ssh --hosts hosts --nodes 1 --address a --sweep train.seed=1,2",
             "launch.address names one host, and",
         ),
+        (
+            "--on ssh --hosts hosts --directives 'a",
+            'recipe.toml: launch.directives: expected words of a shell, with quotes in pairs, got "\'a"',
+        ),
         ("--run.resume required", "runs/recipe: there is no such run to resume"),
         ("more", "unexpected argument 'more'; give one recipe, such as lmforge launch recipe.toml --on slurm"),
     ],

@@ -40,7 +40,6 @@ class PipelineStageOptions(Options):
     recipe: Path | None = option(None, "recipe of a verb that trains, relative to the pipeline file")
     arguments: tuple[str, ...] = option((), "further arguments; {NAME} stands for the run of an earlier stage")
 
-
     def problems(self) -> Iterator[str]:
         if word := next((word for word in self.arguments if "\0" in word), None):
             yield f"stages: arguments: expected words of a command line, without NUL, got {quoted(word)}"
