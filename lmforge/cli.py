@@ -18,17 +18,19 @@ import traceback
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
+from itertools import dropwhile
 from pathlib import Path
 from typing import Any, NoReturn
 
 from lmforge import __version__
+from lmforge.atomic_files import DISK_FULL_ERRNOS
 from lmforge.cluster.environment import ENVIRONMENT_VARIABLE, LAUNCHER_PID_VARIABLE
 from lmforge.cluster.launch import launch_local, launch_plainly
 from lmforge.cluster.node_group import NodeGroup, launch_on_node, read_node_group
 from lmforge.cluster.rank_info import count_restarts, read_rank_info
 from lmforge.config.help_text import format_help
 from lmforge.config.load import RESUME_ARGUMENTS, STAGES, load_extended, parse_config, parse_verb
-from lmforge.config.options import MAX_NAME_WIDTH, Options, iter_options, read_recipe
+from lmforge.config.options import MAX_NAME_WIDTH, Options, check_text, iter_options, read_recipe
 from lmforge.config.stage import StageConfig
 from lmforge.config.verbs.bench import BenchConfig
 from lmforge.config.verbs.examine import DoctorOptions
@@ -39,6 +41,7 @@ from lmforge.runs import Run
 from lmforge.untrusted import cut, describe_os_error
 from lmforge.verbs.table import VERBS
 
+HELP_WORDS = ("-h", "--help", "help")
 # Set by --debug, and so passed on to the ranks that a verb starts.
 DEBUG_VARIABLE = "LMFORGE_DEBUG"
 # Characters of an error line: a path may be longer than other values.
@@ -103,6 +106,8 @@ def run(arguments: list[str]) -> int:
     debug = bool(os.environ.get(DEBUG_VARIABLE))
     chosen: Options | None = None
     try:
+        if sys.stdout is None:
+            raise UserError("standard output is closed; redirect it, to /dev/null where nobody reads it")
         name, *rest = [word for word in arguments if word != "--debug"] or ["--help"]
         status = 0
         if (answer := _answer(name, rest)) is not None:
@@ -120,15 +125,14 @@ def run(arguments: list[str]) -> int:
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
     except BrokenPipeError:
-        # The reader of our output has ended (`| head`): nothing can be printed any more, not even at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _discard_output()  # its reader has ended (`| head`)
         return 128 + signal.SIGPIPE
     except Exception as problem:
         if debug:
             if sys.__stderr__ is not None:
                 sys.stderr = sys.__stderr__  # a rank's sys.stderr may be its log
             raise
-        if foreseen := _foreseen(problem):
+        if foreseen := _output_problem(problem) or _foreseen(problem):
             _print_error(str(foreseen))
             return foreseen.exit_status
         saved = _save_traceback(problem, chosen)
@@ -139,8 +143,9 @@ def run(arguments: list[str]) -> int:
 
 def _answer(name: str, arguments: list[str]) -> str | None:
     """What is printed where no verb is to be carried out: help, or the version. Raises UserError for an unknown verb."""
-    if name in ("-h", "--help", "help"):
-        return _answer(arguments[0], ["--help", *arguments[1:]]) if arguments else _overview()
+    if name in HELP_WORDS:
+        words = list(dropwhile(HELP_WORDS.__contains__, arguments))
+        return _answer(words[0], ["--help", *words[1:]]) if words else _overview()
     if name in ("-V", "--version"):
         return f"lmforge {__version__}"
     if name not in VERBS:
@@ -187,6 +192,7 @@ def _overview() -> str:
 
 def parse_command(name: str, arguments: list[str]) -> Any:
     """The options of a command line whose verb is `name`. Raises UserError."""
+    check_text(arguments)  # the recipe is not an option
     options_class = VERBS[name].options
     if options_class is LaunchVerbOptions:
         return parse_launch(arguments)
@@ -252,6 +258,24 @@ def _launch(command: list[str], chosen: Any, processes: int, group: NodeGroup | 
         restart_arguments=RESUME_ARGUMENTS,
         has_begun=lambda: run.started_at_ns != before,
     )
+
+
+def _output_problem(problem: Exception) -> UserError | None:
+    """The message for standard output that takes nothing, such as a file on a full disk; None for another exception."""
+    if not isinstance(problem, OSError) or problem.filename or problem.errno not in DISK_FULL_ERRNOS:
+        return None
+    try:
+        print(flush=True)  # only another attempt shows whether it was standard output
+    except OSError as again:
+        if again.errno == problem.errno:
+            _discard_output()
+            return UserError(f"standard output: {again.strerror}; nothing more could be printed")
+    return None
+
+
+def _discard_output() -> None:
+    """Make standard output lead nowhere, since nothing can be printed any more, not even at exit."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _foreseen(problem: Exception) -> UserError | RunFailed | None:

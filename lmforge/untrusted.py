@@ -8,10 +8,12 @@ their readers and parsed here. Messages between our own processes are parsed whe
 
 import errno
 import json
+import math
 import os
 import re
+import sys
 import tomllib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import cache, partial
 from pathlib import Path
@@ -27,7 +29,7 @@ MAX_MANIFEST_BYTES = 2**28  # manifests that list every file or shard: checksums
 MAX_RECORDS_BYTES = 2**29  # a million records of a run
 CHUNK_BYTES = 2**20
 MAX_DEPTH = 64
-MAX_INT_BITS = 1024  # of a whole number in TOML, which has no bound of its own; more than any float has
+MAX_INT_BITS = 1024  # of a whole number, which neither TOML nor JSON bounds: no float is larger
 MAX_QUOTED = 80
 MAX_NAME, MAX_NAME_BYTES = 100, 200  # of a run; a file system takes 255 bytes, and other files are called after it
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"  # Windows programs put it before UTF-8
@@ -36,6 +38,9 @@ JSON_STRING = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"?', re.DOTALL)
 # A key of TOML of more parts than MAX_DEPTH, for each of which tomllib goes through all those before it.
 _PART = rb"""(?:[\w-]++|"[^"\n]*+"|'[^'\n]*+')[ \t]*+\.[ \t]*+"""
 LONG_KEY = re.compile(rb"(?<![\w-])(?:%b){%d}" % (_PART, MAX_DEPTH))
+# What a number that no float holds has: an exponent of three digits or more, or many digits.
+EXPONENTS = [re.compile(rb"%b\+?+\d{3,}+(?=[\s,\]}]|\Z)" % letter) for letter in (b"e", b"E")]
+ZEROS, MANY_ZEROS = bytes.maketrans(b"123456789", b"0" * 9), b"0" * 200
 # Everything but brackets, and each kind of bracket as the square one.
 NO_BRACKETS = bytes(set(range(256)) - set(b"[]{}"))
 SQUARE = bytes.maketrans(b"{}", b"[]")
@@ -102,9 +107,13 @@ def parse_json(
     try:
         if not allow_nan and (b"NaN" in content or b"Infinity" in content):  # perhaps in a text; as numbers pydantic takes them
             from_json(content, allow_inf_nan=False)
+        if MANY_ZEROS in content.translate(ZEROS) or any(pattern.search(content) for pattern in EXPONENTS):
+            _check_numbers(from_json(content), allow_nan)
         return cast(T, _adapter(cast(Any, schema)).validate_json(content, strict=True))
     except ValidationError as problem:
         raise error(f"{source}: {describe(problem)}{hint}") from None
+    except _TooLarge as problem:
+        raise error(f"{source}: {problem}{hint}") from None
     except ValueError as problem:
         raise error(f"{source}: not valid JSON: {problem}{hint}") from None
 
@@ -146,9 +155,13 @@ def describe(problem: ValidationError) -> str:
     error = first_error(problem)
     if error["type"] == "json_invalid":
         return f"not valid JSON: {error['ctx']['error']}"
-    parts = [f"[{part}]" if isinstance(part, int) else f".{cut(part)}" for part in error["loc"]]
-    field = "".join(parts).removeprefix(".")
+    field = _field_name(error["loc"])
     return f"{field}: {expectation(error)}" if field else expectation(error)
+
+
+def _field_name(parts: Iterable[int | str]) -> str:
+    """Keys and places in lists, from the outside, as `key[0].key`."""
+    return "".join(f"[{part}]" if isinstance(part, int) else f".{cut(part)}" for part in parts).removeprefix(".")
 
 
 def first_error(problem: ValidationError) -> dict[str, Any]:
@@ -189,8 +202,8 @@ def cut(text: str, limit: int = MAX_QUOTED) -> str:
 
 def name_problem(name: str) -> str | None:
     """Why a run, whose directory has its name, cannot have this name; None if it can."""
-    fits = len(name) <= MAX_NAME and len(name.encode()) <= MAX_NAME_BYTES
-    if fits and re.fullmatch(r"\w[^/\\\x00-\x1f\x7f]*", name):
+    fits = len(name) <= MAX_NAME and len(name.encode(errors="surrogatepass")) <= MAX_NAME_BYTES
+    if fits and re.fullmatch(r"\w[^/\\\x00-\x1f\x7f\ud800-\udfff]*", name):
         return None
     rule = f"at most {MAX_NAME} characters, without slashes, that begins with a letter or a digit"
     return f"expected a name of {rule}, got {quoted(name)}"
@@ -250,6 +263,24 @@ def _check_bounds(content: bytes, source: str, max_bytes: int, error: Callable[[
         brackets = brackets.replace(b"[]", b"")  # the innermost pairs
     if b"[]" in brackets or brackets.count(b"[") > MAX_DEPTH:
         raise error(f"{source}: nested more than {MAX_DEPTH} levels deep")
+
+
+class _TooLarge(ValueError):
+    """A number of JSON content that no float holds."""
+
+
+def _check_numbers(content: Any, allow_infinity: bool) -> None:
+    """Refuse numbers beyond those of floats: 1e999, which is parsed as infinity, and whole numbers of hundreds of digits."""
+    values: list[tuple[Any, tuple[int | str, ...]]] = [(content, ())]
+    while values:
+        value, path = values.pop()
+        is_infinite = isinstance(value, float) and math.isinf(value) and not allow_infinity
+        if is_infinite or (isinstance(value, int) and value.bit_length() > MAX_INT_BITS):
+            place = f"{_field_name(path)}: " if path else ""
+            raise _TooLarge(f"{place}expected a finite number, got one beyond ±{sys.float_info.max:.2g}")
+        if isinstance(value, dict | list):
+            items: Iterable[tuple[int | str, Any]] = value.items() if isinstance(value, dict) else enumerate(value)
+            values += [(each, (*path, name)) for name, each in items]
 
 
 def _check_table(table: dict[str, Any], source: str) -> None:

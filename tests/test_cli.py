@@ -1,5 +1,7 @@
 """The command as users see it: arguments, output, a message of one line and an exit status."""
 
+import io
+import json
 import os
 import re
 import resource
@@ -18,7 +20,7 @@ from lmforge.config.stage import PretrainConfig, StageConfig
 from lmforge.config.tuning import SftConfig
 from lmforge.errors import UserError, typed_command
 from lmforge.verbs.table import VERBS
-from tests.conftest import Command
+from tests.conftest import Command, Refusal
 
 # Runs a command line in this process, then tells whether torch came with it.
 WITHOUT_TORCH = (
@@ -94,6 +96,14 @@ def test_help_of_a_verb_is_found_by_help_verb_too(capfd: pytest.CaptureFixture[s
         assert printed == capfd.readouterr().out
     assert cli.run(["help", "prepre"]) == 2
     assert "prepre: no such verb; did you mean prepare?" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("words", ["--help --help", "-h -h", "help help", "--help -h help"])
+def test_help_of_help_is_the_overview(words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.run(["--help"]) == 0
+    overview = capsys.readouterr().out
+    assert cli.run(words.split()) == 0
+    assert capsys.readouterr().out == overview
 
 
 def test_the_warm_up_of_fine_tuning_that_help_names_is_the_one_that_holds(capsys: pytest.CaptureFixture[str]) -> None:
@@ -192,6 +202,30 @@ def test_a_wrong_recipe_is_refused_in_one_line(lmforge: Command, tmp_path: Path,
     assert [entry.name for entry in tmp_path.iterdir()] == ["a.toml"]
 
 
+@pytest.mark.parametrize("words", [["pretrain"], ["plan"], ["launch"], ["launch", "run"], ["run"]])
+def test_a_recipe_whose_name_is_not_text_is_refused_in_one_line(
+    words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, refused: Refusal
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("\udcff.toml").write_text("")
+    assert refused(*words, "\udcff.toml") == r"'\udcff.toml': not UTF-8 text"
+    assert [path.name for path in tmp_path.iterdir()] == ["\udcff.toml"]
+
+
+@pytest.mark.parametrize("words", ["'", "", '""', "ssh -o 'a"])
+def test_a_command_of_ssh_that_no_shell_reads_is_refused(words: str, refused: Refusal) -> None:
+    expected = f"--ssh_command: expected words of a shell, with quotes in pairs, got {json.dumps(words)}"
+    assert refused("top", "node1", "--once", "--ssh_command", words) == expected
+
+
+def test_a_source_that_is_a_link_to_itself_is_refused(tmp_path: Path, refused: Refusal) -> None:
+    (tmp_path / "loop").symlink_to(tmp_path / "loop")
+    recipe = tmp_path / "recipe.toml"
+    recipe.write_text(f'[data]\nsources = [{{folder = "{tmp_path}/loop"}}]\n[run]\nfolder = "{tmp_path}/runs"\n')
+    assert refused("pretrain", recipe).startswith(f"{tmp_path}/loop/manifest.json: Too many levels of symbolic links")
+    assert not any((tmp_path / "runs").iterdir())
+
+
 @pytest.mark.parametrize(("words", "variables"), [(["--debug"], {}), ([], {"LMFORGE_DEBUG": "1"})])
 def test_debug_prints_the_traceback_of_an_error(lmforge: Command, words: list[str], variables: dict[str, str]) -> None:
     """The variable is how --debug reaches the ranks that a verb starts."""
@@ -275,6 +309,25 @@ def test_a_reader_that_leaves_ends_the_command_quietly(words: list[str]) -> None
     os.close(writer)
     assert done.stderr == b""
     assert done.returncode == 128 + signal.SIGPIPE
+
+
+@pytest.mark.skipif(not Path("/dev/full").is_char_device(), reason="/dev/full is missing")
+@pytest.mark.parametrize("words", ["--help", "--version", "pretrain --help all", "show presets"])
+@pytest.mark.parametrize("buffered", [True, False])
+def test_output_that_nothing_can_be_written_to_ends_the_command_in_one_line(
+    words: str, buffered: bool, monkeypatch: pytest.MonkeyPatch, refused: Refusal
+) -> None:
+    with open("/dev/full", "wb", buffering=-1 if buffered else 0) as raw:
+        full = io.TextIOWrapper(raw, write_through=not buffered)
+        monkeypatch.setattr(sys, "stdout", full)
+        assert refused(*words.split()) == "standard output: No space left on device; nothing more could be printed"
+        full.flush()  # as at exit
+
+
+@pytest.mark.parametrize("words", ["--help", "show presets"])
+def test_a_closed_standard_output_is_refused_in_one_line(words: str, monkeypatch: pytest.MonkeyPatch, refused: Refusal) -> None:
+    monkeypatch.setattr(sys, "stdout", None)
+    assert refused(*words.split()) == "standard output is closed; redirect it, to /dev/null where nobody reads it"
 
 
 MAIN = """

@@ -1,6 +1,7 @@
 """`lmforge run`: stages in order, each from the run of the one before it; interrupted, it resumes."""
 
 import json
+import os
 import shutil
 import signal
 import time
@@ -184,6 +185,10 @@ def test_a_state_file_that_cannot_be_read_is_reported_with_the_way_out(tmp_path:
             "stage sft: --run.folder: the pipeline says where runs are",
         ),
         ([{"verb": "sing"}], "stage sing: sing: no such verb; lmforge --help lists them"),
+        (
+            [{"verb": "show", "arguments": ["nano", "a\0b"]}],
+            'stages: arguments: expected words of a command line, without NUL, got "a\\u0000b"',
+        ),
     ],
 )
 def test_a_wrong_pipeline_is_refused_before_anything_runs(
@@ -191,6 +196,27 @@ def test_a_wrong_pipeline_is_refused_before_anything_runs(
 ) -> None:
     assert message in refused("run", pipeline(tmp_path, *stages))
     assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize("verb", ["run", "report", "download"])
+def test_a_recipe_of_a_stage_that_cannot_be_read_is_refused_and_a_pipe_is_not_waited_for(
+    verb: str, tmp_path: Path, refused: Refusal
+) -> None:
+    file, recipe = pipeline(tmp_path, {"verb": "pretrain", "recipe": "a.toml"}), tmp_path / "a.toml"
+    recipe.write_text("model = 5")
+    assert refused(verb, file) == f"{recipe}: model: expected a section, got 5"
+    recipe.unlink()
+    os.mkfifo(recipe)
+    expected = f"recipe: expected a file, got a named pipe ({recipe}), which can be read only once"
+    assert refused(verb, file) == f"{file}: stage pretrain: {expected}"
+    assert not (tmp_path / "runs").exists()
+
+
+def test_a_folder_of_a_pipeline_that_cannot_be_made_is_refused(tmp_path: Path, refused: Refusal) -> None:
+    file = pipeline(tmp_path, {"verb": "show", "arguments": ["nano"]})
+    file.write_text(file.read_text().replace(str(tmp_path / "runs"), "/proc/none"))
+    reason = "No such file or directory"
+    assert refused("run", file) == f"/proc/none: cannot be made a folder ({reason}); choose another `folder` of the pipeline"
 
 
 def test_a_stage_that_fails_ends_the_pipeline_with_its_status(tmp_path: Path, lmforge: Command) -> None:

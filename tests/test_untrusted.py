@@ -1,5 +1,6 @@
 """The parser for untrusted content refuses everything that is not JSON, for any schema."""
 
+import json
 import tracemalloc
 from pathlib import Path
 from typing import Any
@@ -92,3 +93,23 @@ def test_a_device_is_not_read(refused: Refusal) -> None:
     for words in (["pretrain", "/dev/zero"], ["run", "/dev/zero"]):
         assert refused(*words).endswith(": expected a file, got a device")
     assert read_bounded(Path("/dev/null")) == b""
+
+
+@pytest.mark.parametrize("number", ["1e999", "-1e999", "1E+0309", "1" + "0" * 400, "-1" + "0" * 400 + ".0", "9" * 250 + "e99"])
+@pytest.mark.parametrize("schema", [dict[str, Any], dict[str, list[float]], object])
+def test_a_number_beyond_those_of_floats_is_refused_with_its_field(number: str, schema: Any) -> None:
+    expected = r"^the file: values\[1\]: expected a finite number, got one beyond ±1.8e\+308; copy it again$"
+    with pytest.raises(UserError, match=expected):
+        parse_json(f'{{"values": [0.5, {number}]}}'.encode(), schema, "the file", hint="copy it again")
+    text = {"values": number}
+    assert parse_json(json.dumps(text).encode(), dict[str, str], "the file") == text
+
+
+def test_the_largest_and_the_smallest_numbers_of_floats_are_read() -> None:
+    numbers = [1.7976931348623157e308, 5e-324, 10**300, 1e-999]
+    assert parse_json(b"[1.7976931348623157e308, 5e-324, 1%b, 1e-999]" % (b"0" * 300), list[Any], "the file") == numbers
+
+
+def test_a_whole_number_of_hundreds_of_digits_is_refused_where_infinity_is_allowed() -> None:
+    with pytest.raises(UserError, match=r"^the file: x: expected a finite number"):
+        parse_json(b'{"x": 1%b}' % (b"0" * 400), dict[str, Any], "the file", allow_nan=True)

@@ -19,8 +19,8 @@ from pathlib import Path
 from lmforge.cluster.environment import LAUNCHERS, MPICH, RankInfo
 from lmforge.cluster.processes import NOT_INSTALLED, read_process_stat, try_call
 from lmforge.cluster.waiting import wait_until
-from lmforge.errors import RunFailed, UserError
-from lmforge.untrusted import describe_os_error, quoted
+from lmforge.errors import RunFailed, UserError, prefix_errors
+from lmforge.untrusted import describe_os_error, quoted, read_bounded
 
 NUM_CANDIDATE_PORTS = 8
 # Below the ports that systems use for outgoing connections. docs/clusters.md lists them for firewalls.
@@ -71,7 +71,8 @@ def _expand_slurm_hosts(nodes: str) -> list[str]:
 
 def _read_hosts(variable: str, file: str) -> list[str]:
     try:
-        hosts = list(dict.fromkeys(Path(file).read_text(encoding="utf-8").split()))
+        with prefix_errors(f"environment: {variable}"):
+            hosts = list(dict.fromkeys(read_bounded(Path(file)).decode().split()))
     except (OSError, UnicodeDecodeError) as problem:
         reason = describe_os_error(problem, file) if isinstance(problem, OSError) else f"{file}: not text"
         raise UserError(f"environment: {variable}: {reason}") from None

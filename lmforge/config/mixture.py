@@ -1,5 +1,6 @@
 """Sources of data with weights, and the phases of a run that mix them: tables of the recipe's [data]."""
 
+import os
 import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -27,8 +28,8 @@ class SourceOptions(Options):
     weight: float = option(1.0, "weight of the source in the mixture, relative to the weights of the others", **SCALE)
 
     def label_of(self, location: Path) -> str:
-        """The name of the source that lies there, or what stands for it."""
-        return self.name or re.sub("[^A-Za-z0-9._-]+", "-", location.resolve().name)[:64].strip("-._") or "source"
+        """The name of the source that lies there, or what stands for it; of a link to itself, its own name."""
+        return self.name or re.sub("[^A-Za-z0-9._-]+", "-", Path(os.path.realpath(location)).name)[:64].strip("-._") or "source"
 
     def problems(self) -> Iterator[str]:
         if self.name is not None and not SOURCE_NAME.fullmatch(self.name):

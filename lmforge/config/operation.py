@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Literal
 
-from lmforge.config.options import Options, choice, option
+from lmforge.config.options import Options, choice, option, words_problem
 from lmforge.config.ranges import COUNT, COUNT_OR_0, DURATION, RANKS, THREADS
 from lmforge.untrusted import quoted
 
@@ -65,12 +65,15 @@ class WatchOptions(Options):
             )
 
 
+LauncherName = Literal["local", "ssh", "slurm", "pbs", "mpi"]
+
+
 class JobOptions(Options):
     """Where ranks are started, by whom, and with what: of `lmforge launch` and `lmforge doctor --on`."""
 
     processes: int = option(1, "ranks to start on each node (torchrun: --nproc-per-node); not under torchrun", **RANKS)
     environment: EnvironmentName = ENVIRONMENT
-    on: Literal["local", "ssh", "slurm", "pbs", "mpi"] = option(
+    on: LauncherName = option(
         "local", "what starts the ranks: this machine, the hosts of a file by ssh, sbatch, qsub, or mpiexec"
     )
     nodes: int | None = option(None, "nodes to run on (default: 1; with ssh the hosts of launch.hosts)", **RANKS)
@@ -108,6 +111,9 @@ class JobOptions(Options):
         for name in ("directives", "setup"):
             if lines := [line for line in getattr(self, name) if "\n" in line or not line.strip()]:
                 yield f"launch.{name}: {quoted(lines[0])}: expected one line each"
+        if self.on in ("ssh", "mpi"):  # a scheduler reads its directives itself
+            for problem in filter(None, map(words_problem, self.directives)):
+                yield f"launch.directives: {problem}"
         if self.container is not None and ("\n" in self.container or not self.container.strip()):
             yield f"launch.container = {quoted(self.container)}: expected a command in one line"
 

@@ -409,6 +409,10 @@ def test_a_dry_run_prints_scripts_that_bash_reads_and_starts_nothing(
             "--on ssh --hosts hosts --nodes 1 --address a --sweep train.seed=1,2",
             "launch.address names one host, and",
         ),
+        (
+            "--on ssh --hosts hosts --directives 'a",
+            'recipe.toml: launch.directives: expected words of a shell, with quotes in pairs, got "\'a"',
+        ),
         ("--run.resume required", "runs/recipe: there is no such run to resume"),
         ("more", "unexpected argument 'more'; give one recipe, such as lmforge launch recipe.toml --on slurm"),
     ],
@@ -463,6 +467,60 @@ def test_a_run_that_was_not_launched_is_not_found(recipe: Path, refused: Refusal
     assert refused("jobs", "other") == missing
     assert run(["jobs"]) == 0
     assert capfd.readouterr().out == "runs: nothing was launched from here; lmforge launch RECIPE starts a run\n"
+
+
+def job_record(folder: Path, **fields: object) -> Path:
+    """The record of a job of this machine that has ended, in a run's directory."""
+    run = folder / "runs" / str(fields.get("name", "good"))
+    file = run / "launch" / "job.json"
+    file.parent.mkdir(parents=True)
+    ended = {"host": None, "process": 2**22 + 1, "started": "1"}
+    record = {"name": run.name, "launcher": "local", "folder": str(file.parent), "nodes": 1, "processes": 1}
+    file.write_text(json.dumps({**record, "submitted_at": 1.8e9, "sessions": [ended], **fields}))
+    return file
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"launcher": "cron"}, "launcher: expected 'local', 'ssh', 'slurm', 'pbs' or 'mpi', got \"cron\""),
+        ({"sessions": []}, "sessions: expected those that launcher = local started, got none"),
+        ({"submitted_at": 10**400}, "submitted_at: expected a finite number, got one beyond"),
+        ({"number": 10**300}, "number: expected a number of at most 1000000000, got 1000000"),
+    ],
+)
+def test_a_record_of_a_job_that_cannot_be_read_hides_no_other_job(
+    fields: dict[str, object], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    from lmforge.cli import run
+
+    monkeypatch.chdir(tmp_path)
+    for name in ("first", "last"):
+        job_record(tmp_path, name=name)
+    damaged = job_record(tmp_path, name="middle", **fields).relative_to(tmp_path)
+    assert run(["jobs"]) == 2
+    printed = capfd.readouterr()
+    assert [line.split()[0] for line in printed.out.splitlines()] == ["run", "first", "last"]
+    assert printed.err.startswith(f"lmforge: {damaged}: {message}")
+    assert printed.err.endswith("; delete it; the run itself is not changed\n")
+    assert run(["jobs", "first"]) == 0
+
+
+@pytest.mark.parametrize("size", [0, 2**40])
+def test_a_status_of_a_job_that_is_a_pipe_or_without_end_says_nothing(
+    size: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    from lmforge.cli import run
+
+    monkeypatch.chdir(tmp_path)
+    status = job_record(tmp_path).with_name("status")
+    if size:
+        with status.open("wb") as file:
+            file.truncate(size)
+    else:
+        os.mkfifo(status)
+    assert run(["jobs"]) == 0
+    assert " lost " in capfd.readouterr().out
 
 
 def test_options_of_a_recipe_and_of_the_command_line_meet(recipe: Path, capsys: pytest.CaptureFixture[str]) -> None:

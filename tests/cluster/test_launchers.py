@@ -154,6 +154,17 @@ def test_the_hosts_of_a_job_are_those_of_its_node_file(tmp_path: Path) -> None:
             list_hosts({"PBS_NODEFILE": str(file)})
 
 
+@pytest.mark.parametrize("variable", ["PBS_NODEFILE", "LSB_DJOB_HOSTFILE"])
+def test_a_node_file_is_bounded_and_a_pipe_is_not_waited_for(variable: str, tmp_path: Path) -> None:
+    pipe, endless = tmp_path / "pipe", tmp_path / "endless"
+    os.mkfifo(pipe)
+    with endless.open("wb") as file:
+        file.truncate(2**40)
+    for path, reason in ((pipe, "this file names no host"), (endless, "larger than"), (Path("/dev/zero"), "got a device")):
+        with pytest.raises(UserError, match=f"^environment: {variable}.*{reason}"):
+            list_hosts({variable: str(path)})
+
+
 def test_a_list_of_slurm_hosts_is_expanded_by_slurm_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(UserError, match=r"scontrol is not here \(in a container\?\); set MASTER_ADDR in the batch script"):

@@ -107,7 +107,8 @@ def test_odd_content_is_left_out_of_the_report(first: Run, tmp_path: Path, brows
     run = copied(first, tmp_path)
     events = ['{"time": "t", "kind": "end", "step": NaN}', DEEP, '{"time": 1, "kind": [], "step": 1}', f'{{"step": {HUGE}}}']
     events += [r'{"time": "t", "kind": "bad step", "step": 1, "reason": "\ud800"}']
-    events += ['{"time": "t", "kind": "rollback", "step": 1, "to": 1e999, "reason": "kept"}']
+    events += ['{"time": "t", "kind": "rollback", "step": 1, "to": 1, "reason": "kept"}']
+    events += ['{"time": "t", "kind": "rollback", "step": 1, "to": 1e999, "reason": "none"}']
     with open(run.events_path, "a") as file:
         file.write("\n".join(events) + "\n")
     (run.path / "completions").mkdir()
@@ -116,7 +117,7 @@ def test_odd_content_is_left_out_of_the_report(first: Run, tmp_path: Path, brows
     (run.path / "environment.json").write_text('{"packages": 1}')
     assert command(["report", str(run.path)]) == 0
     (shown,) = values_of((run.path / "report.html").read_text())["runs"]
-    assert shown["events"][-1] == {"time": "t", "kind": "rollback", "step": 1, "to": None, "reason": "kept"}
+    assert shown["events"][-1] == {"time": "t", "kind": "rollback", "step": 1, "to": 1, "reason": "kept"}
     assert [row["completion"] for row in shown["tables"][0]["rows"]] == ["good"]
     for page in opened(browser, run.path / "report.html"):
         assert page.locator("#environment").count() == 0

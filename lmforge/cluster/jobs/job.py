@@ -6,14 +6,22 @@ import time
 from dataclasses import asdict, dataclass, field
 from enum import StrEnum
 from pathlib import Path
+from typing import Annotated
+
+from pydantic import Field
 
 from lmforge.atomic_files import atomic_write_json
 from lmforge.cluster.launch import INTERRUPTED_STATUSES
-from lmforge.config.operation import LaunchOptions
+from lmforge.config.operation import LauncherName, LaunchOptions
+from lmforge.config.ranges import COUNT_OR_0
 from lmforge.errors import UserError
-from lmforge.untrusted import describe_os_error, read_json
+from lmforge.untrusted import describe_os_error, read_bounded, read_json
 
 LAUNCH_FOLDER, JOB_FILE, JOB_SCRIPT, NODE_SCRIPT, RECIPE_LIST = "launch", "job.json", "job.sh", "node.sh", "recipes.txt"
+MAX_STATUS_BYTES = 1024  # of the small files of a job
+DELETE_HINT = "delete it; the run itself is not changed"
+# Those without a scheduler, whose scripts are found by their processes.
+SESSION_LAUNCHERS = ("local", "ssh", "mpi")
 # Tells a script that a user asked it to stop, which the signal alone does not say.
 STOP_FILE = "stop"
 
@@ -100,13 +108,13 @@ class Job:
     """
 
     name: str
-    launcher: str
+    launcher: LauncherName
     folder: str
     nodes: int
     processes: int
     submitted_at: float = field(default_factory=time.time)
     job_id: str | None = None
-    number: int | None = None
+    number: Annotated[int, Field(**COUNT_OR_0)] | None = None
     num_runs: int = 1
     sessions: list[Session] = field(default_factory=list)
     ssh_options: list[str] = field(default_factory=list)
@@ -122,7 +130,7 @@ class Job:
     def state_by_status(self) -> JobState:
         """The state of a job that no longer runs, from the exit status that its script wrote."""
         try:
-            status = int(self.status_path.read_text())
+            status = int(read_bounded(self.status_path, MAX_STATUS_BYTES, ValueError))
         except (OSError, ValueError):
             return JobState.LOST
         if status in INTERRUPTED_STATUSES:
@@ -134,11 +142,14 @@ def read_job(run_folder: Path) -> Job | None:
     """The job of a run's directory; None where `lmforge launch` has not started it. Raises UserError."""
     path = run_folder / LAUNCH_FOLDER / JOB_FILE
     try:
-        return read_json(path, Job, hint="delete it; the run itself is not changed")
+        job = read_json(path, Job, hint=DELETE_HINT)
     except FileNotFoundError:
         return None
     except OSError as problem:
         raise UserError(describe_os_error(problem, path)) from None
+    if job.launcher in SESSION_LAUNCHERS and not job.sessions:
+        raise UserError(f"{path}: sessions: expected those that launcher = {job.launcher} started, got none; {DELETE_HINT}")
+    return job
 
 
 def write_job(run_folder: Path, job: Job) -> None:

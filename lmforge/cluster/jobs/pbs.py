@@ -4,9 +4,10 @@ import re
 from pathlib import Path
 
 from lmforge.atomic_files import atomic_write_text
-from lmforge.cluster.jobs.job import STOP_FILE, Job, JobPlan, JobState
+from lmforge.cluster.jobs.job import MAX_STATUS_BYTES, STOP_FILE, Job, JobPlan, JobState
 from lmforge.cluster.processes import NOT_INSTALLED, call, try_call
 from lmforge.errors import UserError
+from lmforge.untrusted import read_bounded
 
 ACTIVE_STATES = {
     **dict.fromkeys("QHTWM", JobState.PENDING),  # queued, held, being moved, waiting for its time, moved
@@ -46,7 +47,8 @@ def stop(job: Job, now: JobState, kill: bool) -> None:
 def _task_id(job: Job) -> str:
     """The id of the job, or of the one that it submitted at its time limit; 12[].host of an array is 12[3].host."""
     try:
-        job_id = (Path(job.folder) / NEXT_JOB_FILE).read_text().strip() or job.job_id
-    except OSError:
+        next_job = read_bounded(Path(job.folder) / NEXT_JOB_FILE, MAX_STATUS_BYTES, ValueError)
+        job_id = next_job.decode().strip() or job.job_id
+    except (OSError, ValueError):
         job_id = job.job_id
     return str(job_id) if job.number is None else str(job_id).replace("[]", f"[{job.number}]")

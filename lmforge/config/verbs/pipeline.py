@@ -11,7 +11,7 @@ from lmforge.config.ranges import (
     RANKS,
 )
 from lmforge.config.sections import RUNS_FOLDER
-from lmforge.untrusted import cut, name_problem
+from lmforge.untrusted import cut, name_problem, quoted
 
 
 class QuickstartOptions(Options):
@@ -39,6 +39,10 @@ class PipelineStageOptions(Options):
     name: str | None = option(None, "name by which later stages refer to its run, as {NAME} (default: the verb)")
     recipe: Path | None = option(None, "recipe of a verb that trains, relative to the pipeline file")
     arguments: tuple[str, ...] = option((), "further arguments; {NAME} stands for the run of an earlier stage")
+
+    def problems(self) -> Iterator[str]:
+        if word := next((word for word in self.arguments if "\0" in word), None):
+            yield f"stages: arguments: expected words of a command line, without NUL, got {quoted(word)}"
 
 
 class PipelineOptions(Options):

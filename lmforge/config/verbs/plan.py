@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import ClassVar, Literal
 
 from lmforge.config.options import OUTPUT_FORMAT, Options, option, section
-from lmforge.config.ranges import DURATION, NONZERO_FRACTION, RANKS, SCALE, SCALE_OR_0, Range
+from lmforge.config.ranges import DURATION, GB_PER_SECOND, HOURS, NONZERO_FRACTION, RANKS, SCALE_OR_0, Range
 from lmforge.config.stage import PretrainConfig, StageConfig
 from lmforge.config.tuning import SftConfig
 
@@ -27,9 +27,9 @@ class PlanOptions(Options):
     hardware: Path | None = option(None, "a TOML file with further [[gpus]] and [[networks]], as in plan/hardware.toml")
     calibration: Path | None = option(None, "a file of `lmforge bench --calibrate`: its measurements replace data sheets")
     price: float = option(0.0, "price of a GPU-hour, in any currency", **SCALE_OR_0)
-    disk_gb_s: float = option(2.0, "GB per second at which all ranks together write a checkpoint", **SCALE)
+    disk_gb_s: float = option(2.0, "GB per second at which all ranks together write a checkpoint", **GB_PER_SECOND)
     failure_gpu_hours: float = option(
-        50_000.0, "GPU-hours between failures (Llama 3, arXiv 2407.21783: 419 in 54 days on 16,384 GPUs)", **SCALE
+        50_000.0, "GPU-hours between failures (Llama 3, arXiv 2407.21783: 419 in 54 days on 16,384 GPUs)", **HOURS
     )
     restart_minutes: float = option(10.0, "minutes from a failure to the first new step", **DURATION)
     search: bool = option(False, "rank the configurations that fit, and say why each of the others is slower")

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Literal
 
-from lmforge.config.options import Options, argument, option
+from lmforge.config.options import Options, argument, option, words_problem
 from lmforge.config.ranges import COUNT, RANKS
 from lmforge.untrusted import cut
 
@@ -60,3 +60,7 @@ class TopOptions(Options):
     remote_command: str | None = option(
         None, "command that runs lmforge on the other hosts (default: this Python, at the same path there)"
     )
+
+    def problems(self) -> Iterator[str]:
+        if problem := words_problem(self.ssh_command):
+            yield f"--ssh_command: {problem}"

@@ -19,9 +19,14 @@ STYLES = {JobState.RUNNING: "green", JobState.FAILED: "red", JobState.REFUSED: "
 
 
 def run_jobs(options: JobsOptions) -> int:
-    """Print a row for each run that was launched. Raises UserError where a run was named that was not."""
-    jobs = _launched(options.folder) if options.name is None else dict([_find(options.name, options.folder)])
-    if not jobs:
+    """Print a row for each run that was launched. Raises UserError where a run was named that was not, and, after the rows of
+    the others, where the record of a job cannot be read."""
+    problems: list[str] = []
+    if options.name is None:
+        jobs, problems = _launched(options.folder)
+    else:
+        jobs = dict([_find(options.name, options.folder)])
+    if not jobs and not problems:
         print(f"{options.folder}: nothing was launched from here; lmforge launch RECIPE starts a run")
         return 0
     console = page_console(200)
@@ -38,7 +43,11 @@ def run_jobs(options: JobsOptions) -> int:
         launched = f"{format_age(max(0.0, time.time() - job.submitted_at))} ago"
         row = (job.name, job.launcher, f"{job.job_id or ''}{number}", words, _progress(path), launched)
         table.add_row(*row, os.path.relpath(job.log), style=STYLES.get(state))
-    console.print(table)
+    if jobs:
+        console.print(table)
+    if problems:
+        more = f" (and {len(problems) - 1:,} more such files)" if len(problems) > 1 else ""
+        raise UserError(f"{problems[0]}{more}")
     return 0
 
 
@@ -55,17 +64,27 @@ def run_stop(options: StopOptions) -> int:
     return 0
 
 
-def _launched(folder: Path) -> dict[Path, Job]:
-    """The launched runs, by directory; for a sweep, each of its runs."""
+def _launched(folder: Path) -> tuple[dict[Path, Job], list[str]]:
+    """(the launched runs, by directory; for a sweep, each of its runs; what is wrong with records that cannot be read)."""
+    jobs: dict[Path, Job] = {}
+    problems: list[str] = []
     paths = sorted(file.parent.parent for file in folder.glob(f"*/{LAUNCH_FOLDER}/{JOB_FILE}"))
-    return {path: job for path in paths if (job := read_job(path)) is not None and job.num_runs == 1}
+    for path in paths:
+        try:
+            job = read_job(path)
+        except UserError as problem:
+            problems.append(str(problem))
+            continue
+        if job is not None and job.num_runs == 1:
+            jobs[path] = job
+    return jobs, problems
 
 
 def _find(name: str, folder: Path) -> tuple[Path, Job]:
     """The directory of a run that was launched, and its job. Raises UserError."""
     path = folder / name
     if Path(name).name != name or (job := read_job(path)) is None:
-        names = ", ".join(each.name for each in _launched(folder)) or "none"
+        names = ", ".join(each.name for each in _launched(folder)[0]) or "none"
         raise UserError(f"{path}: no run that was launched; there are: {names} (--folder names another folder of runs)")
     return path, job
 

@@ -22,8 +22,8 @@ from lmforge.config.load import RESUME_ARGUMENTS, STAGES
 from lmforge.config.options import read_recipe, validate_options
 from lmforge.config.verbs.pipeline import PipelineOptions, PipelineStageOptions, RunPipelineOptions
 from lmforge.errors import EXIT_PEER_LOST, PeerLost, RunFailed, UserError
-from lmforge.runs import Run
-from lmforge.untrusted import read_json
+from lmforge.runs import Run, storage_errors
+from lmforge.untrusted import quoted, read_bounded, read_json
 from lmforge.verbs.running.pipeline_nodes import PipelineNodes, coordinate_nodes, environment_of_stage, run_as_worker_node
 from lmforge.verbs.table import VERBS
 
@@ -43,7 +43,7 @@ class PlannedStage:
     @property
     def recipe_digest(self) -> str | None:
         """A hash of the recipe's content."""
-        return None if self.recipe is None else xxhash.xxh3_64_hexdigest(self.recipe.read_bytes())
+        return None if self.recipe is None else xxhash.xxh3_64_hexdigest(read_bounded(self.recipe))
 
 
 def plan_stages(options: PipelineOptions, file: Path) -> list[PlannedStage]:
@@ -81,7 +81,11 @@ def _plan_training(
             " pipeline a `folder`"
         )
     recipe = file.parent / stage.recipe if stage.recipe else None
+    if recipe is not None and recipe.is_fifo():  # read here for its digest and its model, and then by the stage
+        raise UserError(f"{where}: recipe: expected a file, got a named pipe ({recipe}), which can be read only once")
     model = read_recipe(recipe).get("model", {}) if recipe is not None else {}
+    if not isinstance(model, dict):
+        raise UserError(f"{recipe}: model: expected a section, got {quoted(model)}")
     named = "source" in model or any(word.partition("=")[0] == "--model.source" for word in words)
     if previous and not named and "preset" in model:
         raise UserError(
@@ -244,5 +248,6 @@ class _PipelineState:
         self._save()
 
     def _save(self) -> None:
-        self._path.parent.mkdir(parents=True, exist_ok=True)
+        with storage_errors(self._path.parent, "cannot be made a folder", "choose another `folder` of the pipeline"):
+            self._path.parent.mkdir(parents=True, exist_ok=True)
         atomic_write_json(self._path, {name: asdict(record) for name, record in self.records.items()})
