@@ -196,6 +196,11 @@ def name_problem(name: str) -> str | None:
     return f"expected a name of {rule}, got {quoted(name)}"
 
 
+def is_inner_path(name: str) -> bool:
+    """Whether a path with slashes, from outside, names a file below the folder that it is joined to."""
+    return "\0" not in name and not {"", ".", ".."} & set(name.split("/"))
+
+
 def describe_os_error(problem: OSError, path: str | Path) -> str:
     """`PATH: REASON` of the file that the problem names, else of `path`; cut where it is too long for one."""
     name = str(problem.filename or path)
