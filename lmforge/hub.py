@@ -292,7 +292,9 @@ def _list_files(name: str, revision: str, kind: Kind) -> tuple[str, dict[str, Hu
     for each in info.siblings or ():
         # Git has no such names but the last, which would pass files off as verified: this hub is damaged or means harm.
         if not is_inner_path(each.rfilename) or Path(each.rfilename).name.startswith(OWN_FILES_PREFIX):
-            raise UserError(f"{name}: the hub lists a file {quoted(each.rfilename)}, which is not written; nothing is downloaded")
+            raise UserError(
+                f"{name}: the hub lists a file {quoted(each.rfilename)}, which is not written; nothing is downloaded"
+            )
         digest = each.lfs.sha256 if each.lfs is not None else each.blob_id
         if each.size is not None and digest and DIGEST_PATTERN.fullmatch(digest):
             files[each.rfilename] = HubFile(each.rfilename, each.size, digest)

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -461,6 +462,45 @@ def test_a_path_that_is_not_there_is_not_looked_up_on_the_hub(
     options = ["--run.folder", "runs", "--model.source", source]
     printed = refused("pretrain", *options, "--dry-run")
     assert printed.startswith(f"{source.removeprefix('./')}: no such folder; give a run, a checkpoint, a Hugging Face folder")
+
+
+@pytest.mark.parametrize("name", [".", "", "../here"])
+def test_the_current_folder_is_prepared_into_and_another_in_use_is_refused(
+    tmp_path: Path, refused: Refusal, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    (tmp_path / "here").mkdir()
+    (tmp_path / "text.txt").write_text("Words.\n" * 2000)
+    monkeypatch.chdir(tmp_path / "here")
+    words = ["prepare", str(tmp_path / "text.txt"), name, "--vocab_size", "512", "--workers", "1"]
+    assert run(words) == 0
+    assert Path("manifest.json").is_file()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["here", "text.txt"]
+    monkeypatch.chdir(tmp_path)
+    assert refused(*words[:2], ".", *words[3:]) == ".: not empty, and no preparation; name another folder"
+    assert refused(*words[:2], "/", *words[3:]) == "/: not empty, and no preparation; name another folder"
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "prepare ~nobody-here/x.txt out",
+        "prepare TEXT out --hook ~nobody-here/x.py:f",
+        "prepare TEXT out --decontaminate ~nobody-here/x.jsonl",
+        "prepare TEXT out --plugins ~nobody-here/x.py",
+        "sft --model.source RUN --data.files ~nobody-here/x.jsonl --run.folder out",
+        "pretrain --plugins ~nobody-here/x.py --run.folder out",
+        "show data ~nobody-here/x.jsonl --tokenizer RUN",
+        "evaluate RUN --tasks ~nobody-here/x.jsonl",
+    ],
+)
+def test_a_home_directory_that_nobody_has_is_refused_by_name_and_nothing_is_written(
+    tmp_path: Path, tiny_run: Path, refused: Refusal, monkeypatch: pytest.MonkeyPatch, words: str
+) -> None:
+    (tmp_path / "text.txt").write_text("Words.\n" * 200)
+    monkeypatch.chdir(tmp_path)
+    printed = refused(*words.replace("TEXT", "text.txt").replace("RUN", str(tiny_run)).split())
+    assert re.search(r"~nobody-here/x\.\w+: the home directory ~nobody-here is not known; write the path in full$", printed)
+    assert written(tmp_path) == ["text.txt"]
 
 
 def test_a_name_with_a_revision_is_one_of_the_hub_whatever_folders_there_are(
