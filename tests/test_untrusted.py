@@ -9,7 +9,7 @@ from pydantic import BaseModel
 
 from lmforge import untrusted
 from lmforge.errors import UserError
-from lmforge.untrusted import MAX_DEPTH, parse_json, parse_toml, read_bounded
+from lmforge.untrusted import MAX_DEPTH, compile_pattern, is_inner_path, parse_json, parse_toml, read_bounded
 from tests.conftest import Refusal
 
 
@@ -92,3 +92,24 @@ def test_a_device_is_not_read(refused: Refusal) -> None:
     for words in (["pretrain", "/dev/zero"], ["run", "/dev/zero"]):
         assert refused(*words).endswith(": expected a file, got a device")
     assert read_bounded(Path("/dev/null")) == b""
+
+
+@pytest.mark.parametrize("pattern", ["(", "x{99999999999}", "(" * 5000 + ")" * 5000, ["a"], None])
+def test_a_regular_expression_that_cannot_be_compiled_is_refused_by_field(pattern: Any, refused: Refusal) -> None:
+    with pytest.raises(UserError, match=r"^field: not a regular expression: ") as caught:
+        compile_pattern(pattern, "field")
+    assert len(str(caught.value)) < 300
+    if isinstance(pattern, str):
+        printed = refused("pretrain", "--optimizer.groups", f'{{pattern = "{pattern}"}}')
+        assert printed.startswith("optimizer.groups.pattern: not a regular expression: ")
+    assert compile_pattern("a|b", "field").fullmatch("b")
+
+
+@pytest.mark.parametrize("name", ["", ".", "..", "/a", "a/", "a//b", "a/../b", "../a", "./a", "a/..", "a\0b"])
+def test_a_path_from_outside_that_leaves_its_folder_is_known(name: str) -> None:
+    assert not is_inner_path(name)
+
+
+@pytest.mark.parametrize("name", ["a", "a/b.json", "..a", "a..", ".hidden/...", "refs/pr/1"])
+def test_a_path_from_outside_that_stays_in_its_folder_is_known(name: str) -> None:
+    assert is_inner_path(name)
