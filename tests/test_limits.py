@@ -199,6 +199,45 @@ def test_a_config_json_beyond_the_bounds_is_refused_by_file_and_field(
     assert len(printed) < MOST_CHARACTERS + len(str(tmp_path))
 
 
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ({"n_embd": None}, "n_embd: missing; add it"),
+        ({"n_embd": {}}, "n_embd: expected a whole number, got {}"),
+        ({"n_head": None}, "n_head: missing; add it"),
+        ({"n_layer": "2"}, 'n_layer: expected a whole number, got "2"'),
+        ({"n_inner": [1]}, "n_inner: expected a whole number, got [1]"),
+        ({"vocab_size": None}, "vocab_size: missing; add it"),
+        ({"vocab_size": {}}, "vocab_size: expected a whole number above zero, got {}"),
+        ({"model_type": "qwen2", "num_hidden_layers": None}, "num_hidden_layers: missing; add it"),
+        ({"model_type": "qwen3", "hidden_size": {}}, "hidden_size: expected a whole number above zero, got {}"),
+        (
+            {"model_type": "qwen3", "num_attention_heads": "a"},
+            'num_attention_heads: expected a whole number above zero, got "a"',
+        ),
+    ],
+)
+def test_a_size_in_a_config_json_that_is_no_number_is_refused_by_field(
+    tmp_path: Path, refused: Refusal, content: dict[str, Any], message: str
+) -> None:
+    gpt2 = {"model_type": "gpt2", "vocab_size": 99, "n_embd": 32, "n_layer": 2, "n_head": 2}
+    sizes = {"vocab_size": 99, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "use_sliding_window": True}
+    (tmp_path / "config.json").write_text(json.dumps((sizes if "model_type" in content else gpt2) | content))
+    assert refused("show", tmp_path) == f"{tmp_path}/config.json: {message}"
+
+
+@pytest.mark.parametrize("model_type", ["qwen2", "qwen3"])
+def test_null_in_max_window_layers_is_as_if_it_were_left_out(tmp_path: Path, model_type: str) -> None:
+    content = {"model_type": model_type, "vocab_size": 99, "hidden_size": 32, "num_hidden_layers": 30, "num_attention_heads": 2}
+    content |= {"use_sliding_window": True, "num_key_value_heads": 2}
+    configs = []
+    for more in ({}, {"max_window_layers": None}):
+        (tmp_path / "config.json").write_text(json.dumps(content | more))
+        configs.append(resolve_model_config(tmp_path, {}))
+    assert configs[0] == configs[1]
+    assert configs[0].layer_windows == (None,) * 28 + (4096,) * 2
+
+
 def test_null_in_a_config_json_is_a_field_left_out(tmp_path: Path) -> None:
     nothing = dict.fromkeys(("mlp_bias", "attention_bias"))
     (tmp_path / "config.json").write_text(json.dumps({**to_config_json(get_preset("nano")), **nothing}))
