@@ -20,9 +20,10 @@ from typing import BinaryIO, Literal, NamedTuple
 
 from lmforge.atomic_files import DISK_FULL_ERRNOS, PARTIAL_SUFFIX, atomic_write_json, atomic_write_text
 from lmforge.errors import UserError
-from lmforge.untrusted import cut, read_json
+from lmforge.untrusted import cut, is_inner_path, quoted, read_json
 
 MODEL_NAME_PATTERN = re.compile(r"(?P<name>[A-Za-z0-9][\w.-]*/[A-Za-z0-9_][\w.-]*)(@(?P<revision>[\w.][\w./-]*))?")
+COMMIT_PATTERN = re.compile(r"[0-9a-f]{40}")
 DIGEST_PATTERN = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")
 SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME = "model.safetensors", "model.safetensors.index.json"
 CONFIG_AND_TOKENIZER_FILES = re.compile(r"[^/]+\.(json|jinja)|tokenizer\.model|merges\.txt|vocab\.txt")
@@ -32,7 +33,8 @@ DATA_FILES = re.compile(
 )
 # In a folder that was downloaded to, and in a complete dataset of the cache: {"files": the [name, size, digest] of each file
 # that was verified}.
-DOWNLOAD_RECORD = ".lmforge-download.json"
+OWN_FILES_PREFIX = ".lmforge-download."
+DOWNLOAD_RECORD = f"{OWN_FILES_PREFIX}json"
 MAX_INDEX_BYTES = 2**28
 BLOCK_BYTES = 1 << 20
 MAX_ATTEMPTS = 5
@@ -92,7 +94,10 @@ def parse_model_name(name: str, revision: str | None = None) -> tuple[str, str]:
         )
     if revision and parts["revision"] and revision != parts["revision"]:
         raise UserError(f"{name}: names one revision and --revision {revision} another; give one of them")
-    return parts["name"], revision or parts["revision"] or "main"
+    chosen = revision or parts["revision"] or "main"
+    if not is_inner_path(chosen):  # the cache has a file of that name
+        raise UserError(f"{cut(name)}: {quoted(chosen)} is not a revision of a model on the hub; leave it out for its newest")
+    return parts["name"], chosen
 
 
 def is_hub_name(source: str | Path) -> bool:
@@ -274,19 +279,26 @@ class _Destination:
 
 
 def _list_files(name: str, revision: str, kind: Kind) -> tuple[str, dict[str, HubFile]]:
-    """The commit of a revision, and its files by name."""
+    """The commit of a revision, and its files by name. Raises UserError where one of them would be written elsewhere."""
     from huggingface_hub import HfApi
 
     api = HfApi(library_name="lmforge")
     ask = api.model_info if kind == "model" else api.dataset_info
     with hub_errors_as_user_errors(name, revision, kind=kind):
         info = ask(name, revision=revision, files_metadata=True, timeout=LOOKUP_SECONDS)
-    files = {}
+    commit, files = str(info.sha), {}
+    if not COMMIT_PATTERN.fullmatch(commit):
+        raise UserError(f"{name}: the hub answered with the commit {quoted(commit)}, which is none; check HF_ENDPOINT")
     for each in info.siblings or ():
+        # Git has no such names but the last, which would pass files off as verified: this hub is damaged or means harm.
+        if not is_inner_path(each.rfilename) or Path(each.rfilename).name.startswith(OWN_FILES_PREFIX):
+            raise UserError(
+                f"{name}: the hub lists a file {quoted(each.rfilename)}, which is not written; nothing is downloaded"
+            )
         digest = each.lfs.sha256 if each.lfs is not None else each.blob_id
         if each.size is not None and digest and DIGEST_PATTERN.fullmatch(digest):
             files[each.rfilename] = HubFile(each.rfilename, each.size, digest)
-    return str(info.sha), files
+    return commit, files
 
 
 def _download_file(name: str, commit: str, file: HubFile, path: Path, report: Report, kind: Kind) -> None:
@@ -388,7 +400,7 @@ def _download_lock(folder: Path, report: Report) -> Iterator[None]:
     from filelock import FileLock, Timeout
 
     folder.mkdir(parents=True, exist_ok=True)
-    lock = FileLock(folder / ".lmforge-download.lock")
+    lock = FileLock(folder / f"{OWN_FILES_PREFIX}lock")
     try:
         held = lock.acquire(timeout=0)
     except Timeout:

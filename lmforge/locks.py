@@ -90,7 +90,8 @@ def hold_lock(path: Path, is_done: Callable[[], bool], flags: int = os.O_RDWR | 
     `flags` are those with which it is opened: os.O_RDONLY of a folder.
     """
     descriptor = os.open(path, flags, 0o644)
-    held_file = path.with_name(f".{path.name.removeprefix('.')}.held")
+    place = path.absolute()  # "." has neither a name nor a parent
+    held_file = place.parent / f".{place.name.removeprefix('.')}.held"
     release = None
     try:
         while (release := try_lock(descriptor, held_file)) is None:

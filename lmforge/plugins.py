@@ -16,7 +16,7 @@ from lmforge.atomic_files import atomic_write
 from lmforge.errors import UserError
 from lmforge.python_files import describe_exception, import_file
 from lmforge.registry import Entry
-from lmforge.untrusted import cut, describe_os_error, read_bounded
+from lmforge.untrusted import cut, describe_os_error, expand_home, read_bounded
 
 GROUP = "lmforge.plugins"
 COPIES = "plugins"  # folder of a run's directory
@@ -31,7 +31,7 @@ def resolve_plugins(table: dict[str, Any], recipe: Path | None) -> None:
     """Make the paths of `plugins` in a recipe absolute: they are relative to it. Other values are left to validation."""
     given = table.get("plugins")
     if recipe is not None and isinstance(given, list) and all(isinstance(path, str) for path in given):
-        table["plugins"] = [str((recipe.parent / Path(path).expanduser()).absolute()) for path in given]
+        table["plugins"] = [str((recipe.parent / expand_home(path)).absolute()) for path in given]
 
 
 def load_plugins(paths: Sequence[str | Path]) -> None:
@@ -43,7 +43,7 @@ def load_plugins(paths: Sequence[str | Path]) -> None:
     for entry_point in entry_points(group=GROUP):
         _load_package(entry_point)
     for path in paths:
-        _load_file(Path(path).expanduser().absolute())
+        _load_file(expand_home(path).absolute())
 
 
 def _load_package(entry_point: EntryPoint) -> None:
@@ -99,7 +99,7 @@ def files_of(chosen: Sequence[Entry]) -> list[str]:
 
 def describe_plugins(paths: Sequence[str]) -> dict[str, str]:
     """The identity of plugins, for a manifest: the digest of each file, and name and version of each installed package."""
-    by_name = {Path(path).name: _files[Path(path).expanduser().absolute()] for path in paths}
+    by_name = {Path(path).name: _files[expand_home(path).absolute()] for path in paths}
     return by_name | {f"package {package}": package.rpartition(" ")[2] for package in _packages.values()}
 
 

@@ -209,6 +209,30 @@ def name_problem(name: str) -> str | None:
     return f"expected a name of {rule}, got {quoted(name)}"
 
 
+def compile_pattern(pattern: Any, field: str) -> re.Pattern[str]:
+    """A regular expression from outside; `field` names it in messages. Raises UserError where it is none, or is too large."""
+    if not isinstance(pattern, str):
+        raise UserError(f"{field}: not a regular expression: {quoted(pattern)}")
+    try:
+        return re.compile(pattern)
+    except (re.error, OverflowError, RecursionError) as problem:
+        raise UserError(f"{field}: not a regular expression: {cut(pattern)} ({problem})") from None
+
+
+def is_inner_path(name: str) -> bool:
+    """Whether a path with slashes, from outside, names a file below the folder that it is joined to."""
+    return "\0" not in name and not {"", ".", ".."} & set(name.split("/"))
+
+
+def expand_home(path: str | Path) -> Path:
+    """A user's path with its ~ or ~NAME expanded. Raises UserError where there is no such home."""
+    try:
+        return Path(path).expanduser()
+    except RuntimeError:
+        home = str(path).split("/", 1)[0]
+        raise UserError(f"{cut(str(path))}: the home directory {cut(home)} is not known; write the path in full") from None
+
+
 def describe_os_error(problem: OSError, path: str | Path) -> str:
     """`PATH: REASON` of the file that the problem names, else of `path`; cut where it is too long for one."""
     name = str(problem.filename or path)

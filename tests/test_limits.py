@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -196,6 +197,45 @@ def test_a_config_json_beyond_the_bounds_is_refused_by_file_and_field(
     assert printed.startswith(f"{tmp_path}/config.json: ")
     assert message in printed
     assert len(printed) < MOST_CHARACTERS + len(str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ({"n_embd": None}, "n_embd: missing; add it"),
+        ({"n_embd": {}}, "n_embd: expected a whole number, got {}"),
+        ({"n_head": None}, "n_head: missing; add it"),
+        ({"n_layer": "2"}, 'n_layer: expected a whole number, got "2"'),
+        ({"n_inner": [1]}, "n_inner: expected a whole number, got [1]"),
+        ({"vocab_size": None}, "vocab_size: missing; add it"),
+        ({"vocab_size": {}}, "vocab_size: expected a whole number above zero, got {}"),
+        ({"model_type": "qwen2", "num_hidden_layers": None}, "num_hidden_layers: missing; add it"),
+        ({"model_type": "qwen3", "hidden_size": {}}, "hidden_size: expected a whole number above zero, got {}"),
+        (
+            {"model_type": "qwen3", "num_attention_heads": "a"},
+            'num_attention_heads: expected a whole number above zero, got "a"',
+        ),
+    ],
+)
+def test_a_size_in_a_config_json_that_is_no_number_is_refused_by_field(
+    tmp_path: Path, refused: Refusal, content: dict[str, Any], message: str
+) -> None:
+    gpt2 = {"model_type": "gpt2", "vocab_size": 99, "n_embd": 32, "n_layer": 2, "n_head": 2}
+    sizes = {"vocab_size": 99, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "use_sliding_window": True}
+    (tmp_path / "config.json").write_text(json.dumps((sizes if "model_type" in content else gpt2) | content))
+    assert refused("show", tmp_path) == f"{tmp_path}/config.json: {message}"
+
+
+@pytest.mark.parametrize("model_type", ["qwen2", "qwen3"])
+def test_null_in_max_window_layers_is_as_if_it_were_left_out(tmp_path: Path, model_type: str) -> None:
+    content = {"model_type": model_type, "vocab_size": 99, "hidden_size": 32, "num_hidden_layers": 30, "num_attention_heads": 2}
+    content |= {"use_sliding_window": True, "num_key_value_heads": 2}
+    configs = []
+    for more in ({}, {"max_window_layers": None}):
+        (tmp_path / "config.json").write_text(json.dumps(content | more))
+        configs.append(resolve_model_config(tmp_path, {}))
+    assert configs[0] == configs[1]
+    assert configs[0].layer_windows == (None,) * 28 + (4096,) * 2
 
 
 def test_null_in_a_config_json_is_a_field_left_out(tmp_path: Path) -> None:
@@ -461,6 +501,45 @@ def test_a_path_that_is_not_there_is_not_looked_up_on_the_hub(
     options = ["--run.folder", "runs", "--model.source", source]
     printed = refused("pretrain", *options, "--dry-run")
     assert printed.startswith(f"{source.removeprefix('./')}: no such folder; give a run, a checkpoint, a Hugging Face folder")
+
+
+@pytest.mark.parametrize("name", [".", "", "../here"])
+def test_the_current_folder_is_prepared_into_and_another_in_use_is_refused(
+    tmp_path: Path, refused: Refusal, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    (tmp_path / "here").mkdir()
+    (tmp_path / "text.txt").write_text("Words.\n" * 2000)
+    monkeypatch.chdir(tmp_path / "here")
+    words = ["prepare", str(tmp_path / "text.txt"), name, "--vocab_size", "512", "--workers", "1"]
+    assert run(words) == 0
+    assert Path("manifest.json").is_file()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["here", "text.txt"]
+    monkeypatch.chdir(tmp_path)
+    assert refused(*words[:2], ".", *words[3:]) == ".: not empty, and no preparation; name another folder"
+    assert refused(*words[:2], "/", *words[3:]) == "/: not empty, and no preparation; name another folder"
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "prepare ~nobody-here/x.txt out",
+        "prepare TEXT out --hook ~nobody-here/x.py:f",
+        "prepare TEXT out --decontaminate ~nobody-here/x.jsonl",
+        "prepare TEXT out --plugins ~nobody-here/x.py",
+        "sft --model.source RUN --data.files ~nobody-here/x.jsonl --run.folder out",
+        "pretrain --plugins ~nobody-here/x.py --run.folder out",
+        "show data ~nobody-here/x.jsonl --tokenizer RUN",
+        "evaluate RUN --tasks ~nobody-here/x.jsonl",
+    ],
+)
+def test_a_home_directory_that_nobody_has_is_refused_by_name_and_nothing_is_written(
+    tmp_path: Path, tiny_run: Path, refused: Refusal, monkeypatch: pytest.MonkeyPatch, words: str
+) -> None:
+    (tmp_path / "text.txt").write_text("Words.\n" * 200)
+    monkeypatch.chdir(tmp_path)
+    printed = refused(*words.replace("TEXT", "text.txt").replace("RUN", str(tiny_run)).split())
+    assert re.search(r"~nobody-here/x\.\w+: the home directory ~nobody-here is not known; write the path in full$", printed)
+    assert written(tmp_path) == ["text.txt"]
 
 
 def test_a_name_with_a_revision_is_one_of_the_hub_whatever_folders_there_are(

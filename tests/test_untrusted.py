@@ -10,7 +10,7 @@ from pydantic import BaseModel
 
 from lmforge import untrusted
 from lmforge.errors import UserError
-from lmforge.untrusted import MAX_DEPTH, parse_json, parse_toml, read_bounded
+from lmforge.untrusted import MAX_DEPTH, compile_pattern, is_inner_path, parse_json, parse_toml, read_bounded
 from tests.conftest import Refusal
 
 
@@ -113,3 +113,24 @@ def test_the_largest_and_the_smallest_numbers_of_floats_are_read() -> None:
 def test_a_whole_number_of_hundreds_of_digits_is_refused_where_infinity_is_allowed() -> None:
     with pytest.raises(UserError, match=r"^the file: x: expected a finite number"):
         parse_json(b'{"x": 1%b}' % (b"0" * 400), dict[str, Any], "the file", allow_nan=True)
+
+
+@pytest.mark.parametrize("pattern", ["(", "x{99999999999}", "(" * 5000 + ")" * 5000, ["a"], None])
+def test_a_regular_expression_that_cannot_be_compiled_is_refused_by_field(pattern: Any, refused: Refusal) -> None:
+    with pytest.raises(UserError, match=r"^field: not a regular expression: ") as caught:
+        compile_pattern(pattern, "field")
+    assert len(str(caught.value)) < 300
+    if isinstance(pattern, str):
+        printed = refused("pretrain", "--optimizer.groups", f'{{pattern = "{pattern}"}}')
+        assert printed.startswith("optimizer.groups.pattern: not a regular expression: ")
+    assert compile_pattern("a|b", "field").fullmatch("b")
+
+
+@pytest.mark.parametrize("name", ["", ".", "..", "/a", "a/", "a//b", "a/../b", "../a", "./a", "a/..", "a\0b"])
+def test_a_path_from_outside_that_leaves_its_folder_is_known(name: str) -> None:
+    assert not is_inner_path(name)
+
+
+@pytest.mark.parametrize("name", ["a", "a/b.json", "..a", "a..", ".hidden/...", "refs/pr/1"])
+def test_a_path_from_outside_that_stays_in_its_folder_is_known(name: str) -> None:
+    assert is_inner_path(name)

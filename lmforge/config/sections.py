@@ -5,7 +5,6 @@ stage has.
 """
 
 import math
-import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal
@@ -29,7 +28,8 @@ from lmforge.config.ranges import (
     THREADS,
     TOKENS,
 )
-from lmforge.untrusted import name_problem
+from lmforge.errors import UserError
+from lmforge.untrusted import compile_pattern, name_problem
 
 Resume = Literal["auto", "never", "required"]
 Stage = Literal["pretrain", "sft", "align"]
@@ -279,9 +279,9 @@ class GroupOptions(Options):
 
     def problems(self) -> Iterator[str]:
         try:
-            re.compile(self.pattern)
-        except re.error as problem:
-            yield f"optimizer.groups.pattern: not a regular expression: {self.pattern} ({problem})"
+            compile_pattern(self.pattern, "optimizer.groups.pattern")
+        except UserError as problem:
+            yield str(problem)
 
 
 class OptimizerOptions(Options):

@@ -35,7 +35,7 @@ from lmforge.config.sections import (
     ValidationOptions,
 )
 from lmforge.errors import UserError, nearest_multiples
-from lmforge.untrusted import name_problem
+from lmforge.untrusted import expand_home, name_problem
 
 # The options that `--help` lists for every stage, after the stage's own.
 ESSENTIAL_TO_TRAINING = (
@@ -124,7 +124,7 @@ class StageConfig(Options):
         have one. Raises UserError."""
         if not self.run.name and (problem := name_problem(name)):
             raise UserError(f"the recipe's file name names the run: {problem}; give a --run.name")
-        plugins = tuple(str(Path(path).expanduser().absolute()) for path in self.plugins)
+        plugins = tuple(str(expand_home(path).absolute()) for path in self.plugins)
         named = self._with_run(name=self.run.name or name, stage=self.of_stage)
         return named.model_copy(update={"plugins": plugins})
 

@@ -74,6 +74,22 @@ def _growths(part: Any) -> Iterator[float]:
                 yield from _growths(inner)
 
 
+def _prefix_problem(model: Any) -> str | None:
+    """Why the library would end the process over this model: it cuts the continuing_subword_prefix off the second token of each
+    merge, in bytes and whether or not the token begins with it. None where it would not."""
+    prefix = model.get("continuing_subword_prefix") if isinstance(model, dict) else None
+    merges = model.get("merges") if prefix else None
+    for index, merge in enumerate(merges if isinstance(merges, list) else ()):
+        pair = merge.split(" ") if isinstance(merge, str) else merge
+        second = pair[-1] if isinstance(pair, list) and pair else None
+        if isinstance(second, str) and not second.startswith(str(prefix)):
+            return (
+                f"model.merges[{index}]: expected a second token that begins with the continuing_subword_prefix"
+                f" {quoted(prefix)}, got {quoted(merge)}"
+            )
+    return None
+
+
 def train_tokenizer(texts: Iterable[str], vocab_size: int) -> "Tokenizer":
     """Learn a byte-level BPE (Sennrich et al. 2016, over bytes as in Radford et al. 2019) of at most `vocab_size` ids.
 
@@ -141,9 +157,12 @@ class Tokenizer:
         }
         if (growth := math.prod(_growths(self._json))) > MAX_GROWTH:
             raise UserError(f"{location}: makes {growth:.3g} characters of one: expected at most {MAX_GROWTH:,}")
+        if problem := _prefix_problem(self._json.get("model")):
+            raise UserError(f"{location}: {problem}")
         self._location = location
         with self._library_errors(hint):
-            self._backend = tokenizers.Tokenizer.from_str(text)
+            # Not `text`, in which a key may be there twice: the library must read what was checked.
+            self._backend = tokenizers.Tokenizer.from_str(json.dumps(self._json))
         self._backend.no_truncation()
         self._backend.no_padding()
         self._backend.encode_special_tokens = True
@@ -152,6 +171,13 @@ class Tokenizer:
         self.vocab_size = 1 + max(self._vocab.values(), default=-1)
         if not 0 < self.vocab_size <= MAX_VOCAB_SIZE:
             raise UserError(f"{location}: its ids go up to {self.vocab_size - 1:,}: expected 1 to {MAX_VOCAB_SIZE:,} tokens")
+        for index, token in enumerate(self.added_tokens):
+            # The library gives a token that is not in the vocabulary the next free id, whatever the file says.
+            id = self._vocab.get(token["content"])
+            if token["id"] != id and (id is not None or token["id"] >= self.vocab_size):
+                given = "no id" if id is None else f"the id {id}"
+                field = f"{location}: added_tokens[{index}].id"
+                raise UserError(f"{field}: {token['id']}, but the library gives {quoted(token['content'])} {given}")
         with prefix_errors(location):
             self.eos_token_id = self._find_eos_token_id()
             self.bos_token_id = self._named_token_id("bos_token")

@@ -25,6 +25,7 @@ from lmforge.generate.engine import generate
 from lmforge.generate.model_loading import LoadedModel
 from lmforge.generate.sampling import SamplingParams
 from lmforge.model.config import ModelConfig
+from lmforge.untrusted import compile_pattern
 
 GREEDY = SamplingParams(temperature=0.0)
 LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
@@ -119,10 +120,7 @@ def _parse_question(content: dict[str, Any], number: int, where: str) -> Questio
         return Question(number, prompt, choices, correct_choice=_parse_correct_choice(content.get("answer"), choices, where))
     pattern = content.get("pattern")
     if pattern is not None:
-        try:
-            re.compile(pattern)
-        except (re.error, TypeError) as problem:
-            raise UserError(f'{where}: "pattern" is not a regular expression ({problem})') from None
+        compile_pattern(pattern, f"{where}: pattern")
     if "answers" not in content and not isinstance(content.get("answer", ""), str):
         raise UserError(f'{where}: "answer" is not text: {json.dumps(content["answer"])}')
     answers = _parse_strings(content.get("answers", [content["answer"]] if "answer" in content else []), "answers", where)

@@ -61,6 +61,11 @@ class _ConfigJson(BaseModel, strict=True):
     num_labels: int | None = None
     id2label: dict[str, Any] | None = None
     num_hidden_layers: int | None = None
+    n_embd: int | None = None
+    n_inner: int | None = None
+    n_layer: int | None = None
+    n_head: int | None = None
+    n_positions: int | None = None
     layer_types: list[str] | None = None
     max_window_layers: int | None = None
     use_sliding_window: bool | None = None
@@ -136,7 +141,7 @@ def config_fields_from_json(content: dict[str, Any]) -> dict[str, Any]:
         if theirs in content:
             fields[ours] = content[theirs]
     for ours in REQUIRED_FIELDS:
-        if ours not in fields:
+        if fields.get(ours) is None:
             raise UserError(f"{_GPT2_FIELD_NAMES[ours] if gpt2 and ours in _GPT2_FIELD_NAMES else ours}: missing; add it")
     if gpt2:
         return {**fields, "layer_norm_epsilon": content.get("layer_norm_epsilon", 1e-5)}
@@ -155,7 +160,7 @@ def config_fields_from_json(content: dict[str, Any]) -> dict[str, Any]:
     elif model_type != "llama" and content.get("use_sliding_window"):
         fields["sliding_window"] = content.get("sliding_window", 4096)
         if fields["sliding_window"] is not None:
-            first = content.get("max_window_layers", 28)
+            first = 28 if content.get("max_window_layers") is None else content["max_window_layers"]
             fields["layer_types"] = content.get("layer_types") or [
                 "sliding_attention" if layer >= first else "full_attention" for layer in range(fields["num_hidden_layers"])
             ]

@@ -3,6 +3,7 @@ fast. The modules that take these numbers are in llama.py and gpt2.py, their spe
 interop/config_json.py, where a recipe gets them from is in interop/resolve.py, and what a model costs is in flops.py.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import Any
@@ -93,6 +94,7 @@ class ModelConfig:
         for name in ("layer_types", "eos_token_id"):
             if isinstance(getattr(self, name), list):
                 self._set(name, tuple(getattr(self, name)))
+        _check_numbers(self, ("hidden_size", "num_attention_heads"))
         for name, derived in (
             ("intermediate_size", 4 * self.hidden_size if self.family == "gpt2" else None),
             ("num_key_value_heads", self.num_attention_heads),
@@ -108,7 +110,7 @@ class ModelConfig:
             ends = self.eos_token_id if isinstance(self.eos_token_id, tuple) else (self.eos_token_id,)
             if self.pad_token_id in ends:
                 self._set("pad_token_id", None)
-        _check_numbers(self)
+        _check_numbers(self, MODEL_RANGES)
         _check_options(self)
 
     def _set(self, name: str, value: Any) -> None:
@@ -201,15 +203,14 @@ def number_problem(value: Any, bounds: Range, whole: bool) -> str | None:
     return f"expected {kind} of at most {bounds['le']:.16g}, got {quoted(value)}" if value > bounds["le"] else None
 
 
-def _default_head_dim(hidden_size: Any, num_heads: Any) -> int | None:
-    """head_dim where it is not given; None where the heads do not divide the width, or are not numbers."""
-    numbers = isinstance(hidden_size, int) and isinstance(num_heads, int) and num_heads > 0
-    return hidden_size // num_heads if numbers and hidden_size % num_heads == 0 else None
+def _default_head_dim(hidden_size: int, num_heads: int) -> int | None:
+    """head_dim where it is not given; None where the heads do not divide the width."""
+    return hidden_size // num_heads if hidden_size % num_heads == 0 else None
 
 
-def _check_numbers(config: ModelConfig) -> None:
-    for name, bounds in MODEL_RANGES.items():
-        value = getattr(config, name)
+def _check_numbers(config: ModelConfig, names: Iterable[str]) -> None:
+    for name in names:
+        value, bounds = getattr(config, name), MODEL_RANGES[name]
         if value is None and name in ("head_dim", "sliding_window", "final_logit_softcapping"):
             continue
         if problem := number_problem(value, bounds, whole=isinstance(bounds["le"], int)):

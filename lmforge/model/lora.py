@@ -6,7 +6,6 @@ and merging in interop/.
 """
 
 import math
-import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -20,6 +19,7 @@ from lmforge.model.gpt2 import Conv1D
 from lmforge.model.init_weights import LORA_SUFFIXES
 from lmforge.model.layers import LanguageModel
 from lmforge.model.rng.token_rng import ADAPTER_SITE, TokenRng, dropout
+from lmforge.untrusted import compile_pattern
 
 ALL_LINEAR = "all-linear"
 
@@ -123,10 +123,7 @@ def _linear_layers(model: LanguageModel) -> dict[str, tuple[nn.Linear | Conv1D, 
 def _matches_target(target: str, name: str) -> bool:
     if target == ALL_LINEAR or name == target or name.endswith(f".{target}"):
         return True
-    try:
-        return re.fullmatch(target, name) is not None
-    except re.error as problem:
-        raise UserError(f"lora.target_modules: {target} is neither a name nor a regular expression ({problem})") from None
+    return compile_pattern(target, "lora.target_modules").fullmatch(name) is not None
 
 
 def adapter_parameters(model: nn.Module) -> dict[str, nn.Parameter]:

@@ -10,7 +10,6 @@ import sys
 import threading
 from collections.abc import Callable, Mapping
 from functools import partial
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -20,6 +19,7 @@ from lmforge.errors import UserError
 from lmforge.plugins import load_plugins
 from lmforge.python_files import describe_exception, error_location, import_file
 from lmforge.rewards.functions import REGISTERED, RESERVED_NAMES
+from lmforge.untrusted import expand_home
 
 
 def main() -> None:
@@ -43,7 +43,7 @@ def main() -> None:
             load_plugins(first["plugins"])
             functions = {spec: _get_registered(spec, options.get(spec, "{}")) for spec in names}
         else:
-            module = import_file(Path(file).expanduser().resolve(), "reward_functions", "reward")
+            module = import_file(expand_home(file).resolve(), "reward_functions", "reward")
             functions = {spec: _get_function(module, spec, name) for spec, name in names.items()}
     except UserError as error:
         print(json.dumps({"user_error": str(error)}), file=responses, flush=True)

@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 
 from lmforge.atomic_files import create_file
 from lmforge.config.verbs.models import ChatOptions
@@ -22,6 +21,7 @@ from lmforge.generate.engine import Engine, GenerationRequest
 from lmforge.generate.model_loading import LoadedModel, load_model, resolve_device_and_dtype, resolve_max_length
 from lmforge.generate.sampling import SamplingParams
 from lmforge.generate.text_streamer import TextStreamer
+from lmforge.untrusted import expand_home
 
 # Characters that move a terminal's cursor or change its colours: a model must not send them.
 CONTROL_CHARACTERS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
@@ -205,7 +205,7 @@ class ChatSession:
     def _save(self, name: str) -> None:
         if not name:
             raise UserError("/save: expected the name of a file")
-        with create_file(Path(name).expanduser()) as file:
+        with create_file(expand_home(name)) as file:
             file.write(json.dumps({"messages": self._messages}, ensure_ascii=False) + "\n")
 
     def _exit(self, _: str) -> None:

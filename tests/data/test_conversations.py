@@ -153,6 +153,8 @@ def test_examples_come_in_order_however_many_there_are(tmp_path: Path, byte_toke
         ({"messages": TURNS, "tools": "{"}, "auto", "the field 'tools': not valid JSON"),
         ([1], "auto", "a.jsonl:2: expected an object, got [1]"),
         ({"messages": [{"from": "me", "value": "A"}]}, "auto", "\"from\" is 'me': expected one of system, human"),
+        ({"messages": [{"from": ["human"], "value": "A"}]}, "auto", "\"from\" is ['human']: expected one of system, human"),
+        ({"messages": [{"from": {}, "value": "A"}]}, "auto", '"from" is {}: expected one of system, human'),
         ({"messages": TURNS}, "alpaca", "record 1: expected a record of format alpaca, with 'instruction'"),
     ],
 )
@@ -163,6 +165,13 @@ def test_a_record_that_makes_no_sense_is_named(
     place = "" if "record 1" in complaint or "a.jsonl" in complaint else r"a\.jsonl, record 2: "
     with pytest.raises(UserError, match=place + re.escape(complaint)):
         shown(file, byte_tokenizer, format=form)
+
+
+@pytest.mark.parametrize("history", [5, "a", {"a": 1}, True, [5], [["a"]]])
+def test_a_history_that_is_no_list_of_turns_is_named(history: Any, tmp_path: Path, byte_tokenizer: Tokenizer) -> None:
+    file = write(tmp_path / "a.jsonl", {"instruction": "Q", "output": "A", "history": history})
+    with pytest.raises(UserError, match=r"a\.jsonl, record 1: the field 'history' is not a list of \[question, answer\]$"):
+        shown(file, byte_tokenizer)
 
 
 def test_a_file_that_cannot_be_read_is_named(tmp_path: Path, byte_tokenizer: Tokenizer) -> None:

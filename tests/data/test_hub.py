@@ -213,6 +213,46 @@ def test_what_cannot_be_had_is_refused_in_one_line(
     assert "holds a model that was not downloaded by lmforge" in message
 
 
+ELSEWHERE = ["../../escaped.jsonl", "/escaped.jsonl", "a/../../escaped.jsonl", "./escaped.jsonl", ".lmforge-download.json"]
+
+
+@pytest.mark.parametrize("where", ["folder", "cache"])
+@pytest.mark.parametrize("kind", ["model", "dataset"])
+@pytest.mark.parametrize("name", ELSEWHERE)
+def test_a_hub_cannot_write_outside_the_folder_of_a_download(
+    name: str, kind: str, where: str, hub: Hub, use: Callable[[str], None], refused: Refusal, tmp_path: Path
+) -> None:
+    content = b'{"text": "not wanted here"}'
+    hub.datasets["org/data"] = {"first.jsonl": content, name: content}
+    hub.models["org/model"][name] = content
+    use(hub.address)
+    words = ["org/data", "--dataset"] if kind == "dataset" else ["org/model"]
+    message = refused("download", *words, *(["--folder", tmp_path / "a" / "b" / "into"] if where == "folder" else []))
+    assert message == f"{words[0]}: the hub lists a file {json.dumps(name)}, which is not written; nothing is downloaded"
+    assert [path for path in tmp_path.rglob("*") if path.is_file()] == []
+
+
+@pytest.mark.parametrize("commit", ["../../escaped", "/tmp", "", "main"])
+def test_a_hub_cannot_name_the_folder_of_the_cache_by_a_commit_that_is_none(
+    commit: str, hub: Hub, use: Callable[[str], None], refused: Refusal, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr("tests.data.hub_server.COMMIT", commit)
+    use(hub.address)
+    message = refused("download", "org/model")
+    assert message == f"org/model: the hub answered with the commit {json.dumps(commit)}, which is none; check HF_ENDPOINT"
+    assert [path for path in tmp_path.rglob("*") if path.is_file()] == []
+
+
+@pytest.mark.parametrize("revision", ["../../../escaped", "v1/../../..", "a//b", "/escaped"])
+def test_a_revision_cannot_name_a_file_outside_the_cache(
+    revision: str, hub: Hub, use: Callable[[str], None], refused: Refusal, tmp_path: Path
+) -> None:
+    use(hub.address)
+    assert "is not a revision of a model on the hub" in refused("download", "org/model", "--revision", revision)
+    assert hub.requests == []
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_a_recipe_says_what_is_downloaded(hub: Hub, download: Download, refused: Refusal, tmp_path: Path) -> None:
     recipe = tmp_path / "sft.toml"
     recipe.write_text('[run]\nstage = "sft"\n[model]\nsource = "org/model"\n[data]\nfiles = ["a.jsonl"]\n')

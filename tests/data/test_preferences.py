@@ -87,6 +87,15 @@ def test_a_pair_without_a_preference_is_named(record: Any, complaint: str, tmp_p
         sides(file, byte_tokenizer)
 
 
+@pytest.mark.parametrize("margin", ["1" + "0" * 400, "-1" + "0" * 4000, '"1"', "true", "[1]"])
+def test_a_margin_that_is_no_number_is_named(margin: str, tmp_path: Path, byte_tokenizer: Tokenizer) -> None:
+    file = tmp_path / "a.jsonl"
+    file.write_text(f'{{"prompt": "Q", "chosen": "G", "rejected": "B", "margin": {margin}}}\n')
+    with pytest.raises(UserError, match=r"a\.jsonl, record 1: the margin is .*: expected a number$") as caught:
+        list(read_preference_pairs(file, byte_tokenizer, with_margins=True))
+    assert len(str(caught.value)) < len(str(tmp_path)) + 200
+
+
 def test_labels_go_with_their_answers(tmp_path: Path, byte_tokenizer: Tokenizer) -> None:
     records = [{"prompt": "Q", "completion": "G", "label": True}, {"prompt": [USER], "completion": [BAD], "label": 0}]
     good, bad = read_unpaired_preferences(write(tmp_path / "a.jsonl", *records), byte_tokenizer)

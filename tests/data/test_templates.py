@@ -1,5 +1,6 @@
 import json
 import random
+import re
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -394,3 +395,20 @@ def test_a_named_template_of_several_is_the_default(folders: dict[str, Path]) ->
     config["chat_template"] = [{"name": "tool_use", "template": "{{"}, {"name": "default", "template": CHATML}]
     texts["tokenizer_config.json"] = json.dumps(config)
     assert ChatTemplate.from_tokenizer(Tokenizer(texts.pop("tokenizer.json"), texts)).jinja_source == CHATML
+
+
+@pytest.mark.parametrize(
+    ("templates", "message"),
+    [
+        ([{"name": [], "template": CHATML}], "chat_template[0].name: expected text, got []"),
+        ([{"name": "default", "template": 5}], "chat_template[0].template: expected text, got 5"),
+        ([{"name": "default"}], "chat_template[0].template: missing"),
+        ([5], "chat_template[0]: "),
+    ],
+)
+def test_named_templates_that_are_none_are_refused_by_field(templates: Any, message: str, folders: dict[str, Path]) -> None:
+    texts = dict(Tokenizer.open(folders["ChatML"]).files)
+    texts["tokenizer_config.json"] = json.dumps({**json.loads(texts["tokenizer_config.json"]), "chat_template": templates})
+    tokenizer = Tokenizer(texts.pop("tokenizer.json"), texts)
+    with pytest.raises(UserError, match=re.escape(f"tokenizer_config.json: {message}")):
+        ChatTemplate.from_tokenizer(tokenizer)

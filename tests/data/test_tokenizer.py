@@ -402,6 +402,68 @@ def test_what_the_library_cannot_encode_is_named_with_the_file(
             encode("a" * 60 + "b")
 
 
+LETTERS = {"a": 0, "b": 1, "é": 2, "ab": 3, "xb": 4, "axb": 5}
+
+
+@pytest.mark.parametrize(
+    ("prefix", "merges", "message"),
+    [
+        (
+            "x",
+            [["a", "xb"], ["a", "é"]],
+            "model.merges[1]: expected a second token that begins with the continuing_subword_prefix",
+        ),
+        ("x", ["a é"], 'continuing_subword_prefix "x", got "a é"'),
+        ("xxxxxx", [["a", "b"]], "model.merges[0]: expected"),
+        ("éé", [["a", "b"]], "model.merges[0]: expected"),
+    ],
+)
+@pytest.mark.parametrize("twice", [False, True])
+def test_a_prefix_over_which_the_library_would_end_the_process_is_refused(
+    twice: bool, prefix: str, merges: list[Any], message: str, trained: Tokenizer, tmp_path: Path
+) -> None:
+    model = {"type": "BPE", "vocab": LETTERS, "merges": merges, "continuing_subword_prefix": prefix}
+    path = changed(tmp_path, trained, model=model) / "tokenizer.json"
+    if twice:  # of a key that is there twice, the library kept the first where the second is null
+        path.write_text(
+            path.read_text().replace(
+                '"continuing_subword_prefix"', '"continuing_subword_prefix": null, "continuing_subword_prefix"'
+            )
+        )
+    with pytest.raises(UserError) as caught:
+        Tokenizer.open(tmp_path)
+    assert str(caught.value).startswith(f"{path}: model.merges[")
+    assert message in str(caught.value)
+
+
+def test_the_library_reads_the_json_that_was_checked(trained: Tokenizer, tmp_path: Path) -> None:
+    path = changed(tmp_path, trained) / "tokenizer.json"
+    prefix = '"continuing_subword_prefix"'
+    assert f"{prefix}: null" in path.read_text()
+    path.write_text(path.read_text().replace(f"{prefix}: null", f'{prefix}: "x", {prefix}: null'))
+    assert Tokenizer.open(tmp_path).encode("def f(x):") == trained.encode("def f(x):")
+
+
+def test_merges_whose_tokens_begin_with_the_prefix_are_read(trained: Tokenizer, tmp_path: Path) -> None:
+    model = {"type": "BPE", "vocab": LETTERS, "merges": [["a", "xb"]], "continuing_subword_prefix": "x"}
+    end = {**json.loads(trained.files["tokenizer.json"])["added_tokens"][0], "id": len(LETTERS)}
+    tokenizer = Tokenizer.open(changed(tmp_path, trained, model=model, pre_tokenizer=None, added_tokens=[end]))
+    assert tokenizer.encode("ab") == [3]
+
+
+@pytest.mark.parametrize("id", [10**9, 3, 7])
+def test_an_added_token_with_another_id_than_the_library_gives_it_is_refused(
+    id: int, trained: Tokenizer, tmp_path: Path
+) -> None:
+    known = json.loads(trained.files["tokenizer.json"])["added_tokens"]
+    added = [*known, {**known[0], "content": "<|more|>", "id": id}]
+    path = changed(tmp_path, trained, added_tokens=added) / "tokenizer.json"
+    with pytest.raises(
+        UserError, match=rf"json: added_tokens\[{len(known)}\].id: {id}, but the library gives \"<\|more\|>\" the id"
+    ):
+        Tokenizer.open(path)
+
+
 def test_a_file_over_which_the_library_panics_is_named(trained: Tokenizer, tmp_path: Path) -> None:
     folder = changed(tmp_path, trained, model={"type": "BPE", "vocab": {"a": 0}, "merges": ["a a"]})
     with pytest.raises(UserError, match=r"not a tokenizer\.json this can open"):

@@ -257,7 +257,12 @@ def test_options_that_do_not_go_together_are_refused(words: list[str], complaint
         ('{"prompt": "a"}', "record 2: nothing to compare with"),
         ('{"prompt": "a", "answer": 3}', 'record 2: "answer" is not text: 3'),
         ('{"prompt": "a", "answers": [3]}', 'record 2: "answers" is not a list of texts: [3]'),
-        ('{"prompt": "a", "pattern": "("}', 'record 2: "pattern" is not a regular expression'),
+        ('{"prompt": "a", "pattern": "("}', "record 2: pattern: not a regular expression: ("),
+        (
+            '{"prompt": "a", "pattern": "x{99999999999}"}',
+            "record 2: pattern: not a regular expression: x{99999999999} (",
+        ),
+        ('{"prompt": "a", "pattern": ["a"]}', 'record 2: pattern: not a regular expression: ["a"]'),
         ('{"prompt": "a", "choices": ["b"], "answer": 0}', 'record 2: "choices" needs two or more'),
         ('{"prompt": "a", "choices": ["b", "c"], "answer": 2}', 'record 2: "answer" is 2, which is none of its 2 choices'),
         ('{"prompt": "a", "choices": ["b", "c"]}', 'record 2: "answer" is null'),

@@ -14,6 +14,7 @@ from lmforge.data.tokenizer import Tokenizer
 from lmforge.errors import UserError
 from lmforge.generate.model_loading import load_model
 from lmforge.interop.export import export_folder
+from lmforge.interop.peft_folder import load_peft_folder
 from lmforge.model import build_model
 from lmforge.model.config import ModelConfig
 from lmforge.model.init_weights import init_weights
@@ -139,3 +140,15 @@ def test_missing_adapters_and_adapters_of_another_model_are_refused_in_one_line(
     ):
         with pytest.raises(UserError, match=complaint):
             load_model(folder, CPU, torch.float32)
+
+
+@pytest.mark.parametrize("shape", [[2**63, 0], [2**62, 0], [2**40, 2**40, 0], [0, -1], [0] * 65, [10**400, 0]])
+def test_adapters_of_a_shape_that_torch_cannot_hold_are_refused_in_one_line(shape: list[int], tmp_path: Path) -> None:
+    (tmp_path / "adapter_config.json").write_text('{"peft_type": "LORA", "r": 2, "lora_alpha": 4}')
+    name = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"
+    header = json.dumps({name: {"dtype": "F32", "shape": shape, "data_offsets": [0, 0]}}).encode()
+    (tmp_path / "adapter_model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header)
+    with pytest.raises(UserError, match=r"adapter_model\.safetensors: damaged or not a safetensors file \(.*shape") as caught:
+        load_peft_folder(tmp_path)
+    assert "\n" not in str(caught.value)
+    assert len(str(caught.value)) < len(str(tmp_path)) + 400

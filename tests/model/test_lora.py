@@ -241,7 +241,13 @@ def test_folders_and_adapters_that_do_not_fit_are_refused_in_one_line(tmp_path: 
 
 @pytest.mark.parametrize(
     ("targets", "message"),
-    [(("q_prj",), "is called q_prj; there are: down_proj"), (("lm_head",), "lm_head"), (("(",), "neither"), ((), "no layer")],
+    [
+        (("q_prj",), "is called q_prj; there are: down_proj"),
+        (("lm_head",), "lm_head"),
+        (("(",), "not a regular exp"),
+        (("x{99999999999}",), "target_modules: not a regular exp"),
+        ((), "no layer"),
+    ],
 )
 def test_a_target_that_is_no_layer_is_refused(targets: tuple[str, ...], message: str) -> None:
     with pytest.raises(UserError, match=message):

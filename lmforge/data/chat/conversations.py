@@ -19,6 +19,7 @@ from lmforge.data.packing import TokenizedExample
 from lmforge.data.sources.records import Record, read_records, record_text, require_fields
 from lmforge.data.tokenizer import Tokenizer
 from lmforge.errors import UserError, prefix_errors
+from lmforge.untrusted import cut
 
 # The fields of a record of each format, in the order in which they are looked for.
 FORMAT_FIELDS: dict[Format, tuple[str, ...]] = {
@@ -170,8 +171,8 @@ def record_tools(record: Record) -> list[Any] | None:
 
 def _sharegpt_message(entry: dict[str, Any]) -> dict[str, Any]:
     speaker, value = entry["from"], entry.get("value")
-    if speaker not in SHAREGPT_ROLES:
-        raise UserError(f'"from" is {speaker!r}: expected one of {", ".join(SHAREGPT_ROLES)}')
+    if not isinstance(speaker, str) or speaker not in SHAREGPT_ROLES:
+        raise UserError(f'"from" is {cut(repr(speaker))}: expected one of {", ".join(SHAREGPT_ROLES)}')
     if speaker != "function_call":
         return {"role": SHAREGPT_ROLES[speaker], "content": value}
     call = parse_embedded_json(value, 'the value of a "function_call"')
@@ -186,7 +187,7 @@ def _system_message(record: Record) -> list[Any]:
 def _alpaca_messages(record: Record) -> list[Any]:
     request = [record_text(record, "instruction"), record_text(record, "input")]
     history = record.get("history") or []
-    if not all(isinstance(turn, list) and len(turn) == 2 for turn in history):
+    if not isinstance(history, list) or not all(isinstance(turn, list) and len(turn) == 2 for turn in history):
         raise UserError("the field 'history' is not a list of [question, answer]")
     messages = _system_message(record)
     for question, answer in [*history, ["\n\n".join(filter(None, request)), record_text(record, "output")]]:

@@ -3,7 +3,7 @@
 What an objective makes of them is in `objectives/`. A completion is everything after the prompt; a prompt is never scored.
 """
 
-import math
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -21,6 +21,7 @@ from lmforge.data.packing import TokenizedExample
 from lmforge.data.sources.records import Record, require_fields
 from lmforge.data.tokenizer import Tokenizer
 from lmforge.errors import UserError, prefix_errors
+from lmforge.untrusted import quoted
 
 # The text before the last answer in a conversation that is written as one string (Anthropic's hh-rlhf).
 HH_RLHF_ANSWER_MARKER = "\n\nAssistant:"
@@ -200,8 +201,9 @@ def _parse_margin(record: Record) -> float:
     margin = record.get("margin")
     if margin is None:
         return 0.0
-    if isinstance(margin, bool) or not isinstance(margin, int | float) or not math.isfinite(margin):
-        raise UserError(f"the margin is {margin!r}: expected a number")
+    # A whole number of hundreds of digits is none of a float.
+    if isinstance(margin, bool) or not isinstance(margin, int | float) or not abs(margin) <= sys.float_info.max:
+        raise UserError(f"the margin is {quoted(margin)}: expected a number")
     return float(margin)
 
 

@@ -11,12 +11,15 @@ from collections.abc import Sequence
 from itertools import accumulate, pairwise
 from typing import Any, Literal, NamedTuple, Self
 
+from typing_extensions import TypedDict
+
 from lmforge.data.chat.jinja_sandbox import GENERATION_END, GENERATION_START, JinjaTemplate
 from lmforge.data.chat.layout import Layout, encode_layouts
 from lmforge.data.chat.messages import Message, check_encodable, validate_messages
 from lmforge.data.chat.template_trial import PROBE_CONVERSATION, try_template
 from lmforge.data.tokenizer import CHAT_SPECIAL_TOKENS, Tokenizer
 from lmforge.errors import UserError
+from lmforge.untrusted import check_content
 
 LossMaskMode = Literal["assistant", "last", "all"]
 Span = tuple[int, int]
@@ -266,14 +269,21 @@ def _first_difference(one: str, other: str) -> str:
 # --- what comes with a tokenizer -----------------------------------------------------------------------------------------
 
 
+class _NamedTemplate(TypedDict):
+    """One of several templates in tokenizer_config.json."""
+
+    name: str
+    template: str
+
+
 def _find_template_source(tokenizer: Tokenizer) -> tuple[str, str]:
     """A tokenizer's template, and the file that holds it."""
     if "chat_template.jinja" in tokenizer.files:
         return tokenizer.files["chat_template.jinja"], "chat_template.jinja"
     source = tokenizer.configs["tokenizer_config.json"].get("chat_template")
     if isinstance(source, list):
-        named = {entry.get("name"): entry.get("template") for entry in source if isinstance(entry, dict)}
-        source = named.get("default")
+        checked = check_content({"chat_template": source}, dict[str, list[_NamedTemplate]], "tokenizer_config.json")
+        source = {entry["name"]: entry["template"] for entry in checked["chat_template"]}.get("default")
     if isinstance(source, str):
         return source, "the chat_template of tokenizer_config.json"
     if all(tokenizer.token_to_id(token) is not None for token in CHAT_SPECIAL_TOKENS):

@@ -17,7 +17,7 @@ import xxhash
 from lmforge.data.sources.units import Document
 from lmforge.errors import UserError
 from lmforge.python_files import import_file
-from lmforge.untrusted import read_bounded
+from lmforge.untrusted import expand_home, read_bounded
 
 MODULE_NAME = "prepare_hook"
 
@@ -35,7 +35,7 @@ class DocumentHook:
     def open(cls, spec: str, text_field: str) -> Self:
         """The hook that `FILE.py:FUNCTION` names. Raises UserError if there is no such function."""
         file, _, function = spec.rpartition(":")
-        path = Path(file).expanduser().absolute()
+        path = expand_home(file).absolute()
         if not path.is_file():
             raise UserError(f"hook {spec}: no such file; name a function as FILE.py:FUNCTION")
         hook = cls(str(path), function, text_field, xxhash.xxh3_128_hexdigest(read_bounded(path)))

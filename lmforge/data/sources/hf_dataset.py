@@ -22,6 +22,7 @@ from lmforge.hub import (
     parse_model_name,
     read_download_record,
 )
+from lmforge.untrusted import expand_home
 
 # Files that `Dataset.save_to_disk` and `DatasetDict.save_to_disk` write.
 SAVED_DATASET, SAVED_DATASETS = "state.json", "dataset_dict.json"
@@ -47,7 +48,7 @@ class DatasetLocation:
     def _load(self) -> Any:
         import datasets
 
-        path = Path(self.spec).expanduser()
+        path = expand_home(self.spec)
         if (path / SAVED_DATASETS).is_file() or (path / SAVED_DATASET).is_file():
             loaded = datasets.load_from_disk(str(path))
             if isinstance(loaded, datasets.DatasetDict):
@@ -128,7 +129,7 @@ class DatasetSource(FileSource):
 
 def is_dataset(spec: str, split: str | None, subset: str | None) -> bool:
     """Whether `spec` is a Hugging Face dataset: saved by `save_to_disk`, a name on the hub, or a folder with a split named."""
-    path = Path(spec).expanduser()
+    path = expand_home(spec)
     if path.is_dir():
         return bool(split or subset) or (path / SAVED_DATASETS).is_file() or (path / SAVED_DATASET).is_file()
     return is_hub_name(spec)
@@ -140,7 +141,7 @@ def open_dataset_source(spec: str, text_field: str, split: str | None, subset: s
     if find_spec("datasets") is None:
         raise UserError(f"{spec}: a Hugging Face dataset needs the package datasets: {how_to_install('hf')}")
     os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")
-    path, revision = Path(spec).expanduser(), None
+    path, revision = expand_home(spec), None
     files: tuple[SourceFile, ...] = ()
     if path.is_dir():
         files = stat_files(list_files(path), path)

@@ -10,6 +10,7 @@ from lmforge.data.sources.text_sources import TextSource, known_suffixes, list_f
 from lmforge.data.sources.token_files import TokenSource, find_token_files, open_token_source
 from lmforge.data.tokenizer import Tokenizer
 from lmforge.errors import UserError
+from lmforge.untrusted import expand_home
 
 # Each has `units()`, all units of work in a fixed order.
 Source = TextSource | TokenSource | DatasetSource
@@ -35,7 +36,7 @@ def open_source(
     if not dataset and (split or subset):
         raise UserError(f"{spec}: split and subset are of a Hugging Face dataset, which this is not; leave them out")
     tokens = [] if dataset else find_token_files(spec)
-    texts = [] if not tokens or Path(spec).expanduser().is_file() else _find_text(Path(spec).expanduser())
+    texts = [] if not tokens or expand_home(spec).is_file() else _find_text(expand_home(spec))
     if tokens and texts and tokenizer is None:
         tokens = []
     if separator_id is not None and not tokens:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lmforge.errors import UserError
-from lmforge.untrusted import BYTE_ORDER_MARK, CHUNK_BYTES, parse_json, read_stream
+from lmforge.untrusted import BYTE_ORDER_MARK, CHUNK_BYTES, expand_home, parse_json, read_stream
 
 if TYPE_CHECKING:
     import pyarrow.parquet
@@ -59,7 +59,7 @@ def content_suffix(name: str) -> str:
 def find_record_files(path: str | Path) -> list[Path]:
     """The file itself, or all files of records in a folder, sorted; `~` is expanded. Raises UserError if there are none, or for
     a single file of another kind; without a suffix it is taken for JSON lines."""
-    root, known = Path(path).expanduser(), JSON_SUFFIXES | {".parquet"}
+    root, known = expand_home(path), JSON_SUFFIXES | {".parquet"}
     try:
         if root.is_file():
             if (suffix := content_suffix(root.name)) and suffix not in known:

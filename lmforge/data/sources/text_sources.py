@@ -34,6 +34,7 @@ from lmforge.data.sources.units import (
     TextUnit,
 )
 from lmforge.errors import UserError
+from lmforge.untrusted import expand_home
 
 # fmt: off The advice for files that are not read.
 CONVERSIONS = {
@@ -166,7 +167,7 @@ def open_text_source(
     if spec == "stdlib":
         root = Path(sysconfig.get_path("stdlib"))
         paths = [path for path in list_files(root, STDLIB_EXCLUDED_FOLDERS) if _is_library_code(path.relative_to(root))]
-    elif (root := Path(spec).expanduser()).is_dir():
+    elif (root := expand_home(spec)).is_dir():
         every = list(list_files(root))
         # Among other files a .json is more often a settings file than a corpus.
         paths = [path for path in every if content_suffix(path.name) in known and path.suffix != ".json"]

@@ -23,6 +23,7 @@ from lmforge.data.sources.records import ReadProgress
 from lmforge.data.sources.text_sources import FileSource, list_files, stat_files
 from lmforge.data.tokenizer import Tokenizer
 from lmforge.errors import UserError
+from lmforge.untrusted import expand_home
 
 if TYPE_CHECKING:
     import pyarrow
@@ -265,7 +266,7 @@ def _detect_kind(path: Path, size: int) -> tuple[type[TokenUnit], int, tuple[obj
 
 def find_token_files(spec: str) -> list[Path]:
     """The files of tokens that a path names: itself, or all in a folder; none if it is something else."""
-    root = Path(spec).expanduser()
+    root = expand_home(spec)
     if root.suffix == ".idx" and root.with_suffix(".bin").is_file():
         root = root.with_suffix(".bin")
     if root.is_file():
@@ -281,6 +282,6 @@ def open_token_source(spec: str, paths: Sequence[Path], tokenizer: Tokenizer, se
     if separator_id is not None and separator_id >= tokenizer.vocab_size:
         raise UserError(f"separator_id {separator_id:,}: the vocabulary has ids up to {tokenizer.vocab_size - 1:,}")
     separators = sorted({*tokenizer.named_ids, *([] if separator_id is None else [separator_id])})
-    root = Path(spec).expanduser()
+    root = expand_home(spec)
     files = stat_files(paths, root if root.is_dir() else root.parent)
     return TokenSource(spec, files, tuple(separators), tokenizer.vocab_size)
