@@ -42,6 +42,18 @@ def test_an_intact_folder_is_verified(path: Path, capsys: pytest.CaptureFixture[
     assert verified(path, capsys, 0) == [f"{path}: 6 shards, every block as it was written, in 0s"]
 
 
+@pytest.mark.parametrize("suffix", SHARD_SUFFIXES)
+def test_a_pipe_in_the_place_of_a_file_is_named_and_not_waited_for(
+    path: Path, suffix: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = path / f"train-00001{suffix}"
+    file.unlink()
+    os.mkfifo(file)
+    shard, *_ = verified(path, capsys, 1)
+    assert shard.startswith("train-00001: "), shard
+    assert str(file) in shard or f"{suffix} is truncated: 0 bytes of " in shard
+
+
 def test_every_kind_of_damage_is_named_with_its_shard_and_quarantined_no_more_than_needed(
     path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

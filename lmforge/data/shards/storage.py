@@ -7,7 +7,7 @@ import io
 import os
 import time
 from collections.abc import Callable, Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Protocol, TypeVar
 
@@ -49,7 +49,7 @@ class LocalStorage:
 
     def __init__(self, path: Path) -> None:
         self.path, self._root = path, str(path)
-        self._open = lru_cache(MAX_OPEN_FILES)(io.FileIO)
+        self._open = lru_cache(MAX_OPEN_FILES)(partial(io.FileIO, opener=_open_at_once))
 
     def retry_delays(self) -> Sequence[float]:
         return RETRY_DELAYS_SECONDS
@@ -70,6 +70,11 @@ class LocalStorage:
     def discard(self, name: str, offset: int, size: int) -> None:
         # A stale network handle stays stale. Files are not closed, since another thread may be reading from them.
         self._open.cache_clear()
+
+
+def _open_at_once(path: str, flags: int) -> int:
+    # A named pipe in the place of a file would wait for a writer; without, reading it at an offset fails.
+    return os.open(path, flags | os.O_NONBLOCK)
 
 
 _reads: dict[int, tuple[Path, str, float]] = {}  # those in progress, by identity: the file, and since when
