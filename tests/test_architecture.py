@@ -96,6 +96,12 @@ def test_no_folder_has_more_than_fifteen_files() -> None:
     assert {folder: size for folder, size in sizes.items() if size > 15} == {}
 
 
+def test_every_package_says_where_to_begin_reading() -> None:
+    for path in PACKAGE.rglob("__init__.py"):
+        text = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
+        assert "egin with" in text or path.parent == PACKAGE, path
+
+
 def test_the_arrows_of_the_diagram_are_the_imports() -> None:
     assert drawn() == minimal(imports()), "\n".join(f"    {a} --> {b}" for a, b in sorted(minimal(imports())))
 

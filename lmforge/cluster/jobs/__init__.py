@@ -4,5 +4,7 @@ Begin with `job.py`: `JobPlan` (what to start) and `Job` (what was started). `sc
 `pbs.py` and `sessions.py` (this machine, ssh, mpiexec) submit them; `launchers.py` chooses one of these. `code_snapshot.py`
 records the code.
 
+For others: `Job`, `JobPlan` and the functions of `launchers.py`, which the verbs in verbs/running and `doctor` call.
+
 Not here: what happens on a node once its script runs (`node_group.py`, `launch.py`), and the verbs, which know runs.
 """

@@ -2,5 +2,5 @@
 
 Begin with `prepare.py` and `steps.py`; `shard_jobs.py` is what its processes do, `worker_pool.py` the processes.
 
-For other packages: `prepare`, `WorkerPool`.
+For other packages: `prepare`, `WorkerPool`. Not here: the examples of conversations and preferences (`data/chat/examples.py`).
 """

@@ -2,4 +2,7 @@
 
 Begin with `folder.py` (`TokenFolder`), then `format.py` and `files.py`. They are written in `data/prepare`; `data/dataset.py`
 makes sequences of them.
+
+For others: `TokenFolder`, the format of `format.py`, and `verify_shards` (`verify.py`). Not here: the order of samples,
+packing.
 """

@@ -1,4 +1,7 @@
 """AdamW, Muon and SGD, the schedules of the learning rate, and how parameters are put into groups.
 
 Begin with `optimizer.py` (`build_optimizer`).
+
+For others: `build_optimizer`, `step_unless`, `learning_rate`. Not here: which steps are bad (train/bad_steps.py), and the
+bytes of states (plan/memory.py).
 """
