@@ -91,7 +91,9 @@ def test_a_pair_without_a_preference_is_named(record: Any, complaint: str, tmp_p
 def test_a_margin_that_is_no_number_is_named(margin: str, tmp_path: Path, byte_tokenizer: Tokenizer) -> None:
     file = tmp_path / "a.jsonl"
     file.write_text(f'{{"prompt": "Q", "chosen": "G", "rejected": "B", "margin": {margin}}}\n')
-    with pytest.raises(UserError, match=r"a\.jsonl, record 1: the margin is .*: expected a number$") as caught:
+    with pytest.raises(
+        UserError, match=r"a\.jsonl(, record 1: the margin is .*: expected a number$|:1: margin: expected a finite number)"
+    ) as caught:
         list(read_preference_pairs(file, byte_tokenizer, with_margins=True))
     assert len(str(caught.value)) < len(str(tmp_path)) + 200
 

@@ -38,7 +38,7 @@ import lmforge.data.shards.remote_storage as storage
 from pathlib import Path
 from lmforge.data.dataset import TokenDataset
 from lmforge.data.prepare.pack import pack_folder
-from lmforge.data.prepare.dist_context import OneRank
+from lmforge.data.prepare.dist_context import SingleProcessContext
 from lmforge.data.shards.folder import TokenFolder
 storage.PIECE_BYTES = int(sys.argv[3])
 folder = TokenFolder.open(sys.argv[1], cache_folder=Path(sys.argv[2]))

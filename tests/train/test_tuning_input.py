@@ -146,7 +146,7 @@ def recipe_of(kind: type[Tuned], place: Path, source: Path, **tables: Mapping[st
         (
             "align",
             ["--data.files", "marked.jsonl", "--method", "reward"],
-            "marked.jsonl, record 2: the margin is 'much'",
+            'marked.jsonl, record 2: the margin is "much"',
         ),
         (
             "align",
