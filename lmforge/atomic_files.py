@@ -17,9 +17,8 @@ from pathlib import Path
 from typing import Any, BinaryIO, TextIO
 from uuid import uuid4
 
-from lmforge.errors import UserError
+from lmforge.errors import DISK_FULL_ERRNOS, UserError
 
-DISK_FULL_ERRNOS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 PARTIAL_SUFFIX = ".partial"
 DELETED_SUFFIX = ".deleted"
 

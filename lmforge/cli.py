@@ -23,22 +23,21 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from lmforge import __version__
-from lmforge.atomic_files import DISK_FULL_ERRNOS
 from lmforge.cluster.environment import ENVIRONMENT_VARIABLE, LAUNCHER_PID_VARIABLE
 from lmforge.cluster.launch import launch_local, launch_plainly
 from lmforge.cluster.node_group import NodeGroup, launch_on_node, read_node_group
 from lmforge.cluster.rank_info import count_restarts, read_rank_info
 from lmforge.config.help_text import format_help
 from lmforge.config.load import RESUME_ARGUMENTS, STAGES, load_extended, parse_config, parse_verb
-from lmforge.config.options import MAX_NAME_WIDTH, Options, check_text, iter_options, read_recipe
+from lmforge.config.options import MAX_NAME_WIDTH, Options, iter_options, read_recipe
 from lmforge.config.stage import StageConfig
 from lmforge.config.verbs.bench import BenchConfig
 from lmforge.config.verbs.examine import DoctorOptions
 from lmforge.config.verbs.launch import LaunchVerbOptions, parse_launch
-from lmforge.errors import RunFailed, UserError
+from lmforge.errors import DISK_FULL_ERRNOS, RunFailed, UserError
 from lmforge.parallel.dims import plan_batches
 from lmforge.runs import Run
-from lmforge.untrusted import cut, describe_os_error
+from lmforge.untrusted import check_text, cut, describe_os_error
 from lmforge.verbs.table import VERBS
 
 HELP_WORDS = ("-h", "--help", "help")

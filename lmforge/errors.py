@@ -1,6 +1,7 @@
 """The errors that end a command, and how messages format commands, sizes and numbers. Any other uncaught exception is a bug in
 lmforge (see `cli.run`)."""
 
+import errno
 import shlex
 import shutil
 import sys
@@ -10,6 +11,8 @@ from pathlib import Path
 
 # EX_TEMPFAIL of sysexits.h: what schedulers and scripts take as "try again".
 EXIT_PEER_LOST = 75
+# What a full disk, a used-up quota and a limit on the size of files answer.
+DISK_FULL_ERRNOS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 class UserError(Exception):

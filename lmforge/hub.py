@@ -18,8 +18,8 @@ from functools import partial
 from pathlib import Path
 from typing import BinaryIO, Literal, NamedTuple
 
-from lmforge.atomic_files import DISK_FULL_ERRNOS, PARTIAL_SUFFIX, atomic_write_json, atomic_write_text
-from lmforge.errors import UserError
+from lmforge.atomic_files import PARTIAL_SUFFIX, atomic_write_json, atomic_write_text
+from lmforge.errors import DISK_FULL_ERRNOS, UserError
 from lmforge.untrusted import cut, is_inner_path, quoted, read_json
 
 MODEL_NAME_PATTERN = re.compile(r"(?P<name>[A-Za-z0-9][\w.-]*/[A-Za-z0-9_][\w.-]*)(@(?P<revision>[\w.][\w./-]*))?")

@@ -29,12 +29,12 @@ from typing import Any, Self, TypeVar, cast
 
 import xxhash
 
-from lmforge.atomic_files import DISK_FULL_ERRNOS, atomic_write_json, atomic_write_text, remove_folder
+from lmforge.atomic_files import atomic_write_json, atomic_write_text, remove_folder
 from lmforge.config.load import read_record
 from lmforge.config.mixture import is_remote
 from lmforge.config.options import to_toml
 from lmforge.config.stage import StageConfig
-from lmforge.errors import UserError, how_to_install
+from lmforge.errors import DISK_FULL_ERRNOS, UserError, how_to_install
 from lmforge.locks import is_at, remove_lock_alone, try_lock
 from lmforge.run_records import COMPLETIONS_FOLDER, read_last_metrics, read_metrics
 from lmforge.untrusted import (

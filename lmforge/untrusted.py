@@ -11,9 +11,10 @@ import json
 import math
 import os
 import re
+import shlex
 import sys
 import tomllib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache, partial
 from pathlib import Path
@@ -335,3 +336,21 @@ def read_lines(file: BinaryIO, longest: int) -> Iterator[bytes]:
         left -= len(line)
         if b"\0" not in line:  # of a hole; JSON has none
             yield line
+
+
+def words_problem(text: str) -> str | None:
+    """Why `text` is not one or more words of a shell; None if it is."""
+    try:
+        words = [] if "\0" in text else shlex.split(text)
+    except ValueError:  # a quotation without end
+        words = []
+    return None if words and words[0] else f"expected words of a shell, with quotes in pairs, got {quoted(text)}"
+
+
+def check_text(arguments: Sequence[str]) -> None:
+    """Refuse words of a command line that cannot be written into a file or a message, as names of files may be."""
+    for word in arguments:
+        try:
+            word.encode()
+        except UnicodeEncodeError:
+            raise UserError(f"{cut(word)!r}: not UTF-8 text") from None

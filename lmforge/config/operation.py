@@ -5,9 +5,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Literal
 
-from lmforge.config.options import Options, choice, option, words_problem
+from lmforge.config.options import Options, choice, option
 from lmforge.config.ranges import COUNT, COUNT_OR_0, DURATION, RANKS, THREADS
-from lmforge.untrusted import quoted
+from lmforge.untrusted import quoted, words_problem
 
 # The launchers whose variables say which rank a process is; `cluster/environment.py` reads them.
 EnvironmentName = Literal["auto", "single", "torchrun", "slurm", "openmpi", "mpich", "pals", "lsf"]

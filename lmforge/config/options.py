@@ -9,11 +9,10 @@ import difflib
 import json
 import os
 import re
-import shlex
 import types
 import typing
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, ClassVar, Self, TypeVar
@@ -25,7 +24,7 @@ from pydantic_core import PydanticCustomError
 
 from lmforge import registry
 from lmforge.errors import UserError
-from lmforge.untrusted import cut, expectation, first_error, parse_toml, quoted, read_toml
+from lmforge.untrusted import check_text, cut, expectation, first_error, parse_toml, quoted, read_toml
 
 OptionPath = tuple[str, ...]
 Alternatives = tuple[tuple[tuple[str, str], tuple[str, str]], ...]
@@ -82,15 +81,6 @@ class Options(BaseModel):
 def is_impossible_path(path: Path) -> bool:
     """Whether no file system accepts a path."""
     return "\0" in str(path) or any(len(os.fsencode(name)) > MAX_NAME_BYTES for name in path.parts)
-
-
-def words_problem(text: str) -> str | None:
-    """Why `text` is not one or more words of a shell; None if it is."""
-    try:
-        words = [] if "\0" in text else shlex.split(text)
-    except ValueError:  # a quotation without end
-        words = []
-    return None if words and words[0] else f"expected words of a shell, with quotes in pairs, got {quoted(text)}"
 
 
 OptionsT = TypeVar("OptionsT", bound=Options)
@@ -289,15 +279,6 @@ def _is_positional(field: FieldInfo) -> bool:
 
 def _is_option_name(word: str) -> bool:
     return re.match(r"--[A-Za-z]", word) is not None
-
-
-def check_text(arguments: Sequence[str]) -> None:
-    """Refuse words of a command line that cannot be written into a file or a message, as names of files may be."""
-    for word in arguments:
-        try:
-            word.encode()
-        except UnicodeEncodeError:
-            raise UserError(f"{cut(word)!r}: not UTF-8 text") from None
 
 
 def _parse_command_line(options_class: type[Options], arguments: list[str]) -> dict[OptionPath, Any]:

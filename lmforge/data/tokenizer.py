@@ -7,7 +7,6 @@ truncation and padding as they were saved, and with special tokens that a text m
 
 import codecs
 import json
-import math
 import re
 import secrets
 from collections.abc import Iterable, Iterator, Sequence
@@ -24,6 +23,7 @@ from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from lmforge.atomic_files import atomic_write_text
 from lmforge.data.sentencepiece_model import convert_sentencepiece
+from lmforge.data.tokenizer_json import tokenizer_problem
 from lmforge.errors import UserError, prefix_errors
 from lmforge.untrusted import parse_json, quoted, read_bounded
 
@@ -59,35 +59,6 @@ CONFIG_FILES = ("tokenizer_config.json", "special_tokens_map.json")
 COMPANION_FILES = (*CONFIG_FILES, "chat_template.jinja")
 MAX_TOKENIZER_BYTES = 2**28
 MAX_VOCAB_SIZE = 2**24
-MAX_GROWTH = 1000  # of a text in its normalizer and decoder
-
-
-def _growths(part: Any) -> Iterator[float]:
-    """The maximum factor by which each step of a tokenizer.json can lengthen a text."""
-    if isinstance(part, dict) and part.get("type") in ("Replace", "Prepend"):
-        pattern = part.get("pattern")
-        replaced = pattern.get("String") if isinstance(pattern, dict) else None
-        yield max(1.0, len(str(part.get("content", part.get("prepend")))) / max(1, len(str(replaced or ""))))
-    elif isinstance(part, dict | list):
-        for name, inner in part.items() if isinstance(part, dict) else enumerate(part):
-            if name not in ("vocab", "merges", "added_tokens"):
-                yield from _growths(inner)
-
-
-def _prefix_problem(model: Any) -> str | None:
-    """Why the library would end the process over this model: it cuts the continuing_subword_prefix off the second token of each
-    merge, in bytes and whether or not the token begins with it. None where it would not."""
-    prefix = model.get("continuing_subword_prefix") if isinstance(model, dict) else None
-    merges = model.get("merges") if prefix else None
-    for index, merge in enumerate(merges if isinstance(merges, list) else ()):
-        pair = merge.split(" ") if isinstance(merge, str) else merge
-        second = pair[-1] if isinstance(pair, list) and pair else None
-        if isinstance(second, str) and not second.startswith(str(prefix)):
-            return (
-                f"model.merges[{index}]: expected a second token that begins with the continuing_subword_prefix"
-                f" {quoted(prefix)}, got {quoted(merge)}"
-            )
-    return None
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int) -> "Tokenizer":
@@ -155,9 +126,7 @@ class Tokenizer:
             name: parse_json(companions.get(name, "{}").encode(), dict[str, Any], str(Path(location).parent / name))
             for name in CONFIG_FILES
         }
-        if (growth := math.prod(_growths(self._json))) > MAX_GROWTH:
-            raise UserError(f"{location}: makes {growth:.3g} characters of one: expected at most {MAX_GROWTH:,}")
-        if problem := _prefix_problem(self._json.get("model")):
+        if problem := tokenizer_problem(self._json):
             raise UserError(f"{location}: {problem}")
         self._location = location
         with self._library_errors(hint):

@@ -5,11 +5,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
 
-from lmforge.atomic_files import DISK_FULL_ERRNOS
 from lmforge.cluster import distributed as cluster
 from lmforge.cluster.distributed import DistributedContext
 from lmforge.config.stage import StageConfig
-from lmforge.errors import PeerLost, RunFailed, UserError
+from lmforge.errors import DISK_FULL_ERRNOS, PeerLost, RunFailed, UserError
 from lmforge.monitor.rank_log import PEER_LOST_PATTERN, RankLog
 from lmforge.monitor.watchdog import Watchdog
 from lmforge.report.page import write_run_report

@@ -4,9 +4,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Literal
 
-from lmforge.config.options import Options, argument, option, words_problem
+from lmforge.config.options import Options, argument, option
 from lmforge.config.ranges import COUNT, RANKS
-from lmforge.untrusted import cut
+from lmforge.untrusted import cut, words_problem
 
 
 class LogsOptions(Options):
