@@ -183,7 +183,7 @@ def test_a_node_that_is_set_down_is_waited_for_and_the_result_is_that_of_an_undi
     finally:
         # It comes back by itself as soon as its daemon says that it is well; Slurm then refuses this.
         subprocess.run([*update, "State=RESUME"], env=environment, capture_output=True)
-    # Slurm begins it by itself, after two minutes. Asked to begin it at once, it can find a node that still knows the first start.
+    # Slurm begins it after two minutes. Asked to begin it at once, it can find a node that still knows the first start.
     cluster.wait(lambda: " done " in cluster.state("recipe"), run, 400)
     assert re.search(r"^continuing runs/recipe from step \d+", cluster.output(run), re.M)
     assert_same_result(run, undisturbed)
