@@ -125,6 +125,8 @@ def _train(
             raise RunFailed(str(problem)) from problem
         finally:
             trainer.close()
+    # A rank that hangs while it ends is named by those that wait for it here; once they have ended, nobody is left to name it.
+    ctx.dist_ctx.all_gather(None)
     if config.log.memory_snapshot:
         write_memory_snapshot(snapshot)
         ctx.console.info(f"memory     what the GPU held: {snapshot} (open it at https://pytorch.org/memory_viz)")

@@ -15,6 +15,7 @@ from typing import Any
 
 from lmforge import checkpoint
 from lmforge.checkpoint import CorruptCheckpoint
+from lmforge.monitor.heartbeat import FINAL_PHASES
 from lmforge.runs import Run
 from tests.chaos import plan
 from tests.chaos.faults import HANG_SECONDS, Ballast, Damage, Hung, Tracks, await_moment, damage
@@ -198,16 +199,10 @@ class Life:
         named = re.compile(rf"^  ranks? [\d, -]*{victim}\b.* stuck +process {pid} is stopped", re.M)
         ended_before = not attempt.look()
         stop_for(pid, lambda: bool(named.search(attempt.said())) or not attempt.look(), NAMED_SECONDS)
-        if (
-            not named.search(attempt.said())
-            and not ended_before
-            and tracks.heartbeats().get(victim, {}).get("phase")
-            not in (
-                "done",
-                "failed",
-                "interrupted",
-            )
-        ):
+        phases = {rank: beat["phase"] for rank, beat in tracks.heartbeats().items()}
+        # Ranks wait for each other before they end: once one is done, the victim has only its own end before it.
+        had_ended = ended_before or phases.get(victim) in FINAL_PHASES or "done" in phases.values()
+        if not named.search(attempt.said()) and not had_ended:
             self.figures.unnamed_hangs += 1
             self._find(f"rank {victim} (process {pid}) slept and was not named", attempt.said()[said:])
         # And on: what follows is the fault of another attempt.

@@ -109,6 +109,15 @@ def test_a_stopped_rank_is_distinguished_from_a_sleeping_one_and_its_peers_end_w
     assert json.loads((run.health_folder / "rank-1.json").read_text())["phase"] == "failed"
 
 
+def test_a_rank_that_is_stopped_after_the_last_step_is_named_before_the_others_end(recipe: Recipe, tmp_path: Path) -> None:
+    with going(recipe, tmp_path, "--train.steps", "4", FAULT="end") as run:
+        stopped = int(run.wait_for(r"^  rank 1 .* stuck +process (\d+) is stopped \(SIGSTOP\)")[1])
+        assert run.run.checkpoint_path(4).exists()
+        assert run.heartbeat(0)["phase"] == "barrier"
+        os.kill(stopped, signal.SIGCONT)
+        run.wait_for(r"^trained 4 steps in ")
+
+
 def test_ranks_in_different_collectives_are_reported_as_such(recipe: Recipe, tmp_path: Path) -> None:
     with going(recipe, tmp_path, FAULT="skip") as run:
         run.wait_for(r"^lmforge: STALL: .* the ranks wait for each other, each in another collective")

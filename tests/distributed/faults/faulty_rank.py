@@ -2,8 +2,8 @@
 
 FAULTY_RANK names the rank; FAULT is `data` (sleep before the batch of step FAULTY_STEP, by default 7, until the file AWAKE is
 there), `forward` (sleep for SLEEP seconds in every forward pass), `skip` (skip the seventh all-reduce, with a barrier in its
-place), `raise` (an error before the batch of step 3, after which the process stays for a while), `kill` or `abort` (end there
-by SIGKILL or SIGABRT).
+place), `end` (stop the process when the last step is done), `raise` (an error before the batch of step 3, after which the
+process stays for a while), `kill` or `abort` (end there by SIGKILL or SIGABRT).
 With COLLECTIVE_SECONDS all ranks wait no longer for each other.
 """
 
@@ -20,6 +20,7 @@ from lmforge.cluster.distributed import DistributedContext
 from lmforge.data.loader import BatchLoader
 from lmforge.parallel.parallel_model import ModelWithLoss
 from lmforge.stages import run_stage
+from lmforge.train.trainer import Trainer
 
 SLEEP = float(os.environ.get("SLEEP", "0"))
 FAULTY_STEP = int(os.environ.get("FAULTY_STEP", "7"))
@@ -61,6 +62,16 @@ def skips_a_collective() -> None:
     DistributedContext.all_reduce_sum = all_reduce_sum  # type: ignore[method-assign]
 
 
+def is_stopped_at_the_end() -> None:
+    before = Trainer.close
+
+    def close(self: Any) -> None:
+        os.kill(os.getpid(), signal.SIGSTOP)
+        before(self)
+
+    Trainer.close = close  # type: ignore[method-assign]
+
+
 def ends_at_step_3() -> None:
     before = BatchLoader.batches
 
@@ -79,7 +90,7 @@ def ends_at_step_3() -> None:
     BatchLoader.batches = batches  # type: ignore[method-assign]
 
 
-FAULTS = {"data": sleeps_in_the_data, "forward": sleeps_in_forward, "skip": skips_a_collective}
+FAULTS = {"data": sleeps_in_the_data, "forward": sleeps_in_forward, "skip": skips_a_collective, "end": is_stopped_at_the_end}
 FAULTS |= dict.fromkeys(("raise", "kill", "abort"), ends_at_step_3)
 
 if __name__ == "__main__":
