@@ -31,7 +31,7 @@ MAX_RECORDS_BYTES = 2**29  # a million records of a run
 CHUNK_BYTES = 2**20
 MAX_DEPTH = 64
 MAX_INT_BITS = 1024  # of a whole number, which neither TOML nor JSON bounds: no float is larger
-MAX_QUOTED = 80
+MAX_QUOTED, MAX_LISTED = 80, 400  # characters in a message: of a value, and of the names of fields
 MAX_NAME, MAX_NAME_BYTES = 100, 200  # of a run; a file system takes 255 bytes, and other files are called after it
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"  # Windows programs put it before UTF-8
 # A string, or its beginning where it does not end; possessive, so that no content makes the search quadratic.
@@ -199,6 +199,11 @@ def quoted(value: Any) -> str:
 def cut(text: str, limit: int = MAX_QUOTED) -> str:
     """`text` with what exceeds `limit` characters left out: for values that came from outside, in messages."""
     return text if len(text) <= limit else f"{text[:limit]}… ({len(text):,} characters)"
+
+
+def list_names(names: Iterable[str]) -> str:
+    """The names in order, or `none`; cut where they are many or long."""
+    return cut(", ".join(sorted(names)) or "none", MAX_LISTED)
 
 
 def name_problem(name: str) -> str | None:

@@ -283,6 +283,12 @@ def test_a_checkpoint_is_saved_every_tenth_of_a_run_unless_asked_otherwise(steps
     assert chosen.checkpoint_every_steps == every
 
 
+@pytest.mark.parametrize("stage", ["pretraining", 5, "x" * 5000])
+def test_a_stage_that_there_is_not_is_refused_in_a_short_line(stage: object) -> None:
+    with pytest.raises(UserError, match=r"^r\.toml: run\.stage: expected one of pretrain, sft, align, got .{1,120}$"):
+        config_class({"run": {"stage": stage}}, "r.toml")
+
+
 def test_only_given_model_options_override_the_model_config() -> None:
     assert PretrainConfig().model.overrides() == {}
     chosen = config(model={"preset": "nano", "load_weights": False, "hidden_size": 64, "attention_bias": False})

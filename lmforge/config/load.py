@@ -15,6 +15,7 @@ from lmforge.config.verbs.plan import PLAN_OPTIONS
 from lmforge.errors import UserError
 from lmforge.plugins import load_plugins, resolve_plugins
 from lmforge.registry import KINDS, did_you_mean, names_unchecked
+from lmforge.untrusted import quoted
 
 StageConfigT = TypeVar("StageConfigT", bound=StageConfig)
 
@@ -44,7 +45,7 @@ def _stage_of(recipe: dict[str, object], source: str) -> str | None:
     run = recipe.get("run")
     stage = run.get("stage") if isinstance(run, dict) else None
     if stage is not None and (not isinstance(stage, str) or stage not in STAGES):
-        raise UserError(f"{source}: run.stage: expected one of {', '.join(STAGES)}, got {stage!r}")
+        raise UserError(f"{source}: run.stage: expected one of {', '.join(STAGES)}, got {quoted(stage)}")
     return stage
 
 

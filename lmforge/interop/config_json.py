@@ -180,7 +180,7 @@ def reject_extreme_sizes(content: dict[str, Any]) -> None:
 def _rope_table(content: dict[str, Any]) -> dict[str, Any]:
     rope = content.get("rope_parameters") or content.get("rope_scaling") or {}
     if not isinstance(rope, dict):
-        raise UserError(f"rope_scaling: expected an object, got {rope!r}")
+        raise UserError(f"rope_scaling: expected an object, got {quoted(rope)}")
     return rope
 
 

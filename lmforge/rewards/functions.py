@@ -20,6 +20,7 @@ from lmforge.errors import UserError
 from lmforge.plugins import files_of
 from lmforge.python_files import python_command
 from lmforge.rewards.json_process import JsonLineProcess, ProcessLost
+from lmforge.untrusted import cut
 
 # Used instead of a file: functions registered by name, by lmforge or a plugin.
 REGISTERED = "registered names"
@@ -221,7 +222,7 @@ def _validated_rewards(spec: str, returned: Any, count: int) -> list[float | Non
         raise UserError(f"reward {spec}: returned {len(returned)} rewards for {count} completions")
     for index, reward in enumerate(returned):
         if reward is not None and (not isinstance(reward, int | float) or not math.isfinite(reward)):
-            raise UserError(f"reward {spec}: returned {reward!r} for completion {index}, not a finite number or None")
+            raise UserError(f"reward {spec}: returned {cut(repr(reward))} for completion {index}, not a finite number or None")
     return [None if reward is None else float(reward) for reward in returned]
 
 

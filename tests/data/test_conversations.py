@@ -167,6 +167,18 @@ def test_a_record_that_makes_no_sense_is_named(
         shown(file, byte_tokenizer, format=form)
 
 
+@pytest.mark.parametrize("form", ["auto", "alpaca"])
+@pytest.mark.parametrize(
+    "record", [{"messages": [{"role": "x" * 5000, "content": "A"}]}, {"x" * 5000: 1}, {f"field {n}": 1 for n in range(999)}]
+)
+def test_a_message_about_a_record_is_short_whatever_the_record_holds(
+    record: dict[str, Any], form: Format, tmp_path: Path, byte_tokenizer: Tokenizer
+) -> None:
+    with pytest.raises(UserError) as caught:
+        shown(write(tmp_path / "a.jsonl", record), byte_tokenizer, format=form)
+    assert len(str(caught.value)) < len(str(tmp_path)) + 800
+
+
 @pytest.mark.parametrize("history", [5, "a", {"a": 1}, True, [5], [["a"]]])
 def test_a_history_that_is_no_list_of_turns_is_named(history: Any, tmp_path: Path, byte_tokenizer: Tokenizer) -> None:
     file = write(tmp_path / "a.jsonl", {"instruction": "Q", "output": "A", "history": history})

@@ -103,8 +103,8 @@ def test_labels_go_with_their_answers(tmp_path: Path, byte_tokenizer: Tokenizer)
     good, bad = read_unpaired_preferences(write(tmp_path / "a.jsonl", *records), byte_tokenizer)
     assert (good.desirable, format_example(good.example, byte_tokenizer, ansi=False)) == (True, AS_TEXT[0])
     assert (bad.desirable, format_example(bad.example, byte_tokenizer, ansi=False)) == (False, AS_TURNS[1])
-    for label in ("true", 2, None):
-        with pytest.raises(UserError, match=r"record 1: the label is .*expected true or false"):
+    for label in ("true", 2, None, "x" * 5000):
+        with pytest.raises(UserError, match=r"record 1: the label is .{,200}expected true or false$"):
             list(read_unpaired_preferences(write(tmp_path / "a.jsonl", {**records[0], "label": label}), byte_tokenizer))
 
 

@@ -114,6 +114,7 @@ def test_a_shape_can_be_given_field_by_field() -> None:
         ({"model_type": None}, "model_type"),
         ({"model_type": ["llama"]}, "model_type"),
         ({"rope_scaling": {"rope_type": ["linear"], "factor": 2.0}}, "rope_type"),
+        ({"rope_scaling": "x" * 5000}, f'rope_scaling: expected an object, got "{"x" * 79}… (5,002 characters)'),
         ({"num_local_experts": 8}, "num_local_experts: mixtures of experts are not supported"),
         ({"num_experts": 60}, "num_experts: mixtures of experts are not supported"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor: 0.5 is not supported"),

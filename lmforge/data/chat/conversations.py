@@ -19,7 +19,7 @@ from lmforge.data.packing import TokenizedExample
 from lmforge.data.sources.records import Record, read_records, record_text, require_fields
 from lmforge.data.tokenizer import Tokenizer
 from lmforge.errors import UserError, prefix_errors
-from lmforge.untrusted import cut
+from lmforge.untrusted import cut, list_names
 
 # The fields of a record of each format, in the order in which they are looked for.
 FORMAT_FIELDS: dict[Format, tuple[str, ...]] = {
@@ -134,13 +134,13 @@ def detect_format(record: Record) -> Format:
         if all(name in record for name in names):
             return format
     known = "; ".join(f"{format}: {', '.join(names)}" for format, names in FORMAT_FIELDS.items())
-    raise UserError(f"the fields {', '.join(sorted(record))} are of no format known ({known}); name them with fields")
+    raise UserError(f"the fields {list_names(record)} are of no format known ({known}); name them with fields")
 
 
 def _record_layout(record: Record, format: Format, mask: LossMaskMode, encoder: RecordEncoder) -> Layout:
     missing = [name for name in FORMAT_FIELDS[format] if name not in record]
     if missing:
-        raise UserError(f"expected a record of format {format}, with {missing[0]!r}: there are {', '.join(sorted(record))}")
+        raise UserError(f"expected a record of format {format}, with {missing[0]!r}: there are {list_names(record)}")
     if format == "text":
         return encoder.plain_text_layout([(record_text(record, "text"), True)])
     if format == "prompt-completion":

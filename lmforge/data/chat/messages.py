@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any, Literal, NotRequired, TypedDict, get_args
 
 from lmforge.errors import UserError, prefix_errors
-from lmforge.untrusted import parse_json
+from lmforge.untrusted import cut, parse_json
 
 Role = Literal["system", "developer", "user", "assistant", "tool"]
 
@@ -55,7 +55,7 @@ def _validate_message(message: Any) -> Message:
         raise UserError("expected an object with role and content")
     role, content, calls = message["role"], message.get("content"), message.get("tool_calls")
     if role not in get_args(Role):
-        raise UserError(f"role {role!r}: expected one of {', '.join(get_args(Role))}")
+        raise UserError(f"role {cut(repr(role))}: expected one of {', '.join(get_args(Role))}")
     if isinstance(content, list) and all(isinstance(part, dict) and isinstance(part.get("text"), str) for part in content):
         content = "".join(part["text"] for part in content)
     if content is None and calls:

@@ -102,7 +102,7 @@ def read_unpaired_preferences(
     def lay_out(record: Record) -> LaidOut[UnpairedPreference]:
         require_fields(record, "prompt", "completion", "label", hint=RENAMING_HINT)
         if record["label"] not in (True, False):
-            raise UserError(f"the label is {record['label']!r}: expected true or false")
+            raise UserError(f"the label is {quoted(record['label'])}: expected true or false")
         layout = _completion_layout(record["prompt"], record["completion"], record, encoder)
         return partial(UnpairedPreference, desirable=bool(record["label"])), [layout]
 

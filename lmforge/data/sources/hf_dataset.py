@@ -22,7 +22,7 @@ from lmforge.hub import (
     parse_model_name,
     read_download_record,
 )
-from lmforge.untrusted import expand_home
+from lmforge.untrusted import expand_home, list_names
 
 # Files that `Dataset.save_to_disk` and `DatasetDict.save_to_disk` write.
 SAVED_DATASET, SAVED_DATASETS = "state.json", "dataset_dict.json"
@@ -53,7 +53,7 @@ class DatasetLocation:
             loaded = datasets.load_from_disk(str(path))
             if isinstance(loaded, datasets.DatasetDict):
                 if self.split not in loaded:
-                    raise UserError(f"{self.spec}: no split {self.split!r}: there are {', '.join(sorted(loaded))}")
+                    raise UserError(f"{self.spec}: no split {self.split!r}: there are {list_names(loaded)}")
                 loaded = loaded[self.split]
             return loaded
         if path.is_dir():
@@ -119,8 +119,8 @@ class DatasetSource(FileSource):
         with _library_errors(self.spec):
             names = dataset.column_names or sorted(next(iter(dataset), {}))
             if self.text_field not in names:
-                listed = ", ".join(sorted(names)) or "none"
-                raise UserError(f"{self.spec}: no column {self.text_field!r}: there are {listed}{TEXT_FIELD_HINT}")
+                there_are = f"there are {list_names(names)}{TEXT_FIELD_HINT}"
+                raise UserError(f"{self.spec}: no column {self.text_field!r}: {there_are}")
             # A streamed dataset is divided by its files.
             shards = getattr(dataset, "num_shards", None) or max(1, min(len(dataset), -(-self.size // UNIT_BYTES)))
         size = self.size // shards

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lmforge.errors import UserError
-from lmforge.untrusted import BYTE_ORDER_MARK, CHUNK_BYTES, expand_home, parse_json, read_stream
+from lmforge.untrusted import BYTE_ORDER_MARK, CHUNK_BYTES, expand_home, list_names, parse_json, read_stream
 
 if TYPE_CHECKING:
     import pyarrow.parquet
@@ -175,7 +175,7 @@ def require_fields(record: Record, *names: str, hint: str = "") -> None:
     """Raises UserError naming the first of these fields that a record lacks, and those it has."""
     for name in names:
         if name not in record:
-            raise UserError(f"no field {name!r}: there are {', '.join(sorted(record)) or 'none'}{hint}")
+            raise UserError(f"no field {name!r}: there are {list_names(record)}{hint}")
 
 
 def record_text(record: Record, name: str) -> str:

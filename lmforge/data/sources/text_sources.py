@@ -34,7 +34,7 @@ from lmforge.data.sources.units import (
     TextUnit,
 )
 from lmforge.errors import UserError
-from lmforge.untrusted import expand_home
+from lmforge.untrusted import expand_home, list_names
 
 # fmt: off The advice for files that are not read.
 CONVERSIONS = {
@@ -232,7 +232,7 @@ def _parquet_units(file: SourceFile, name: str) -> list[SourceUnit]:
     with open_parquet(file.path) as parquet:
         schema, metadata = parquet.schema_arrow, parquet.metadata
     if name not in schema.names:
-        raise UserError(f"{file.path}: no field {name!r}: there are {', '.join(sorted(schema.names))}{TEXT_FIELD_HINT}")
+        raise UserError(f"{file.path}: no field {name!r}: there are {list_names(schema.names)}{TEXT_FIELD_HINT}")
     dtype = schema.field(name).type
     if not (pyarrow.types.is_string(dtype) or pyarrow.types.is_large_string(dtype)):
         raise UserError(f"{file.path}: the field {name!r} is not text but {dtype}")
