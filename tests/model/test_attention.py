@@ -102,11 +102,11 @@ def test_a_document_does_not_see_the_others_in_its_row(model_type: str, draw: ra
 @pytest.mark.parametrize("model_type", MODEL_TYPES)
 def test_a_document_reads_the_same_packed_as_alone(model_type: str, draw: random.Random) -> None:
     config = drawn_config(model_type, draw)
-    model = built(config)
+    model = built(config).double()  # in fp32 some drawn models amplify the rounding of other sums to more than 1e-5
     rows = packed([[13, 21, 9]], config.vocab_size, padding=3)
     alone = one_document(1, 21, config.vocab_size)
     alone.tokens[:] = rows.tokens[:, 13:34]
-    torch.testing.assert_close(logits(model, rows)[:, 13:34], logits(model, alone), atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(logits(model, rows)[:, 13:34], logits(model, alone), atol=1e-11, rtol=1e-11)
 
 
 @pytest.mark.parametrize("model_type", MODEL_TYPES)
