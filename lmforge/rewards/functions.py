@@ -20,7 +20,7 @@ from lmforge.errors import UserError
 from lmforge.plugins import files_of
 from lmforge.python_files import python_command
 from lmforge.rewards.json_process import JsonLineProcess, ProcessLost
-from lmforge.untrusted import cut
+from lmforge.untrusted import cut, list_names
 
 # Used instead of a file: functions registered by name, by lmforge or a plugin.
 REGISTERED = "registered names"
@@ -122,7 +122,7 @@ class RewardFunctions(AbstractContextManager["RewardFunctions"]):
         for worker in self._workers:
             for spec, required in worker.required_columns.items():
                 if missing := [name for name in required if name not in names]:
-                    present = ", ".join(names) or "none but prompts and completions"
+                    present = list_names(names) if names else "none but prompts and completions"
                     raise UserError(
                         f"reward {spec}: needs the column {missing[0]!r}, which the data does not have: there are {present}"
                     )

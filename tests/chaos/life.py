@@ -198,8 +198,13 @@ class Life:
         pid, said = attempt.pids[victim], len(attempt.said())
         named = re.compile(rf"^  ranks? [\d, -]*{victim}\b.* stuck +process {pid} is stopped", re.M)
         ended_before = not attempt.look()
-        stop_for(pid, lambda: bool(named.search(attempt.said())) or not attempt.look(), NAMED_SECONDS)
-        phases = {rank: beat["phase"] for rank, beat in tracks.heartbeats().items()}
+        phases: dict[int, str] = {}
+
+        def is_over() -> bool:
+            phases.update((rank, beat["phase"]) for rank, beat in tracks.heartbeats().items())
+            return bool(named.search(attempt.said())) or not attempt.look()
+
+        stop_for(pid, is_over, NAMED_SECONDS)
         # Ranks wait for each other before they end: once one is done, the victim has only its own end before it.
         had_ended = ended_before or phases.get(victim) in FINAL_PHASES or "done" in phases.values()
         if not named.search(attempt.said()) and not had_ended:

@@ -169,7 +169,13 @@ def test_a_record_that_makes_no_sense_is_named(
 
 @pytest.mark.parametrize("form", ["auto", "alpaca"])
 @pytest.mark.parametrize(
-    "record", [{"messages": [{"role": "x" * 5000, "content": "A"}]}, {"x" * 5000: 1}, {f"field {n}": 1 for n in range(999)}]
+    "record",
+    [
+        {"messages": [{"role": "x" * 5000, "content": "A"}]},
+        {"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "x" * 5000, "arguments": "{"}}]}]},
+        {"x" * 5000: 1},
+        {f"field {number}": 1 for number in range(999)},
+    ],
 )
 def test_a_message_about_a_record_is_short_whatever_the_record_holds(
     record: dict[str, Any], form: Format, tmp_path: Path, byte_tokenizer: Tokenizer

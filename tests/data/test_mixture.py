@@ -165,7 +165,7 @@ def test_every_source_is_within_one_sample_of_its_weight_at_every_block_end_over
     for count in (2, 3, 17, 200):
         weights: dict[str, Fraction] = {}
         for phase in range(5):
-            # Not below 250: among 200 sources, less can be a share that is refused.
+            # Among 200 sources, less than 200 can be a share that is refused.
             weights |= {f"{phase}-{number}": Fraction(random_.randint(250, 10**6), 10**6) for number in range(-(-count // 5))}
             if phase == 4:
                 weights["rare"] = sum(weights.values(), Fraction(0)) / random_.randint(1000, 999_999)

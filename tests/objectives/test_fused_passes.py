@@ -79,7 +79,7 @@ def theirs(tensors: list[Tensor], labels: Tensor, softcap: float | None, z_weigh
 
 
 def absolute_sums(tensors: list[Tensor], labels: Tensor, softcap: float | None, z_weight: float) -> list[Tensor]:
-    """As `theirs`, with all that is summed in absolute value: rounding follows its size, however much of it cancels."""
+    """As `theirs`, with gradients summed in absolute value: rounding follows the size of what is summed, not what cancels."""
     hidden, weight, *bias = (tensor.detach().double() for tensor in tensors)
     logits = torch.nn.functional.linear(hidden, weight, *bias).requires_grad_()
     every = whole_logits(logits, torch.eye(len(weight)), labels, None, softcap, z_weight)
@@ -128,13 +128,14 @@ def test_in_bf16_both_read_the_same_logits_and_round_the_gradient_once(
     for mine, unrounded in zip(ours(tensors, labels, softcap, z_weight, path)[2:], exact[2:], strict=True):
         # Logits and their gradient are rounded to 8 bits.
         assert (mine.double() - unrounded.double()).norm() <= 2e-2 * unrounded.double().norm()
-    # A CPU rounds the weight's gradient of each chunk, and the paths have chunks of different sizes: here both have one.
-    for limit in ("FUSED_LOGITS_BYTES", "CACHED_LOGITS_BYTES"):
-        monkeypatch.setattr(chunk_sizes, limit, 2**20)
     fused, plain = (ours(tensors, labels, softcap, z_weight, each) for each in (path, PATHS[0]))
     for mine, reference in zip(fused[:2], plain[:2], strict=True):
         assert mine.dtype == torch.float32
         assert (mine - reference).abs() <= 1e-6 * reference.abs()
+    # A CPU rounds the weight's gradient of each chunk, and the paths have chunks of different sizes: here both have one.
+    for limit in ("FUSED_LOGITS_BYTES", "CACHED_LOGITS_BYTES"):
+        monkeypatch.setattr(chunk_sizes, limit, 2**20)
+    fused, plain = (ours(tensors, labels, softcap, z_weight, each) for each in (path, PATHS[0]))
     for mine, reference in zip(fused[2:], plain[2:], strict=True):
         assert (mine - reference).float().norm() <= 2**-8 * reference.float().norm()
 

@@ -76,6 +76,6 @@ def _validate_tool_call(call: Any) -> dict[str, Any]:
         raise UserError('a tool call is an object such as {"function": {"name": "...", "arguments": {}}}')
     arguments = function.get("arguments", {})
     if isinstance(arguments, str):
-        arguments = parse_embedded_json(arguments, f"the arguments of the call of {function['name']}")
+        arguments = parse_embedded_json(arguments, f"the arguments of the call of {cut(function['name'])}")
     identity = {"id": call["id"]} if "id" in call else {}
     return {**identity, "type": "function", "function": {**function, "arguments": arguments}}

@@ -37,7 +37,7 @@ from lmforge.data.shards.storage import LocalStorage, ShardStorage, read_with_re
 from lmforge.data.tokenizer import COMPANION_FILES, Tokenizer
 from lmforge.errors import UserError, prefix_errors
 from lmforge.runs import is_local, parse_location
-from lmforge.untrusted import CHUNK_BYTES, MAX_MANIFEST_BYTES, parse_json
+from lmforge.untrusted import CHUNK_BYTES, MAX_MANIFEST_BYTES, list_names, parse_json
 
 # The parsed manifests of this many shards are kept, some 5 KB each.
 MAX_PARSED_SHARDS = 32_768
@@ -249,7 +249,7 @@ class TokenFolder:
     def split(self, name: str) -> TokenSplit:
         """One split by name. Raises UserError naming the existing ones, or if it is empty."""
         if name not in self.splits:
-            raise UserError(f"{self.path}: no split {name!r}: it has {', '.join(self.splits)}")
+            raise UserError(f"{self.path}: no split {name!r}: it has {list_names(self.splits)}")
         if name not in self._opened:
             self._opened[name] = TokenSplit(self, self.manifest.splits[name])
         split = self._opened[name]

@@ -34,7 +34,7 @@ from lmforge.data.sources.units import (
     TextUnit,
 )
 from lmforge.errors import UserError
-from lmforge.untrusted import expand_home, list_names
+from lmforge.untrusted import cut, expand_home, list_names
 
 # fmt: off The advice for files that are not read.
 CONVERSIONS = {
@@ -235,6 +235,6 @@ def _parquet_units(file: SourceFile, name: str) -> list[SourceUnit]:
         raise UserError(f"{file.path}: no field {name!r}: there are {list_names(schema.names)}{TEXT_FIELD_HINT}")
     dtype = schema.field(name).type
     if not (pyarrow.types.is_string(dtype) or pyarrow.types.is_large_string(dtype)):
-        raise UserError(f"{file.path}: the field {name!r} is not text but {dtype}")
+        raise UserError(f"{file.path}: the field {name!r} is not text but {cut(str(dtype))}")
     groups = [metadata.row_group(number) for number in range(metadata.num_row_groups)]
     return [ParquetUnit(file.path, group.total_byte_size, name, number, group.num_rows) for number, group in enumerate(groups)]

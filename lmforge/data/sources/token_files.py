@@ -23,7 +23,7 @@ from lmforge.data.sources.records import ReadProgress
 from lmforge.data.sources.text_sources import FileSource, list_files, stat_files
 from lmforge.data.tokenizer import Tokenizer
 from lmforge.errors import UserError
-from lmforge.untrusted import expand_home
+from lmforge.untrusted import cut, expand_home, list_names
 
 if TYPE_CHECKING:
     import pyarrow
@@ -217,8 +217,8 @@ def _arrow_column(schema: "pyarrow.Schema", path: str) -> str:
             is_list = pyarrow.types.is_list(kind) or pyarrow.types.is_large_list(kind) or pyarrow.types.is_fixed_size_list(kind)
             if pyarrow.types.is_integer(kind.value_type if is_list else kind):
                 return name
-            raise UserError(f"{path}: the column {name!r} does not hold ids but {kind}")
-    raise UserError(f"{path}: no column {' or '.join(ARROW_COLUMNS)}: there are {', '.join(schema.names)}")
+            raise UserError(f"{path}: the column {name!r} does not hold ids but {cut(str(kind))}")
+    raise UserError(f"{path}: no column {' or '.join(ARROW_COLUMNS)}: there are {list_names(schema.names)}")
 
 
 @dataclass(frozen=True)

@@ -30,7 +30,7 @@ from lmforge.data.sources.records import (
     require_fields,
 )
 from lmforge.errors import UserError
-from lmforge.untrusted import parse_json, read_stream
+from lmforge.untrusted import cut, parse_json, read_stream
 
 TEXT_FIELD_HINT = "; `lmforge prepare --text_field` names another"
 HTML_SUFFIXES = frozenset({".html", ".htm", ".xhtml"})
@@ -216,7 +216,7 @@ class TarUnit(FileUnit):
                 yield from self._document(sample)
                 key, sample = next_key, {}
             elif path.suffix in sample:
-                raise UserError(f"{self.path}: {name}: its sample has another {path.suffix}; give each a name of its own")
+                raise UserError(f"{self.path}: {cut(name)}: its sample has another {path.suffix}; give each a name of its own")
             sample[path.suffix] = name, content
         yield from self._document(sample)
         if not has_files:
@@ -230,7 +230,7 @@ class TarUnit(FileUnit):
                         if not member.isfile() or PurePosixPath(member.name).suffix not in (".txt", ".json"):
                             continue
                         if member.size > MAX_DOCUMENT_BYTES:
-                            raise _overlong_text(f"{self.path}: {member.name}", "")
+                            raise _overlong_text(f"{self.path}: {cut(member.name)}", "")
                         content = archive.extractfile(member)
                         assert content is not None
                         yield member.name, content.read()
