@@ -6,7 +6,6 @@ model and an evaluation to a few sequences (website/cut_down.py, which lets the 
 the Makefile, and every other command runs as it stands.
 """
 
-import ast
 import json
 import os
 import re
@@ -178,15 +177,6 @@ def make_line(line: str) -> str | None:
     return None
 
 
-RENAMES = re.compile(r"^\| old \| new \|.*\n(?:\|.*\n?)+", re.M)
-CELLS = re.compile(r"^\|([^|\n]*)\|([^|\n]*)\|(.*)$", re.M)
-
-
-def without_old_names(text: str) -> str:
-    """Of the tables "old | new | now in" only what is new. Modules are looked up by themselves."""
-    return RENAMES.sub(lambda table: CELLS.sub(r"|\2|", table[0]), text)
-
-
 PIECES = pieces()
 LAST_OF_README = max(number for number, piece in enumerate(PIECES) if piece.page == README)
 
@@ -284,7 +274,7 @@ def test_the_readme_begins_with_the_two_commands_of_a_newcomer() -> None:
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_every_option_that_a_page_names_exists(page: Path) -> None:
     # The options of launchers and of programs are tried out with the line that has them.
-    lines = without_old_names(page.read_text(encoding="utf-8")).splitlines()
+    lines = page.read_text(encoding="utf-8").splitlines()
     text = "\n".join(line for line in lines if not line.startswith(("torchrun ", "srun ", "mpiexec ", "jsrun ", "python ")))
     named = set(re.findall(r"(?<![\w-])--([A-Za-z][\w.-]*\w)", text))
     assert {name for name in named if "." in name} <= OF_A_RUN
@@ -292,42 +282,6 @@ def test_every_option_that_a_page_names_exists(page: Path) -> None:
     sections = {name.partition(".")[0] for name in OF_A_RUN}
     written = {name for name in re.findall(r"`([a-z]+\.[a-z_]+)`", text) if name.partition(".")[0] in sections}
     assert {name for name in written if not name.endswith((".py", ".toml"))} <= OF_A_RUN
-
-
-def defined_names(body: list[ast.stmt], prefix: str = "") -> set[str]:
-    """Classes, functions, constants and, as `Class.method`, the members of classes that these statements define."""
-    names = set()
-    for node in body:
-        if isinstance(node, ast.ClassDef | ast.FunctionDef):
-            names.add(prefix + node.name)
-        if isinstance(node, ast.ClassDef):
-            names |= defined_names(node.body, f"{prefix}{node.name}.")
-        elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
-            names.add(prefix + node.target.id)
-        elif isinstance(node, ast.Assign):
-            names |= {prefix + target.id for target in node.targets if isinstance(target, ast.Name)}
-    return names
-
-
-def test_every_new_name_in_the_changelog_is_defined_in_its_module() -> None:
-    tables = RENAMES.findall((ROOT / "CHANGELOG.md").read_text(encoding="utf-8"))
-    rows = [[re.findall(r"`([^`]+)`", cell) for cell in cells] for table in tables for cells in CELLS.findall(table)]
-    named = {(module, name) for _, names, modules in rows for module in modules for name in names}
-    paths = {".".join(path.relative_to(PACKAGE).with_suffix("").parts): path for path in PACKAGE.rglob("*.py")}
-    defined = {
-        module: defined_names(ast.parse(paths[module].read_text(encoding="utf-8")).body)
-        for module in {module for module, _ in named} & paths.keys()
-    }
-    missing = sorted(f"{module}: {name}" for module, name in named if name not in defined.get(module, ()))
-    assert len(named) > 300
-    assert not missing
-
-
-def test_every_new_module_in_the_changelog_exists() -> None:
-    table = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8").partition("\n#### Modules\n")[2]
-    modules = [path for row in re.findall(r"^\| `.*` \|(.*)\|$", table, re.M) for path in re.findall(r"`([^`]+)`", row)]
-    assert len(modules) > 50
-    assert not [path for path in modules if not (PACKAGE / path).is_file()]
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
@@ -356,8 +310,6 @@ def test_every_file_that_a_page_names_is_in_the_repository_or_made_by_its_comman
     for target in re.findall(r"\]\(([^)#:]+)\)", text):
         assert (page.parent / target).exists(), f"link to {target}"
     reader.outcome(LAST_OF_README if page == README else len(PIECES) - 1)
-    if page.name == "CHANGELOG.md":  # the first column of its tables has what is no more
-        text = re.sub(r"^\| [^|]* \|", "|", text, flags=re.M)
     names = re.findall(r"`(\.?\w[\w.-]*(?:/[\w.-]+)*/?)`", text)
     for name in names:
         if name.startswith(METRICS) or ("/" not in name and Path(name).suffix not in OF_FILES):
