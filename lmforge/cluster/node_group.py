@@ -56,9 +56,9 @@ class NodeGroup:
         """Names of some of the nodes, cut where there are many."""
         return name_some([self.names[rank] for rank in ranks])
 
-    def peer_lost(self, rank: int) -> PeerLost:
-        """The error to raise where the launcher of a node does not answer."""
-        return PeerLost(f"{self.names[rank]} does not answer: lost, or its launcher has ended")
+    def first_lost(self) -> PeerLost:
+        """The error to raise where the launcher of the first node does not answer."""
+        return PeerLost(f"{self.names[0]} does not answer: lost, or its launcher has ended")
 
 
 def read_node_group() -> NodeGroup | None:
@@ -161,7 +161,7 @@ class NodeStore:
             except (RuntimeError, TimeoutError):
                 # A call that has not returned blocks the store's client: later calls would wait for it.
                 self._is_cut_off = True
-        raise self.group.peer_lost(0)
+        raise self.group.first_lost()
 
     def check_in(self, num_processes: int) -> None:
         """Wait for all nodes, and report which are missing. Raises PeerLost after the time limit, UserError where the versions
@@ -206,14 +206,10 @@ class NodeStore:
         """Set a value. Raises PeerLost where the first node does not answer."""
         self.call(lambda store: store.set(key, value))
 
-    def has(self, key: str) -> bool:
-        """Whether a value is set. Raises PeerLost where the first node does not answer."""
-        return self.call(lambda store: bool(store.check([key])))
-
-    def get(self, key: str, seconds: float, rank: int = 0) -> str:
-        """A value that node `rank` sets. Raises PeerLost where it does not arrive in time."""
-        if not wait_until(lambda: self.has(key), seconds):
-            raise self.group.peer_lost(rank)
+    def get(self, key: str, seconds: float) -> str:
+        """A value that the first node sets. Raises PeerLost where it does not arrive in time."""
+        if not wait_until(lambda: self.call(lambda store: bool(store.check([key]))), seconds):
+            raise self.group.first_lost()
         return self.call(lambda store: str(store.get(key).decode()))
 
 

@@ -47,13 +47,12 @@ class Desk:
         said.mkdir()
         return preloaded().run(line, said, cwd=self.folder, variables=self.variables)
 
-    def launch(self, *words: object, recipe: str = "recipe.toml") -> Run:
+    def launch(self, *words: object) -> Run:
         """Launch the recipe. Returns its run, named as the last --run.name says, or as the recipe."""
-        done = self("launch", recipe, *words)
+        done = self("launch", "recipe.toml", *words)
         assert done.returncode == 0, done.stdout + done.stderr
         line = list(words)
-        name = line[len(line) - 1 - line[::-1].index("--run.name") + 1] if "--run.name" in line else "recipe"
-        name = str(name) if recipe == "recipe.toml" else Path(recipe).stem
+        name = str(line[len(line) - 1 - line[::-1].index("--run.name") + 1]) if "--run.name" in line else "recipe"
         self._launched.append(name)
         return self.run(name)
 

@@ -108,18 +108,6 @@ def test_a_sweep_on_this_machine_runs_one_after_the_other(desk: Desk) -> None:
     assert len(re.findall(row, listed, re.M)) == 4, listed
 
 
-@pytest.mark.slow
-def test_a_pipeline_is_launched_with_its_recipes_frozen(desk: Desk, tmp_path: Path) -> None:
-    pipeline = tmp_path / "both.toml"
-    evaluate = "[[stages]]\nverb = 'evaluate'\narguments = ['{pretrain}', '--sequences', '2', '--device', 'cpu']\n"
-    pipeline.write_text(f"[[stages]]\nverb = 'pretrain'\nrecipe = 'recipe.toml'\n{evaluate}")
-    run = desk.launch(recipe="both.toml")
-    desk.recipe.unlink()
-    assert desk.wait_for_end(run) == 0, desk.output(run)
-    assert desk.run("both-pretrain").checkpoint_steps()[-1] == 6
-    assert "bits per byte" in desk.output(run)
-
-
 # --- mpiexec and PBS ---------------------------------------------------------------------------------------------------
 
 
@@ -336,19 +324,6 @@ def test_a_job_of_pbs_resubmits_itself_at_its_time_limit_and_stops_when_asked(pb
     assert len(list((pbs.folder / "pbs").glob("*.pid"))) == submitted
 
 
-@pytest.mark.slow
-@pytest.mark.needs("MPICH")
-def test_a_pipeline_of_pbs_is_listed_with_the_state_of_the_whole_and_not_of_a_stage(pbs: Desk, tmp_path: Path) -> None:
-    evaluate = "[[stages]]\nverb = 'evaluate'\narguments = ['{pretrain}', '--sequences', '2', '--device', 'cpu'%s]\n"
-    for name, extra in (("good", ""), ("bad", ", '--precision', 'none'")):
-        (tmp_path / f"{name}.toml").write_text(f"[[stages]]\nverb = 'pretrain'\nrecipe = 'recipe.toml'\n{evaluate % extra}")
-        run = pbs.launch("--on", "pbs", recipe=f"{name}.toml")
-        assert pbs.wait_for_end(run) == {"good": 0, "bad": 2}[name], pbs.output(run)
-    listed = pbs("jobs").stdout
-    assert re.search(r"^bad +pbs +\d+.server +refused ", listed, re.M), listed
-    assert re.search(r"^good +pbs +\d+.server +done ", listed, re.M), listed
-
-
 # --- scripts and refusals ---------------------------------------------------------------------------------------------
 
 
@@ -453,10 +428,14 @@ def test_an_mpiexec_that_does_not_answer_is_named(recipe: Path, refused: Refusal
     assert refused("launch", recipe.name, "--on", "mpi") == f"{silent} has not answered for 0.2 s"
 
 
-def test_a_pipeline_with_mpiexec_is_refused(recipe: Path, refused: Refusal) -> None:
+def test_a_pipeline_is_not_launched_and_the_line_says_what_to_do_instead(recipe: Path, refused: Refusal) -> None:
     (recipe.parent / "both.toml").write_text('[[stages]]\nverb = "pretrain"\nrecipe = "recipe.toml"\n')
-    expected = "launch.on = mpi: mpiexec starts single ranks, and a pipeline needs one process on each node; launch its stages"
-    assert refused("launch", "both.toml", "--on", "mpi", "--nodes", "2").startswith(expected)
+    expected = (
+        "both.toml: a pipeline, which is run on one machine (lmforge run both.toml); launch its stages one after another with a"
+        " job script (docs/clusters.md)"
+    )
+    assert refused("launch", "both.toml", "--on", "slurm", "--nodes", "2") == expected
+    assert refused("launch", "both.toml") == expected
 
 
 def test_a_run_that_was_not_launched_is_not_found(recipe: Path, refused: Refusal, capfd: pytest.CaptureFixture[str]) -> None:

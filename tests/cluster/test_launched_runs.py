@@ -2,6 +2,7 @@
 
 import json
 import os
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -147,6 +148,29 @@ def test_a_batch_script_is_alone_and_its_srun_is_not(
     assert first.startswith("RankInfo(rank=0, world_size=1, "), first
     assert sorted(others[:2]) == ["SLURM_NTASKS=2", "SLURM_PROCID=0"]
     assert losses(tmp_path / "run") == reference
+
+
+@pytest.mark.slow
+def test_a_job_script_trains_one_stage_after_another_on_all_nodes_and_again_only_what_is_not_finished(
+    laboratory: Laboratory, tiny_options: list[str], reference: list[dict[str, float]], tmp_path: Path
+) -> None:
+    """As docs/clusters.md shows it."""
+    words = [*LMFORGE, "pretrain", "--run.folder", str(tmp_path)]
+    pairs = zip(tiny_options[::2], tiny_options[1::2], strict=True)
+    again = [word for pair in pairs if not pair[0].startswith("--model.") for word in pair]
+    second = [*words, *again, "--run.name", "second", "--model.source", str(tmp_path / "run")]
+    evaluate = [*LMFORGE, "evaluate", str(tmp_path / "second"), "--sequences", "2", "--device", "cpu"]
+    script, out = tmp_path / "job.sh", tmp_path / "out"
+    lines = [f"srun {shlex.join([*words, *tiny_options])}", f"srun {shlex.join(second)}", shlex.join(evaluate)]
+    script.write_text("\n".join(["#!/bin/bash", "set -e", *lines]) + "\n")
+    environment = {**os.environ, **laboratory.environment}
+    command = ["sbatch", "--wait", "-N2", "-n2", "-o", str(out), str(script)]
+    for _ in range(2):
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=200)
+        assert done.returncode == 0, done.stderr + out.read_text()
+        assert "bits per byte" in out.read_text()
+        assert losses(tmp_path / "run") == reference
+        assert len(losses(tmp_path / "second")) == 6
 
 
 @pytest.mark.slow

@@ -3,16 +3,13 @@
 import socket
 import threading
 from itertools import pairwise
-from pathlib import Path
 
 import pytest
 
 from lmforge.cluster import waiting
-from lmforge.cluster.environment import ADDRESS_VARIABLE
 from lmforge.cluster.node_group import NodeGroup, NodeStore, StartAttempt
 from lmforge.cluster.rendezvous import PORTS, free_port, listen
 from lmforge.cluster.waiting import await_listener, call_bounded, wait_until
-from lmforge.verbs.running.pipeline_nodes import PipelineNodes
 
 
 def test_a_call_that_does_not_come_back_is_given_up_and_what_one_raises_is_raised() -> None:
@@ -59,9 +56,7 @@ def test_a_free_port_is_not_one_that_an_outgoing_connection_could_take() -> None
         assert len({free_port() for _ in range(20)} - {port}) > 10  # two programs that begin together have two
 
 
-def test_the_ports_of_ranks_and_stages_that_begin_later_are_such_ports(tmp_path: Path) -> None:
+def test_the_ports_of_ranks_that_begin_later_are_such_ports() -> None:
     node_store = NodeStore(NodeGroup(("localhost",), 0, "localhost", free_port()))
     endpoints = [StartAttempt(node_store, number).rendezvous.endpoint for number in range(3)]
-    nodes = PipelineNodes(NodeGroup(("localhost",), 0, "localhost", free_port()), tmp_path)
-    endpoints += [nodes.start_stage(["pretrain"])[ADDRESS_VARIABLE] for _ in range(3)]
     assert all(int(endpoint.rpartition(":")[2]) in PORTS for endpoint in endpoints), endpoints

@@ -56,7 +56,7 @@ class JobPlan:
     """What is to be started. Paths are absolute.
 
     name, folder  of the job; the folder holds its scripts and logs
-    verb          pretrain, sft, align, run for a pipeline, or doctor
+    verb          pretrain, sft, align, or doctor
     recipes       the frozen recipe of the run, or of each run of a sweep
     on_cpu        whether it is known that no rank takes a GPU
     arguments     of doctor, which takes no frozen recipe

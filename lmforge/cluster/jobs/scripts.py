@@ -126,8 +126,6 @@ def slurm_script(plan: JobPlan) -> str:
         f"--output={log}",
         *options.directive_options,
     ]
-    # When a node ends, srun kills the others and gives their status. Each stage of a pipeline would write one of its own.
-    set_status_file, read_status_file = (SET_STATUS_FILE, READ_STATUS_FILE) if plan.verb != "run" else ("", "")
     # srun does not inherit the number of CPUs from the job.
     cpus = f" --cpus-per-task={options.cpus}" if options.cpus else ""
     tasks = f"--nodes={plan.nodes} --ntasks={plan.nodes}{cpus}"
@@ -139,8 +137,9 @@ def slurm_script(plan: JobPlan) -> str:
 {_rendezvous_lines(options, 'scontrol show hostnames "$SLURM_JOB_NODELIST"', "SLURM_JOB_ID")}
 
 {_forward_signals()}
-{set_status_file}run srun --kill-on-bad-exit=1 {tasks} bash "$folder/{NODE_SCRIPT}" "$recipe"
-{read_status_file}
+# When a node ends, srun kills the others and gives their status: the first node writes that of all.
+{SET_STATUS_FILE}run srun --kill-on-bad-exit=1 {tasks} bash "$folder/{NODE_SCRIPT}" "$recipe"
+{READ_STATUS_FILE}
 # The time was up: the run has saved, and continues when the job's turn comes again. Or a rank was lost for good on a node that
 # Slurm takes for healthy.
 again=

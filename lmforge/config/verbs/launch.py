@@ -9,10 +9,7 @@ from lmforge.config.operation import LaunchOptions
 from lmforge.config.options import Options, argument, option, parse_options, read_recipe
 from lmforge.config.sections import RUNS_FOLDER
 from lmforge.config.stage import StageConfig
-from lmforge.config.verbs.pipeline import PipelineOptions
 from lmforge.errors import UserError
-
-PIPELINE_VERB = "run"
 
 
 class LaunchCommandOptions(Options):
@@ -28,7 +25,7 @@ class LaunchCommandOptions(Options):
 class LaunchVerbOptions(LaunchOptions, LaunchCommandOptions):
     """lmforge launch [VERB] RECIPE.toml [--on slurm]: start a recipe on this machine, hosts or a cluster, and return."""
 
-    recipe: Path = argument(..., "recipe or pipeline; if the recipe has no run.stage, write its verb first, such as sft")
+    recipe: Path = argument(..., "recipe; if it has no run.stage, write its verb first, such as sft")
 
 
 class JobsOptions(Options):
@@ -50,7 +47,7 @@ class StopOptions(Options):
 class LaunchRequest:
     """A command line of `lmforge launch`.
 
-    verb       what trains the recipe; `run` for a pipeline
+    verb       what trains the recipe
     arguments  the recipe and its options, as typed after the verb
     """
 
@@ -58,27 +55,28 @@ class LaunchRequest:
     recipe: Path
     arguments: tuple[str, ...]
     command: LaunchCommandOptions
-    config: StageConfig | PipelineOptions
+    config: StageConfig
 
 
 def parse_launch(arguments: list[str]) -> LaunchRequest:
     """Options without a section are those of `[launch]`; the others are the recipe's. Raises UserError."""
     first_option = next((at for at, word in enumerate(arguments) if word.startswith("--")), len(arguments))
     given, words = arguments[:first_option], arguments[first_option:]
-    verb = given.pop(0) if given and given[0] in (*STAGES, PIPELINE_VERB) else None
+    verb = given.pop(0) if given and given[0] in STAGES else None
     if len(given) != 1:
         expected = "give one recipe, such as lmforge launch recipe.toml --on slurm"
         raise UserError(f"launch: {expected}" if not given else f"unexpected argument {given[1]!r}; {expected}")
     recipe = Path(given[0])
     table = read_recipe(recipe)
-    verb = verb or (PIPELINE_VERB if "stages" in table else config_class(table, str(recipe)).of_stage)
+    if "stages" in table:
+        raise UserError(
+            f"{recipe}: a pipeline, which is run on one machine (lmforge run {recipe}); launch its stages one after another"
+            " with a job script (docs/clusters.md)"
+        )
+    verb = verb or config_class(table, str(recipe)).of_stage
     own, rest = _split_options(words)
     command = parse_options(LaunchCommandOptions, own)
-    config: StageConfig | PipelineOptions
-    if verb == PIPELINE_VERB:
-        config = parse_options(PipelineOptions, rest, table, str(recipe))
-    else:
-        config = parse_config(STAGES[verb], [str(recipe), *rest])
+    config: StageConfig = parse_config(STAGES[verb], [str(recipe), *rest])
     return LaunchRequest(verb, recipe, (str(recipe), *rest), command, config)
 
 

@@ -4,8 +4,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from lmforge.config.operation import LaunchOptions
-from lmforge.config.options import Options, argument, option, section
+from lmforge.config.options import Options, argument, option
 from lmforge.config.ranges import (
     COUNT,
     RANKS,
@@ -51,7 +50,6 @@ class PipelineOptions(Options):
     name: str | None = option(None, "name of the pipeline; runs are FOLDER/NAME-STAGE (default: the file's name)")
     folder: Path = RUNS_FOLDER
     stages: tuple[PipelineStageOptions, ...] = option(..., "[[stages]], in order")
-    launch: LaunchOptions = section(LaunchOptions, "how `lmforge launch` starts it")
 
     def problems(self) -> Iterator[str]:
         if self.name and (problem := name_problem(self.name)):

@@ -90,7 +90,7 @@ def _find(name: str, folder: Path) -> tuple[Path, Job]:
 
 
 def _progress(path: Path) -> str:
-    """`STEP of STEPS`; empty for a pipeline, or before a run has begun."""
+    """`STEP of STEPS`; empty before a run has begun."""
     try:
         status = read_run_status(Run(path))
     except UserError:

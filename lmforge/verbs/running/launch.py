@@ -7,8 +7,6 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-import tomli_w
-
 from lmforge.atomic_files import atomic_write_text
 from lmforge.cluster.jobs.code_snapshot import save_code
 from lmforge.cluster.jobs.hosts import read_hosts
@@ -17,13 +15,11 @@ from lmforge.cluster.jobs.launchers import check, find_hosts, job_state, plan_sc
 from lmforge.cluster.jobs.sessions import Hosts, sessions_of_run
 from lmforge.config.load import STAGES, parse_config
 from lmforge.config.operation import LaunchOptions
-from lmforge.config.options import read_recipe, to_toml
+from lmforge.config.options import to_toml
 from lmforge.config.stage import StageConfig
 from lmforge.config.verbs.launch import LaunchRequest
-from lmforge.config.verbs.pipeline import PipelineOptions
 from lmforge.config.verbs.sweep import sweep_combinations
 from lmforge.errors import UserError, format_count, typed_command
-from lmforge.plugins import resolve_plugins
 from lmforge.runs import Run
 from lmforge.verbs.dry_run import dry_run
 
@@ -33,10 +29,9 @@ FROZEN_NOTE = "# Frozen by `lmforge launch`: the job reads this file.\n\n"
 
 @dataclass(frozen=True)
 class _PlannedRun:
-    """One run of a job, and its frozen files by name."""
+    """One run of a job, and its recipe; a sweep as a whole has none."""
 
     run: Run
-    files: dict[str, str]
     config: StageConfig | None = None
 
     @property
@@ -92,18 +87,6 @@ def with_nodes(options: LaunchOptions) -> LaunchOptions:
 
 def _plan_runs(request: LaunchRequest, options: LaunchOptions) -> tuple[str, list[_PlannedRun]]:
     """(the batch arithmetic in lines, the runs). Raises UserError where a recipe would be refused for its options."""
-    if isinstance(request.config, PipelineOptions):
-        if request.command.sweep:
-            raise UserError("--sweep needs a recipe, and this is a pipeline; launch its stages one by one")
-        if options.on == "mpi":
-            raise UserError(
-                "launch.on = mpi: mpiexec starts single ranks, and a pipeline needs one process on each node; launch its stages"
-                " one by one, or give another, such as --on ssh"
-            )
-        name = request.config.name or request.recipe.stem
-        run = Run(request.config.folder / name)
-        files = _frozen_pipeline(request, request.config, name)
-        return f"pipeline   {len(request.config.stages)} stages", [_PlannedRun(run, files)]
     combinations = sweep_combinations(request.command.sweep, type(request.config)) if request.command.sweep else [{}]
     runs = []
     summary = ""
@@ -115,27 +98,8 @@ def _plan_runs(request: LaunchRequest, options: LaunchOptions) -> tuple[str, lis
             config = config._with_run(name=f"{config.run.name}-{number}")
         lines = dry_run(config)
         summary = summary or lines.partition("\n\n")[0]
-        recipe = f"{FROZEN_NOTE}{to_toml(config.again())}"
-        runs.append(_PlannedRun(Run.from_config(config), {FROZEN_RECIPE: recipe}, config))
+        runs.append(_PlannedRun(Run.from_config(config), config))
     return summary, runs
-
-
-def _frozen_pipeline(request: LaunchRequest, config: PipelineOptions, name: str) -> dict[str, str]:
-    """The pipeline and the recipes of its stages, as files beside each other; its stages get the processes of `[launch]`."""
-    processes = config.launch.processes
-    files, stages = {}, []
-    for number, stage in enumerate(config.stages, start=1):
-        words, recipe = stage.arguments, stage.recipe
-        if stage.verb in STAGES and processes > 1 and "--launch.processes" not in words:
-            words = (*words, "--launch.processes", str(processes))
-        if recipe is not None:
-            table = read_recipe(request.recipe.parent / recipe)
-            resolve_plugins(table, request.recipe.parent / recipe)  # the copy is in another folder
-            recipe = Path(f"stage-{number}.toml")
-            files[recipe.name] = FROZEN_NOTE + tomli_w.dumps(table)
-        stages.append(stage.model_copy(update={"arguments": words, "recipe": recipe}))
-    frozen = config.model_copy(update={"name": name, "stages": tuple(stages)})
-    return {FROZEN_RECIPE: f"{FROZEN_NOTE}{to_toml(frozen)}", **files}
 
 
 def _plan_job(request: LaunchRequest, options: LaunchOptions, runs: list[_PlannedRun]) -> tuple[_PlannedRun, JobPlan]:
@@ -143,14 +107,14 @@ def _plan_job(request: LaunchRequest, options: LaunchOptions, runs: list[_Planne
     base = runs[0]
     if len(runs) > 1:
         first = runs[0].run.path
-        base = _PlannedRun(Run(first.with_name(first.name.removesuffix("-0"))), {})
+        base = _PlannedRun(Run(first.with_name(first.name.removesuffix("-0"))))
     plan = JobPlan(
         name=base.run.path.name,
         verb=request.verb,
         folder=base.launch_folder,
         recipes=tuple(each.launch_folder / FROZEN_RECIPE for each in runs),
         options=options,
-        on_cpu=isinstance(request.config, StageConfig) and request.config.train.device == "cpu",
+        on_cpu=request.config.train.device == "cpu",
     )
     return base, plan
 
@@ -221,8 +185,8 @@ def _submit(plan: JobPlan, hosts: Hosts | None, scripts: dict[str, str], base: _
         for folder in sorted({each.launch_folder for each in (base, *runs)}):
             folders.enter_context(_new_folder(folder))
         for each in runs:
-            for name, text in each.files.items():
-                atomic_write_text(each.launch_folder / name, text)
+            assert each.config is not None
+            atomic_write_text(each.launch_folder / FROZEN_RECIPE, f"{FROZEN_NOTE}{to_toml(each.config.again())}")
             save_code(each.launch_folder, plan.directory)
         for name, text in scripts.items():
             atomic_write_text(plan.folder / name, text)

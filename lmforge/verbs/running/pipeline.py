@@ -10,21 +10,18 @@ import signal
 import subprocess
 import sys
 from dataclasses import asdict, dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import xxhash
 
 from lmforge.atomic_files import atomic_write_json
-from lmforge.cluster.node_group import read_node_group
 from lmforge.config.load import RESUME_ARGUMENTS, STAGES
 from lmforge.config.options import read_recipe, validate_options
 from lmforge.config.verbs.pipeline import PipelineOptions, PipelineStageOptions, RunPipelineOptions
 from lmforge.errors import EXIT_PEER_LOST, PeerLost, RunFailed, UserError
 from lmforge.runs import Run, storage_errors
 from lmforge.untrusted import quoted, read_bounded, read_json
-from lmforge.verbs.running.pipeline_nodes import PipelineNodes, coordinate_nodes, environment_of_stage, run_as_worker_node
 from lmforge.verbs.table import VERBS
 
 # The pipeline says where the run of a stage is, since later stages look for it there.
@@ -114,14 +111,8 @@ def run_pipeline(chosen: RunPipelineOptions) -> int:
     Returns 0. If interrupted, returns the exit status of the stage, or 128 + signal if that is 0. Raises UserError and
     RunFailed, and PeerLost where a stage lost a rank.
     """
-    options = validate_options(PipelineOptions, read_recipe(chosen.file), str(chosen.file))
-    group = read_node_group()
-    if group is not None and group.rank > 0:
-        return run_as_worker_node(group, _run_command)
-    return coordinate_nodes(group, options.folder, partial(_run_stages, chosen.file, options))
-
-
-def _run_stages(file: Path, options: PipelineOptions, nodes: PipelineNodes | None) -> int:
+    file = chosen.file
+    options = validate_options(PipelineOptions, read_recipe(file), str(file))
     stages = plan_stages(options, file)
     state = _PipelineState(options.folder / f".{options.name or file.stem}.pipeline.json")
     for number, stage in enumerate(stages, start=1):
@@ -134,7 +125,7 @@ def _run_stages(file: Path, options: PipelineOptions, nodes: PipelineNodes | Non
         record = state.records[stage.name]
         words = [*stage.arguments, *(RESUME_ARGUMENTS if resumes else [])]
         print(f"\n{title}\n$ lmforge {shlex.join(words)}", flush=True)
-        status, interrupted = _run_command(words, nodes.start_stage(words) if nodes else environment_of_stage())
+        status, interrupted = _run_command(words)
         if status and not interrupted:
             hint = f"`lmforge run {shlex.quote(str(file))}` continues with this stage"
             if status == 2 and resumes and "--run.overwrite" in stage.arguments:
@@ -165,9 +156,9 @@ def _newest_checkpoint(path: Path | None) -> list[int] | None:
     return [steps[-1], run.checkpoint_path(steps[-1]).stat().st_mtime_ns] if steps else None
 
 
-def _run_command(arguments: list[str], environment: dict[str, str]) -> tuple[int, int]:
+def _run_command(arguments: list[str]) -> tuple[int, int]:
     """The status of a command line, and the signal that interrupted this process, or 0. The signal is passed on."""
-    child = subprocess.Popen([sys.executable, "-m", "lmforge", *arguments], env=environment)
+    child = subprocess.Popen([sys.executable, "-m", "lmforge", *arguments])
     received: list[int] = []
 
     def pass_on(number: int, frame: Any) -> None:
