@@ -4,8 +4,8 @@
       recipe.toml        resolved and re-runnable       environment.json   versions, hardware, commit, command
       metrics.jsonl      one object per log step          logs/attempt-1/    a file per rank
       events.jsonl       starts, samples, faults, …     health/            a heartbeat per rank
-      loss.png           the loss curve                 bad/               the samples of skipped steps
-      report.html        all of it, to look at          checkpoints/step-00000100/, unless they are kept elsewhere
+      report.html        all of it, to look at          bad/               the samples of skipped steps
+      checkpoints/step-00000100/, unless they are kept elsewhere
       launch/            recipe, code, scripts and output of `lmforge launch`
 
 Of a checkpoint, its name and its manifest are here; the rest is for `checkpoint/`. No torch here: it is quick.
@@ -52,7 +52,7 @@ MANIFEST = "manifest.json"
 MAX_PATH_QUOTED = 200  # characters of a path in a message
 CHECKPOINT_FORMAT = 3
 # The entries of a run's directory besides the lock.
-RUN_FILES = ("recipe.toml", "environment.json", "metrics.jsonl", "events.jsonl", "loss.png", "report.html")
+RUN_FILES = ("recipe.toml", "environment.json", "metrics.jsonl", "events.jsonl", "report.html")
 RUN_FOLDERS = ("logs", "health", "checkpoints", "bad", COMPLETIONS_FOLDER, "tensorboard", "trackers", "profile", "launch")
 MAX_HOLDER_CHARACTERS = 200
 CHECKPOINT_FOLDER_HINT = "check the folder or address and the right to write there, or choose another --checkpoint.folder"

@@ -286,7 +286,6 @@ if __name__ == "__main__":
     from lmforge import cli
 
     cli.limit_spinning()  # read when torch is imported
-    import matplotlib.pyplot  # noqa: F401  imported at the end of a training run
     import torch._dynamo  # imported by the first optimizer
     import torch.distributed.launcher.api  # noqa: F401  imported by a launcher
     from torch.distributed.elastic.multiprocessing.subprocess_handler import subprocess_handler

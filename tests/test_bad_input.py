@@ -630,7 +630,7 @@ def test_damaged_metrics_are_skipped_by_all_who_read_them(
     assert "last       loss 1.5\n" in capfd.readouterr().out
     assert run([*onwards, "--train.steps", "8"]) == 0
     printed = capfd.readouterr()
-    assert (printed.err, (trained.path / "loss.png").is_file()) == ("", True)
+    assert (printed.err, (trained.path / "report.html").is_file()) == ("", True)
     assert [record["step"] for record in trained.read_metrics()] == [7, 8]
     trained.metrics_path.unlink()
     trained.metrics_path.mkdir()

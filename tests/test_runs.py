@@ -226,7 +226,6 @@ def test_a_finished_run_has_the_layout_that_is_promised(tiny_run: Path) -> None:
         "recipe.toml",
         "environment.json",
         "metrics.jsonl",
-        "loss.png",
         "events.jsonl",
         "report.html",
         "logs/attempt-1/rank-0.log",

@@ -3,9 +3,8 @@
 Begin with `run_data.py` (what is read from a run directory, as plain values for JSON), then `page.py` (those values and the
 page's style and script, web/, as one file). The script draws; nothing is loaded from elsewhere.
 
-For others: `write_report`, and `write_run_report` for the one in a run (`page.py`); `last_state`
+For others: `write_report`, and for the one in a run `write_run_report` and `ReportThread` (`page.py`); `last_state`
 (`run_data.py`).
 
-Not here: the metrics and events themselves (train/metrics.py, train/run_events.py), and the picture of the loss alone
-(monitor/loss_curve.py).
+Not here: the metrics and events themselves (train/metrics.py, train/run_events.py).
 """

@@ -3,7 +3,10 @@
 import html
 import json
 import re
+import threading
+import time
 from collections.abc import Sequence
+from contextlib import suppress
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -15,6 +18,11 @@ from lmforge.untrusted import open_file
 
 REPORT_FILE = "report.html"  # in a run
 BEGINNING = b"<!doctype html>\n<!-- A report of lmforge."  # of each report
+# The time until a run's first report, so that it does not slow the first steps.
+FIRST_AFTER_SECONDS = 60.0
+# The maximum fraction of a run's time for its reports: a long run has more records to read.
+MAX_FRACTION = 0.01
+CLOSE_SECONDS = 30.0  # a file server that does not answer must not hang the end
 
 
 def write_report(runs: Sequence[Run], path: Path, title: str | None = None, state: str | None = None) -> Path:
@@ -40,6 +48,32 @@ def write_run_report(run: Run, state: str | None = None) -> Path:
     """Write `report.html` into a run. `state` is its state, which the ranks may not have written yet. Returns its path; raises
     as `write_report` does."""
     return write_report([run], run.path / REPORT_FILE, state=state)
+
+
+class ReportThread:
+    """Writes the report of a run from time to time in a thread. Errors are ignored here, and reported at the end of the run."""
+
+    def __init__(self, run: Run) -> None:
+        self._run, self._next_at = run, time.monotonic() + FIRST_AFTER_SECONDS
+        self._thread: threading.Thread | None = None
+
+    def write_if_due(self) -> None:
+        """Begin to write, unless the last report is recent or not finished. Returns at once."""
+        if time.monotonic() >= self._next_at and (self._thread is None or not self._thread.is_alive()):
+            self._thread = threading.Thread(target=self._write, name="report", daemon=True)
+            self._thread.start()
+
+    def _write(self) -> None:
+        began = time.monotonic()
+        with suppress(Exception):
+            write_run_report(self._run)
+        ended = time.monotonic()
+        self._next_at = ended + max(FIRST_AFTER_SECONDS, (ended - began) / MAX_FRACTION)
+
+    def close(self) -> None:
+        """Wait for the report that is being written: it must not replace the last one."""
+        if self._thread is not None:
+            self._thread.join(timeout=CLOSE_SECONDS)
 
 
 def render(runs: Sequence[dict[str, Any]], title: str | None = None) -> str:

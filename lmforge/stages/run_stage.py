@@ -15,7 +15,6 @@ from lmforge.cluster.rank_info import threads_per_rank
 from lmforge.cluster.standby import describe_standby, leave_out_ranks, stand_by
 from lmforge.config.stage import StageConfig
 from lmforge.errors import RunFailed, UserError, format_duration, typed_command
-from lmforge.monitor.loss_curve import draw_loss_curve
 from lmforge.objectives.objective import Objective
 from lmforge.plan.out_of_memory import MemoryEstimator, explain_out_of_memory, min_gpu_bytes
 from lmforge.runs import Run
@@ -160,9 +159,4 @@ def _report_end(trainer: Trainer, done: int, stopped_by: int, seconds: float) ->
     ctx.console.info(
         f"trained {done - trainer.start_step} steps in {format_duration(seconds)}: {ctx.run.checkpoint_path(done)}"
     )
-    if ctx.dist_ctx.is_rank0 and any(record.get("loss") is not None for record in ctx.run.read_metrics()):
-        try:
-            ctx.console.info(f"loss curve: {draw_loss_curve(ctx.run)}")
-        except UserError as problem:  # such as a full disk; the run itself has ended well
-            ctx.console.warn(f"no loss curve: {problem}")
     return 0

@@ -15,10 +15,9 @@ from lmforge.atomic_files import without_non_finite
 from lmforge.checkpoint import AsyncCheckpointer, StateDict, get_rng_state
 from lmforge.data.batch import Batch
 from lmforge.errors import RunFailed
-from lmforge.monitor.loss_curve import LossCurveThread
 from lmforge.objectives.objective import Objective
 from lmforge.parallel.parallel_model import ParallelModel
-from lmforge.report.page import write_run_report
+from lmforge.report.page import ReportThread
 from lmforge.train.bad_steps import BadStep, BadStepDetector
 from lmforge.train.checkpoint_schedule import CheckpointSchedule
 from lmforge.train.inputs import ResumePoint, RunContext, RunInputs
@@ -85,7 +84,7 @@ class Trainer:
     def __post_init__(self) -> None:
         is_rank0 = self.ctx.dist_ctx.is_rank0
         self.checkpoint_schedule = CheckpointSchedule(self.checkpointer, self.ctx.config, is_rank0)
-        self._loss_curve = LossCurveThread(self.ctx.run, then=write_run_report)
+        self._report = ReportThread(self.ctx.run)
 
     @property
     def start_step(self) -> int:
@@ -104,10 +103,10 @@ class Trainer:
         return (step + self.bad_step_detector.batch_offset) * self.inputs.batch_plan.global_batch_size
 
     def log(self, record: dict[str, Any]) -> None:
-        """Write a record to metrics.jsonl and to the console, and draw the loss curve when it is due."""
+        """Write a record to metrics.jsonl and to the console, and the report when it is due."""
         if self.metrics_file is not None:
             self.metrics_file.write(record)
-            self._loss_curve.draw_if_due()
+            self._report.write_if_due()
         self.ctx.console.log_metrics(record)
         self.ctx.trackers.report()
 
@@ -173,4 +172,4 @@ class Trainer:
             self.batch_source.close()
         if self.metrics_file is not None:
             self.metrics_file.close()
-        self._loss_curve.close()
+        self._report.close()

@@ -12,12 +12,9 @@ from pathlib import Path
 
 from lmforge.config.load import STAGES, parse_config
 from lmforge.stages import run as stages
-from lmforge.stages import run_stage
 
 if __name__ == "__main__":
     standard = sys.stdout, sys.stderr
-    # The picture of its losses would take as long as the steps of a tiny run.
-    run_stage.draw_loss_curve = lambda run: run.path / "loss.png"
     for words in json.loads(Path(sys.argv[1]).read_text()):
         verb, rest = ("pretrain", words) if words[0].startswith("-") else (words[0], words[1:])
         gc.freeze()  # what is there already, modules above all, need not be looked through at each run
