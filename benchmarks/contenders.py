@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from lmforge.checkpoint import AsyncCheckpointer, RetentionPolicy
 from lmforge.cluster import distributed as cluster
+from lmforge.config.activation_checkpointing import CheckpointingMode
 from lmforge.config.batch_plan import BatchPlan
 from lmforge.config.operation import LogOptions
 from lmforge.config.sections import (
@@ -52,7 +53,6 @@ from lmforge.train.metrics import ConsoleLogger, MetricsFile, peak_memory_gib
 from lmforge.train.run_events import RunEvents
 from lmforge.train.trainer import Trainer
 
-ActivationCheckpointing = Literal["none", "full", "selective-blocks", "selective-ops"]
 WARM_UP_STEPS = 10
 LOG_EVERY_STEPS = 10
 ENDLESS_STEPS = 1_000_000
@@ -74,7 +74,7 @@ class Contest:
     folder: Path
     device: str = "cpu"
     accumulation: int = 1
-    activation_checkpointing: ActivationCheckpointing = "none"  # the others: all blocks
+    activation_checkpointing: CheckpointingMode = "none"  # the others: all blocks
     master_dtype: Literal["fp32", "bf16"] = "fp32"
 
     @property

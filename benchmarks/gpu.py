@@ -23,13 +23,14 @@ from typing import Any
 
 import torch
 from contender_process import Contender, EndedEarly
-from contenders import LMFORGE, LMFORGE_FLOAT8, PLAIN, PLAIN_COMPILED, TRAINER, WARM_UP_STEPS, ActivationCheckpointing, Contest
+from contenders import LMFORGE, LMFORGE_FLOAT8, PLAIN, PLAIN_COMPILED, TRAINER, WARM_UP_STEPS, Contest
 from setting import RESULTS, machine, machine_lines, summarize, tokens_of_stdlib, word
 
 from lmforge.atomic_files import atomic_write_json, atomic_write_text
 from lmforge.bench.step_timing import OUT_OF_MEMORY, ran_out_of_memory
 from lmforge.cluster.distributed import DistributedContext
 from lmforge.cluster.rank_info import RankInfo, threads_per_rank
+from lmforge.config.activation_checkpointing import CheckpointingMode
 from lmforge.config.sections import ParallelOptions
 from lmforge.config.verbs.plan import USABLE_FRACTION
 from lmforge.interop.config_json import to_config_json
@@ -66,7 +67,7 @@ class Size:
     step_tokens: int
     length: int = 2048
     checkpointing_from: int | None = None
-    variants: dict[str, tuple[ActivationCheckpointing, int]] | None = None
+    variants: dict[str, tuple[CheckpointingMode, int]] | None = None
     published: float | None = None
 
 

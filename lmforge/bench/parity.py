@@ -16,6 +16,7 @@ from torch import Tensor
 from lmforge.bench.activation_tracker import ActivationTracker
 from lmforge.cluster.distributed import DistributedContext
 from lmforge.cluster.rank_info import RankInfo
+from lmforge.config.activation_checkpointing import CHECKPOINTING_MODES, FullCheckpointing, SelectiveOperators
 from lmforge.config.sections import OptimizerOptions, ParallelOptions
 from lmforge.data.batch import Batch
 from lmforge.data.labels import IGNORE_INDEX
@@ -223,7 +224,7 @@ def run_single(case: ParityCase, data: ParityData, dist_ctx: DistributedContext)
 def strategy_cases(world_size: int, compile_model: bool, dtype: torch.dtype = torch.float32) -> list[ParityCase]:
     """Every strategy that fits this number of ranks, computing in `dtype`."""
     half = world_size // 2 if world_size % 2 == 0 else 1
-    full: dict[str, Any] = {"activation_checkpointing": "full"}
+    full: dict[str, Any] = {"activation_checkpointing": FullCheckpointing.name}
     hybrid: dict[str, Any] = {"sharding": "hybrid-full-shard", "shard_degree": half}
     fsdp1, fsdp2 = partial(_case, engine="fsdp1"), partial(_case, engine="fsdp2")
     hybrids = [("hybrid-full-shard", hybrid), ("hybrid-grad-shard", {**hybrid, "sharding": "hybrid-grad-shard"})]
@@ -238,7 +239,7 @@ def strategy_cases(world_size: int, compile_model: bool, dtype: torch.dtype = to
         cases += [fsdp1(f"fsdp1 {name}, groups of {half}", **options) for name, options in hybrids]
     if world_size > 1:
         cases += [fsdp2(f"fsdp2 {name}, groups of {half}", **options) for name, options in hybrids]
-    for mode in ("full", "selective-blocks", "selective-ops"):
+    for mode in [*CHECKPOINTING_MODES][1:]:
         cases.append(fsdp2(f"fsdp2, checkpointing {mode}", activation_checkpointing=mode))
     cases += [
         fsdp2("fsdp2, 2 micro-batches", 2),
@@ -268,6 +269,7 @@ def _case(name: str, accumulation: int = 1, **options: Any) -> ParityCase:
 
 def _model_parallel_cases(world_size: int) -> list[ParityCase]:
     """Tensor, context and pipeline parallelism that fit, alone and together."""
+    full: dict[str, Any] = {"activation_checkpointing": FullCheckpointing.name}
     fsdp2 = partial(_case, engine="fsdp2")
     tensor, context, pipeline = ({f"{name}_parallel_degree": 2} for name in ("tensor", "context", "pipeline"))
     cases = []
@@ -275,12 +277,12 @@ def _model_parallel_cases(world_size: int) -> list[ParityCase]:
         cases += [
             fsdp2("tensor 2", **tensor),
             fsdp2("context 2", **context),
-            fsdp2("context 2, checkpointing selective-ops", activation_checkpointing="selective-ops", **context),
+            fsdp2("context 2, checkpointing selective-ops", activation_checkpointing=SelectiveOperators.name, **context),
             fsdp2("pipeline 2, 4 micro-batches", 4, **pipeline),
             fsdp2("pipeline 2, interleaved, 4 micro-batches", 4, pipeline_schedule="interleaved", **pipeline),
         ]
     if world_size == 2:
-        cases.append(fsdp2("tensor 2, checkpointing full, 2 micro-batches", 2, activation_checkpointing="full", **tensor))
+        cases.append(fsdp2("tensor 2, checkpointing full, 2 micro-batches", 2, **full, **tensor))
     if world_size % 4 == 0:
         cases += [
             fsdp2("tensor 2 × context 2", **tensor, **context),

@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 from pydantic import field_validator
 
+from lmforge.config.activation_checkpointing import CHECKPOINTING_MODES, CheckpointingMode
 from lmforge.config.options import Options, choice, option
 from lmforge.config.ranges import (
     COUNT,
@@ -157,10 +158,10 @@ class ParallelOptions(Options):
     shard_degree: int | None = option(
         None, "ranks that share one copy of the model in hybrid sharding, HSDP (default: those of one host)", **RANKS
     )
-    activation_checkpointing: Literal["none", "full", "selective-blocks", "selective-ops"] = option(
+    activation_checkpointing: CheckpointingMode = option(
         "none",
-        "recompute activations in backward: of every block (full), of every k-th block (selective-blocks), or of all but"
-        " expensive operators (selective-ops)",
+        "recompute activations in backward: "
+        + ", ".join(f"{mode.summary} ({name})" for name, mode in CHECKPOINTING_MODES.items() if name != "none"),
     )
     activation_checkpointing_every: int = option(2, "the k of activation_checkpointing = selective-blocks", **COUNT)
     cpu_offload: bool = option(False, "keep parameters, gradients and optimizer states in host memory (fsdp1, fsdp2)")

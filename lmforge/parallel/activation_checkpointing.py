@@ -6,15 +6,16 @@ weights before its backward pass, stay outside the recomputation.
 
 import logging
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
+from lmforge.config.activation_checkpointing import CHECKPOINTING_MODES, NoCheckpointing
 from lmforge.model.attention_backend import load_varlen_attn
 from lmforge.model.layers import LanguageModel
 
-# What is expensive to recompute and cheap to keep: attention, and every second matrix product (torchtitan's choice).
 _ATTENTION_OPS = {
     torch.ops.aten._scaled_dot_product_flash_attention.default,
     torch.ops.aten._scaled_dot_product_efficient_attention.default,
@@ -28,22 +29,19 @@ _MATMUL_OPS = {torch.ops.aten.mm.default, torch.ops.aten.addmm.default, torch.op
 def apply_activation_checkpointing(model: LanguageModel, mode: str, every: int = 2) -> None:
     """Checkpoint the activations of `model`'s blocks, in place, before they are compiled or sharded.
 
-    mode: none; full: each block; selective-blocks: every `every`-th block; selective-ops: in each block, all but attention
-    and every second matrix product.
+    mode: the name of one in config/activation_checkpointing.py; `every`: for modes of every k-th block.
     """
-    if mode == "none":
-        return
+    chosen = CHECKPOINTING_MODES[mode]
     # It warns of in-place operations in the recomputed region; no block has any.
     logging.getLogger("torch._higher_order_ops.wrap").setLevel(logging.ERROR)
     kwargs: dict[str, Any] = {}
-    if mode == "selective-ops":
-        kwargs["context_fn"] = _selective_context
+    if chosen.keeps_operators:
+        kwargs["context_fn"] = partial(_selective_context, chosen)
         if load_varlen_attn() is not None:
             _ATTENTION_OPS.add(torch.ops.torch_attn._varlen_attn.default)
     for number, block in enumerate(model.blocks, start=1):
-        if mode == "selective-blocks" and number % every:
-            continue
-        block.forward = _checkpointed(block.forward, **kwargs)
+        if chosen.recomputes_block(number, every):
+            block.forward = _checkpointed(block.forward, **kwargs)
 
 
 def _checkpointed(forward: Callable[..., Any], **kwargs: Any) -> Callable[..., Any]:
@@ -55,14 +53,14 @@ def _checkpointed(forward: Callable[..., Any], **kwargs: Any) -> Callable[..., A
     return checkpointed_forward
 
 
-def _selective_context() -> Any:
+def _selective_context(mode: NoCheckpointing) -> Any:
     num_matmuls = {False: 0, True: 0}  # in the forward pass, and in the recomputation
 
     def choose(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
         keep = operator in _ATTENTION_OPS
         if operator in _MATMUL_OPS:
             num_matmuls[context.is_recompute] += 1
-            keep = num_matmuls[context.is_recompute] % 2 == 1
+            keep = mode.keeps_product(num_matmuls[context.is_recompute])
         return CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE
 
     return create_selective_checkpoint_contexts(choose)

@@ -3,6 +3,7 @@ runs."""
 
 from collections.abc import Mapping
 
+from lmforge.config.activation_checkpointing import CHECKPOINTING_MODES
 from lmforge.config.batch_plan import BatchPlan, divisors
 from lmforge.config.sections import ParallelOptions
 from lmforge.errors import UserError, nearest_multiples
@@ -86,8 +87,9 @@ def why_not_compiled(options: ParallelOptions, device_type: str) -> str | None:
     On a CPU, compiled attention that is computed again is taken for an operation that draws random numbers, and what the
     forward pass keeps of those is confused with the device mesh of tensor parallelism (torch 2.13). GPUs keep none.
     """
-    recomputes = options.activation_checkpointing in ("full", "selective-blocks")
-    if device_type == "cpu" and recomputes and options.tensor_parallel_degree > 1:
+    mode = CHECKPOINTING_MODES[options.activation_checkpointing]
+    recomputes = mode.recomputes_block(options.activation_checkpointing_every, options.activation_checkpointing_every)
+    if device_type == "cpu" and recomputes and not mode.keeps_operators and options.tensor_parallel_degree > 1:
         return "tensor parallelism with full activation checkpointing cannot be compiled on a CPU"
     return None
 

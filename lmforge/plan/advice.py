@@ -6,6 +6,7 @@ from dataclasses import replace
 from functools import partial
 from itertools import chain
 
+from lmforge.config.activation_checkpointing import CHECKPOINTING_MODES, FullCheckpointing
 from lmforge.config.batch_plan import divisors
 from lmforge.errors import UserError, format_bytes
 from lmforge.plan.prediction.search import check_step_config
@@ -46,7 +47,8 @@ def suggest_what_fits(current: StepConfig, needed_bytes: Callable[[StepConfig], 
     if ways := [describe(each) for each in suggestions if each]:
         return f"by estimate would fit: {', or '.join(ways)}"
     single_changes = [current, *chain(*kinds)]
-    step_configs = [*single_changes, *(each.with_options(activation_checkpointing="full") for each in single_changes)]
+    full = {"activation_checkpointing": FullCheckpointing.name}
+    step_configs = [*single_changes, *(each.with_options(**full) for each in single_changes)]
     for step_config in step_configs:
         if fitting := largest_batch(step_config, current.micro_batch_size):
             return f"by estimate would fit: {describe(fitting)}"
@@ -70,7 +72,7 @@ def _is_allowed(step_config: StepConfig) -> bool:
 def _alternatives(current: StepConfig) -> list[list[StepConfig]]:
     """StepConfigs that need less memory: recompute more, reduce more often, shard more, offload."""
     sharded = current.fully_sharded()
-    recompute = [current.with_options(activation_checkpointing=mode) for mode in ("selective-ops", "full")]
+    recompute = [current.with_options(activation_checkpointing=mode) for mode in CHECKPOINTING_MODES]
     reshard = []
     if current.world_size > 1:
         sharding = (current.options.sharding or "full-shard").replace("grad-shard", "full-shard")
@@ -79,7 +81,7 @@ def _alternatives(current: StepConfig) -> list[list[StepConfig]]:
     reduce = [current.with_options(reduce_every_micro_batch=True)]
     if not current.is_fsdp or current.options.reduce_every_micro_batch is not False:
         reduce = []
-    return [[] if current.options.activation_checkpointing == "full" else recompute, reduce, reshard, offload]
+    return [recompute, reduce, reshard, offload]
 
 
 def _describe_changes(current: StepConfig, suggested: StepConfig) -> str:

@@ -40,10 +40,8 @@ from lmforge.plan.prediction.predict import CONTEXT_BYTES, MEMORY_INTERVAL, OVER
 from lmforge.plan.prediction.step_config import StepConfig
 from lmforge.plan.run_prediction import RunPrediction, predict_run
 
-# Safety factors for predictions. On a CPU the C library fragments memory between saved and recomputed tensors: up to 1.35, 1.9
-# and 2.9 times the activations were measured, by `parallel.activation_checkpointing`.
+# The safety factor of predictions; that of activations on a CPU is the mode's of activation checkpointing.
 MARGIN = MEMORY_INTERVAL[1]
-HOST_MARGINS = {"none": 1.4, "selective-blocks": 2.0, "selective-ops": 2.0, "full": 3.0}
 # Kinds of memory in a prediction that depend on the micro-batch.
 ACTIVATION_KINDS = ("activations", "activations of other micro-batches", "recomputed", "temporary", "loss")
 # The bytes of a token in a batch: tokens, labels, positions and rng keys in int64, document ids in int32.
@@ -109,7 +107,7 @@ class MemoryEstimator:
 
     def required_bytes(self, step_config: StepConfig) -> float:
         """All memory that a rank needs for a step, including margins. `step_config` is of a model that has formulas."""
-        margin = MARGIN if step_config.on_gpu else HOST_MARGINS[step_config.options.activation_checkpointing]
+        margin = MARGIN if step_config.on_gpu else step_config.checkpointing.host_margin
         kinds = {name: count for name, count in peak_memory(step_config).items() if name != OVERHEAD}
         return sum(count * (margin if name in ACTIVATION_KINDS else MARGIN) for name, count in kinds.items())
 

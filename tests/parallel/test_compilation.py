@@ -12,6 +12,7 @@ from lmforge.bench.parity import SMALL_MODEL, ParityData
 from lmforge.cluster import distributed as cluster
 from lmforge.cluster.distributed import DistributedContext
 from lmforge.cluster.rank_info import RankInfo
+from lmforge.config.activation_checkpointing import CHECKPOINTING_MODES
 from lmforge.config.sections import ParallelOptions
 from lmforge.model import build_model
 from lmforge.model.init_weights import init_weights
@@ -21,7 +22,7 @@ from lmforge.parallel.parallelize import parallelize
 from lmforge.stages.alignment.reference import ReferenceModel, reference_logprobs
 from lmforge.train.validation import unsharded_for_decoding
 
-MODES = ("none", "full", "selective-blocks", "selective-ops")
+MODES = tuple(CHECKPOINTING_MODES)
 LOSS = NextTokenObjective().loss
 
 

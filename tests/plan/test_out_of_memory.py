@@ -16,6 +16,7 @@ import torch
 from lmforge.cluster.distributed import DistributedContext
 from lmforge.cluster.memory import is_out_of_memory
 from lmforge.cluster.rank_info import RankInfo
+from lmforge.config.activation_checkpointing import CHECKPOINTING_MODES
 from lmforge.config.load import parse_config
 from lmforge.config.sections import ParallelOptions
 from lmforge.config.stage import PretrainConfig, StageConfig
@@ -216,7 +217,7 @@ def test_only_what_fits_by_the_estimate_is_suggested_and_nothing_that_fits_is_ca
         ranks = draw.choice([1, 2, 8])
         estimator = drawn_estimator(draw, ranks)
         engine = "single" if ranks == 1 else draw.choice(["ddp", "fsdp2"])
-        mode, sharding = draw.choice(["none", "selective-ops", "full"]), draw.choice([None, None, "grad-shard"])
+        mode, sharding = draw.choice([*CHECKPOINTING_MODES]), draw.choice([None, None, "grad-shard"])
         options = ParallelOptions(
             engine=engine, sharding=sharding if engine == "fsdp2" else None, activation_checkpointing=mode
         )

@@ -15,6 +15,7 @@ from lmforge.bench.parity import SMALL_MODEL, ParityData
 from lmforge.cluster import distributed as cluster
 from lmforge.cluster.distributed import DistributedContext
 from lmforge.cluster.rank_info import RankInfo
+from lmforge.config.activation_checkpointing import CHECKPOINTING_MODES
 from lmforge.config.builtin_names import BUILT_IN_NAMES
 from lmforge.config.sections import OptimizerOptions, ParallelOptions
 from lmforge.model import build_model
@@ -66,7 +67,7 @@ def measured(model: ParallelModel, size: int, length: int) -> int:
     return tracker.live_bytes()
 
 
-MODES = ("none", "full", "selective-blocks", "selective-ops")
+MODES = tuple(CHECKPOINTING_MODES)
 MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3", "gpt2")
 DTYPES = (torch.float32, torch.bfloat16)
 # `make test` has every pair of a mode and a dtype, and every model type with two modes and both dtypes.

@@ -137,7 +137,7 @@ def count_block(step_config: StepConfig, *, checkpointed: bool) -> BlockCost:
         unchecked += 2 * tokens * width  # a byte a number of a mask
     saved, input_bytes = unchecked, tokens * width * number_bytes // tensor
     if checkpointed:
-        selects = step_config.options.activation_checkpointing == "selective-ops"
+        selects = step_config.checkpointing.keeps_operators
         saved = _kept_by_selection(step_config) if selects else input_bytes
         saved += RNG_KEY_BYTES * tokens if step_config.has_dropout else 0
     # The causal half; a window shortens it further.
@@ -166,9 +166,7 @@ def count_block(step_config: StepConfig, *, checkpointed: bool) -> BlockCost:
 
 def is_checkpointed(step_config: StepConfig, number: int) -> bool:
     """Whether `activation_checkpointing` applies to block `number`, counted from 1."""
-    options = step_config.options
-    every = options.activation_checkpointing_every if options.activation_checkpointing == "selective-blocks" else 1
-    return options.activation_checkpointing != "none" and number % every == 0
+    return step_config.checkpointing.recomputes_block(number, step_config.options.activation_checkpointing_every)
 
 
 def mask_bytes(step_config: StepConfig, *, only_kept: bool = False) -> int:

@@ -203,7 +203,7 @@ class StepProgram:
     def _forward_parts(self, cost: BlockCost, only_dropped: bool = False) -> list[tuple[str, float, str]]:
         """(suffix, seconds, kind) of a block's forward pass; or of what a backward pass computes again."""
         rates, rows = self.rates, self.step_config.tokens
-        selects = only_dropped and self.step_config.options.activation_checkpointing == "selective-ops"
+        selects = only_dropped and self.step_config.checkpointing.keeps_operators
         # No recomputed operation needs the last product's output.
         chosen = [each for each in cost.products[: -1 if only_dropped else None] if not (selects and each.kept)]
         parts = [("", sum(self._product(rows, each.inputs, each.outputs) for each in chosen), "matrix products")]

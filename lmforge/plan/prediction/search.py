@@ -12,6 +12,7 @@ from functools import cache
 from itertools import product
 from typing import Any
 
+from lmforge.config.activation_checkpointing import CHECKPOINTING_MODES
 from lmforge.config.batch_plan import BatchPlan, divisors
 from lmforge.config.verbs.plan import FINALISTS
 from lmforge.errors import UserError
@@ -22,7 +23,6 @@ from lmforge.plan.prediction.predict import Prediction, can_reduce_once, predict
 from lmforge.plan.prediction.rates import Rates
 from lmforge.plan.prediction.step_config import StepConfig
 
-CHECKPOINTING = ("none", "selective-ops", "selective-blocks", "full")
 SHARDINGS = ("full-shard", "grad-shard", "hybrid-full-shard", "hybrid-grad-shard")
 # Blocks of a pipeline stage in the two estimates.
 FEW_BLOCKS = (2, 4)
@@ -115,7 +115,7 @@ def candidates(base: StepConfig, global_batch_size: int, float8: bool) -> Iterat
         local = global_batch_size // data_parallel
         sizes = [each for each in divisors(local) if each <= MAX_MICRO_BATCH]
         for engine, sharding, offload in _engines(base, tensor * context * pipeline):
-            for checkpointing, size in product(CHECKPOINTING, reversed(sizes)):
+            for checkpointing, size in product(CHECKPOINTING_MODES, reversed(sizes)):
                 options: dict[str, Any] = {"engine": engine, "sharding": sharding, "cpu_offload": offload}
                 options |= {"shard_degree": None, "reduce_every_micro_batch": None, "activation_checkpointing": checkpointing}
                 degrees = {"tensor_parallel_degree": tensor, "context_parallel_degree": context}

@@ -4,6 +4,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
+from lmforge.config.activation_checkpointing import CHECKPOINTING_MODES, NoCheckpointing
 from lmforge.config.sections import OptimizerOptions, ParallelOptions
 from lmforge.model.config import ModelConfig
 from lmforge.parallel.dims import ParallelDims, parallel_dims
@@ -61,6 +62,10 @@ class StepConfig:
     @cached_property
     def dims(self) -> ParallelDims:
         return parallel_dims(self.options, self.world_size, min(self.gpus_per_host, self.world_size))
+
+    @property
+    def checkpointing(self) -> NoCheckpointing:
+        return CHECKPOINTING_MODES[self.options.activation_checkpointing]
 
     @property
     def has_formulas(self) -> bool:
