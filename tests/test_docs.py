@@ -275,7 +275,9 @@ def test_the_readme_begins_with_the_two_commands_of_a_newcomer() -> None:
 def test_every_option_that_a_page_names_exists(page: Path) -> None:
     # The options of launchers and of programs are tried out with the line that has them.
     lines = page.read_text(encoding="utf-8").splitlines()
-    text = "\n".join(line for line in lines if not line.startswith(("torchrun ", "srun ", "mpiexec ", "jsrun ", "python ")))
+    text = "\n".join(
+        line for line in lines if not line.startswith(("#SBATCH ", "torchrun ", "srun ", "mpiexec ", "jsrun ", "python "))
+    )
     named = set(re.findall(r"(?<![\w-])--([A-Za-z][\w.-]*\w)", text))
     assert {name for name in named if "." in name} <= OF_A_RUN
     assert {name for name in named if "." not in name} <= OF_VERBS | FLAGS
