@@ -318,7 +318,7 @@ def test_optimizer_schedule_and_callbacks_of_a_plugin_train_on_two_ranks_and_are
     assert [record["lr"] for record in records(run)] == pytest.approx([5e-4, 1e-3, 5e-4, 5e-4])
     for rank in (0, 1):
         notes = (run / f"notes-{rank}.txt").read_text().splitlines()
-        assert notes[0] == "start 0 Llama"
+        assert notes[0] == "start 0 Decoder"
         assert [line for line in notes if line.startswith("step")] == [f"step {step} True" for step in (1, 2, 3, 4)]
         assert {"saved 2 True", "saved 4 True", "validation 4 val/loss", "end 4 done"} <= set(notes)
     # The plugin is kept with the run, and the checkpoint says which it was.
@@ -409,8 +409,8 @@ def test_an_objective_with_its_options_changes_what_is_learned_and_resumes(lmfor
 @pytest.mark.slow
 def test_a_model_family_of_a_plugin_trains_and_is_opened_with_it(lmforge: Command, recipe: Path) -> None:
     (recipe.parent / "quiet_llama.py").write_text(
-        "from lmforge.model.llama import Llama\n\n"
-        "class QuietLlama(Llama):\n"
+        "from lmforge.model.decoder import Decoder\n\n"
+        "class QuietLlama(Decoder):\n"
         "    def forward(self, *arguments, **named):\n"
         "        return 0.5 * super().forward(*arguments, **named)\n"
     )

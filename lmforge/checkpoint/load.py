@@ -89,7 +89,7 @@ class StoredModel:
     def __init__(self, folder: Path, manifest: Manifest) -> None:
         self._reader = _open_reader(folder)
         self.lora = stored_lora_config(manifest)
-        self._conv1d_layout = manifest.model_config.family == "gpt2"  # stores its weights transposed
+        self._conv1d_layout = manifest.model_config.family.transposed
         stored = self._reader.meta_tensors()
         tensors = {name.removeprefix("model."): each for name, each in stored.items() if name.startswith("model.")}
         self._adapters = {name: tensor for name, tensor in tensors.items() if name.endswith(LORA_SUFFIXES)}

@@ -3,6 +3,8 @@ torch. The names are registered as those of plugins are, with `registry.register
 arguments of an implementation.
 """
 
+from pathlib import Path
+from pkgutil import iter_modules
 from typing import Any
 
 from lmforge import registry
@@ -24,6 +26,8 @@ DOCUMENT_SOURCES = {
     "TableUnit": "csv tsv",
     "TarUnit": "tar",
 }
+# Each is a file of this name.
+FAMILIES = sorted(module.name for module in iter_modules([str(Path(__file__).parents[1] / "model" / "families")]))
 BUILT_IN_NAMES: dict[str, dict[str, str]] = {
     "objective": {
         "next-token": "lmforge.stages.objectives:build_next_token_objective",
@@ -45,10 +49,7 @@ BUILT_IN_NAMES: dict[str, dict[str, str]] = {
         "warmup-stable-decay": "lmforge.train.optimizers.schedules:warmup_stable_decay",
         "constant": "lmforge.train.optimizers.schedules:constant",
     },
-    "model_family": {
-        **dict.fromkeys(("llama", "mistral", "qwen2", "qwen3"), "lmforge.model.llama:Llama"),
-        "gpt2": "lmforge.model.gpt2:GPT2",
-    },
+    "model_family": dict.fromkeys(FAMILIES, "lmforge.model.family:build_module"),
     "document_source": {
         suffix: f"lmforge.data.sources.units:{unit}"
         for unit, suffixes in DOCUMENT_SOURCES.items()

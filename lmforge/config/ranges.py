@@ -41,6 +41,8 @@ MODEL_RANGES: dict[str, Range] = {
     "max_position_embeddings": {"gt": 0, "le": 2**30},
     "sliding_window": {"gt": 0, "le": 2**30},
     "rope_theta": {"gt": 0, "le": 1e15},
+    "rope_local_base_freq": {"gt": 0, "le": 1e15},
+    "query_pre_attn_scalar": {"gt": 0, "le": 1e6},
     "rms_norm_eps": {"gt": 0, "le": 1.0},
     "layer_norm_epsilon": {"gt": 0, "le": 1.0},
     "initializer_range": {"gt": 0, "le": 1e3},

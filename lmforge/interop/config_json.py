@@ -15,16 +15,9 @@ from lmforge import registry
 from lmforge.config.ranges import MODEL_RANGES
 from lmforge.errors import UserError
 from lmforge.model.config import ModelConfig, base_model_type
+from lmforge.model.family import load_family
 from lmforge.untrusted import describe, quoted, read_json
 
-# What transformers assumes where a config.json leaves a field out; it differs by model_type.
-_DEFAULTS: dict[str, dict[str, Any]] = {
-    "llama": {"intermediate_size": 11008, "max_position_embeddings": 2048},
-    "mistral": {"intermediate_size": 14336, "max_position_embeddings": 131072, "num_key_value_heads": 8},
-    "qwen2": {"intermediate_size": 22016, "max_position_embeddings": 32768, "num_key_value_heads": 32},
-    "qwen3": {"intermediate_size": 22016, "max_position_embeddings": 32768, "num_key_value_heads": 32, "head_dim": 128},
-    "gpt2": {"max_position_embeddings": 1024, "tie_word_embeddings": True, "hidden_act": "gelu_new"},
-}
 NUM_EXPERTS_FIELDS = ("num_local_experts", "num_experts", "n_routed_experts")
 REQUIRED_FIELDS = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads")
 _COMMON_FIELDS = (
@@ -41,16 +34,6 @@ _COMMON_FIELDS = (
     "eos_token_id",
     "pad_token_id",
 )
-_LLAMA_FIELDS = (*_COMMON_FIELDS, "num_key_value_heads", "head_dim", "rms_norm_eps")
-_GPT2_FIELD_NAMES = {
-    "hidden_size": "n_embd",
-    "intermediate_size": "n_inner",
-    "num_hidden_layers": "n_layer",
-    "num_attention_heads": "n_head",
-    "max_position_embeddings": "n_positions",
-    "hidden_act": "activation_function",
-}
-_CLASS_PREFIXES = {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3", "gpt2": "GPT2"}
 _CLASSIFIER_SUFFIX = "ForSequenceClassification"
 
 
@@ -87,37 +70,20 @@ def read_config_json(path: Path) -> dict[str, Any]:
 
 def to_config_json(config: ModelConfig) -> dict[str, Any]:
     """A model config as the content of a config.json that transformers 4 and 5 both read."""
-    if config.family == "transformers":
+    if config.implementation == "transformers":
         return dict(config.config_dict)  # type: ignore[attr-defined]
-    model_type = config.base_type
-    causal_suffix = "LMHeadModel" if model_type == "gpt2" else "ForCausalLM"
-    architecture = _CLASS_PREFIXES[model_type] + (_CLASSIFIER_SUFFIX if config.reward else causal_suffix)
+    family = config.family
+    architecture = family.classifier if config.reward else family.architecture
     content: dict[str, Any] = {"architectures": [architecture], "model_type": config.model_type}
-    if config.final_logit_softcapping is not None:  # export.py refuses it: transformers would not read it in these families
+    if config.final_logit_softcapping is not None:  # export.py refuses it where transformers would not read it
         content["final_logit_softcapping"] = config.final_logit_softcapping
     if config.reward:
         content |= {"id2label": {"0": "reward"}, "label2id": {"reward": 0}}
-    if model_type == "gpt2":
-        content |= {_GPT2_FIELD_NAMES.get(name, name): getattr(config, name) for name in _COMMON_FIELDS}
-        content["layer_norm_epsilon"] = config.layer_norm_epsilon
-        return content | {"attn_pdrop": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0}
-    content |= {name: getattr(config, name) for name in _LLAMA_FIELDS}
-    content["rope_theta"] = config.rope_theta
-    scaling = asdict(config.rope_scaling) if config.rope_scaling else {}
-    content["rope_scaling"] = {name: value for name, value in scaling.items() if value is not None} or None
-    content["attention_dropout"] = 0.0
-    if model_type in ("llama", "qwen3"):
-        content["attention_bias"] = config.attention_bias
-    if model_type == "llama":
-        content["mlp_bias"] = config.mlp_bias
-    if model_type == "mistral":
-        content["sliding_window"] = config.sliding_window
-    if model_type in ("qwen2", "qwen3"):
-        window, layers = config.sliding_window, config.num_hidden_layers
-        types = config.layer_types or ["full_attention" if window is None else "sliding_attention"] * layers
-        content |= {"use_sliding_window": window is not None, "sliding_window": window, "layer_types": list(types)}
-        content["max_window_layers"] = types.index("sliding_attention") if "sliding_attention" in types else layers
-    return content
+    content |= {family.names.get(name, name): getattr(config, name) for name in (*_COMMON_FIELDS, *family.fields)}
+    if not family.learned_positions:
+        scaling = asdict(config.rope_scaling) if config.rope_scaling else {}
+        content["rope_scaling"] = {name: value for name, value in scaling.items() if value is not None} or None
+    return content | dict.fromkeys(family.dropouts, 0.0) | family.write(config)
 
 
 def config_fields_from_json(content: dict[str, Any]) -> dict[str, Any]:
@@ -127,44 +93,29 @@ def config_fields_from_json(content: dict[str, Any]) -> dict[str, Any]:
     if registry.find("model_family", name) is None:
         known = ", ".join(registry.names("model_family"))
         raise UserError(f'model_type: "{name}" is not supported; lmforge reads {known}; a plugin adds others (--plugins)')
-    model_type = base_model_type(name)
+    family = load_family(base_model_type(name))
     reject_extreme_sizes(content)
     try:
         _ConfigJson.model_validate(content)
     except ValidationError as problem:
         raise UserError(describe(problem)) from None
-    gpt2 = model_type == "gpt2"
-    fields: dict[str, Any] = {"model_type": name, **_DEFAULTS[model_type], "reward": _is_reward_model(content)}
+    for field, value in family.required_values.items():
+        if content.get(field) not in (None, value):
+            raise UserError(f"{field}: {content[field]} is not supported; use a {name} model with {value}")
+    fields: dict[str, Any] = {"model_type": name, **family.defaults, "reward": _is_reward_model(content)}
     fields["final_logit_softcapping"] = content.get("final_logit_softcapping")
-    for ours in _COMMON_FIELDS if gpt2 else _LLAMA_FIELDS:
-        theirs = _GPT2_FIELD_NAMES.get(ours, ours) if gpt2 else ours
+    for ours in (*_COMMON_FIELDS, *family.fields):
+        theirs = family.names.get(ours, ours)
         if theirs in content:
             fields[ours] = content[theirs]
     for ours in REQUIRED_FIELDS:
         if fields.get(ours) is None:
-            raise UserError(f"{_GPT2_FIELD_NAMES[ours] if gpt2 and ours in _GPT2_FIELD_NAMES else ours}: missing; add it")
-    if gpt2:
-        return {**fields, "layer_norm_epsilon": content.get("layer_norm_epsilon", 1e-5)}
-
-    # transformers 5 writes one table where transformers 4 wrote a number and, if frequencies are scaled, a table.
-    rope = _rope_table(content)
-    fields["rope_theta"] = rope.get("rope_theta", content.get("rope_theta", 10000.0))
-    fields["rope_scaling"] = rope
-    biased = {"mistral": False, "qwen2": True}.get(model_type, bool(content.get("attention_bias")))
-    fields["attention_bias"] = biased
-    fields["attention_output_bias"] = biased and model_type != "qwen2"
-    fields["mlp_bias"] = model_type == "llama" and bool(content.get("mlp_bias"))
-    fields["qk_norm"] = model_type == "qwen3"
-    if model_type == "mistral":
-        fields["sliding_window"] = content.get("sliding_window", 4096)
-    elif model_type != "llama" and content.get("use_sliding_window"):
-        fields["sliding_window"] = content.get("sliding_window", 4096)
-        if fields["sliding_window"] is not None:
-            first = 28 if content.get("max_window_layers") is None else content["max_window_layers"]
-            fields["layer_types"] = content.get("layer_types") or [
-                "sliding_attention" if layer >= first else "full_attention" for layer in range(fields["num_hidden_layers"])
-            ]
-    return fields
+            raise UserError(f"{family.names.get(ours, ours)}: missing; add it")
+    if not family.learned_positions:
+        # transformers 5 writes one table where transformers 4 wrote a number and, if frequencies are scaled, a table.
+        rope = _rope_table(content)
+        fields |= {"rope_scaling": rope, **{name: rope[name] for name in ("rope_theta",) if name in rope}}
+    return fields | family.read(content)
 
 
 def reject_extreme_sizes(content: dict[str, Any]) -> None:
@@ -210,10 +161,3 @@ def _reject_unsupported(content: dict[str, Any]) -> None:
         raise UserError(f"partial_rotary_factor: {rotated} is not supported; use a model that rotates whole heads")
     if content.get("quantization_config"):
         raise UserError("quantization_config: quantized weights cannot be trained; use the unquantized model")
-    for name, computed in (
-        ("scale_attn_weights", True),
-        ("scale_attn_by_inverse_layer_idx", False),
-        ("add_cross_attention", False),
-    ):
-        if content.get(name, computed) != computed:
-            raise UserError(f"{name}: {content[name]} is not supported; use a gpt2 model with {computed}")

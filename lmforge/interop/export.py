@@ -58,7 +58,8 @@ def export_folder(
             written, so that only one of them is in memory; those of a wrapped model are all read at once.
         extra_files: other files by name, JSON or text; fields for config.json are added to it.
     """
-    if config.final_logit_softcapping is not None and not isinstance(config, TransformersConfig):
+    wrapped = isinstance(config, TransformersConfig)
+    if config.final_logit_softcapping is not None and not (wrapped or config.family.caps_logits):
         raise UserError(
             f"{folder}: the model's logits are capped (final_logit_softcapping), which transformers' {config.model_type} models"
             " are not: they would compute other probabilities; use the checkpoint itself"

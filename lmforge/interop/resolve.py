@@ -7,12 +7,11 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
-from lmforge import registry
 from lmforge.config.sections import ModelOptions
 from lmforge.errors import UserError, prefix_errors
 from lmforge.hub import resolve_model_folder
 from lmforge.interop.config_json import REQUIRED_FIELDS, config_fields_from_json, is_supported_family, read_config_json
-from lmforge.model.config import ModelConfig, base_model_type, get_preset
+from lmforge.model.config import ModelConfig, get_preset
 from lmforge.model.presets import PRESETS
 
 
@@ -73,16 +72,11 @@ def _with_overrides(chosen: dict[str, Any], overrides: dict[str, Any]) -> dict[s
             raise UserError(f"model.{name}: no such field" + (f"; did you mean {close[0]}?" if close else ""))
     if "num_attention_heads" in overrides and chosen.get("num_key_value_heads") == chosen.get("num_attention_heads"):
         chosen = {**chosen, "num_key_value_heads": 0}  # as many, whatever their number
-    chosen = chosen | overrides
-    model_type = chosen.get("model_type", "llama")
-    if registry.find("model_family", model_type) is not None:
-        model_type = base_model_type(model_type)
-    if "model_type" in overrides:
-        bias = overrides.get("attention_bias", model_type == "qwen2")
-        chosen |= {"qk_norm": model_type == "qwen3", "attention_bias": bias}
-    if {"model_type", "attention_bias"} & overrides.keys() and "attention_output_bias" not in overrides:
-        chosen["attention_output_bias"] = chosen["attention_bias"] and model_type != "qwen2"
-    return chosen
+    # What depends on these is derived anew.
+    dependent: tuple[str, ...] = ("attention_bias", "attention_output_bias", "qk_norm") if "model_type" in overrides else ()
+    if "attention_bias" in overrides:
+        dependent += ("attention_output_bias",)
+    return {name: value for name, value in chosen.items() if name not in dependent} | overrides
 
 
 def model_config_from_json(content: dict[str, Any], source: str, implementation: str = "lmforge") -> ModelConfig:

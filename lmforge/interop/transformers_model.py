@@ -33,6 +33,7 @@ from lmforge.interop.transformers_causal_lm import (
 )
 from lmforge.interop.transformers_init import family_initial_values
 from lmforge.model.config import ModelConfig
+from lmforge.model.family import Family
 from lmforge.model.init_weights import LORA_SUFFIXES, InitialValue
 from lmforge.model.layers import LanguageModel, LMHead, to_autocast_dtype
 
@@ -47,7 +48,8 @@ class TransformersConfig(ModelConfig):
     config_dict: dict[str, Any] = field(default_factory=dict)
     # That of learned positions.
     max_sequence_length: int | None = None
-    family = "transformers"
+    implementation = "transformers"
+    family = Family(architecture="", classifier="", why_not_split="transformers computes it")
 
     def __post_init__(self) -> None:
         """Nothing is derived or refused: transformers has checked the content."""

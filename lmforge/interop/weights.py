@@ -49,7 +49,8 @@ def load_folder(folder: str | Path, model: nn.Module, new_names: Collection[str]
     if isinstance(model, TransformersModel):
         our_names, conversions = map_stored_names(model.config.config_dict, file_of)
     else:
-        our_names = {stored: _our_name(stored, expected) for stored in file_of}
+        prefix: Any = model.config.family.optional_prefix  # type: ignore[union-attr]
+        our_names = {stored: _our_name(stored, prefix) for stored in file_of}
     ignored = (*_CONSTANT_SUFFIXES, *new_names)
     stored = {ours: (file_of[name], name) for name, ours in our_names.items() if not ours.endswith(ignored)}
     _resolve_tied_head(full_model, expected, stored)
@@ -77,7 +78,7 @@ def merge_adapters(model: LanguageModel, lora_config: LoraConfig, tensors: Mappi
     """
     local = dict(model.named_parameters())
     shapes = {name: [*each.shape] for name, each in _full_model(model).named_parameters()}
-    transposed = model.config.family == "gpt2"  # GPT-2 stores its weights transposed
+    transposed = model.config.family.transposed
     for layer in dict.fromkeys(name.removesuffix(end) for name in tensors for end in LORA_SUFFIXES if name.endswith(end)):
         a, b = (tensors.get(f"{layer}{end}") for end in LORA_SUFFIXES)
         if a is None or b is None or a.shape[0] != b.shape[1] or a.shape[0] != lora_config.rank:
@@ -130,13 +131,11 @@ def _weight_files(folder: Path) -> list[Path]:
     return [folder / name for name in names]
 
 
-def _our_name(stored: str, expected: Mapping[str, object]) -> str:
+def _our_name(stored: str, optional_prefix: str) -> str:
     """GPT-2's first releases leave out the leading `transformer.`; the head of a classifier has another name."""
     if stored == CLASSIFIER_HEAD_WEIGHT:
         return LM_HEAD_WEIGHT
-    longer = f"transformer.{stored}"
-    gpt2 = "transformer.wte.weight" in expected
-    return longer if gpt2 and not stored.startswith(("transformer.", "lm_head.")) else stored
+    return stored if stored.startswith((optional_prefix, "lm_head.")) else optional_prefix + stored
 
 
 def _resolve_tied_head(model: nn.Module, expected: Mapping[str, nn.Parameter], files: StoredFiles) -> None:

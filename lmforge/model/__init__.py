@@ -1,11 +1,11 @@
-"""Our architectures: the Llama and GPT-2 families, their configs and presets, attention, caches, adapters and FLOPs.
+"""Our architectures: their families, configs and presets, attention, caches, adapters and FLOPs.
 
 interop/ reads config.json and folders of weights, and wraps models of transformers as a `LanguageModel`. parallel/ distributes
 a model.
 
-Begin with llama.py, a decoder from embedding to final norm, then layers.py (`LanguageModel`: what every model offers) and
-attention.py. Other packages use `build_model`, `ModelConfig` (config.py), `LanguageModel`, `init_weights`, `add_lora` (lora.py)
-and flops.py. Importing this package, config.py or flops.py does not import torch.
+Begin with decoder.py, the blocks of most families, then layers.py (`LanguageModel`: what every model offers), attention.py and
+family.py (what a family is). Other packages use `build_model`, `ModelConfig` (config.py), `LanguageModel`, `init_weights`,
+`add_lora` (lora.py) and flops.py. Importing this package, config.py or flops.py does not import torch.
 """
 
 from typing import TYPE_CHECKING

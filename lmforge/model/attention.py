@@ -135,8 +135,8 @@ def _query_ranges(num_queries: int, num_keys: int, context_parallel: ContextPara
     return [(num_keys - num_queries, num_queries)] if context_parallel is None else context_parallel.local_ranges(num_queries)
 
 
-def attend(queries: Tensor, keys: Tensor, values: Tensor, mask: AttentionMask) -> Tensor:
-    """softmax(q kᵀ / sqrt(head_dim), where the mask allows) v.
+def attend(queries: Tensor, keys: Tensor, values: Tensor, mask: AttentionMask, scale: float | None = None) -> Tensor:
+    """softmax(scale · q kᵀ, where the mask allows) v; by default `scale` is 1 / sqrt(head_dim).
 
     Args:
         queries: [sequences, heads, queries, head_dim].
@@ -151,7 +151,16 @@ def attend(queries: Tensor, keys: Tensor, values: Tensor, mask: AttentionMask) -
         length, left = queries.shape[2], -1 if mask.window is None else mask.window - 1
         q, k, v = (each.transpose(1, 2).flatten(0, 1) for each in (queries, keys, values))
         attended: Any = varlen_attn(
-            q, k, v, mask.cu_seqlens, mask.cu_seqlens, length, length, window_size=(left, 0), enable_gqa=grouped
+            q,
+            k,
+            v,
+            mask.cu_seqlens,
+            mask.cu_seqlens,
+            length,
+            length,
+            scale=scale,
+            window_size=(left, 0),
+            enable_gqa=grouped,
         )
         return attended.unflatten(0, (-1, length)).transpose(1, 2)
     if mask.context_parallel is not None:
@@ -159,17 +168,17 @@ def attend(queries: Tensor, keys: Tensor, values: Tensor, mask: AttentionMask) -
     if mask.block_mask is not None:
         # Without compilation FlexAttention materializes all scores; compiled blocks inline the plain function.
         compute = flex_attention if torch.compiler.is_compiling() else _compiled(flex_attention)
-        return compute(queries, keys, values, block_mask=mask.block_mask, enable_gqa=grouped)
+        return compute(queries, keys, values, block_mask=mask.block_mask, scale=scale, enable_gqa=grouped)
     if grouped and queries.shape[2] == 1 and mask.dense_mask is not None:
         folded = _fold_heads(queries, keys.shape[1])  # decoding: each key is read once and none is copied
         seen = mask.dense_mask.expand(-1, -1, folded.shape[2], -1)
-        return scaled_dot_product_attention(folded, keys, values, attn_mask=seen).reshape(queries.shape)
+        return scaled_dot_product_attention(folded, keys, values, attn_mask=seen, scale=scale).reshape(queries.shape)
     if grouped and queries.is_cuda and (mask.dense_mask is not None or queries.dtype == torch.float32):
         # The fused CUDA kernels that take a mask, or fp32, need as many key heads as query heads; on a CPU grouping is faster.
         copies, grouped = queries.shape[1] // keys.shape[1], False
         keys, values = (each.repeat_interleave(copies, dim=1) for each in (keys, values))
     if mask.dense_mask is None:
-        return scaled_dot_product_attention(queries, keys, values, is_causal=True, enable_gqa=grouped)
+        return scaled_dot_product_attention(queries, keys, values, is_causal=True, scale=scale, enable_gqa=grouped)
     # The kernel does not know that the upper triangle is masked. With chunks of queries, each with the keys up to its end, most
     # of it is skipped: a third of the time at 1,024 tokens on a CPU. Chunks below 256 queries are not faster.
     chunks, done = [], 0
@@ -182,9 +191,10 @@ def attend(queries: Tensor, keys: Tensor, values: Tensor, mask: AttentionMask) -
             part, end = slice(done + start, done + stop), first + stop
             q, k, v, seen = queries[:, :, part], keys[:, :, :end], values[:, :, :end], mask.dense_mask[:, :, part, :end]
             if stores_weights:
-                chunks.append(_AttendStoringWeights.apply(_fold_heads(q, k.shape[1]), k, v, seen).reshape(q.shape))
+                folded = _fold_heads(q, k.shape[1])
+                chunks.append(_AttendStoringWeights.apply(folded, k, v, seen, scale or q.shape[-1] ** -0.5).reshape(q.shape))
             else:
-                chunks.append(scaled_dot_product_attention(q, k, v, attn_mask=seen, enable_gqa=grouped))
+                chunks.append(scaled_dot_product_attention(q, k, v, attn_mask=seen, scale=scale, enable_gqa=grouped))
         done += count
     return torch.cat(chunks, dim=2) if len(chunks) > 1 else chunks[0]
 
@@ -202,19 +212,20 @@ class _AttendStoringWeights(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, queries: Tensor, keys: Tensor, values: Tensor, seen: Tensor) -> Tensor:
-        scores = (queries @ keys.transpose(2, 3)).unflatten(2, (-1, seen.shape[2])).float() * queries.shape[-1] ** -0.5
+    def forward(ctx: Any, queries: Tensor, keys: Tensor, values: Tensor, seen: Tensor, scale: float) -> Tensor:
+        scores = (queries @ keys.transpose(2, 3)).unflatten(2, (-1, seen.shape[2])).float() * scale
         weights = scores.masked_fill(~seen[:, :, None], -math.inf).softmax(-1).to(values.dtype).flatten(2, 3)
         ctx.save_for_backward(queries, keys, values, weights)
+        ctx.scale = scale
         return weights @ values
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:
         queries, keys, values, weights = ctx.saved_tensors
         of_weights = (gradient @ values.transpose(2, 3)).float()
         mean = (weights * of_weights).sum(-1, keepdim=True)
-        of_scores = ((of_weights - mean) * weights * queries.shape[-1] ** -0.5).to(weights.dtype)
-        return of_scores @ keys, of_scores.transpose(2, 3) @ queries, weights.transpose(2, 3) @ gradient, None
+        of_scores = ((of_weights - mean) * weights * ctx.scale).to(weights.dtype)
+        return of_scores @ keys, of_scores.transpose(2, 3) @ queries, weights.transpose(2, 3) @ gradient, None, None
 
 
 def document_mask_mod(

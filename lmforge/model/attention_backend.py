@@ -19,7 +19,7 @@ FLASH_HEAD_DIM_MULTIPLE, FLASH_MAX_HEAD_DIM = 8, 256
 # Maximum keys per query for which compiled blocks on a CPU store all attention weights in bf16.
 MAX_STORED_KEYS = 1024
 # The arguments that torch's function must have; they were added in different versions.
-_ARGUMENTS = {"window_size", "enable_gqa"}
+_ARGUMENTS = {"scale", "window_size", "enable_gqa"}
 # By the first number of a GPU's compute capability: flash attention's own packages have faster kernels than torch.
 _FLASH_IMPLEMENTATIONS = {9: "FA3", 10: "FA4"}
 

@@ -1,27 +1,20 @@
 """The config of a model: its fields, and which values are valid together. It does not import torch, so reading a config is
-fast. The modules that take these numbers are in llama.py and gpt2.py, their spelling in a config.json is in
-interop/config_json.py, where a recipe gets them from is in interop/resolve.py, and what a model costs is in flops.py.
+fast. What the families have is described in family.py, the modules that take these numbers are in decoder.py and gpt2.py,
+their spelling in a config.json is in interop/config_json.py, where a recipe gets them from is in interop/resolve.py, and what a
+model costs is in flops.py.
 """
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from difflib import get_close_matches
-from typing import Any
+from typing import Any, ClassVar
 
 from lmforge import registry
 from lmforge.config.ranges import MODEL_RANGES, ROPE_SCALING_RANGES, Range
 from lmforge.errors import UserError
+from lmforge.model.family import Family, load_family
 from lmforge.model.presets import PRESETS
 from lmforge.untrusted import cut, quoted
-
-# (attention_bias, attention_output_bias) that a config.json of each model_type can express.
-_ATTENTION_BIASES = {
-    "llama": ((False, False), (True, True)),
-    "qwen3": ((False, False), (True, True)),
-    "qwen2": ((True, False),),
-    "mistral": ((False, False),),
-    "gpt2": ((False, False),),
-}
 
 
 @dataclass(frozen=True)
@@ -40,17 +33,25 @@ class RopeScaling:
 
 
 @dataclass(frozen=True)
+class Rope:
+    """The rotary positions of a layer: frequencies are powers of `theta`."""
+
+    theta: float
+    scaling: RopeScaling | None = None
+
+
+@dataclass(frozen=True)
 class ModelConfig:
     """The config of a model, in Hugging Face's field names. Raises UserError for a model that cannot be built.
 
-    Fields that are left out are derived: intermediate_size (GPT-2 only) is 4 * hidden_size, num_key_value_heads is
-    num_attention_heads, head_dim is hidden_size / num_attention_heads, hidden_act is the only one of the family.
-    rope_scaling may be a table as in a config.json.
+    Fields that are left out are derived: num_key_value_heads is num_attention_heads, head_dim is hidden_size /
+    num_attention_heads, others are what the family has. rope_scaling may be a table as in a config.json.
 
-    model_type decides which options exist, since a config must survive the trip through transformers: q/k norm is
-    qwen3's, a bias on q, k, v but not on the output is qwen2's, a sliding window is mistral's and the qwens'.
+    model_type decides which options exist, since a config must survive the trip through transformers: see family.Family.
 
-    final_logit_softcapping: logits become c · tanh(logits / c); of these model_types only lmforge does so.
+    layer_types: "full_attention" or "sliding_attention" of each layer; the latter has the window, and its rotary positions
+    have the base rope_local_base_freq, if there is one. query_pre_attn_scalar: attention scores are divided by its root
+    instead of head_dim's. final_logit_softcapping: logits become c · tanh(logits / c).
 
     With `reward` the head returns one number for a text, its reward, instead of one for each token: transformers calls
     this sequence classification with one label. Such a head is never tied nor capped, and no end-of-text token is its
@@ -71,12 +72,15 @@ class ModelConfig:
     rms_norm_eps: float = 1e-6
     layer_norm_epsilon: float = 1e-5
     tie_word_embeddings: bool = False
-    attention_bias: bool = False
-    attention_output_bias: bool = False
+    # None: as the family has it.
+    attention_bias: bool = field(default=None)  # type: ignore[assignment]
+    attention_output_bias: bool = field(default=None)  # type: ignore[assignment]
     mlp_bias: bool = False
-    qk_norm: bool = False
+    qk_norm: bool = field(default=None)  # type: ignore[assignment]
     sliding_window: int | None = None
     layer_types: tuple[str, ...] | None = None
+    rope_local_base_freq: float | None = None
+    query_pre_attn_scalar: float | None = None
     hidden_act: str = ""
     final_logit_softcapping: float | None = None
     reward: bool = False
@@ -84,6 +88,8 @@ class ModelConfig:
     bos_token_id: int | None = None
     eos_token_id: int | tuple[int, ...] | None = None
     pad_token_id: int | None = None
+    # What computes it, as in the option model.implementation.
+    implementation: ClassVar[str] = "lmforge"
 
     def __post_init__(self) -> None:
         if registry.find("model_family", self.model_type) is None:
@@ -95,14 +101,26 @@ class ModelConfig:
             if isinstance(getattr(self, name), list):
                 self._set(name, tuple(getattr(self, name)))
         _check_numbers(self, ("hidden_size", "num_attention_heads"))
+        family = self.family
         for name, derived in (
-            ("intermediate_size", 4 * self.hidden_size if self.family == "gpt2" else None),
+            ("intermediate_size", self.hidden_size * family.intermediate_ratio),
             ("num_key_value_heads", self.num_attention_heads),
             ("head_dim", _default_head_dim(self.hidden_size, self.num_attention_heads)),
-            ("hidden_act", "gelu_new" if self.family == "gpt2" else "silu"),
+            ("hidden_act", family.activations[0]),
         ):
             if not getattr(self, name):
                 self._set(name, derived)
+        for name, value in (
+            ("attention_bias", family.attention_biases[0][0]),
+            ("qk_norm", family.qk_norm is not None),
+            ("rope_local_base_freq", family.local_rope_theta),
+            ("query_pre_attn_scalar", self.head_dim if family.scales_scores else None),
+            ("layer_types", self._default_layer_types()),
+        ):
+            if getattr(self, name) is None:
+                self._set(name, value)
+        if self.attention_output_bias is None:
+            self._set("attention_output_bias", self.attention_bias and (True, False) not in family.attention_biases)
         if self.reward:
             self._set("tie_word_embeddings", False)
             self._set("final_logit_softcapping", None)
@@ -116,16 +134,17 @@ class ModelConfig:
     def _set(self, name: str, value: Any) -> None:
         object.__setattr__(self, name, value)
 
-    @property
-    def family(self) -> str:
-        """The family whose code computes this model: "llama" (llama.py), "gpt2" (gpt2.py) or "transformers" (interop/). For a
-        plugin's family, the one that it extends."""
-        return "gpt2" if self.base_type == "gpt2" else "llama"
+    def _default_layer_types(self) -> tuple[str, ...] | None:
+        every = self.family.window_pattern
+        if not every or self.sliding_window is None:
+            return None
+        layers = range(1, self.num_hidden_layers + 1)
+        return tuple("sliding_attention" if layer % every else "full_attention" for layer in layers)
 
     @property
-    def base_type(self) -> str:
-        """The model_type whose fields this config has: its own, or for a plugin's family the one that it extends."""
-        return base_model_type(self.model_type)
+    def family(self) -> Family:
+        """The description of its model_type; for a plugin's family, of the one that it extends."""
+        return load_family(base_model_type(self.model_type))
 
     @property
     def num_outputs(self) -> int:
@@ -140,9 +159,24 @@ class ModelConfig:
         return tuple(self.sliding_window if each == "sliding_attention" else None for each in self.layer_types)
 
     @property
+    def written_layer_types(self) -> list[str]:
+        """layer_types as a config.json names each layer."""
+        one = "full_attention" if self.sliding_window is None else "sliding_attention"
+        return [*(self.layer_types or (one,) * self.num_hidden_layers)]
+
+    @property
+    def layer_ropes(self) -> tuple[Rope | None, ...]:
+        """The rotary positions of each layer; None where positions are learned."""
+        if self.family.learned_positions:
+            return (None,) * self.num_hidden_layers
+        rope, local = Rope(self.rope_theta, self.rope_scaling), self.rope_local_base_freq
+        windowed = rope if local is None else Rope(local)
+        return tuple(windowed if each == "sliding_attention" else rope for each in self.written_layer_types)
+
+    @property
     def max_sequence_length(self) -> int | None:
         """The longest sequence that this model can compute, in tokens; None where there is no bound (rotary positions)."""
-        return self.max_position_embeddings if self.family == "gpt2" else None
+        return self.max_position_embeddings if self.family.learned_positions else None
 
     def check_length(self, num_tokens: int) -> None:
         """Raise UserError where a sequence of `num_tokens` is longer than this model can compute."""
@@ -208,50 +242,65 @@ def _default_head_dim(hidden_size: int, num_heads: int) -> int | None:
     return hidden_size // num_heads if hidden_size % num_heads == 0 else None
 
 
+# Those that may be None.
+OPTIONAL_NUMBERS = (
+    "head_dim",
+    "sliding_window",
+    "final_logit_softcapping",
+    "rope_local_base_freq",
+    "query_pre_attn_scalar",
+)
+
+
 def _check_numbers(config: ModelConfig, names: Iterable[str]) -> None:
     for name in names:
         value, bounds = getattr(config, name), MODEL_RANGES[name]
-        if value is None and name in ("head_dim", "sliding_window", "final_logit_softcapping"):
+        if value is None and name in OPTIONAL_NUMBERS:
             continue
         if problem := number_problem(value, bounds, whole=isinstance(bounds["le"], int)):
             raise UserError(f"{name}: {problem}")
 
 
 def _check_options(config: ModelConfig) -> None:
-    model_type, heads, groups = config.base_type, config.num_attention_heads, config.num_key_value_heads
-    # transformers refuses a llama model whose heads do not divide its width even where head_dim is given.
-    if config.head_dim is None or (model_type in ("llama", "gpt2") and config.hidden_size % heads):
-        advice = "change one of the two" + ("" if model_type == "gpt2" else ", or use model_type mistral with a head_dim")
+    family, model_type = config.family, config.model_type
+    heads, groups = config.num_attention_heads, config.num_key_value_heads
+    # transformers refuses some models whose heads do not divide their width even where head_dim is given.
+    if config.head_dim is None or (family.heads_divide_width and config.hidden_size % heads):
+        advice = "change one of the two" + (", or use model_type mistral with a head_dim" if family.grouped_heads else "")
         raise UserError(f"num_attention_heads: {heads} heads do not divide hidden_size {config.hidden_size}; {advice}")
     if heads % groups:
         raise UserError(f"num_key_value_heads: {groups} does not divide num_attention_heads {heads}; choose a divisor")
-    activations = ("gelu_new", "gelu_pytorch_tanh", "gelu") if config.family == "gpt2" else ("silu", "swish")
-    if config.hidden_act not in activations:
-        raise UserError(f'hidden_act: "{config.hidden_act}" is not supported in a {model_type} model; use "{activations[0]}"')
-    if config.family == "llama" and config.head_dim % 2:
+    if config.hidden_act not in family.activations:
+        use = family.activations[0]
+        raise UserError(f'hidden_act: "{config.hidden_act}" is not supported in a {model_type} model; use "{use}"')
+    if not family.learned_positions and config.head_dim % 2:
         raise UserError(f"head_dim: rotary positions need an even width, got {config.head_dim}")
-    if config.family == "gpt2" and (groups != heads or config.head_dim * heads != config.hidden_size):
-        raise UserError("num_key_value_heads, head_dim: a gpt2 model has neither; leave them out, or use model_type llama")
-    if config.family == "gpt2" and config.rope_scaling is not None:
-        raise UserError("rope_scaling: a gpt2 model has learned positions; leave it out, or use model_type llama")
+    if not family.grouped_heads and (groups != heads or config.head_dim * heads != config.hidden_size):
+        raise UserError(
+            f"num_key_value_heads, head_dim: a {model_type} model has neither; leave them out, or use model_type llama"
+        )
+    if family.learned_positions and config.rope_scaling is not None:
+        raise UserError(f"rope_scaling: a {model_type} model has learned positions; leave it out, or use model_type llama")
     biases = (config.attention_bias, config.attention_output_bias)
-    if biases not in _ATTENTION_BIASES[model_type]:
+    if biases not in family.attention_biases:
+        possible = " or ".join(map(str, family.attention_biases))
         raise UserError(
-            f"attention_bias, attention_output_bias: {biases} cannot be written as a {model_type} model; llama and qwen3 have "
-            "both or none, qwen2 the first alone, mistral and gpt2 neither (gpt2's own are not optional)"
+            f"attention_bias, attention_output_bias: {biases} cannot be written as a {model_type} model; use {possible}"
         )
-    if config.mlp_bias and model_type != "llama":
+    if config.mlp_bias and not family.mlp_biases:
         raise UserError(f"mlp_bias: a {model_type} model has none; leave it out, or use model_type llama")
-    if config.qk_norm != (model_type == "qwen3"):
-        raise UserError(
-            f"qk_norm: {config.qk_norm} cannot be written as a {model_type} model; qwen3 always has it, others never"
-        )
-    if config.sliding_window is not None and model_type in ("llama", "gpt2"):
+    if config.qk_norm != (family.qk_norm is not None):
+        raise UserError(f"qk_norm: {config.qk_norm} cannot be written as a {model_type} model; leave it out")
+    if config.rope_local_base_freq is not None and family.local_rope_theta is None:
+        raise UserError(f"rope_local_base_freq: a {model_type} model has none; leave it out")
+    if config.query_pre_attn_scalar is not None and not family.scales_scores:
+        raise UserError(f"query_pre_attn_scalar: a {model_type} model has none; leave it out")
+    if config.sliding_window is not None and family.windows == "none":
         raise UserError(f"sliding_window: a {model_type} model has none; leave it out, or use model_type mistral")
     if config.layer_types is None:
         return
-    if config.sliding_window is None or model_type == "mistral":
-        raise UserError("layer_types: needs sliding_window and model_type qwen2 or qwen3; leave it out")
+    if config.sliding_window is None or family.windows != "by layer":
+        raise UserError("layer_types: needs sliding_window and a model_type with windows in some layers; leave it out")
     if len(config.layer_types) != config.num_hidden_layers:
         raise UserError(f"layer_types: names {len(config.layer_types)} layers of {config.num_hidden_layers}; name each")
     for entry in config.layer_types:

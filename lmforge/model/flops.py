@@ -33,23 +33,25 @@ def parameter_count(config: ModelConfig) -> ParameterCount:
     counted = config.counted_parameters()
     if counted is not None:
         return ParameterCount(*counted)
-    gpt2, layers = config.family == "gpt2", config.num_hidden_layers
-    width, inner = config.hidden_size, config.intermediate_size
-    queries = config.num_attention_heads * config.head_dim
-    keys = config.num_key_value_heads * config.head_dim
-    matrices = layers * width * (2 * (queries + keys) + (2 if gpt2 else 3) * inner)
-    if gpt2:
-        vectors = 5 * width + inner
-        norms = (2 * layers + 1) * 2 * width
-    else:
-        vectors = config.attention_bias * (queries + 2 * keys) + config.attention_output_bias * width
-        vectors += config.mlp_bias * (2 * inner + width) + config.qk_norm * 2 * config.head_dim
-        norms = (2 * layers + 1) * width
-    blocks = matrices + layers * vectors + norms
-    head = config.num_outputs * width
-    embeddings = width * (config.vocab_size + (config.max_position_embeddings if gpt2 else 0))
+    family, layers = config.family, config.num_hidden_layers
+    matrices = layers * sum(each.inputs * each.outputs for each in family.linears(config))
+    blocks = layers * block_parameters(config) + norm_parameters(config, config.hidden_size)
+    head = config.num_outputs * config.hidden_size
+    positions = config.max_position_embeddings if family.learned_positions else 0
+    embeddings = (config.vocab_size + positions) * config.hidden_size
     total = embeddings + blocks + (0 if config.tie_word_embeddings else head)
     return ParameterCount(total, embeddings, blocks + head, matrices)
+
+
+def block_parameters(config: ModelConfig) -> int:
+    """The parameters of one block."""
+    linears = sum(each.inputs * each.outputs + each.bias * each.outputs for each in config.family.linears(config))
+    return linears + sum(norm_parameters(config, each.size) for each in config.family.norms(config))
+
+
+def norm_parameters(config: ModelConfig, size: int) -> int:
+    """The parameters of a norm over `size` channels."""
+    return 2 * size if config.family.layer_norm else size
 
 
 def adapted_flops_per_token(config: ModelConfig, sequence_length: int, total: int, trained: int) -> int:

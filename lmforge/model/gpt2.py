@@ -1,37 +1,25 @@
-"""The GPT-2 family by its Hugging Face tensor names: LayerNorm, learned positions, GELU.
+"""GPT-2 by its Hugging Face tensor names: LayerNorm, learned positions, GELU. Its description is in families/gpt2.py.
 
 Radford et al., "Language Models are Unsupervised Multitask Learners", 2019. Dropout, if any, is on the embeddings and on
 what each half of a block adds, not on attention's probabilities. No loss here: the objective applies the head.
 """
 
-import torch
 from torch import Tensor, nn
-from torch.nn.functional import gelu, linear
 
 from lmforge.model.attention import AttentionMask, LayerKVCache, attend
 from lmforge.model.config import ModelConfig
-from lmforge.model.layers import LanguageModel, LMHead, add_residual, apply_linear
+from lmforge.model.layers import ACTIVATIONS, Conv1D, LanguageModel, LMHead, add_linears, add_residual, apply_linear
 from lmforge.model.rng.token_rng import TokenRng
 
 
-class Conv1D(nn.Module):
-    """x @ weight + bias, with the weight [in, out]: GPT-2 stores its linear maps transposed."""
-
-    def __init__(self, in_features: int, out_features: int) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.empty(in_features, out_features))
-        self.bias = nn.Parameter(torch.empty(out_features))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return linear(x, self.weight.t(), self.bias)
-
-
 class GPT2Attention(nn.Module):
+    c_attn: Conv1D
+    c_proj: Conv1D
+
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.head_dim = config.head_dim
-        self.c_attn = Conv1D(config.hidden_size, 3 * config.hidden_size)
-        self.c_proj = Conv1D(config.hidden_size, config.hidden_size)
+        add_linears(self, "attn", config)
 
     def forward(self, x: Tensor, mask: AttentionMask, cache: LayerKVCache | None, token_rng: TokenRng | None) -> Tensor:
         heads = (*x.shape[:2], -1, self.head_dim)
@@ -42,14 +30,16 @@ class GPT2Attention(nn.Module):
 
 
 class GPT2MLP(nn.Module):
+    c_fc: Conv1D
+    c_proj: Conv1D
+
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        self.c_fc = Conv1D(config.hidden_size, config.intermediate_size)
-        self.c_proj = Conv1D(config.intermediate_size, config.hidden_size)
-        self.approximate = "none" if config.hidden_act == "gelu" else "tanh"
+        self.activation = ACTIVATIONS[config.hidden_act]
+        add_linears(self, "mlp", config)
 
     def forward(self, x: Tensor, token_rng: TokenRng | None = None) -> Tensor:
-        return apply_linear(self.c_proj, gelu(apply_linear(self.c_fc, x, token_rng), approximate=self.approximate), token_rng)
+        return apply_linear(self.c_proj, self.activation(apply_linear(self.c_fc, x, token_rng)), token_rng)
 
 
 class GPT2Block(nn.Module):
@@ -89,7 +79,7 @@ class GPT2Backbone(nn.Module):
 
 
 class GPT2(LanguageModel):
-    """A language model of the GPT-2 family, without its loss."""
+    """GPT-2 without its loss."""
 
     embedding_names = ("transformer.wte", "transformer.wpe")
     blocks_name = "transformer.h"

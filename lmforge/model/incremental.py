@@ -3,7 +3,7 @@
 Sequences join and leave while others continue; they are numbered 0, 1, … in the order in which they joined. Sampling the next
 token is in generate/.
 
-A model of the Llama family is decoded by `LlamaDecodeModel`: the same sums as llama.py in fewer and larger operations. One
+A model of the Llama family is decoded by `LlamaDecodeModel`: the same sums as decoder.py in fewer and larger operations. One
 product computes the queries, keys and values of a token, another gate and up of its feed-forward; a pair of rotary channels
 is one complex number. Measured on one CPU thread in fp32 with the model of benchmarks/engine.py (6 layers, width 256, torch
 2.13): without it, prefill and decoding together take 1.16 times the CPU time for one sequence, and 1.13 times for eight.
@@ -165,7 +165,9 @@ class LlamaDecodeModel:
         self._heads, self._groups, self._width = config.num_attention_heads, config.num_key_value_heads, config.head_dim
         self._layers = [_FusedLlamaLayers(block, self._interleave, config, dtype) for block in model.blocks]
         device = model.embeddings[0].weight.device
-        angles = torch.arange(cache.max_length, device=device)[:, None].float() * rotary_frequencies(config, device)
+        angles = torch.arange(cache.max_length, device=device)[:, None].float() * rotary_frequencies(
+            config.layer_ropes[0], self._width, device
+        )
         self._rotations = torch.polar(torch.ones_like(angles), angles)[:, None]  # complex64 [positions, 1, head_dim / 2]
 
     def _interleave(self, channels: Tensor) -> Tensor:

@@ -19,9 +19,6 @@ from lmforge.data.order import derive_key
 from lmforge.model.config import ModelConfig
 from lmforge.model.rng.weight_rng import Distribution, fill_random, standard_normal, standard_uniform
 
-# The projections that write into the residual stream, in both families.
-_RESIDUAL_PROJECTIONS = ("o_proj.weight", "down_proj.weight", "c_proj.weight")
-_INPUT_EMBEDDINGS = ("embed_tokens.weight", "wte.weight")
 # The names of a low-rank adapter's two tensors (lora.py).
 LORA_SUFFIXES = (".lora_A.weight", ".lora_B.weight")
 
@@ -74,9 +71,9 @@ def initial_value(
 ) -> InitialValue:
     """The first value of one tensor, of this full shape.
 
-    Norm weights are one and biases zero. The rest is normal(0, initializer_range), divided by sqrt(2 * layers) for the
+    Norms multiply by one and biases are zero. The rest is normal(0, initializer_range), divided by sqrt(2 * layers) for the
     projections that add to the residual stream, so that its variance does not grow with depth (GPT-2, section 2.3).
-    `embedding_std` replaces initializer_range for the input embedding. In a low-rank adapter's pair, A is uniform in
+    `embedding_std` replaces initializer_range. In a low-rank adapter's pair, A is uniform in
     ±1/sqrt(inputs) (Kaiming with a slope of sqrt(5)) and B zero: at first an adapter adds nothing.
     """
     if name.endswith((".bias", LORA_SUFFIXES[1])):
@@ -84,12 +81,10 @@ def initial_value(
     if name.endswith(LORA_SUFFIXES[0]):
         return InitialValue(standard_uniform, scale=shape[1] ** -0.5)
     if len(shape) == 1:
-        return InitialValue(loc=1.0)
-    std = config.initializer_range
-    if name.endswith(_RESIDUAL_PROJECTIONS):
+        return InitialValue(loc=1.0 - (config.family.norm_offset or 0.0))
+    std = config.initializer_range if embedding_std is None else embedding_std
+    if name.removesuffix(".weight").endswith(tuple(each.name for each in config.family.linears(config) if each.residual)):
         std /= math.sqrt(2 * config.num_hidden_layers)
-    if embedding_std is not None and name.endswith(_INPUT_EMBEDDINGS):
-        std = embedding_std
     return InitialValue(standard_normal, scale=std)
 
 

@@ -1,5 +1,6 @@
-"""The modules that both families are made of, and `LanguageModel`: what every model offers."""
+"""The modules that all families are made of, and `LanguageModel`: what every model offers."""
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -8,6 +9,7 @@ from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import gelu, linear, silu
 
 from lmforge.data.batch import Batch
 from lmforge.model.attention import ContextParallel, LayerKVCache, create_attention_mask
@@ -16,6 +18,37 @@ from lmforge.model.incremental import IncrementalDecoder
 from lmforge.model.init_weights import FlatShard, InitialValue, initial_value
 from lmforge.model.rng.token_rng import TokenRng, neftune_noise_scale, perturb_embeddings
 from lmforge.model.rope import rotary_embedding
+
+_gelu_tanh = partial(gelu, approximate="tanh")
+# By their names in a config.json.
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "silu": silu,
+    "swish": silu,
+    "gelu": gelu,
+    "gelu_new": _gelu_tanh,
+    "gelu_pytorch_tanh": _gelu_tanh,
+}
+
+
+class Conv1D(nn.Module):
+    """x @ weight + bias, with the weight [in, out]: GPT-2 stores its linear maps transposed."""
+
+    def __init__(self, in_features: int, out_features: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(in_features, out_features))
+        self.bias = nn.Parameter(torch.empty(out_features))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return linear(x, self.weight.t(), self.bias)
+
+
+def add_linears(module: nn.Module, owner: str, config: ModelConfig) -> None:
+    """Give `module`, which a block calls `owner`, the linear layers that the family describes there."""
+    for each in config.family.linears(config):
+        prefix, _, name = each.name.partition(".")
+        if prefix == owner:
+            sizes = each.inputs, each.outputs
+            module.add_module(name, Conv1D(*sizes) if config.family.transposed else nn.Linear(*sizes, bias=each.bias))
 
 
 def apply_linear(layer: nn.Module, x: Tensor, token_rng: TokenRng | None) -> Tensor:
@@ -41,17 +74,20 @@ def add_residual(hidden: Tensor, x: Tensor, token_rng: TokenRng | None, site: in
 class RMSNorm(nn.Module):
     """x / sqrt(mean(x²) + eps) * weight (arXiv 1910.07467), over the last dimension.
 
-    Computed in fp32 whatever the dtype of the input, and returned in that dtype, as transformers does.
+    Computed in fp32 whatever the dtype of the input, and returned in that dtype, as transformers does. Llama multiplies by
+    the weight after rounding to that dtype; with an `offset`, which is added to the weight, it is multiplied before.
     """
 
-    def __init__(self, hidden_size: int, eps: float) -> None:
+    def __init__(self, hidden_size: int, eps: float, offset: float | None = None) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(hidden_size))
-        self.eps = eps
+        self.eps, self.offset = eps, offset
 
     def forward(self, x: Tensor) -> Tensor:
         x32 = x.float()
         normed = x32 * torch.rsqrt(x32.square().mean(-1, keepdim=True) + self.eps)
+        if self.offset is not None:
+            return (normed * (self.offset + self.weight.float())).to(x.dtype)
         return (self.weight * normed.to(x.dtype)).to(x.dtype)
 
 
@@ -183,7 +219,10 @@ class LanguageModel(nn.Module):
         hidden = token_embedding(tokens)
         for embedding in position_embeddings:
             hidden = hidden + embedding(positions)
-        return perturb_embeddings(to_autocast_dtype(hidden), token_rng)
+        hidden = to_autocast_dtype(hidden)
+        if self.config.family.scaled_embeddings:  # by a number in that dtype, as transformers does
+            hidden = hidden * torch.tensor(math.sqrt(self.config.hidden_size), dtype=hidden.dtype, device="cpu")
+        return perturb_embeddings(hidden, token_rng)
 
     def run_blocks(
         self,
@@ -196,7 +235,7 @@ class LanguageModel(nn.Module):
         document_starts: Tensor | None = None,
     ) -> Tensor:
         """`hidden` after the blocks of `layer_indices`, all of them by default; the same shape and dtype."""
-        blocks, windows = self.blocks, self.config.layer_windows
+        blocks, windows, ropes = self.blocks, self.config.layer_windows, self.config.layer_ropes
         if cache is None:
             make_mask = partial(
                 create_attention_mask,
@@ -208,11 +247,11 @@ class LanguageModel(nn.Module):
             masks = {each: make_mask(document_ids, each) for each in set(windows)}
         else:
             masks = {each: cache[0].mask(each) for each in set(windows)}
-        rotary = rotary_embedding(positions, self.config)
+        rotary = {each: rotary_embedding(positions, each, self.config.head_dim) for each in set(ropes)}
         for layer in range(len(blocks)) if layer_indices is None else layer_indices:
             layer_cache = None if cache is None else cache[layer]
             layer_rng = None if token_rng is None else token_rng.for_block(layer)
-            hidden = blocks[layer](hidden, rotary, masks[windows[layer]], layer_cache, layer_rng)
+            hidden = blocks[layer](hidden, rotary[ropes[layer]], masks[windows[layer]], layer_cache, layer_rng)
         return hidden
 
     def incremental_decoder(self, batch_size: int, max_length: int, *, device: torch.device, dtype: torch.dtype) -> Any:
@@ -227,7 +266,8 @@ class LanguageModel(nn.Module):
     ) -> Iterator[tuple[str, InitialValue | Tensor]]:
         """(name, first value) of the parameters of these names and full shapes; see init_weights.py."""
         for name, shape in shapes.items():
-            yield name, initial_value(name, shape, self.config, embedding_std)
+            is_embedding = name == f"{self.embedding_names[0]}.weight"
+            yield name, initial_value(name, shape, self.config, embedding_std if is_embedding else None)
 
     def tie_weights(self) -> None:
         """Tie the head's weight to the embedding's, where the config says so. Repeat after `to_empty`, which unties them."""

@@ -15,9 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from lmforge.errors import UserError
-from lmforge.model.gpt2 import Conv1D
 from lmforge.model.init_weights import LORA_SUFFIXES
-from lmforge.model.layers import LanguageModel
+from lmforge.model.layers import Conv1D, LanguageModel
 from lmforge.model.rng.token_rng import ADAPTER_SITE, TokenRng, dropout
 from lmforge.untrusted import compile_pattern
 

@@ -9,7 +9,7 @@ import math
 import torch
 from torch import Tensor
 
-from lmforge.model.config import ModelConfig
+from lmforge.model.config import Rope
 
 
 class RotaryEmbedding:
@@ -30,11 +30,11 @@ class RotaryEmbedding:
         return torch.cat(rotated, dim=-1).to(heads.dtype)
 
 
-def rotary_frequencies(config: ModelConfig, device: torch.device | str = "cpu") -> Tensor:
+def rotary_frequencies(rope: Rope, head_dim: int, device: torch.device | str = "cpu") -> Tensor:
     """Angle per position of each channel pair, in radians: fp32 [head_dim / 2]."""
-    exponents = torch.arange(0, config.head_dim, 2, dtype=torch.float32, device=device) / config.head_dim
-    base = 1.0 / config.rope_theta**exponents
-    scaling = config.rope_scaling
+    exponents = torch.arange(0, head_dim, 2, dtype=torch.float32, device=device) / head_dim
+    base = 1.0 / rope.theta**exponents
+    scaling = rope.scaling
     if scaling is None:
         return base
     if scaling.rope_type == "linear":
@@ -49,9 +49,9 @@ def rotary_frequencies(config: ModelConfig, device: torch.device | str = "cpu") 
     return base * (kept + (1 - kept) / scaling.factor)
 
 
-def rotary_embedding(positions: Tensor, config: ModelConfig) -> RotaryEmbedding | None:
+def rotary_embedding(positions: Tensor, rope: Rope | None, head_dim: int) -> RotaryEmbedding | None:
     """The rotations of positions int64 [sequences, length], computed once per forward; None where positions are learned."""
-    if config.family == "gpt2":
+    if rope is None:
         return None
-    angles = positions.float()[:, :, None, None] * rotary_frequencies(config, positions.device)
+    angles = positions.float()[:, :, None, None] * rotary_frequencies(rope, head_dim, positions.device)
     return RotaryEmbedding(angles.cos(), angles.sin())

@@ -12,7 +12,7 @@ import warnings
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_module, distribute_tensor
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     ParallelStyle,
@@ -24,7 +24,6 @@ from torch.distributed.tensor.parallel import (
 
 from lmforge.model.config import ModelConfig
 from lmforge.model.layers import LanguageModel
-from lmforge.model.llama import Llama
 
 # Hidden states are local tensors of DTensors, which are views; nothing here writes into them.
 warnings.filterwarnings("ignore", message=r"FSDP2-wrapped module .* returned a view tensor")
@@ -36,7 +35,6 @@ SEQUENCE_DIM = 1  # of hidden states [sequences, length, width]
 
 def apply_tensor_parallel(model: LanguageModel, mesh: DeviceMesh) -> None:
     """Split the parameters of `model` (on any device, meta too) over the one-dimensional `mesh`, in place."""
-    assert isinstance(model, Llama)
     model.sequence_parallel_shard = mesh.get_local_rank(), mesh.size()
     for block in model.blocks:
         parallelize_module(block, mesh, _block_plan(model.config))
@@ -63,18 +61,36 @@ def _block_plan(config: ModelConfig) -> dict[str, ParallelStyle]:
             input_layouts=(Shard(SEQUENCE_DIM), *rest), desired_input_layouts=(Replicate(), *rest), use_local_output=False
         )
 
-    plan: dict[str, ParallelStyle] = {
-        "input_layernorm": SequenceParallel(),
-        "self_attn": gather_first(4),
-        "self_attn.o_proj": RowwiseParallel(output_layouts=Shard(SEQUENCE_DIM)),
-        "post_attention_layernorm": SequenceParallel(),
-        "mlp": gather_first(1),
-        "mlp.down_proj": RowwiseParallel(output_layouts=Shard(SEQUENCE_DIM)),
+    over = {
+        "sequence": SequenceParallel(use_local_output=True),
+        # These see [sequences, length, heads, head_dim], split by heads, or [sequences, length, channels], split by channels.
+        "heads": SequenceParallel(sequence_dim=2, use_local_output=True),
+        "channels": ChannelParallelNorm(),
     }
-    columns = ["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "mlp.gate_proj", "mlp.up_proj"]
-    plan |= {name: ColwiseParallel() for name in columns}
-    if config.qk_norm:
-        # These see [sequences, length, heads, head_dim], split by heads.
-        norm = SequenceParallel(sequence_dim=2, use_local_output=True)
-        plan |= {"self_attn.q_norm": norm, "self_attn.k_norm": norm}
-    return plan
+    linears, norms = config.family.linears(config), config.family.norms(config)
+    return {
+        "self_attn": gather_first(4),
+        "mlp": gather_first(1),
+        **{each.name: over[each.over] for each in norms},
+        **{
+            each.name: RowwiseParallel(output_layouts=Shard(SEQUENCE_DIM)) if each.residual else ColwiseParallel()
+            for each in linears
+        },
+    }
+
+
+class ChannelParallelNorm(ParallelStyle):
+    """A norm over channels that are split over ranks, and so are its weights: the mean square is all-reduced."""
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        def split(name: str, norm: nn.Module, mesh: DeviceMesh) -> None:
+            for each, parameter in norm.named_parameters():
+                norm.register_parameter(each, nn.Parameter(distribute_tensor(parameter, mesh, [Shard(0)])))
+
+        return distribute_module(
+            module,
+            device_mesh,
+            split,
+            lambda norm, inputs, mesh: DTensor.from_local(inputs[0], mesh, [Shard(-1)]),  # type: ignore[arg-type]
+            lambda norm, output, mesh: output.to_local(),
+        )

@@ -111,7 +111,7 @@ def check_neftune(options: ParallelOptions) -> None:
 
 def check_parallel(options: ParallelOptions, config: ModelConfig, plan: BatchPlan) -> None:
     """Raise UserError with a way out, where tensor, context or pipeline parallelism does not fit model or batch."""
-    if config.family == "transformers" and options.model_parallel_size > 1:
+    if config.implementation == "transformers" and options.model_parallel_size > 1:
         raise UserError(f"{_DEGREES}: not with model.implementation = transformers")
     _check_context_parallel(plan.sequence_length, options.context_parallel_degree)
     _check_tensor_parallel(config, options.tensor_parallel_degree, plan.sequence_length // options.context_parallel_degree)
@@ -132,10 +132,8 @@ def _check_tensor_parallel(config: ModelConfig, degree: int, local_length: int) 
     if degree == 1:
         return
     requested = f"parallel.tensor_parallel_degree = {degree}"
-    if config.family == "gpt2":
-        raise UserError(
-            f"{requested}: gpt2 keeps queries, keys and values in one matrix, which is not split; use sharding alone"
-        )
+    if why := config.family.why_not_split:
+        raise UserError(f"{requested}: {why}; use sharding alone")
     names = ("num_attention_heads", "num_key_value_heads", "intermediate_size")
     sizes = {name: getattr(config, name) for name in names}
     for name, size in sizes.items():

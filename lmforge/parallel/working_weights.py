@@ -12,8 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lmforge.model.gpt2 import Conv1D
-from lmforge.model.layers import LanguageModel
+from lmforge.model.layers import Conv1D, LanguageModel
 from lmforge.model.lora import LoraLinear
 
 

@@ -13,6 +13,11 @@ RNG_KEY_BYTES = 8  # of a token's rng key
 FP32_BYTES = 4  # norms, rotary angles, log-sum-exps and the head's gradient are in fp32, whatever the compute dtype
 
 
+def has_formulas(config: ModelConfig) -> bool:
+    """Whether the activations of a model can be counted: its norms are before attention and feed-forward."""
+    return config.implementation == "lmforge" and config.family.attention_norms[1] is None
+
+
 def block_activation_bytes(
     config: ModelConfig,
     batch_size: int,
@@ -32,7 +37,7 @@ def block_activation_bytes(
         attention += dtype_bytes * queries  # the chunks, and their concatenation
     if config.qk_norm:
         attention += (FP32_BYTES + dtype_bytes) * (queries + keys) + FP32_BYTES * (heads + kv_heads)
-    feed_forward = dtype_bytes * (4 if config.family == "llama" else 2) * config.intermediate_size
+    feed_forward = dtype_bytes * (2 if config.family.layer_norm else 4) * config.intermediate_size
     scores = score_bytes(length, heads, dtype_bytes, dense_mask=dense_mask, stores_weights=False)
     return batch_size * (length * (norms + attention + feed_forward) + scores)
 
@@ -46,7 +51,7 @@ def norm_activation_bytes(config: ModelConfig, dtype_bytes: int) -> int:
     """Bytes per token of an RMSNorm: its input in fp32, the root, the normalized input, and the output; of a LayerNorm: input,
     mean, root and output."""
     width = config.hidden_size
-    if config.family == "gpt2":
+    if config.family.layer_norm:
         return 2 * FP32_BYTES + 2 * dtype_bytes * width
     return FP32_BYTES * width + FP32_BYTES + 2 * dtype_bytes * width
 

@@ -19,10 +19,10 @@ from lmforge.parallel.validate import (
     check_parallel,
     choose_engine,
 )
+from lmforge.plan.activations import has_formulas
 from lmforge.plan.advice import suggest_what_fits
 from lmforge.plan.calibration import Calibration, read_calibration
 from lmforge.plan.hardware import GB, GPU, Hardware, Network, read_hardware
-from lmforge.plan.prediction.block import LINEAR_LAYERS, block_products
 from lmforge.plan.prediction.predict import Prediction, peak_memory, predict, resolve_reduction
 from lmforge.plan.prediction.rates import CONSTANTS, Rates
 from lmforge.plan.prediction.step_config import StepConfig
@@ -189,7 +189,7 @@ def build_step_config(
 def make_step_config(config: StageConfig, model: ModelConfig, gpus: int, machine: Machine) -> StepConfig:
     """The StepConfig of a recipe on this number of GPUs. Raises UserError where it does not fit the ranks, the model or the
     device."""
-    if model.family not in ("llama", "gpt2"):
+    if not has_formulas(model):
         raise UserError(f"lmforge plan: there are no formulas for a {model.model_type} model")
     if config.train.epochs is not None:
         raise UserError(f"train.epochs = {config.train.epochs:g}: a plan does not read the data; give --train.steps instead")
@@ -204,9 +204,10 @@ def make_step_config(config: StageConfig, model: ModelConfig, gpus: int, machine
     model.check_length(config.data.sequence_length)
     dtype, compiled = choose_dtypes(config, machine.gpu, machine.calibration)
     if config.train.float8:
-        # GPT-2's linear maps are not nn.Linear modules.
-        products = zip(LINEAR_LAYERS, block_products(model, 1), strict=True) if model.family == "llama" else ()
-        check_float8_sizes(model.model_type, {name: (each.inputs, each.outputs) for name, each in products})
+        # Transposed linear layers are not nn.Linear modules.
+        linears = () if model.family.transposed else model.family.linears(model)
+        sizes = {each.name.rpartition(".")[2]: (each.inputs, each.outputs) for each in linears}
+        check_float8_sizes(model.model_type, sizes)
     if compiled:
         check_compiled(config.parallel, "cpu" if machine.gpu.is_cpu else "cuda")
     stores_weights = False

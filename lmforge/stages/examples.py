@@ -131,7 +131,7 @@ def open_example_inputs(config: TunedConfig, world_size: int) -> RunInputs:
     batch_plan = plan_batches(config, world_size)
     pretrained, tokenizer, model_config = open_tuned_model(config)
     if config.kind == "pairs-with-margins":
-        if model_config.family == "transformers":
+        if model_config.implementation == "transformers":
             raise UserError(
                 f"{config.model.source}: transformers computes it, and gives it no head for rewards; import it first"
             )

@@ -138,7 +138,7 @@ def _log_summary(trainer: Trainer, compile_words: str, dtype_reason: str) -> Non
     log(f"engine     {trainer.parallel_model.description}, {format_count(dist_ctx.world_size, 'rank')} on {device}")
     if not on_gpu and (others := other_trainings()):
         log(f"shared     other trainings use these cores too, so each is slower: process {', '.join(map(str, others))}")
-    wrapped = model_config.family == "transformers"
+    wrapped = model_config.implementation == "transformers"
     attention = "transformers', dense mask"
     if not wrapped:
         context_parallel = config.parallel.context_parallel_degree > 1

@@ -192,7 +192,7 @@ def _model_difference(theirs: ModelConfig, ours: ModelConfig) -> str:
         fields |= fields.pop("config_dict", {})
     names = [name for name in our_fields | their_fields if their_fields.get(name) != our_fields.get(name)]
     differing = [f"{name} {their_fields.get(name)} there, {our_fields.get(name)} here" for name in names[:3]]
-    return "; ".join(differing) or f"computed by {theirs.family} there, by {ours.family} here"
+    return "; ".join(differing) or f"computed by {theirs.implementation} there, by {ours.implementation} here"
 
 
 def describe_config_changes(point: ResumePoint, config: StageConfig) -> list[str]:

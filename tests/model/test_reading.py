@@ -77,9 +77,9 @@ def test_a_large_model_and_one_that_is_not_plain_are_read_by_their_own_forward(d
 
 
 def _on_meta(config: ModelConfig) -> nn.Module:
-    from lmforge.model.llama import Llama
+    from lmforge.model.decoder import Decoder
 
-    return Llama(config)
+    return Decoder(config)
 
 
 def test_prompts_are_read_together_with_little_padding_and_in_bounded_pieces(draw: random.Random) -> None:

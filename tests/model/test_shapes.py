@@ -110,7 +110,7 @@ def test_a_shape_can_be_given_field_by_field() -> None:
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"model_type": "mixtral"}, 'model_type: "mixtral" is not supported; lmforge reads llama, mistral'),
+        ({"model_type": "mixtral"}, 'model_type: "mixtral" is not supported; lmforge reads gpt2, llama, mistral'),
         ({"model_type": None}, "model_type"),
         ({"model_type": ["llama"]}, "model_type"),
         ({"rope_scaling": {"rope_type": ["linear"], "factor": 2.0}}, "rope_type"),

@@ -61,7 +61,8 @@ def partitioned_bytes(config: ModelConfig, mode: str) -> int:
 
     backend = aot_autograd(fw_compiler=run_as_it_is, partition_fn=partition, decompositions=select_decomp_table())
     block = torch.compile(model.blocks[0], backend=backend, dynamic=False)
-    rotary = rotary_embedding(torch.arange(LENGTH).expand(SEQUENCES, LENGTH), config)
+    (rope,) = set(config.layer_ropes)
+    rotary = rotary_embedding(torch.arange(LENGTH).expand(SEQUENCES, LENGTH), rope, config.head_dim)
     hidden = torch.randn(SEQUENCES, LENGTH, config.hidden_size, dtype=torch.bfloat16, requires_grad=True)
     block(hidden, rotary, AttentionMask(), None, None)
     names = {name for name, _ in model.named_parameters()}

@@ -7,13 +7,12 @@ plan/activations.py.
 from dataclasses import dataclass
 
 from lmforge.model.config import ModelConfig
+from lmforge.model.flops import block_parameters
 from lmforge.plan.activations import FP32_BYTES, RNG_KEY_BYTES, block_activation_bytes, num_mask_elements, score_bytes
 from lmforge.plan.prediction.step_config import StepConfig
 
 # Kernels that a block launches in its forward pass.
 EAGER_KERNELS, COMPILED_KERNELS = 60, 20
-# Names of the linear layers of a Llama block, in the order of block_products.
-LINEAR_LAYERS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
 
 @dataclass(frozen=True)
@@ -48,21 +47,10 @@ class BlockCost:
     feed_forward_bytes: int
 
 
-def block_parameters(config: ModelConfig) -> int:
-    """Parameters of one block."""
-    width, inner = config.hidden_size, config.intermediate_size
-    queries, keys = config.num_attention_heads * config.head_dim, config.num_key_value_heads * config.head_dim
-    if config.family == "gpt2":
-        return width * (2 * (queries + keys) + 2 * inner) + 5 * width + inner + 4 * width
-    count = width * (2 * (queries + keys) + 3 * inner) + 2 * width
-    count += config.attention_bias * (queries + 2 * keys) + config.attention_output_bias * width
-    return count + config.mlp_bias * (2 * inner + width) + config.qk_norm * 2 * config.head_dim
-
-
 def block_shapes(config: ModelConfig, tensor: int) -> list[tuple[int, int]]:
     """(rows, columns) of a block's parameters on a rank; vectors together, as columns of a tensor as wide as the model."""
     matrices = [(each.outputs, each.inputs) for each in block_products(config, tensor)]
-    if config.family == "gpt2":  # which keeps them transposed
+    if config.family.transposed:
         matrices = [(columns, rows) for rows, columns in matrices]
     rest = block_parameters(config) // tensor - sum(rows * columns for rows, columns in matrices)
     return [*matrices, (config.hidden_size, max(1, rest // config.hidden_size))]
@@ -70,15 +58,14 @@ def block_shapes(config: ModelConfig, tensor: int) -> list[tuple[int, int]]:
 
 def block_products(config: ModelConfig, tensor: int) -> tuple[Product, ...]:
     """In the order of the forward pass, of which selective-ops keeps every second one."""
-    width, inner = config.hidden_size, config.intermediate_size // tensor
-    queries = config.num_attention_heads * config.head_dim // tensor
-    keys = config.num_key_value_heads * config.head_dim // tensor
-    if config.family == "gpt2":
-        sizes = [(width, 3 * queries), (queries, width), (width, inner), (inner, width)]
-    else:
-        sizes = [(width, queries), (width, keys), (width, keys), (queries, width), (width, inner), (width, inner)]
-        sizes.append((inner, width))
-    return tuple(Product(*size, kept=number % 2 == 0) for number, size in enumerate(sizes))
+    return tuple(
+        Product(
+            each.inputs // (tensor if each.residual else 1),
+            each.outputs // (1 if each.residual else tensor),
+            kept=number % 2 == 0,
+        )
+        for number, each in enumerate(config.family.linears(config))
+    )
 
 
 def compiled_saved_bytes(config: ModelConfig, tokens: int, dtype_bytes: int, tensor: int) -> int:
@@ -89,7 +76,7 @@ def compiled_saved_bytes(config: ModelConfig, tokens: int, dtype_bytes: int, ten
     queries, keys = heads * config.head_dim, kv_heads * config.head_dim
     residual = dtype_bytes * 2 * width // tensor  # the block's input, and attention's branch
     normed = dtype_bytes * 2 * width
-    is_llama = config.family == "llama"
+    is_llama = not config.family.layer_norm
     scales = (2 if is_llama else 4) * FP32_BYTES
     attention = dtype_bytes * (2 * queries + 2 * keys) + FP32_BYTES * heads
     if config.qk_norm:
@@ -146,7 +133,7 @@ def count_block(step_config: StepConfig, *, checkpointed: bool) -> BlockCost:
     if not step_config.on_gpu:
         span = num_mask_elements(step_config.sequence_length) / step_config.sequence_length  # in chunks of queries
     # Reads and writes of each token: norms and additions of the residual stream, rotations, the gated product.
-    stream, gates = width / tensor, (3 if model.family == "llama" else 2) * inner
+    stream, gates = width / tensor, (2 if model.family.layer_norm else 3) * inner
     if step_config.compiled:
         forward, backward = 9 * stream + 2 * (queries + keys) + gates, 25 * stream + 2 * (queries + keys) + 2 * gates
     else:
@@ -184,6 +171,6 @@ def mask_bytes(step_config: StepConfig, *, only_kept: bool = False) -> int:
 def embedded_bytes(step_config: StepConfig) -> float:
     """What is kept before the first block, which counts its input itself: rotary angles, masks of attention and dropout."""
     tokens, width = step_config.tokens, step_config.model.hidden_size
-    angles = FP32_BYTES * step_config.model.head_dim * tokens if step_config.model.family == "llama" else 0
+    angles = FP32_BYTES * step_config.model.head_dim * tokens if not step_config.model.family.learned_positions else 0
     dropout = tokens * width if step_config.has_dropout else 0
     return float(angles + dropout + mask_bytes(step_config, only_kept=True))

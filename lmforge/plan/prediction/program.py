@@ -51,7 +51,7 @@ class StepProgram:
         by_vocabulary = tensor if model.vocab_size % tensor == 0 else 1
         width, flat = model.hidden_size, options.engine == "fsdp1"
         tables = [(model.vocab_size // by_vocabulary, width)]
-        tables += [(model.max_position_embeddings, width)] if model.family == "gpt2" else []
+        tables += [(model.max_position_embeddings, width)] if model.family.learned_positions else []
         head = [(model.num_outputs // by_vocabulary, width)] if stage.has_head else []
         self.tied = model.tie_word_embeddings and stage.has_embedding and stage.has_head
         # A tied embedding, or one that is not a separate unit, is gathered with the last norm for the whole step.

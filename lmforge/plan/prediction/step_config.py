@@ -8,6 +8,7 @@ from lmforge.config.activation_checkpointing import CHECKPOINTING_MODES, NoCheck
 from lmforge.config.sections import OptimizerOptions, ParallelOptions
 from lmforge.model.config import ModelConfig
 from lmforge.parallel.dims import ParallelDims, parallel_dims
+from lmforge.plan.activations import has_formulas
 from lmforge.plan.memory import DTYPE_BYTES, ParameterCounts, count_all
 
 
@@ -70,7 +71,7 @@ class StepConfig:
     @property
     def has_formulas(self) -> bool:
         """Whether activations can be counted: not those of a wrapped model."""
-        return self.model.family in ("llama", "gpt2")
+        return has_formulas(self.model)
 
     @property
     def trains_all(self) -> bool:

@@ -1,0 +1,154 @@
+"""What a model family is, said once and without torch: the matrices and norms of a block, the names of its modules, which
+options its configs have, and how its config.json spells them.
+
+Everything else follows from that: numbers of parameters and FLOPs (flops.py), the modules (decoder.py), the checks of configs
+(config.py), the split of tensor parallelism (parallel/tensor_parallel.py), and the translation of a config.json
+(interop/config_json.py). The families themselves are in families/, a file for each model_type.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import cache
+from importlib import import_module
+from typing import TYPE_CHECKING, Any, Literal
+
+if TYPE_CHECKING:
+    from lmforge.model.config import ModelConfig
+
+# Fields of a config.json that all families with rotary positions have.
+ROTARY_FIELDS = ("num_key_value_heads", "head_dim", "rms_norm_eps", "rope_theta")
+
+
+@dataclass(frozen=True)
+class Linear:
+    """A linear layer of a block by its name there. A `residual` one writes into the residual stream: it starts with smaller
+    weights, and tensor parallelism splits its inputs; of the others it splits the outputs."""
+
+    name: str
+    inputs: int
+    outputs: int
+    bias: bool = False
+    residual: bool = False
+
+
+@dataclass(frozen=True)
+class Norm:
+    """A norm of a block by its name there, with `size` weights. `over` says what tensor parallelism has split before it: the
+    sequence of hidden states, the heads of queries and keys, or their channels, over which the norm goes."""
+
+    name: str
+    size: int
+    over: Literal["sequence", "heads", "channels"] = "sequence"
+
+
+def gated_linears(config: ModelConfig) -> tuple[Linear, ...]:
+    """Grouped attention and a gated feed-forward, in the order of the forward pass."""
+    width, inner = config.hidden_size, config.intermediate_size
+    queries = config.num_attention_heads * config.head_dim
+    keys = config.num_key_value_heads * config.head_dim
+    return (
+        Linear("self_attn.q_proj", width, queries, config.attention_bias),
+        Linear("self_attn.k_proj", width, keys, config.attention_bias),
+        Linear("self_attn.v_proj", width, keys, config.attention_bias),
+        Linear("self_attn.o_proj", queries, width, config.attention_output_bias, residual=True),
+        Linear("mlp.gate_proj", width, inner, config.mlp_bias),
+        Linear("mlp.up_proj", width, inner, config.mlp_bias),
+        Linear("mlp.down_proj", inner, width, config.mlp_bias, residual=True),
+    )
+
+
+@dataclass(frozen=True)
+class Family:
+    """One model_type. The defaults are those of Llama.
+
+    Modules:
+        module: "module:class" that computes it.
+        linears: the linear layers of a block, in the order of the forward pass.
+        attention_norms, mlp_norms: names of the norms of a block: of what attention and feed-forward are given, and of what
+            they return; None where there is none.
+        layer_norm: norms subtract the mean and have biases. norm_offset: of an RMSNorm, as in layers.RMSNorm.
+        qk_norm: what queries and keys are normalized over: the channels of each head, or all channels; None: they are not.
+        activations: values of hidden_act; the first is the default.
+        scaled_embeddings: they are multiplied by sqrt(hidden_size).
+        learned_positions: instead of rotary ones.
+        transposed: weights of linear layers are stored [inputs, outputs].
+        why_not_split: why tensor parallelism cannot split it; empty where it can.
+    Options of a config:
+        attention_biases: possible (attention_bias, attention_output_bias); the first is the default.
+        mlp_biases: whether mlp_bias may be true.
+        intermediate_ratio: intermediate_size / hidden_size where it is not given; 0: it must be.
+        grouped_heads: num_key_value_heads and head_dim may be chosen. heads_divide_width: transformers requires that.
+        windows: sliding_window: none, one for all layers, or for those that layer_types names.
+        window_pattern: every how many layers one sees everything, where layer_types is not given; 0: none does.
+        local_rope_theta: the default of rope_local_base_freq; None: it has none. scales_scores: it has query_pre_attn_scalar.
+        caps_logits: final_logit_softcapping is an option of transformers, too.
+    config.json:
+        architecture, classifier: transformers' classes.
+        fields: those of ModelConfig besides the common ones. names: by our names, where they differ.
+        defaults: what transformers assumes for fields that are left out. required_values: others are refused.
+        dropouts: written as zero.
+        read, write: fields of ModelConfig from a config.json, and the reverse, which are more than names.
+        optional_prefix: of tensor names on disk, which may leave it out.
+    """
+
+    architecture: str
+    classifier: str
+    module: str = "lmforge.model.decoder:Decoder"
+    linears: Callable[[ModelConfig], tuple[Linear, ...]] = gated_linears
+    attention_norms: tuple[str | None, str | None] = ("input_layernorm", None)
+    mlp_norms: tuple[str | None, str | None] = ("post_attention_layernorm", None)
+    layer_norm: bool = False
+    norm_offset: float | None = None
+    qk_norm: Literal["heads", "channels"] | None = None
+    activations: tuple[str, ...] = ("silu", "swish")
+    scaled_embeddings: bool = False
+    learned_positions: bool = False
+    transposed: bool = False
+    why_not_split: str = ""
+    attention_biases: tuple[tuple[bool, bool], ...] = ((False, False),)
+    mlp_biases: bool = False
+    intermediate_ratio: int = 0
+    grouped_heads: bool = True
+    heads_divide_width: bool = False
+    windows: Literal["none", "all layers", "by layer"] = "none"
+    window_pattern: int = 0
+    local_rope_theta: float | None = None
+    scales_scores: bool = False
+    caps_logits: bool = False
+    fields: tuple[str, ...] = ROTARY_FIELDS
+    names: Mapping[str, str] = field(default_factory=dict)
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    required_values: Mapping[str, Any] = field(default_factory=dict)
+    dropouts: tuple[str, ...] = ("attention_dropout",)
+    read: Callable[[dict[str, Any]], dict[str, Any]] = lambda content: {}
+    write: Callable[[ModelConfig], dict[str, Any]] = lambda config: {}
+    optional_prefix: str = ""
+
+    def norms(self, config: ModelConfig) -> tuple[Norm, ...]:
+        """The norms of a block."""
+        sequence = [Norm(name, config.hidden_size) for name in (*self.attention_norms, *self.mlp_norms) if name]
+        if self.qk_norm is None:
+            return tuple(sequence)
+        heads = {"q_norm": config.num_attention_heads, "k_norm": config.num_key_value_heads}
+        return (
+            *sequence,
+            *(
+                Norm(f"self_attn.{name}", config.head_dim * (count if self.qk_norm == "channels" else 1), self.qk_norm)
+                for name, count in heads.items()
+            ),
+        )
+
+
+@cache
+def load_family(model_type: str) -> Family:
+    """The description of a built-in model_type."""
+    family: Family = import_module(f"lmforge.model.families.{model_type}").FAMILY
+    return family
+
+
+def build_module(config: ModelConfig) -> Any:
+    """The module that computes a model of a built-in family, on torch's default device."""
+    module, _, name = config.family.module.partition(":")
+    return getattr(import_module(module), name)(config)
