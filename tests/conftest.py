@@ -3,6 +3,7 @@
 And pytest hooks: seeds of random numbers, tools that a test needs, and repetitions.
 """
 
+import itertools
 import os
 import signal
 import subprocess
@@ -27,6 +28,9 @@ from tests.cluster.laboratory import Laboratory
 from tests.preloaded import TIMEOUT_SECONDS, preloaded
 from tests.text import write_documents
 
+ROOT = Path(__file__).parents[1]
+# A process that a test starts imports this checkout, and the modules of its tests, from whichever folder it is in.
+os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
 # A shell that starts the tests in the background has SIGINT ignored in them, and so in every process that they start. A test
 # that interrupts one would wait for its time-out.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
@@ -138,6 +142,27 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
 
 
 # --- shared fixtures --------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="session", autouse=True)
+def working_folders(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Iterator[Path]]:
+    """New working folders, one a test. Shared fixtures work in an empty one.
+
+    So nothing depends on what a user's checkout holds: `data/`, `runs/` and recipes, which are defaults of options.
+    """
+    folder = tmp_path_factory.mktemp("work")
+    (folder / "shared").mkdir()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder / "shared")
+        yield (folder / str(number) for number in itertools.count())
+
+
+@pytest.fixture(autouse=True)
+def working_folder(working_folders: Iterator[Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each test works in an empty folder of its own."""
+    folder = next(working_folders)
+    folder.mkdir()
+    monkeypatch.chdir(folder)
 
 
 @pytest.fixture(scope="session")

@@ -202,5 +202,4 @@ def main(arguments: Sequence[str] | None = None) -> int:
 if __name__ == "__main__":
     # A file and not `-m tests.gpu`: the package `tests` imports lmforge, which may lack a package.
     sys.path[0] = str(ROOT)
-    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
     sys.exit(main())

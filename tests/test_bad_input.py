@@ -422,10 +422,8 @@ def test_a_full_disk_ends_the_run_in_one_line_and_costs_no_checkpoint(
     words += ["--checkpoint.retry_seconds", "0.1"]
     shell = ["unshare", "-rm", "sh", "-c", IN_A_SMALL_DISK, "sh", str(trained.path), str(free), "left"]
     need("the right to mount")
-    path = os.pathsep.join([str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")])
-    place = {**os.environ, "PYTHONPATH": path}
     command = [*shell, sys.executable, "-m", "lmforge", *words]
-    done = subprocess.run(command, cwd=tmp_path, env=place, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300)
     message = assert_failed_and_kept(done, Run(tmp_path / "left"), contents(trained.path))
     assert message.startswith(expected)
     assert "; last checkpoint: disk/tiny/checkpoints/step-00000006" in message
@@ -779,7 +777,7 @@ sys.meta_path.insert(0, Finder())
 @pytest.mark.parametrize("debug", [False, True])
 def test_an_unforeseen_exception_outside_of_a_run_keeps_its_traceback_in_a_temporary_file(tmp_path: Path, debug: bool) -> None:
     (tmp_path / "sitecustomize.py").write_text(BROKEN_MODULE)
-    path = os.pathsep.join([str(tmp_path), str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")])
+    path = os.pathsep.join([str(tmp_path), os.environ["PYTHONPATH"]])
     variables = {**os.environ, "PYTHONPATH": path, "TMPDIR": str(tmp_path)}
     words = ["show", "nano", *(["--debug"] if debug else [])]
     done = subprocess.run([sys.executable, "-m", "lmforge", *words], env=variables, capture_output=True, text=True, timeout=60)

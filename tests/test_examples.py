@@ -52,9 +52,9 @@ def test_with_the_cure_they_run_to_the_end(carried_out: Example, example: str, c
 @pytest.mark.slow
 @pytest.mark.parametrize(("example", "cure"), [("barrier_ddp.py", "agree"), ("barrier_fsdp2.py", "own-group")])
 def test_as_the_page_starts_them_they_do_the_same(example: str, cure: str) -> None:
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", f"examples/{example}"]
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", ROOT / "examples" / example]
     for words, succeeds in (([], False), ([cure], True)):
-        done = subprocess.run([*command, *words], cwd=ROOT, capture_output=True, text=True, timeout=120)
+        done = subprocess.run([*command, *words], capture_output=True, text=True, timeout=120)
         assert (done.returncode == 0) == succeeds, done.stderr[-3000:]
 
 

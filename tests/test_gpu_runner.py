@@ -23,8 +23,8 @@ HIDDEN = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
 
 
 def ran(*words: object, options: tuple[str, ...] = ()) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, *options, "tests/gpu.py", *map(str, words)]
-    return subprocess.run(command, cwd=ROOT, env=HIDDEN, capture_output=True, text=True, check=False)
+    command = [sys.executable, *options, ROOT / "tests" / "gpu.py", *map(str, words)]
+    return subprocess.run(command, env=HIDDEN, capture_output=True, text=True, check=False)
 
 
 def test_what_became_of_each_test_is_in_the_summary_and_in_the_file(tmp_path: Path) -> None:

@@ -144,7 +144,7 @@ def test_importing_lmforge_imports_no_torch_nor_pydantic_and_unknown_names_are_r
         "hasattr(lmforge, 'nowhere') and sys.exit(1)\n"
         "lmforge.Batch; assert 'torch' in sys.modules"
     )
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
 
 

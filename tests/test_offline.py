@@ -22,7 +22,6 @@ from tests.data.hub_server import serving, variables
 from tests.distributed.test_hub import SIZES
 from tests.text import write_documents
 
-ROOT = Path(__file__).parents[1]
 WITHOUT_NETWORK = ["unshare", "--map-root-user", "--net"]
 
 
@@ -48,7 +47,7 @@ def test_what_was_downloaded_trains_without_any_network_and_what_is_missing_is_n
 
     def without_network(*words: object, **more: str) -> subprocess.CompletedProcess[str]:
         line = [*WITHOUT_NETWORK, sys.executable, "-m", "lmforge", *map(str, words)]
-        env = {**os.environ, **environment, "PYTHONPATH": str(ROOT), **more}
+        env = {**os.environ, **environment, **more}
         return subprocess.run(line, env=env, cwd=tmp_path, capture_output=True, text=True, timeout=250)
 
     done = without_network("prepare", "org/pages", "tokens", "--tokenizer", "org/model", "--validation_ratio", "0.1")

@@ -132,7 +132,7 @@ def test_options_of_a_plugin_are_in_help_without_torch(recipe: Path) -> None:
 def test_importing_lmforge_and_a_plugin_imports_no_torch() -> None:
     for program in ("import lmforge", f"import lmforge.plugins as p; p.load_plugins([{str(PLUGINS / 'focal.py')!r}])"):
         code = f"{program}; import sys; sys.exit('torch' in sys.modules)"
-        assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, timeout=60).returncode == 0
+        assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
 
 
 def test_options_of_a_plugin_are_read_from_recipe_and_command_line_and_checked(recipe: Path) -> None:

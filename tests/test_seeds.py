@@ -51,12 +51,11 @@ def pytest_on(folder: Path, *words: str, only: tuple[str, ...] = (), **variables
     drawn = folder / "test_drawing.py.drawn"
     drawn.unlink(missing_ok=True)
     options = ["-p", "tests.conftest", "-c", str(ROOT / "pyproject.toml"), "--rootdir", str(folder)]
-    variables = {"PYTHONPATH": str(ROOT), **variables}
     requested = [f"{file}::{test}" for test in only] or [str(file)]
     program, out = folder / "program.py", folder / f"out-{len(list(folder.iterdir()))}"
     program.write_text("import sys, pytest\nsys.exit(pytest.main())\n")
     out.mkdir()
-    done = preloaded().run([*options, *words, *requested], out, script=program, cwd=ROOT, variables=variables)
+    done = preloaded().run([*options, *words, *requested], out, script=program, variables=variables)
     assert done.returncode == 1, done.stdout + done.stderr
     return done.stdout, drawn.read_text().splitlines()
 

@@ -7,14 +7,14 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
+PROGRAMS = Path(__file__).parents[2] / "benchmarks"
 
 
 @pytest.mark.slow
 def test_a_plan_of_many_shards_and_loaders_are_measured(tmp_path: Path) -> None:
-    command = [sys.executable, "benchmarks/data.py", "--tiny", "--rounds", "2", "--steps", "3", "--sequences", "128"]
+    command = [sys.executable, PROGRAMS / "data.py", "--tiny", "--rounds", "2", "--steps", "3", "--sequences", "128"]
     command += ["--loader_rounds", "1", "--batches", "2"]
-    ended = subprocess.run([*command, "--out", str(tmp_path)], cwd=ROOT, capture_output=True, text=True, check=False)
+    ended = subprocess.run([*command, "--out", str(tmp_path)], capture_output=True, text=True, check=False)
     assert ended.returncode == 0, ended.stderr
     (record,) = (json.loads(path.read_text()) for path in tmp_path.glob("data-*.json"))
     (table,) = (path.read_text() for path in tmp_path.glob("data-*.md"))

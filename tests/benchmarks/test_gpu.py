@@ -31,11 +31,11 @@ def gpu() -> ModuleType:
 
 
 HIDDEN = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
-COMMAND = [sys.executable, "benchmarks/gpu.py", "--seconds", "0.1", "--threads", "1"]
+COMMAND = [sys.executable, ROOT / "benchmarks" / "gpu.py", "--seconds", "0.1", "--threads", "1"]
 
 
 def held(*words: object) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([*COMMAND, *map(str, words)], cwd=ROOT, env=HIDDEN, capture_output=True, text=True, check=False)
+    return subprocess.run([*COMMAND, *map(str, words)], env=HIDDEN, capture_output=True, text=True, check=False)
 
 
 @pytest.mark.slow
@@ -62,7 +62,7 @@ def test_a_killed_call_keeps_its_rows_and_later_calls_add_theirs(tmp_path: Path)
         cells = json.loads(path.read_text())["cells"] if path.exists() else {}
         return {label: set(cell["contenders"]) for label, cell in cells.items()}
 
-    with subprocess.Popen([*COMMAND, "--out", str(tmp_path)], cwd=ROOT, env=HIDDEN, start_new_session=True) as process:
+    with subprocess.Popen([*COMMAND, "--out", str(tmp_path)], env=HIDDEN, start_new_session=True) as process:
         while not rows() and process.poll() is None:
             time.sleep(0.05)
         os.killpg(process.pid, signal.SIGKILL)

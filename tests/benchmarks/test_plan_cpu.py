@@ -7,15 +7,13 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
+PROGRAMS = Path(__file__).parents[2] / "benchmarks"
 
 
 @pytest.mark.slow
 def test_every_configuration_is_predicted_and_measured(tmp_path: Path) -> None:
-    command = [sys.executable, "benchmarks/plan_cpu.py", "--tiny", "--rounds", "1", "--steps", "1", "--seconds", "0.5"]
-    ended = subprocess.run(
-        [*command, "--threads", "1", "--out", str(tmp_path)], cwd=ROOT, capture_output=True, text=True, check=False
-    )
+    command = [sys.executable, PROGRAMS / "plan_cpu.py", "--tiny", "--rounds", "1", "--steps", "1", "--seconds", "0.5"]
+    ended = subprocess.run([*command, "--threads", "1", "--out", str(tmp_path)], capture_output=True, text=True, check=False)
     assert ended.returncode == 0, ended.stderr
     (record,) = (json.loads(path.read_text()) for path in tmp_path.glob("plan_cpu-*.json"))
     (table,) = (path.read_text() for path in tmp_path.glob("plan_cpu-*.md"))

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
+PROGRAMS = Path(__file__).parents[2] / "benchmarks"
 LEAST_WORK = {
     "checkpoint": "--rounds 1 --minutes 0.01 --every_minutes 0.01 --width 64",
     "loader": "--rounds 1 --steps 1 --threads 1",
@@ -17,7 +17,7 @@ TESTED_ELSEWHERE = {"plan"}  # tests/plan/test_plan.py
 
 
 def test_every_benchmark_is_run_by_a_test() -> None:
-    programs = {path.stem for path in (ROOT / "benchmarks").glob("*.py") if path.read_text().endswith("sys.exit(main())\n")}
+    programs = {path.stem for path in PROGRAMS.glob("*.py") if path.read_text().endswith("sys.exit(main())\n")}
     with_a_file = {path.stem.removeprefix("test_") for path in Path(__file__).parent.glob("test_*.py")}
     assert programs <= with_a_file | LEAST_WORK.keys() | TESTED_ELSEWHERE
 
@@ -25,8 +25,8 @@ def test_every_benchmark_is_run_by_a_test() -> None:
 @pytest.mark.slow  # two programs train, or train a tokenizer
 @pytest.mark.parametrize("name", LEAST_WORK)
 def test_a_benchmark_ends_with_its_result(name: str, tmp_path: Path) -> None:
-    command = [sys.executable, f"benchmarks/{name}.py", *LEAST_WORK[name].split(), "--out", str(tmp_path)]
-    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    command = [sys.executable, PROGRAMS / f"{name}.py", *LEAST_WORK[name].split(), "--out", str(tmp_path)]
+    ended = subprocess.run(command, capture_output=True, text=True, check=False)
     assert ended.returncode == 0, ended.stderr
     (record,) = (json.loads(path.read_text()) for path in tmp_path.glob(f"{name}-*.json"))
     assert record["benchmark"] == name

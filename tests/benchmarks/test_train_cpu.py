@@ -8,7 +8,7 @@ import torch
 
 from lmforge.parallel.precision import has_native_bf16
 
-ROOT = Path(__file__).parents[2]
+PROGRAMS = Path(__file__).parents[2] / "benchmarks"
 
 pytestmark = pytest.mark.slow  # five contenders, each started in a process of its own
 
@@ -16,8 +16,8 @@ pytestmark = pytest.mark.slow  # five contenders, each started in a process of i
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory):
     out = tmp_path_factory.mktemp("results")
-    command = [sys.executable, "benchmarks/train_cpu.py", "--tiny", "--rounds", "2", "--seconds", "0.2", "--threads", "1"]
-    ended = subprocess.run([*command, "--out", str(out)], cwd=ROOT, capture_output=True, text=True, check=False)
+    command = [sys.executable, PROGRAMS / "train_cpu.py", "--tiny", "--rounds", "2", "--seconds", "0.2", "--threads", "1"]
+    ended = subprocess.run([*command, "--out", str(out)], capture_output=True, text=True, check=False)
     assert ended.returncode == 0, ended.stderr
     (record,) = (json.loads(path.read_text()) for path in out.glob("train_cpu-*.json"))
     (table,) = (path.read_text() for path in out.glob("train_cpu-*.md"))

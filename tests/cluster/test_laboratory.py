@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 
 from tests import tools
-from tests.cluster.laboratory import HOSTS, LOGIN, ROOT, Laboratory
+from tests.cluster.laboratory import HOSTS, LOGIN, Laboratory
 
 # A test process with a laboratory of its own, which is killed.
 KILLED = """
@@ -53,7 +53,7 @@ def test_a_signal_reaches_the_process_on_the_host(laboratory: Laboratory) -> Non
 def test_nothing_is_left_of_a_laboratory_whose_process_is_killed() -> None:
     for tool in ("network namespaces", "sshd", "Slurm"):
         tools.need(tool)
-    process = subprocess.Popen([sys.executable, "-c", KILLED], stdout=subprocess.PIPE, text=True, cwd=ROOT)
+    process = subprocess.Popen([sys.executable, "-c", KILLED], stdout=subprocess.PIPE, text=True)
     assert process.stdout
     folder, name, _ = process.stdout.readline().split()
     try:

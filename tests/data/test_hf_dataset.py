@@ -20,8 +20,6 @@ from tests.data import hub_server
 from tests.data.test_prepare import content, some_texts, stored_texts
 from tests.preloaded import preloaded
 
-ROOT = Path(__file__).parents[2]
-
 
 def all_texts(folder: Path) -> list[str]:
     return sorted(text for split in TokenFolder.open(folder).splits for text in stored_texts(folder, split))
@@ -114,7 +112,7 @@ def test_a_downloaded_dataset_is_prepared_where_no_hub_answers(tmp_path: Path) -
     files = {"data/train-00000.jsonl": lines(texts[:30]), "data/test-00000.jsonl": lines(texts[30:]), "load.py": b"raise"}
     with hub_server.serving({}) as hub:
         hub.datasets["org/corpus"] = {"README.md": b"# Corpus\n", **files}
-        variables = {**os.environ, **hub_server.variables(hub, tmp_path / "home"), "PYTHONPATH": str(ROOT)}
+        variables = {**os.environ, **hub_server.variables(hub, tmp_path / "home")}
 
         def command(*words: Any, **more: str) -> subprocess.CompletedProcess[str]:
             line = [sys.executable, "-m", "lmforge", *map(str, words)]

@@ -17,8 +17,6 @@ from lmforge.errors import UserError
 from tests.conftest import Command, Refusal, without_shape
 from tests.tools import need
 
-ROOT = Path(__file__).parents[2]
-
 
 def files_of(folder: Path) -> dict[str, bytes]:
     return {
@@ -66,8 +64,7 @@ def test_a_copy_that_was_cut_off_is_completed(model: Path, tmp_path: Path) -> No
     program += "staged_copy.BLOCK_BYTES = 4096; staged_copy.THREADS = 1;"
     program += "staged_copy.stage_folder(Path(sys.argv[1]), Path(sys.argv[2]))"
     disk = tmp_path / "disk"
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    with subprocess.Popen([sys.executable, "-c", program, disk, model], env=environment, stdout=subprocess.DEVNULL) as process:
+    with subprocess.Popen([sys.executable, "-c", program, disk, model], stdout=subprocess.DEVNULL) as process:
         while not list(disk.glob("*/.large*.partial")):
             assert process.poll() is None
             time.sleep(0.002)
@@ -101,7 +98,7 @@ def test_a_disk_without_room_is_refused_in_one_line_before_anything_is_copied(mo
     )
     command = 'mount -t tmpfs -o size=256k tmpfs "$1" && "$2" -c "$3" "$1" "$4"'
     line = ["unshare", "-rm", "sh", "-c", command, "-", disk, sys.executable, program, model]
-    done = subprocess.run(line, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=100)
+    done = subprocess.run(line, capture_output=True, text=True, timeout=100)
     assert done.stdout.startswith(f"data.stage_to: {disk}: 0.3 MiB of {model} are to be copied and 0.2 MiB are free; ")
     assert done.stdout.count("\n") == 1
 

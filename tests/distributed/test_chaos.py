@@ -9,7 +9,6 @@ import pytest
 
 from tests.seeds import fresh_seed
 
-ROOT = Path(__file__).parents[2]
 FAULTS = 10
 
 
@@ -19,7 +18,7 @@ def test_runs_that_are_killed_stopped_filled_up_and_damaged_end_as_if_nothing_ha
     print(f"to repeat: python -m tests.chaos --faults {FAULTS} --seed {seed}")
     output = tmp_path / "chaos.json"
     command = [sys.executable, "-m", "tests.chaos", "--faults", str(FAULTS), "--seed", str(seed), "--output", str(output)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=580)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=580)
     assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-4000:]
     report = json.loads(output.read_text())
     assert report["faults"] >= FAULTS

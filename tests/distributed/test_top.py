@@ -71,7 +71,7 @@ def test_the_page_on_a_terminal_names_the_stuck_rank_first_at_80_and_160_columns
     terminal: Terminal,  # noqa: F811 - its fixture
 ) -> None:
     command = f"{sys.executable} -m lmforge top {shlex.quote(str(stuck.run.path))} --interval_seconds 0.5; echo left; sleep 60"
-    command = f"PYTHONPATH={Path(__file__).parents[2]} TERM=screen {command}"
+    command = f"TERM=screen {command}"
     assert terminal("new-session", "-d", "-x", 80, "-y", 24, command).returncode == 0
     for columns in (80, 160):
         assert terminal("resize-window", "-x", columns, "-y", 24).returncode == 0
@@ -98,7 +98,7 @@ def test_a_host_that_does_not_answer_neither_counts_nor_holds_up_the_others(
     shell.chmod(0o755)
     hosts = tmp_path / "hosts"
     hosts.write_text("# my cluster\nsilent slots=8\nrefuses\n\ngreets\nrefuses\n" + "\n".join(ADDRESSES))
-    python = f"env PYTHONPATH={Path(__file__).parents[2]} {sys.executable} -m lmforge"
+    python = f"{sys.executable} -m lmforge"
     words = (hosts, "--ssh_command", shell, "--remote_command", python, "--timeout_seconds", 5)
     results = {host["name"]: host for host in answer(capsys, *words)["hosts"]}
     assert re.fullmatch(r"no answer for \d+ s", results["silent"]["error"])

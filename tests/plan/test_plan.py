@@ -361,9 +361,7 @@ def test_a_search_without_a_fitting_configuration_fails_in_one_line(tmp_path: Pa
 
 
 def test_published_rows_are_predicted(tmp_path: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, str(ROOT / "benchmarks" / "plan.py")], capture_output=True, text=True, timeout=200, cwd=ROOT
-    )
+    done = subprocess.run([sys.executable, str(ROOT / "benchmarks" / "plan.py")], capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, done.stderr
     rows = json.loads((ROOT / "benchmarks" / "published.json").read_text())["rows"]
     assert all(row["source"] for row in rows)

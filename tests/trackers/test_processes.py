@@ -17,7 +17,6 @@ from lmforge.trackers import processes
 from tests.conftest import Refusal
 
 Train = Callable[..., int]
-ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(scope="module")
@@ -183,7 +182,7 @@ def test_the_tracker_of_a_training_that_is_killed_sends_what_there_is_and_ends(
     (tmp_path / "a" / "trackers" / "recording.json").unlink()
     (tmp_path / "a" / "trackers" / "recorded.jsonl").unlink()
     with subprocess.Popen(
-        [sys.executable, "-c", TRAINING, str(tmp_path / "a"), str(plugin)], cwd=ROOT, stdout=subprocess.PIPE
+        [sys.executable, "-c", TRAINING, str(tmp_path / "a"), str(plugin)], stdout=subprocess.PIPE
     ) as training:
         assert training.stdout is not None
         assert training.stdout.readline() == b"started\n"

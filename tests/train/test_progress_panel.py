@@ -236,7 +236,7 @@ def start_training(terminal: Terminal, tiny_options: list[str], folder: Path) ->
     words += ["--train.steps", "100000", "--schedule.name", "constant", "--checkpoint.every_steps", "50000"]
     words += ["--sample.every_steps", "20", "--sample.max_tokens", "4", "--sample.prompts", "def " + "x" * 120]
     words[words.index("--data.sequence_length") + 1] = "256"
-    command = f"env PYTHONPATH={Path(__file__).parents[2]} TERM=screen {shlex.join(words)}; echo status $?; exec cat"
+    command = f"env TERM=screen {shlex.join(words)}; echo status $?; exec cat"
     assert terminal("new-session", "-d", "-x", 160, "-y", 24, command).returncode == 0
 
 
@@ -294,7 +294,7 @@ def test_a_terminal_that_becomes_narrower_than_the_lines_keeps_no_part_of_the_ol
     terminal: Terminal,  # noqa: F811 - its fixture
 ) -> None:
     (tmp_path / "wide.py").write_text(WIDE)
-    command = f"env PYTHONPATH={Path(__file__).parents[2]} TERM=screen {sys.executable} {tmp_path / 'wide.py'}"
+    command = f"env TERM=screen {sys.executable} {tmp_path / 'wide.py'}"
     assert terminal("new-session", "-d", "-x", 80, "-y", 24, command).returncode == 0
     assert wait_for_screen(terminal, "(?m)^2 y{70}$")[:4] == ["before", *(f"{at} {'y' * 70}" for at in range(3))]
     assert terminal("resize-window", "-x", 50, "-y", 24).returncode == 0
