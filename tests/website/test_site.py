@@ -147,7 +147,7 @@ def test_on_a_phone_the_menu_leads_to_a_tutorial_and_nothing_is_cut_off(phone: P
     expect(phone.get_by_role("heading", level=1, name="Your own data")).to_be_visible()
     for page in (
         "index",
-        "parallelism",
+        "strategies",
         "reference/options",
         "reference/api/train",
         "architecture",
@@ -160,7 +160,7 @@ def test_on_a_phone_the_menu_leads_to_a_tutorial_and_nothing_is_cut_off(phone: P
 
 def test_figures_follow_the_colours_of_the_page(phone: Page, desk: Page) -> None:
     for page, dark in ((phone, True), (desk, False)):
-        page.goto(page.url.replace("index.html", "parallelism.html"))
+        page.goto(page.url.replace("index.html", "strategies.html"))
         colour = page.locator(".figure text").first.evaluate("each => getComputedStyle(each).fill")
         brightness = sum(map(int, re.findall(r"\d+", colour)[:3]))
         assert (brightness > 384) == dark
