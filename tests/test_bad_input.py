@@ -1032,7 +1032,7 @@ def test_an_unknown_model_family_is_refused_with_the_way_out(tmp_path: Path, tin
     printed = refused("pretrain", *options, "--model.source", tmp_path)
     assert printed.endswith("; or let transformers compute it: --model.implementation transformers")
     assert "name it with model.source" in refused("pretrain", *options, *wrap)
-    assert refused("pretrain", *options, *wrap, "--model.source", "nano").startswith("nano: no such folder; ")
+    assert refused("pretrain", *options, *wrap, "--model.source", "nano").startswith("nano: no such file or folder; ")
     printed = refused("pretrain", *options, *wrap, "--model.source", tmp_path, "--model.mlp_bias", "true")
     assert printed.startswith("model.mlp_bias: a gpt_neox model has no such field; ")
 

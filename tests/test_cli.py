@@ -170,7 +170,13 @@ def test_the_installed_command_prints_its_version() -> None:
         ("evaluate", "--model: missing; give a run, a checkpoint, a Hugging Face folder or a name on the hub"),
         ("evaluate x --sequences -1", "--sequences: expected a number above 0, got -1"),
         ("generate x --top_p 2", "--top_p: expected a number of at most 1.0, got 2.0"),
-        ("show nowhere", "nowhere: no such file, folder or preset; `lmforge show presets` lists the presets"),
+        (
+            "show nowhere",
+            (
+                "nowhere: no such file or folder; give a recipe, a run, a checkpoint, a token folder, a Hugging Face folder, a"
+                " name on the hub or a preset; `lmforge show presets` lists the presets"
+            ),
+        ),
         ("quickstart --processes 0", "--processes: expected a number above 0, got 0"),
     ],
 )

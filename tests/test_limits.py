@@ -500,7 +500,7 @@ def test_a_path_that_is_not_there_is_not_looked_up_on_the_hub(
     assert not is_hub_name(source)
     options = ["--run.folder", "runs", "--model.source", source]
     printed = refused("pretrain", *options, "--dry-run")
-    assert printed.startswith(f"{source.removeprefix('./')}: no such folder; give a run, a checkpoint, a Hugging Face folder")
+    assert printed.startswith(f"{source.removeprefix('./')}: no such file or folder; give a run, a checkpoint")
 
 
 @pytest.mark.parametrize("name", [".", "", "../here"])

@@ -224,5 +224,8 @@ def test_a_stage_that_fails_ends_the_pipeline_with_its_status(tmp_path: Path, lm
     done = lmforge("run", file, cwd=tmp_path)
     assert done.returncode == 2
     first, last = done.stderr.splitlines()
-    assert first == "lmforge: nothing: no such file, folder or preset; `lmforge show presets` lists the presets"
+    assert first == (
+        "lmforge: nothing: no such file or folder; give a recipe, a run, a checkpoint, a token folder, a Hugging Face folder,"
+        " a name on the hub or a preset; `lmforge show presets` lists the presets"
+    )
     assert last == f"lmforge: {file}: stage show ended with status 2; `lmforge run {file}` continues with this stage"

@@ -369,8 +369,7 @@ def test_a_name_that_is_too_long_for_a_file_is_refused(refused: Refusal) -> None
 
 def test_anything_else_is_refused(tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text("hello")
-    for thing in (tmp_path, tmp_path / "notes.txt"):
-        with pytest.raises(UserError, match=re.escape(f"{thing}: not a recipe, run, checkpoint, token folder")):
+    things = {tmp_path: "a folder of no known kind", tmp_path / "notes.txt": "a file of no known kind"}
+    for thing, what in (things | {tmp_path / "nothing": "no such file or folder"}).items():
+        with pytest.raises(UserError, match=re.escape(f"{thing}: {what}; give a recipe, a run, a checkpoint, a token folder,")):
             show(str(thing))
-    with pytest.raises(UserError, match="no such file, folder or preset"):
-        show(str(tmp_path / "nothing"))

@@ -18,8 +18,9 @@ from lmforge.checkpoint.storage import CorruptCheckpoint, FileDigests, digest_fi
 from lmforge.data.dataset import DataPlan
 from lmforge.errors import UserError
 from lmforge.interop.resolve import model_config_from_json
+from lmforge.kinds import Kind, kind_of, unexpected
 from lmforge.model.config import ModelConfig
-from lmforge.runs import CHECKPOINT_FORMAT, MANIFEST, Run, checkpoint_checksum, checkpoint_step, read_checkpoint_manifest
+from lmforge.runs import CHECKPOINT_FORMAT, MANIFEST, Run, checkpoint_checksum, read_checkpoint_manifest
 from lmforge.untrusted import check_content
 
 TENSOR_SUFFIX = ".distcp"
@@ -180,13 +181,14 @@ def open_checkpoint(path: Path, open_with: Callable[[Path, Manifest], T]) -> tup
     Returns what `open_with` returns, and a line for each checkpoint that was skipped. Tensors are not read here: `open_with`
     raises CorruptCheckpoint for what it reads, and the next older checkpoint is tried. Raises UserError where there is none.
     """
-    if (path / MANIFEST).exists() or checkpoint_step(path) is not None:
+    kind = kind_of(path)
+    if kind == Kind.CHECKPOINT:
         try:
             return open_with(path, verify(path, with_tensors=False)), []
         except CorruptCheckpoint as reason:
             raise UserError(f"{path}: {reason}") from None
-    if not path.exists():
-        raise UserError(f"{path}: no such run, checkpoint or model folder")
+    if kind != Kind.RUN:
+        raise unexpected(path, (Kind.RUN, Kind.CHECKPOINT))
     skipped: list[str] = []
     for folder, manifest in candidates(Run.open(path), skipped):
         try:

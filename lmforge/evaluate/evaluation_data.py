@@ -7,15 +7,15 @@ from pathlib import Path
 import numpy as np
 
 from lmforge.data.chat.conversations import detect_format, read_conversations
-from lmforge.data.chat.examples import EXAMPLES_MANIFEST, ExampleFolder, ExamplePacking, TokenizedExamples, example_dataset
+from lmforge.data.chat.examples import ExampleFolder, ExamplePacking, TokenizedExamples, example_dataset
 from lmforge.data.dataset import PackedDataset, TokenDataset, join_datasets
 from lmforge.data.packing import ConcatPacking
 from lmforge.data.shards.folder import TokenFolder
-from lmforge.data.shards.format import SHARDS_MANIFEST
 from lmforge.data.sources.records import JSON_SUFFIXES, content_suffix, read_records
 from lmforge.data.sources.text_sources import open_text_source
 from lmforge.errors import UserError
 from lmforge.generate.model_loading import LoadedModel
+from lmforge.kinds import Kind, kind_of
 
 ENCODE_BATCH_TEXTS = 256
 
@@ -42,11 +42,12 @@ def open_evaluation_dataset(
 def _open_prepared(loaded: LoadedModel, data: Path) -> ExampleFolder | TokenFolder | None:
     """A token folder, whose tokenizer is the model's; None for files."""
     folder: ExampleFolder | TokenFolder
-    if (data / EXAMPLES_MANIFEST).exists():
+    kind = kind_of(data)
+    if kind == Kind.EXAMPLES:
         folder = ExampleFolder.open(data)
         if folder.manifest["plan"]["kind"] != "conversations":
             raise UserError(f"{data}: holds preferences, which have no language-modelling loss; name other data with --data")
-    elif (data / SHARDS_MANIFEST).exists() or (data.is_dir() and not any(data.iterdir())):
+    elif kind == Kind.TOKENS or (kind == Kind.FOLDER and not any(data.iterdir())):
         folder = TokenFolder.open(data)
     else:
         return None

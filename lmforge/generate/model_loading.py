@@ -18,9 +18,10 @@ from lmforge.data.chat.templates import ChatTemplate
 from lmforge.data.tokenizer import Tokenizer
 from lmforge.errors import UserError
 from lmforge.hub import resolve_model_folder
-from lmforge.interop.peft_folder import base_model_of, is_peft_folder, load_peft_folder
+from lmforge.interop.peft_folder import base_model_of, load_peft_folder
 from lmforge.interop.resolve import resolve_model_config
 from lmforge.interop.weights import load_folder, merge_adapters
+from lmforge.kinds import Kind, kind_of
 from lmforge.model import build_model
 from lmforge.model.config import ModelConfig
 from lmforge.model.layers import LanguageModel
@@ -96,13 +97,14 @@ def load_model(
     must not.
     """
     path = resolve_model_folder(path)
-    if is_peft_folder(path):
+    kind = kind_of(path)
+    if kind == Kind.ADAPTERS:
         # Merged in fp32 and then cast. A tokenizer beside the adapters has precedence over the base model's.
         base = load_model(base_model_of(path), device, torch.float32, warn, reward_model)
         merge_adapters(base.model, *load_peft_folder(path), str(path))
         tokenizer = Tokenizer.open(path) if (path / "tokenizer.json").exists() else base.tokenizer
         return replace(base, model=base.model.to(dtype), tokenizer=tokenizer, path=path)
-    if (path / "config.json").exists():
+    if kind == Kind.HF_FOLDER:
         return _from_folder(path, device, dtype, reward_model)
     load = partial(_from_checkpoint, device=device, dtype=dtype, reward_model=reward_model)
     loaded, skipped = checkpoint.open_checkpoint(path, load)

@@ -14,14 +14,14 @@ from torch import Tensor
 from typing_extensions import TypedDict
 
 from lmforge.errors import UserError
-from lmforge.hub import is_hub_name
 from lmforge.interop.export import new_folder
 from lmforge.interop.safetensors_file import SafetensorsFile, write_safetensors
+from lmforge.kinds import ADAPTER_CONFIG, Kind, kind_of
 from lmforge.model.init_weights import LORA_SUFFIXES
 from lmforge.model.lora import ALL_LINEAR, LoraConfig
 from lmforge.untrusted import read_json
 
-ADAPTER_CONFIG_FILE, ADAPTER_WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
+ADAPTER_WEIGHTS_FILE = "adapter_model.safetensors"
 _PREFIX = "base_model.model."
 # Options that are read here, or that do not change the computation once tensors exist.
 _SUPPORTED = {
@@ -74,27 +74,22 @@ def save_peft_folder(
         "fan_in_fan_out": any(name.startswith("transformer.h.") for name in layers),
         "inference_mode": True,
     }
-    with new_folder(Path(folder), overwrite, marker=ADAPTER_CONFIG_FILE, content="adapters") as partial:
-        (partial / ADAPTER_CONFIG_FILE).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+    with new_folder(Path(folder), overwrite, marker=ADAPTER_CONFIG, content="adapters") as partial:
+        (partial / ADAPTER_CONFIG).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
         renamed = {_PREFIX + name: tensor for name, tensor in tensors.items()}
         write_safetensors(partial / ADAPTER_WEIGHTS_FILE, renamed, renamed.__getitem__, None)
 
 
-def is_peft_folder(folder: Path) -> bool:
-    """Whether a folder holds adapters, and not a model as well."""
-    return (folder / ADAPTER_CONFIG_FILE).is_file() and not (folder / "config.json").exists()
-
-
 def base_model_of(folder: Path) -> Path:
     """The model that the adapters of a PEFT folder belong to: a folder, or a name on the hub. Raises UserError."""
-    path = folder / ADAPTER_CONFIG_FILE
+    path = folder / ADAPTER_CONFIG
     content = _read_config(path)
     base, revision = content.get("base_model_name_or_path"), content.get("revision")
     if not base:
         raise UserError(f"{path}: base_model_name_or_path does not say which model these adapters belong to; name it")
-    if is_peft_folder(Path(base)):
+    if kind_of(base) == Kind.ADAPTERS:
         raise UserError(f"{path}: belongs to {base}, which is itself a folder of adapters; merge those into their model first")
-    return Path(f"{base}@{revision}" if revision and is_hub_name(base) else base)
+    return Path(f"{base}@{revision}" if revision and kind_of(base) == Kind.HUB_NAME else base)
 
 
 def load_peft_folder(folder: str | Path) -> tuple[LoraConfig, dict[str, Tensor]]:
@@ -103,7 +98,7 @@ def load_peft_folder(folder: str | Path) -> tuple[LoraConfig, dict[str, Tensor]]
     Raises UserError where the folder is damaged, or for a type of adapter that is not supported.
     """
     folder = Path(folder)
-    path = folder / ADAPTER_CONFIG_FILE
+    path = folder / ADAPTER_CONFIG
     content = _read_config(path)
     peft_type = content.get("peft_type")
     if peft_type != "LORA":

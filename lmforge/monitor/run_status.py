@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from lmforge.errors import UserError
+from lmforge.kinds import Kind, unexpected
 from lmforge.monitor.heartbeat import FINAL_PHASES, SILENT_AFTER_SECONDS, heartbeat_paths
 from lmforge.monitor.stall import PeerStatus, classify_ranks, read_peer
 from lmforge.monitor.usage.host import HostUsage, read_published
@@ -98,7 +99,7 @@ class RunStatus:
 def read_run_status(run: Run) -> RunStatus:
     """The state of a run now. Raises UserError where the directory holds no run."""
     if not run.exists():
-        raise UserError(f"{run.path}: no such run (it has no recipe.toml)")
+        raise unexpected(run.path, (Kind.RUN,))
     ranks = _read_ranks(run.health_folder)
     metrics = {name: value for name, value in run.read_last_metrics().items() if value is not None}
     steps = metrics_age = None

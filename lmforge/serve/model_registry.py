@@ -8,10 +8,10 @@ from pathlib import Path
 
 import torch
 
-from lmforge.errors import UserError
 from lmforge.generate.engine import Engine
 from lmforge.generate.model_loading import LoadedModel, load_model, resolve_max_length
 from lmforge.hub import resolve_model_folder
+from lmforge.kinds import MODELS, Kind, kind_of, unexpected
 from lmforge.runs import STEP_PREFIX, Run
 from lmforge.serve.batching import ContinuousBatcher
 from lmforge.serve.protocol import ApiError, no_such_model
@@ -65,8 +65,8 @@ class ModelRegistry:
         self._paths: dict[str, Path] = {}
         for path in models:
             folder = resolve_model_folder(path)
-            if not folder.exists():
-                raise UserError(f"{path}: no such run, checkpoint or model folder")
+            if kind_of(folder) not in MODELS:
+                raise unexpected(path, MODELS)
             name = _model_name(path, folder)
             self._paths[name if name not in self._paths else str(path)] = folder
 
@@ -80,7 +80,7 @@ class ModelRegistry:
         paths: list[tuple[str, Path]] = []
         for name, path in self._paths.items():
             paths.append((name, path))
-            if Run(path).exists() and not (path / "config.json").exists():
+            if path.exists() and kind_of(path) == Kind.RUN:
                 run = Run.open(path)
                 checkpoints = [run.checkpoint_path(step) for step in reversed(run.checkpoint_steps())]
                 paths += [(f"{name}/{checkpoint.name}", checkpoint) for checkpoint in checkpoints]

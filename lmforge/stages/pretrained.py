@@ -22,15 +22,15 @@ from lmforge.config.tuning import TunedConfig
 from lmforge.data.shards.staged_copy import find_staged
 from lmforge.data.tokenizer import Tokenizer
 from lmforge.errors import UserError
-from lmforge.hub import cache_folder, is_hub_name, resolve_model_folder
-from lmforge.interop.peft_folder import base_model_of, is_peft_folder, load_peft_folder
+from lmforge.hub import cache_folder, resolve_model_folder
+from lmforge.interop.peft_folder import base_model_of, load_peft_folder
 from lmforge.interop.resolve import model_config_from_options
 from lmforge.interop.weights import LM_HEAD_WEIGHT, load_folder, merge_adapters
+from lmforge.kinds import MODELS, Kind, kind_of, unexpected
 from lmforge.model.config import ModelConfig
 from lmforge.model.layers import LanguageModel
 from lmforge.model.presets import PRESETS
 from lmforge.rewards.functions import is_model_folder
-from lmforge.runs import MANIFEST, Run
 
 ConfigT = TypeVar("ConfigT", bound=StageConfig)
 
@@ -82,22 +82,16 @@ class Pretrained:
 
 def find_pretrained(source: Path, required_file: Literal["weights", "config.json"] = "config.json") -> Pretrained:
     """The model that `source` names. Raises UserError where there is none."""
-    if is_peft_folder(source):
+    kind = kind_of(source)
+    if kind == Kind.ADAPTERS:
         return replace(find_pretrained(base_model_of(source), required_file), adapters=source)
-    if is_hub_name(source) or (source / "config.json").exists():
+    if kind in (Kind.HUB_NAME, Kind.HF_FOLDER):
         return Pretrained(resolve_model_folder(source, required_file), None)
-    if not source.exists():
-        way = f"give a run, a checkpoint, a Hugging Face folder, or a name on the hub (owner/model){_preset_hint(source)}"
-        raise UserError(f"{source}: no such folder; {way}")
-    if not ((source / MANIFEST).exists() or Run.open(source).checkpoint_steps()):
-        # The function that reads config.json refuses it with a more specific message.
-        return Pretrained(source, None)
+    if kind not in MODELS:
+        hint = f"; the preset of this name is --model.preset {source}" if str(source) in PRESETS else ""
+        raise unexpected(source, MODELS, hint)
     (folder, manifest), _ = checkpoint.open_checkpoint(source, lambda folder, manifest: (folder, manifest))
     return Pretrained(folder, manifest)
-
-
-def _preset_hint(source: Path) -> str:
-    return f"; the preset of this name is --model.preset {source}" if str(source) in PRESETS else ""
 
 
 def resolve_model_config(config: StageConfig, pretrained: Pretrained | None, vocab_size: int | None) -> ModelConfig:
@@ -166,7 +160,7 @@ def with_original_sources(config: ConfigT, manifest: Manifest | None) -> tuple[C
     original, source = manifest.recipe.get("model", {}).get("source"), config.model.source
     notes = []
     if original is not None and source is not None and Path(original) != source:
-        if is_hub_name(original) or Path(original).exists():
+        if kind_of(original) != Kind.MISSING:
             notes = [
                 f"model.source: this run began from {original} and continues from its own checkpoint; {source} is not read"
             ]
@@ -174,7 +168,7 @@ def with_original_sources(config: ConfigT, manifest: Manifest | None) -> tuple[C
         else:
             notes = [f"{original}, from which this run began, no longer exists; {source} takes its place"]
     before = [Path(spec) for spec in manifest.recipe.get("rollout", {}).get("reward_functions", [])]
-    of_run = {path.parent: path for path in before if (path / MANIFEST).exists()}
+    of_run = {path.parent: path for path in before if kind_of(path) == Kind.CHECKPOINT}
     return _with_sources(config, source, lambda model: of_run.get(model.parent, model)), notes
 
 

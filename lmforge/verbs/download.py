@@ -15,7 +15,8 @@ from lmforge.config.stage import PretrainConfig, StageConfig
 from lmforge.config.verbs.models import DownloadOptions
 from lmforge.config.verbs.pipeline import PipelineOptions
 from lmforge.config.verbs.prepare import PrepareOptions
-from lmforge.interop.peft_folder import base_model_of, is_peft_folder
+from lmforge.interop.peft_folder import base_model_of
+from lmforge.kinds import Kind, kind_of
 from lmforge.verbs.running.pipeline import plan_stages
 from lmforge.verbs.table import VERBS
 
@@ -87,9 +88,9 @@ def _items_of_file(file: Path) -> Iterator[HubItem]:
 
 def _items_of_recipe(config: StageConfig) -> Iterator[HubItem]:
     source = config.model.source
-    if source is not None and is_peft_folder(source):
+    if source is not None and kind_of(source) == Kind.ADAPTERS:
         source = base_model_of(source)
-    if source is not None and hub.is_hub_name(source):
+    if source is not None and kind_of(source) == Kind.HUB_NAME:
         yield HubItem(str(source), weights=config.model.load_weights)
     if isinstance(config, PretrainConfig):
         for folder in (each.folder for each in config.data.all_sources if is_remote(each.folder)):

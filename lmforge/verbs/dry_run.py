@@ -10,8 +10,8 @@ from lmforge.config.sections import OptimizerOptions
 from lmforge.config.stage import PretrainConfig, StageConfig
 from lmforge.config.tuning import TunedConfig
 from lmforge.errors import format_bytes
-from lmforge.hub import is_hub_name
 from lmforge.interop.resolve import model_config_from_options
+from lmforge.kinds import Kind, kind_of
 from lmforge.model.config import ModelConfig
 from lmforge.model.flops import flops_per_token, parameter_count
 from lmforge.parallel.dims import parallel_dims, plan_batches
@@ -76,7 +76,7 @@ def describe_recipe(config: StageConfig, everything: bool = False) -> str:
 def resolve_model(config: StageConfig, vocab_size: int | None) -> ModelConfig:
     """The model config of a recipe, also where it begins from a checkpoint. Raises UserError."""
     source = config.model.source
-    if source is None or is_hub_name(source) or (source / "config.json").exists():
+    if source is None or kind_of(source) in (Kind.HUB_NAME, Kind.HF_FOLDER):
         model = model_config_from_options(config.model, vocab_size)
     else:
         from lmforge.stages.pretrained import find_pretrained  # with torch, which reads checkpoints

@@ -22,9 +22,10 @@ from lmforge.generate.model_loading import chat_template, training_stage
 from lmforge.hub import resolve_model_folder
 from lmforge.interop.export import export_folder
 from lmforge.interop.layouts import LayoutHints, convert_checkpoint
-from lmforge.interop.peft_folder import is_peft_folder, save_peft_folder
+from lmforge.interop.peft_folder import save_peft_folder
 from lmforge.interop.resolve import resolve_model_config
 from lmforge.interop.torch_checkpoints import open_tensor_source
+from lmforge.kinds import Kind, kind_of
 from lmforge.model.config import ModelConfig
 from lmforge.model.flops import parameter_count
 from lmforge.parallel.precision import DTYPES
@@ -63,7 +64,7 @@ def _write_adapters(options: ExportOptions, stored: checkpoint.StoredModel, mani
         )
     if stored.lora is None or base is None:
         raise UserError(f"{options.model}: was not trained with adapters; export it without --adapters")
-    if is_peft_folder(Path(base)):
+    if kind_of(base) == Kind.ADAPTERS:
         raise UserError(
             f"{options.model}: began from {base}, which is adapters too, and adapters cannot belong to adapters; export it"
             " without --adapters, as a whole model with both merged"
@@ -74,7 +75,7 @@ def _write_adapters(options: ExportOptions, stored: checkpoint.StoredModel, mani
 
 def run_import(options: ImportOptions) -> int:
     """Write the folder and print what it holds. Raises UserError."""
-    if (options.source / "config.json").is_file() and any(options.source.glob("*.safetensors")):
+    if kind_of(options.source) == Kind.HF_FOLDER and any(options.source.glob("*.safetensors")):
         way = f"use it as it is: lmforge generate {options.source}, or --model.source {options.source}"
         raise UserError(f"{options.source}: is a Hugging Face folder already; {way}")
     source = open_tensor_source(options.source)

@@ -167,9 +167,14 @@ def test_what_is_not_such_data_is_refused_in_one_line(mixture: Path, tmp_path: P
         ): "--num_samples: does not go with --samples; leave one of them out",
         ("data", mixture, "--picture", tmp_path / "a.jpg"): f"--picture: {tmp_path / 'a.jpg'}: expected a name that ends with",
         ("data", mixture, "--picture", empty / "no" / "a.png"): f"--picture {empty / 'no' / 'a.png'}: cannot be written (No ",
-        ("data", empty): f"{empty}: no token folder (manifest.json is missing)",
+        ("data", empty): f"{empty}: a folder of no known kind; give a run, a recipe, a token folder or",
         ("data", sft): f"{sft}: is not trained on token shards; --num_samples 5 prints",
-        ("data", tmp_path / "nothing", "--num_samples", "2"): f"{tmp_path / 'nothing'}: not a run, a recipe, a token folder",
+        (
+            "data",
+            tmp_path / "nothing",
+            "--num_samples",
+            "2",
+        ): f"{tmp_path / 'nothing'}: no such file or folder; give a run, a recipe,",
         (
             "data",
             tmp_path / "notes.txt",

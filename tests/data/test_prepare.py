@@ -30,10 +30,11 @@ from lmforge.cli import run
 from lmforge.data.prepare.prepare import prepare
 from lmforge.data.prepare.splits import TRAIN_SPLIT, VALIDATION_SPLIT
 from lmforge.data.shards.folder import TokenFolder
-from lmforge.data.shards.format import SHARDS_MANIFEST, UNFINISHED
+from lmforge.data.shards.format import SHARDS_MANIFEST
 from lmforge.data.sources import text_sources
 from lmforge.data.tokenizer import Tokenizer
 from lmforge.errors import UserError
+from lmforge.kinds import UNFINISHED
 from tests.conftest import Refusal
 from tests.seeds import fresh_random
 from tests.tools import need

@@ -82,7 +82,7 @@ def test_what_is_not_there_is_refused(raised: Path, refused: Refusal, words: lis
 
 
 def test_a_folder_without_a_run_is_refused(tmp_path: Path, refused: Refusal) -> None:
-    assert refused("logs", tmp_path / "nothing") == f"{tmp_path / 'nothing'}: no such run (it has no recipe.toml)"
+    assert refused("logs", tmp_path / "nothing") == f"{tmp_path / 'nothing'}: no such file or folder; give a run"
 
 
 @pytest.mark.parametrize(

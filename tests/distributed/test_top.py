@@ -128,7 +128,7 @@ def test_what_is_neither_a_run_nor_a_host_is_refused(refused: Refusal, word: str
 
 
 def test_a_folder_or_a_file_of_something_else_is_refused(tmp_path: Path, refused: Refusal) -> None:
-    assert refused("top", tmp_path, "--once") == f"{tmp_path}: no such run (it has no recipe.toml)"
+    assert refused("top", tmp_path, "--once") == f"{tmp_path}: a folder of no known kind; give a run"
     (tmp_path / "hosts").write_text("node1\n$(reboot)\n")
     assert refused("top", tmp_path / "hosts").startswith(f"{tmp_path / 'hosts'}: line 2: expected one host, such as ")
 

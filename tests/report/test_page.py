@@ -199,7 +199,7 @@ def test_the_stages_of_a_pipeline_are_in_one_report(browser: Browser, first: Run
 def test_bad_input_is_one_line(first: Run, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "p.toml").write_text(f'folder = "{tmp_path}"\n[[stages]]\nverb = "pretrain"\n')
     cases = {
-        "not a run (it has no recipe.toml)": [str(tmp_path)],
+        "a folder of no known kind; give a run or the file of a pipeline": [str(tmp_path)],
         "none of its stages has begun": [str(tmp_path / "p.toml")],
         "No such file or directory; name another file": [str(first.path), "--out", str(tmp_path / "nowhere" / "a.html")],
         "expected a name that ends with .html": [str(first.path), "--out", str(tmp_path / "a.pdf")],

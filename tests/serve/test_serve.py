@@ -447,8 +447,11 @@ def test_options_of_a_server_that_cannot_start_are_refused_in_one_line(
         ((models / "hello", "--host", "0.0.0.0"), "--host 0.0.0.0: others can reach this address; give an --api_key"),
         ((models / "hello", "--api_key", ""), "--api_key (or LMFORGE_API_KEY): expected "),
         ((models / "hello", "--port", port), f"127.0.0.1:{port}: Address already in use; choose another --port or --host"),
-        ((tmp_path / "none", "--port", 0), f"{tmp_path}/none: no such run, checkpoint or model folder"),
-        ((tmp_path, "--port", 0), f"{tmp_path}: no checkpoint here"),
+        (
+            (tmp_path / "none", "--port", 0),
+            f"{tmp_path}/none: no such file or folder; give a run, a check",
+        ),
+        ((tmp_path, "--port", 0), f"{tmp_path}: a folder of no known kind; give a run, a checkpoint"),
         ((), "--models: missing"),
     ):
         assert command(["serve", *map(str, words)]) == 2

@@ -25,9 +25,9 @@ from lmforge.data.packing import PackedSequence, Packing, TokenizedExample, best
 from lmforge.data.sources.records import find_record_files
 from lmforge.data.tokenizer import MAX_VOCAB_SIZE, Tokenizer
 from lmforge.errors import UserError
+from lmforge.kinds import EXAMPLES_MANIFEST
 from lmforge.untrusted import MAX_MANIFEST_BYTES, read_json
 
-EXAMPLES_MANIFEST = "examples.json"
 SPLITS = ("train", "validation")
 # Incremented whenever the same files and options would give other sequences.
 EXAMPLES_VERSION = 2

@@ -10,9 +10,10 @@ from typing import Any
 
 from lmforge.atomic_files import PARTIAL_SUFFIX, atomic_write_json
 from lmforge.data.shards.folder import TokenFolder, read_token_folder_manifest
-from lmforge.data.shards.format import RESTORE_HINT, SHARD_SUFFIXES, SHARDS_MANIFEST, UNFINISHED
+from lmforge.data.shards.format import RESTORE_HINT, SHARD_SUFFIXES, SHARDS_MANIFEST
 from lmforge.data.shards.storage import LocalStorage
 from lmforge.errors import UserError
+from lmforge.kinds import UNFINISHED
 from lmforge.locks import hold_lock
 from lmforge.untrusted import read_json
 

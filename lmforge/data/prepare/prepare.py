@@ -27,12 +27,13 @@ from lmforge.data.prepare.output_folder import lock_output_folder
 from lmforge.data.prepare.pack import is_packed, write_best_fit_index
 from lmforge.data.prepare.steps import CHARACTERS, Preparation, PreparationPlan, ProgressCallback
 from lmforge.data.shards.folder import TokenFolder
-from lmforge.data.shards.format import SHARDS_MANIFEST, UNFINISHED
+from lmforge.data.shards.format import SHARDS_MANIFEST
 from lmforge.data.sources.open_source import Source, open_source
 from lmforge.data.sources.plugin_unit import NO_READERS, PluginReaders
 from lmforge.data.sources.token_files import TokenSource
 from lmforge.data.tokenizer import Tokenizer, byte_tokenizer
 from lmforge.errors import UserError
+from lmforge.kinds import UNFINISHED
 
 BYTES = "bytes"  # a tokenizer that is built in
 

@@ -23,7 +23,6 @@ from lmforge.data.shards.format import (
     FORMAT_VERSION,
     RESTORE_HINT,
     SHARDS_MANIFEST,
-    UNFINISHED,
     ShardEntry,
     TokenFolderManifest,
     describes,
@@ -36,8 +35,9 @@ from lmforge.data.shards.remote_storage import DEFAULT_CACHE_BYTES, RemoteStorag
 from lmforge.data.shards.storage import LocalStorage, ShardStorage, read_with_retries
 from lmforge.data.tokenizer import COMPANION_FILES, Tokenizer
 from lmforge.errors import UserError, prefix_errors
+from lmforge.kinds import UNFINISHED, is_of_checkpoint
 from lmforge.runs import is_local, parse_location
-from lmforge.untrusted import CHUNK_BYTES, MAX_MANIFEST_BYTES, list_names, parse_json
+from lmforge.untrusted import MAX_MANIFEST_BYTES, list_names, parse_json
 
 # The parsed manifests of this many shards are kept, some 5 KB each.
 MAX_PARSED_SHARDS = 32_768
@@ -271,7 +271,7 @@ def read_token_folder_manifest(storage: ShardStorage) -> TokenFolderManifest:
     try:
         return parse_json(content, TokenFolderManifest, path, max_bytes=MAX_MANIFEST_BYTES, hint=RESTORE_HINT)
     except UserError:
-        if b'"hf_config"' in content[:CHUNK_BYTES]:
+        if is_of_checkpoint(content):
             raise UserError(f"{storage.path}: a checkpoint, not a token folder; name one that prepare made") from None
         raise
 

@@ -31,7 +31,6 @@ BLOCK_BYTES = 65_536
 # The block size of .checksums: one block has the checksums of 32 MiB of tokens.
 CHECKSUM_BLOCK_BYTES = 4096
 SHARDS_MANIFEST = "manifest.json"
-UNFINISHED = "unfinished"
 TRAIN_SPLIT, VALIDATION_SPLIT = "train", "validation"
 SHARD_SUFFIXES = (".tokens", ".documents", ".checksums", ".json")
 RESTORE_HINT = "restore it, or prepare again with overwrite"

@@ -18,8 +18,9 @@ import xxhash
 
 from lmforge.atomic_files import PARTIAL_SUFFIX, atomic_write, atomic_write_json
 from lmforge.checksums import DamagedFile
-from lmforge.data.shards.format import SHARDS_MANIFEST, UNFINISHED
+from lmforge.data.shards.format import SHARDS_MANIFEST
 from lmforge.errors import UserError, format_bytes
+from lmforge.kinds import UNFINISHED
 from lmforge.locks import hold_lock
 from lmforge.untrusted import MAX_MANIFEST_BYTES, describe_os_error, read_bounded, read_json
 

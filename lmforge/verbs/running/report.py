@@ -6,6 +6,7 @@ from lmforge.config.options import read_recipe, validate_options
 from lmforge.config.verbs.pipeline import PipelineOptions
 from lmforge.config.verbs.watch import ReportOptions
 from lmforge.errors import UserError
+from lmforge.kinds import Kind, kind_of, unexpected
 from lmforge.report.page import REPORT_FILE, is_report, write_report
 from lmforge.runs import Run
 from lmforge.verbs.running.pipeline import plan_stages
@@ -20,7 +21,7 @@ def run_report(options: ReportOptions) -> int:
         raise UserError(f"report: {len(runs)} runs; a page shows at most {MAX_RUNS}")
     own = runs[0].path / REPORT_FILE if len(runs) == 1 else None
     out = options.out or own or Path("report.html")
-    title = options.runs[0].stem if _is_pipeline(options.runs[0]) else None
+    title = options.runs[0].stem if kind_of(options.runs[0]) == Kind.RECIPE else None
     try:
         if out != own and out.exists() and not is_report(out):
             raise UserError(f"--out: {out} exists and is not a report of lmforge; name another file")
@@ -30,18 +31,12 @@ def run_report(options: ReportOptions) -> int:
     return 0
 
 
-def _is_pipeline(path: Path) -> bool:
-    """Whether this is a pipeline's recipe; the folder of a run may be named like one."""
-    return path.suffix == ".toml" and not path.is_dir()
-
-
 def _runs_of(path: Path) -> list[Run]:
     """The run of a folder, or those of a pipeline's stages that have begun."""
-    if not _is_pipeline(path):
-        run = Run.open(path)
-        if not run.exists():
-            raise UserError(f"{path}: not a run (it has no recipe.toml)")
-        return [run]
+    if (kind := kind_of(path)) == Kind.RUN:
+        return [Run.open(path)]
+    if kind != Kind.RECIPE:
+        raise unexpected(path, (Kind.RUN, "the file of a pipeline"))
     stages = plan_stages(validate_options(PipelineOptions, read_recipe(path), str(path)), path)
     runs = [run for stage in stages if stage.run is not None and (run := Run.open(stage.run)).exists()]
     if not runs:

@@ -13,7 +13,7 @@ from lmforge.config.batch_plan import batch_plan
 from lmforge.config.stage import PretrainConfig
 from lmforge.data.shards.source_report import SourceReport, read_source
 from lmforge.errors import UserError
-from lmforge.runs import Run
+from lmforge.kinds import Kind, kind_of
 from lmforge.stages.training_data import TokenSources
 from lmforge.verbs.show.describe_data import align_right
 from lmforge.verbs.show.show_data import open_config
@@ -22,8 +22,8 @@ MAX_PICTURE_ROWS = 40  # of sources; more are drawn closer
 
 
 def is_reported(source: Path) -> bool:
-    """Whether this is a recipe or a folder other than a run, whose data is summarized unless samples are requested."""
-    return source.suffix == ".toml" or (source.is_dir() and not Run(source).exists())
+    """Whether this is a recipe or a token folder, whose data is summarized unless samples are requested."""
+    return kind_of(source) in (Kind.RECIPE, Kind.TOKENS)
 
 
 def report_data(source: Path, picture: Path | None) -> str:

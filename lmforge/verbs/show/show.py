@@ -11,13 +11,13 @@ from lmforge.data.best_fit_index import best_fit_lengths, describe_best_fit
 from lmforge.data.dataset import DataPlan
 from lmforge.data.shards.folder import TokenFolder
 from lmforge.errors import UserError, format_bytes, format_count
-from lmforge.hub import is_hub_name
 from lmforge.interop.resolve import model_config_from_json, resolve_model_config
+from lmforge.kinds import Kind, kind_of, unexpected
 from lmforge.model.config import get_preset
 from lmforge.model.presets import PRESETS
 from lmforge.run_records import Count, NumRanks, SequenceLength, StepNumber, newest_values, skipped_batches
 from lmforge.runs import MANIFEST, Run, read_checkpoint_manifest
-from lmforge.untrusted import MAX_MANIFEST_BYTES, cut, describe_os_error, read_json
+from lmforge.untrusted import describe_os_error
 from lmforge.verbs.dry_run import describe_recipe
 from lmforge.verbs.show.describe_data import describe_data
 from lmforge.verbs.show.describe_model import describe_model, list_presets
@@ -56,25 +56,24 @@ def _show_data(options: ShowOptions) -> str:
 
 def show(thing: str) -> str:
     """A description of `thing` in a few lines. Raises UserError for anything unknown."""
-    path = Path(thing)
+    path, kind = Path(thing), kind_of(thing)
     if thing == "presets":
         return list_presets()
-    if path.suffix == ".toml":
+    if kind == Kind.RECIPE:
         return f"recipe {thing}\n{describe_recipe(read_config(path))}"
-    if not path.exists():
-        if thing in PRESETS:
-            return describe_model(get_preset(thing), f"preset {thing}")
-        if is_hub_name(thing):
-            return describe_model(resolve_model_config(thing, {}, implementation="auto"), f"{thing} on the Hugging Face hub")
-        raise UserError(f"{cut(thing)}: no such file, folder or preset; `lmforge show presets` lists the presets")
-    if (path / "recipe.toml").exists():
+    if kind == Kind.MISSING and thing in PRESETS:
+        return describe_model(get_preset(thing), f"preset {thing}")
+    if kind in (Kind.HUB_NAME, Kind.HF_FOLDER):
+        title = f"Hugging Face folder {path}" if kind == Kind.HF_FOLDER else f"{thing} on the Hugging Face hub"
+        return describe_model(resolve_model_config(thing, {}, implementation="auto"), title)
+    if kind == Kind.RUN:
         return _describe_run(Run.open(path))
-    if (path / MANIFEST).exists():
-        is_checkpoint = "hf_config" in read_json(path / MANIFEST, dict[str, Any], max_bytes=MAX_MANIFEST_BYTES)
-        return _describe_checkpoint(path) if is_checkpoint else _describe_token_folder(path)
-    if (path / "config.json").exists():
-        return describe_model(resolve_model_config(path, {}, implementation="auto"), f"Hugging Face folder {path}")
-    raise UserError(f"{thing}: not a recipe, run, checkpoint, token folder or Hugging Face folder")
+    if kind == Kind.CHECKPOINT:
+        return _describe_checkpoint(path)
+    if kind == Kind.TOKENS:
+        return _describe_token_folder(path)
+    shown = (Kind.RECIPE, Kind.RUN, Kind.CHECKPOINT, Kind.TOKENS, Kind.HF_FOLDER, Kind.HUB_NAME, "a preset")
+    raise unexpected(thing, shown, "; `lmforge show presets` lists the presets")
 
 
 def _describe_token_folder(path: Path) -> str:

@@ -25,6 +25,7 @@ from lmforge.data.packing import PackedSequence, TokenizedExample
 from lmforge.data.shards.folder import TokenFolder
 from lmforge.data.tokenizer import Tokenizer
 from lmforge.errors import UserError, format_count
+from lmforge.kinds import Kind, kind_of, unexpected
 from lmforge.runs import Run
 from lmforge.stages.training_data import TokenSources
 from lmforge.untrusted import read_json
@@ -80,12 +81,13 @@ def open_config(source: Path) -> tuple[str, StageConfig]:
 
     That of a folder is one epoch of its train split. Raises UserError for anything else.
     """
-    if source.suffix == ".toml":
+    kind = kind_of(source)
+    if kind == Kind.RECIPE:
         return f"recipe {source}", read_config(source)
-    if (run := Run.open(source)).exists():
-        return f"run {source}", run.load_config()
-    if not source.is_dir():
-        raise UserError(f"{source}: not a run, a recipe, a token folder, nor the file of a bad step")
+    if kind == Kind.RUN:
+        return f"run {source}", Run(source).load_config()
+    if kind != Kind.TOKENS:
+        raise unexpected(source, (Kind.RUN, Kind.RECIPE, Kind.TOKENS, "the file of a bad step"))
     transitions = TokenFolder.open(source).split("train").num_tokens - 1
     length = max(1, min(transitions, PretrainConfig().data.sequence_length))
     batch = 1 + transitions // length // COUNT["le"]  # more than one where the number of steps would exceed the option's limit
