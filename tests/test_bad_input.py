@@ -147,6 +147,7 @@ def test_a_source_model_with_another_tokenizer_than_the_shards_is_refused(
     source = tmp_path / "model"
     source.mkdir()
     train_tokenizer([""], 300).save(source)
+    (source / "config.json").touch()
     message = refused("pretrain", *tiny_options, "--model.source", source, "--run.folder", tmp_path / "runs")
     assert message == f"{tiny_tokens}: prepared with another tokenizer than {source} has; prepare it with --tokenizer {source}"
 
@@ -1027,7 +1028,7 @@ def test_an_unknown_model_family_is_refused_with_the_way_out(tmp_path: Path, tin
     options = [*without_shape(tiny_options), "--run.folder", tmp_path, "--run.name", "a"]
     wrap = ["--model.implementation", "transformers"]
     printed = refused("pretrain", *options, *wrap, "--model.source", tmp_path)
-    assert printed.startswith(f"{tmp_path}/config.json: no such file; ")
+    assert printed.startswith(f"{tmp_path}: a folder of no known kind; give a run, a checkpoint, a Hugging Face folder")
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "gpt_neox"}))
     printed = refused("pretrain", *options, "--model.source", tmp_path)
     assert printed.endswith("; or let transformers compute it: --model.implementation transformers")
