@@ -32,7 +32,6 @@ from lmforge.cluster.distributed import DistributedContext
 from lmforge.cluster.rank_info import RankInfo, threads_per_rank
 from lmforge.config.activation_checkpointing import CheckpointingMode
 from lmforge.config.sections import ParallelOptions
-from lmforge.config.verbs.plan import USABLE_FRACTION
 from lmforge.interop.config_json import to_config_json
 from lmforge.model.config import ModelConfig
 from lmforge.model.flops import FLOPS_CONVENTION, flops_per_token, parameter_count
@@ -232,7 +231,7 @@ def prediction_of(name: str, contest: Contest, device_name: str) -> Prediction |
         compiled=contest.compiled,
         float8=name == LMFORGE_FLOAT8,
     )
-    return predict_step(step_config, Machine(gpu, None, 1), USABLE_FRACTION)
+    return predict_step(step_config, Machine(gpu, None, 1))
 
 
 def figures(

@@ -27,7 +27,7 @@ def predict_row(row: dict[str, Any]) -> Prediction:
     gpus, per_host = row["gpus"], row.get("gpus_per_host", 8)
     gpu = data_sheets().gpu(row["gpu"]).model_copy(update=row.get("gpu_changes", {}))
     network = data_sheets().network(row.get("network", "infiniband-ndr"))
-    parallel = {"engine": "fsdp2" if gpus > 1 else "single", "reduce_every_micro_batch": True, **row["parallel"]}
+    parallel = {"engine": "fsdp2" if gpus > 1 else "single", **row["parallel"]}
     options = validate_options(ParallelOptions, parallel)
     model = get_preset(row["model"]) if isinstance(row["model"], str) else ModelConfig(**row["model"])
     taken = ("sequence_length", "micro_batch_size", "master_dtype", "compiled", "float8", "logit_bytes", "reduce_dtype_bytes")

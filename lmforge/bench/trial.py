@@ -25,7 +25,7 @@ from lmforge.objectives.language import NextTokenObjective
 from lmforge.parallel.dims import data_parallel_rank_and_size, plan_batches
 from lmforge.parallel.precision import choose_compile, choose_dtype
 from lmforge.parallel.validate import check_parallel
-from lmforge.plan.out_of_memory import MemoryEstimator, min_gpu_bytes
+from lmforge.plan.out_of_memory import MemoryEstimator
 from lmforge.plan.peak_flops import rank_peak_flops
 from lmforge.stages.build_model import build_model_and_optimizer
 from lmforge.stages.dataset_batches import build_loader
@@ -60,9 +60,8 @@ class _Trial:
         pretrained = find_pretrained(config.model.source) if config.model.source else None
         self._model_config = resolve_model_config(config, pretrained, tokens.tokenizer.vocab_size if tokens else None)
         check_parallel(config.parallel, self._model_config, self._plan)
-        gpu_bytes = min_gpu_bytes(dist_ctx)
         with dist_ctx.raise_on_all():
-            estimator = MemoryEstimator.of_run(config, self._model_config, self._plan, dist_ctx, gpu_bytes)
+            estimator = MemoryEstimator.of_run(config, self._model_config, self._plan, dist_ctx)
             estimator.check(dist_ctx)
         self._prediction = estimator.predict_run(config, self._device)
         self._dtype, _ = choose_dtype(config.train.dtype, self._device)
@@ -76,7 +75,7 @@ class _Trial:
             dist_ctx,
             self._dtype,
             self._compiled,
-            estimator.step_config.options,
+            config.parallel,
             load_weights,
         )
         self._step_number = itertools.count()

@@ -167,10 +167,10 @@ class ParallelOptions(Options):
     cpu_offload: bool = option(False, "keep parameters, gradients and optimizer states in host memory (fsdp1, fsdp2)")
     wrap_embedding: bool = option(True, "shard an untied input embedding as its own FSDP unit (fsdp1, fsdp2)")
     prefetch_blocks: int = option(0, "fsdp2: blocks gathered ahead in forward and backward; 0 leaves it to torch", **COUNT_OR_0)
-    reduce_every_micro_batch: bool | None = option(
-        None,
+    reduce_every_micro_batch: bool = option(
+        True,
         "reduce-scatter gradients after every micro-batch, which keeps them sharded; false waits for the last micro-batch"
-        " (no_sync: faster, more memory; default: false on GPUs whose memory suffices by estimate)",
+        " (no_sync: faster, more memory; `lmforge plan` says where it fits)",
     )
     limit_all_gathers: bool = option(True, "fsdp1: torch's limit_all_gathers, which bounds the memory of gathered weights")
     tensor_parallel_degree: int = option(

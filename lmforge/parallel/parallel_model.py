@@ -81,7 +81,7 @@ class ParallelModel:
         self._loss_fn = loss_fn
         self._dims, self._options = dims, dims.options
         # Whether FSDP reduces gradients with the last micro-batch only.
-        self._reduces_once = self._options.reduce_every_micro_batch is False
+        self._reduces_once = not self._options.reduce_every_micro_batch
         self._dtype, self._mesh = dtype, mesh
         # Number of ranks that work on the same sequences.
         self.model_parallel_size = dims.options.model_parallel_size

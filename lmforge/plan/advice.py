@@ -79,7 +79,7 @@ def _alternatives(current: StepConfig) -> list[list[StepConfig]]:
         reshard = [current.with_options(sharding=sharding) if current.options.sharding else current, sharded]
     offload = [(current if current.is_fsdp else sharded).with_options(cpu_offload=True)] if current.on_gpu else []
     reduce = [current.with_options(reduce_every_micro_batch=True)]
-    if not current.is_fsdp or current.options.reduce_every_micro_batch is not False:
+    if not current.is_fsdp or current.options.reduce_every_micro_batch:
         reduce = []
     return [recompute, reduce, reshard, offload]
 

@@ -27,7 +27,6 @@ from lmforge.cluster.memory import (
 )
 from lmforge.config.batch_plan import BatchPlan
 from lmforge.config.stage import StageConfig
-from lmforge.config.verbs.plan import USABLE_FRACTION
 from lmforge.errors import RunFailed, UserError
 from lmforge.model.attention_backend import stores_attention_weights
 from lmforge.model.config import ModelConfig
@@ -36,7 +35,7 @@ from lmforge.plan.advice import suggest_what_fits
 from lmforge.plan.memory import DTYPE_BYTES, ParameterCounts, checkpoint_bytes
 from lmforge.plan.parameter_counts import adapter_shapes, count_parameters
 from lmforge.plan.planning import build_step_config
-from lmforge.plan.prediction.predict import CONTEXT_BYTES, MEMORY_INTERVAL, OVERHEAD, peak_memory, resolve_reduction
+from lmforge.plan.prediction.predict import CONTEXT_BYTES, MEMORY_INTERVAL, OVERHEAD, peak_memory
 from lmforge.plan.prediction.step_config import StepConfig
 from lmforge.plan.run_prediction import RunPrediction, predict_run
 
@@ -48,24 +47,15 @@ ACTIVATION_KINDS = ("activations", "activations of other micro-batches", "recomp
 BATCH_BYTES_PER_TOKEN = 36
 
 
-def min_gpu_bytes(dist_ctx: DistributedContext) -> int | None:
-    """The memory of the smallest GPU of all ranks; None on CPUs. Every rank calls it."""
-    if dist_ctx.device.type != "cuda":
-        return None
-    return min(dist_ctx.all_gather(torch.cuda.get_device_properties(dist_ctx.device).total_memory))
-
-
 @dataclass(frozen=True)
 class MemoryEstimator:
-    """What a run needs on each rank. recipe: the StepConfig of the recipe, whose `reduce_every_micro_batch` is None where it is
-    not given. counts: parameters of the trained model, a wrapped one too. gpu_bytes: memory of the smallest GPU of a rank; None
-    on a CPU. resident_bytes: of this process, before it builds anything.
+    """What a run needs on each rank. step_config: of the recipe. counts: parameters of the trained model, a wrapped one too.
+    resident_bytes: of this process, before it builds anything.
     """
 
-    recipe: StepConfig
+    step_config: StepConfig
     plan: BatchPlan
     counts: ParameterCounts
-    gpu_bytes: int | None = None
     resident_bytes: int = 0
 
     @classmethod
@@ -75,17 +65,16 @@ class MemoryEstimator:
         model_config: ModelConfig,
         plan: BatchPlan,
         dist_ctx: DistributedContext,
-        gpu_bytes: int | None = None,
         *,
         has_reference: bool = False,
         step: int = 0,
     ) -> Self:
-        """The estimator of a recipe on these ranks, for a run that continues from `step`. `gpu_bytes`: `min_gpu_bytes`."""
+        """The estimator of a recipe on these ranks, for a run that continues from `step`."""
         on_gpu = dist_ctx.device.type == "cuda"
         dtype, _ = choose_dtype(config.train.dtype, dist_ctx.device)
         compiled, _ = choose_compile(config, dist_ctx.device, config.train.steps - step)
         stores_weights = stores_attention_weights(dtype, plan.sequence_length, on_gpu=on_gpu, compiled=compiled)
-        recipe = build_step_config(
+        step_config = build_step_config(
             config,
             model_config,
             plan,
@@ -98,12 +87,7 @@ class MemoryEstimator:
             has_reference=has_reference,
             stores_weights=stores_weights,
         )
-        return cls(recipe, plan, count_parameters(config, model_config), gpu_bytes, peak_resident_bytes())
-
-    @cached_property
-    def step_config(self) -> StepConfig:
-        """The StepConfig of the recipe, with the default of `parallel.reduce_every_micro_batch` resolved."""
-        return resolve_reduction(self.recipe, self.gpu_bytes or 0, USABLE_FRACTION)
+        return cls(step_config, plan, count_parameters(config, model_config), peak_resident_bytes())
 
     def required_bytes(self, step_config: StepConfig) -> float:
         """All memory that a rank needs for a step, including margins. `step_config` is of a model that has formulas."""

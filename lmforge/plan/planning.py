@@ -8,7 +8,7 @@ from lmforge.config.mixture import tokens_by_length
 from lmforge.config.stage import PretrainConfig, StageConfig
 from lmforge.config.tuning import TunedConfig
 from lmforge.config.verbs.plan import AnyPlanConfig, PlanOptions
-from lmforge.errors import UserError
+from lmforge.errors import UserError, format_bytes
 from lmforge.model.config import ModelConfig
 from lmforge.parallel.dims import plan_batches
 from lmforge.parallel.validate import (
@@ -23,7 +23,7 @@ from lmforge.plan.activations import has_formulas
 from lmforge.plan.advice import suggest_what_fits
 from lmforge.plan.calibration import Calibration, read_calibration
 from lmforge.plan.hardware import GB, GPU, Hardware, Network, read_hardware
-from lmforge.plan.prediction.predict import Prediction, peak_memory, predict, resolve_reduction
+from lmforge.plan.prediction.predict import Prediction, can_reduce_once, peak_memory, predict
 from lmforge.plan.prediction.rates import CONSTANTS, Rates
 from lmforge.plan.prediction.step_config import StepConfig
 from lmforge.untrusted import cut
@@ -233,10 +233,21 @@ def make_step_config(config: StageConfig, model: ModelConfig, gpus: int, machine
     return step_config
 
 
-def predict_step(step_config: StepConfig, machine: Machine, usable: float) -> Prediction:
-    """The prediction, with the default of `reduce_every_micro_batch` resolved."""
-    rates = machine.rates(step_config.dtype)
-    return predict(resolve_reduction(step_config, machine.gpu.memory_bytes, usable), machine.gpu, rates)
+def predict_step(step_config: StepConfig, machine: Machine) -> Prediction:
+    return predict(step_config, machine.gpu, machine.rates(step_config.dtype))
+
+
+def suggest_reduction(prediction: Prediction, machine: Machine, usable: float) -> str:
+    """What reducing gradients once per step would bring; empty where it is done, makes no difference, or may not fit."""
+    step_config = prediction.step_config
+    if not can_reduce_once(step_config) or not step_config.options.reduce_every_micro_batch:
+        return ""
+    once = predict_step(step_config.with_options(reduce_every_micro_batch=False), machine)
+    if once.memory_interval[1] > usable * machine.gpu.memory_bytes:
+        return ""
+    faster = once.tokens_per_second / prediction.tokens_per_second - 1
+    more = format_bytes(max(0.0, once.device_bytes - prediction.device_bytes))
+    return f"parallel.reduce_every_micro_batch = false fits too: {faster:.1%} faster, {more} more per rank"
 
 
 def predict_phases(config: StageConfig, prediction: Prediction, machine: Machine) -> list[tuple[int, Prediction]]:

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from lmforge.config.stage import StageConfig
-from lmforge.config.verbs.plan import USABLE_FRACTION
 from lmforge.errors import UserError, format_bytes
 from lmforge.plan.calibration import read_calibration
 from lmforge.plan.hardware import data_sheets
@@ -90,7 +89,7 @@ def predict_run(
         machine = _find_machine(step_config, config, device_name)
     except UserError as problem:
         return RunPrediction(memory, interval, None, None, str(problem))
-    prediction, ranks = predict_step(step_config, machine, USABLE_FRACTION), step_config.world_size
+    prediction, ranks = predict_step(step_config, machine), step_config.world_size
     slow, fast = prediction.speed_interval
     source = machine.describe_constants(step_config.dtype)
     return RunPrediction(memory, interval, prediction.tokens_per_second * ranks, (slow * ranks, fast * ranks), source)

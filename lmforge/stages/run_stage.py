@@ -16,7 +16,7 @@ from lmforge.cluster.standby import describe_standby, leave_out_ranks, stand_by
 from lmforge.config.stage import StageConfig
 from lmforge.errors import RunFailed, UserError, format_duration, typed_command
 from lmforge.objectives.objective import Objective
-from lmforge.plan.out_of_memory import MemoryEstimator, explain_out_of_memory, min_gpu_bytes
+from lmforge.plan.out_of_memory import MemoryEstimator, explain_out_of_memory
 from lmforge.runs import Run
 from lmforge.stages.alignment.align import has_frozen_reference
 from lmforge.stages.attempt import describe_failure, end_attempt, explain_failures, start_attempt
@@ -54,14 +54,12 @@ def run_stage(config: StageConfig, spec: StageSpec, custom: CustomCode) -> int:
     try:
         with explain_failures(run):
             config, inputs, point = enter_run(config, run, dist_ctx, spec.prepare_data, spec.open_inputs)
-            gpu_bytes = min_gpu_bytes(dist_ctx)
             with dist_ctx.raise_on_all():
                 estimator = MemoryEstimator.of_run(
                     config,
                     inputs.model_config,
                     inputs.batch_plan,
                     dist_ctx,
-                    gpu_bytes,
                     has_reference=has_frozen_reference(config),
                     step=point.step,
                 )

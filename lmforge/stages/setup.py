@@ -31,7 +31,7 @@ def build_trainer(
 ) -> Trainer:
     """Everything that the loop drives, with the weights of `point`; `batch_source` is left to the stage.
 
-    `estimator` knows the options that depend on memory. Every rank calls it. Raises UserError or RunFailed where they do not
+    `estimator` predicts what the run will need. Every rank calls it. Raises UserError or RunFailed where they do not
     fit together.
     """
     config, faults, dist_ctx = ctx.config, ctx.config.faults, ctx.dist_ctx
@@ -47,7 +47,7 @@ def build_trainer(
         dist_ctx,
         dtype,
         compiled,
-        estimator.step_config.options,
+        config.parallel,
         inputs.load_weights,
         resumes,
     )

@@ -12,7 +12,15 @@ from rich.table import Column, Table
 from lmforge.config.verbs.plan import AnyPlanConfig
 from lmforge.errors import format_bytes, format_count, format_duration
 from lmforge.plan.memory import DTYPE_BYTES
-from lmforge.plan.planning import Machine, find_machine, make_step_config, predict_phases, predict_step, suggest_fit
+from lmforge.plan.planning import (
+    Machine,
+    find_machine,
+    make_step_config,
+    predict_phases,
+    predict_step,
+    suggest_fit,
+    suggest_reduction,
+)
 from lmforge.plan.prediction.predict import Prediction, can_reduce_once
 from lmforge.plan.prediction.run_cost import RunCost, run_cost
 from lmforge.terminal.cells import page_console
@@ -32,7 +40,7 @@ def run_plan(config: AnyPlanConfig) -> int:
     machine = find_machine(config)
     config = config.model_copy(update={"plan": machine.with_disk(config.plan)})
     step_config = make_step_config(config, resolve_model(config, find_vocab_size(config)), config.plan.gpus, machine)
-    prediction = predict_step(step_config, machine, config.plan.usable)
+    prediction = predict_step(step_config, machine)
     phases = predict_phases(config, prediction, machine)
     cost = run_cost(phases, config.plan, machine.gpu, async_save=config.checkpoint.async_save)
     budget = config.plan.usable * machine.gpu.memory_bytes
@@ -47,7 +55,7 @@ def run_plan(config: AnyPlanConfig) -> int:
     if machine.network is not None:
         where += f", {machine.gpus_per_host} per host, {machine.network.name}"
     console.print(escape(f"{where}; {machine.describe_constants(step_config.dtype)}"), soft_wrap=True)
-    once = can_reduce_once(prediction.step_config) and options.reduce_every_micro_batch is False
+    once = can_reduce_once(prediction.step_config) and not options.reduce_every_micro_batch
     reduced = "; gradients reduced once per step (reduce_every_micro_batch = false), which takes memory" if once else ""
     engine = options.engine if not prediction.step_config.is_fsdp else f"{options.engine} {prediction.step_config.dims}"
     console.print(
@@ -69,6 +77,8 @@ def run_plan(config: AnyPlanConfig) -> int:
         f" MFU {prediction.mfu:.0%}, {prediction.step_seconds:.3g} s per step; most time: {prediction.bottleneck}\n",
         soft_wrap=True,
     )
+    if faster := suggest_reduction(prediction, machine, config.plan.usable):
+        console.print(f"gradients  {faster}\n", soft_wrap=True)
     if options.cpu_offload:
         console.print(f"host       {format_bytes(_host_bytes(prediction, cost))} of host memory on each host, for offload")
     _print_phases(console, phases)

@@ -133,7 +133,6 @@ def _write(candidate: Finalist, config: AnyPlanConfig, file: Path) -> None:
     """The recipe with the configuration that was found, as `lmforge pretrain` reads it."""
     table = config.model_dump(mode="json", exclude={"plan"})
     options = candidate.step_config.options.model_dump(mode="json")
-    options["reduce_every_micro_batch"] = config.parallel.reduce_every_micro_batch
     table["parallel"] |= options
     table["train"] |= {"micro_batch_size": candidate.step_config.micro_batch_size, "float8": candidate.step_config.float8}
     table["run"] |= {"name": ""}

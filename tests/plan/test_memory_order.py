@@ -96,7 +96,6 @@ def compare(sizes: dict[str, int], world_size: int, shape: tuple[int, int], chan
     config = config_of(sizes)
     options = ParallelOptions(engine="fsdp2", **changes)
     tracked = tracked_peak(config, world_size, shape, options)
-    options = options.model_copy(update={"reduce_every_micro_batch": True})
     step_config = StepConfig(config, options, world_size, 8, shape[0], 1, shape[1], compiled=False, on_gpu=False)
     program = step_program(step_config)
     simulated = simulate(program.build(1), program.held())

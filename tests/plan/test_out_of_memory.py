@@ -21,15 +21,14 @@ from lmforge.config.load import parse_config
 from lmforge.config.sections import ParallelOptions
 from lmforge.config.stage import PretrainConfig, StageConfig
 from lmforge.config.tuning import SftConfig
-from lmforge.config.verbs.plan import USABLE_FRACTION
 from lmforge.interop.resolve import model_config_from_options
 from lmforge.parallel.dims import plan_batches
 from lmforge.parallel.precision import MIN_STEPS_TO_COMPILE, choose_compile
 from lmforge.plan.hardware import data_sheets
 from lmforge.plan.out_of_memory import MemoryEstimator
 from lmforge.plan.parameter_counts import adapter_shapes, count_parameters
-from lmforge.plan.planning import Machine, build_step_config, make_step_config, predict_step
-from lmforge.plan.prediction.predict import HOST_BYTES, MEMORY_INTERVAL, peak_memory
+from lmforge.plan.planning import Machine, build_step_config, make_step_config
+from lmforge.plan.prediction.predict import HOST_BYTES, peak_memory
 from tests.seeds import fresh_random
 
 STEPS = 2
@@ -74,12 +73,11 @@ def options(tokens: Path, folder: Path, name: str, *more: str) -> list[str]:
 
 
 def estimator_of(
-    config: StageConfig, ranks: int = 1, vocab_size: int = 512, dtype: str = "fp32", gpu_bytes: int | None = None
+    config: StageConfig, ranks: int = 1, vocab_size: int = 512, dtype: str = "fp32", on_gpu: bool = False
 ) -> MemoryEstimator:
     model_config = model_config_from_options(config.model, vocab_size)
     plan = plan_batches(config, ranks)
-    counts, on_gpu = count_parameters(config, model_config), gpu_bytes is not None
-    recipe = build_step_config(
+    step_config = build_step_config(
         config,
         model_config,
         plan,
@@ -90,7 +88,7 @@ def estimator_of(
         compiled=on_gpu and config.train.compile != "off",
         adapters=adapter_shapes(config, model_config),
     )
-    return MemoryEstimator(recipe, plan, counts, gpu_bytes)
+    return MemoryEstimator(step_config, plan, count_parameters(config, model_config))
 
 
 def pretrain_within(limit: int, *words: str) -> subprocess.CompletedProcess[str]:
@@ -165,7 +163,7 @@ def test_a_model_that_does_not_fit_is_refused_with_what_it_needs_at_least(
 def test_logits_are_predicted_as_they_are_computed_where_auto_turns_out_to_be_off() -> None:
     def estimator(compile_: str) -> MemoryEstimator:
         config = parse_config(PretrainConfig, ["--train.compile", compile_, "--train.micro_batch_size", "16"])
-        return estimator_of(config, vocab_size=5000, dtype="bf16", gpu_bytes=80 * 2**30)
+        return estimator_of(config, vocab_size=5000, dtype="bf16", on_gpu=True)
 
     auto, off = estimator("auto").step_config, estimator("off").step_config
     assert replace(auto, compiled=False) == off
@@ -207,7 +205,7 @@ def drawn_estimator(draw: random.Random, ranks: int) -> MemoryEstimator:
         "optimizer.name": draw.choice(["adamw", "muon", "sgd"]),
     }
     config = parse_config(PretrainConfig, [word for name, value in options.items() for word in (f"--{name}", str(value))])
-    return estimator_of(config, ranks, 5000, draw.choice(["fp32", "bf16"]), 80 * 2**30 if draw.random() < 0.5 else None)
+    return estimator_of(config, ranks, 5000, draw.choice(["fp32", "bf16"]), draw.random() < 0.5)
 
 
 def test_only_what_fits_by_the_estimate_is_suggested_and_nothing_that_fits_is_called_too_large() -> None:
@@ -221,8 +219,8 @@ def test_only_what_fits_by_the_estimate_is_suggested_and_nothing_that_fits_is_ca
         options = ParallelOptions(
             engine=engine, sharding=sharding if engine == "fsdp2" else None, activation_checkpointing=mode
         )
-        current = replace(estimator.recipe, options=options.model_copy(update={"reduce_every_micro_batch": True}))
-        estimator = replace(estimator, recipe=current)
+        current = replace(estimator.step_config, options=options)
+        estimator = replace(estimator, step_config=current)
         available = int(estimator.required_bytes(current) * draw.uniform(0.01, 1.05) + estimator.overhead_bytes)
         message = estimator.suggest_what_fits(available)
         for way in suggestions(message):
@@ -242,49 +240,33 @@ def test_only_what_fits_by_the_estimate_is_suggested_and_nothing_that_fits_is_ca
     assert refused > 3
 
 
-def test_gradients_are_reduced_once_per_step_where_full_gradients_fit_on_a_gpu() -> None:
+def test_whole_gradients_are_predicted_where_they_are_reduced_once_a_step_and_the_other_way_is_advised() -> None:
     words = ["--train.global_batch_size", "64", "--train.micro_batch_size", "4", "--parallel.engine", "fsdp2"]
-
-    def estimator(gpu_bytes: float | None, *more: str) -> MemoryEstimator:
-        return estimator_of(
-            parse_config(PretrainConfig, [*words, *more]), 4, dtype="bf16", gpu_bytes=gpu_bytes and int(gpu_bytes)
-        )
-
-    def reduces_once(gpu_bytes: float | None, *more: str) -> bool:
-        return not estimator(gpu_bytes, *more).step_config.options.reduce_every_micro_batch
-
-    recipe = estimator(2**40).recipe
-    every, once = (sum(peak_memory(recipe.with_options(reduce_every_micro_batch=each)).values()) for each in (True, False))
+    once = estimator_of(
+        parse_config(PretrainConfig, [*words, "--parallel.reduce_every_micro_batch", "false"]), 4, dtype="bf16", on_gpu=True
+    )
+    every = estimator_of(parse_config(PretrainConfig, words), 4, dtype="bf16", on_gpu=True)
+    assert every.step_config == once.step_config.with_options(reduce_every_micro_batch=True)
+    more = sum(peak_memory(once.step_config).values()) - sum(peak_memory(every.step_config).values())
     # The fp32 gradients that are whole, beside a shard of them.
-    assert 0.5 < (once - every) / (4 * recipe.parameters.trained) < 1.3
-    # The upper end of the interval, and what is left to others.
-    enough = MEMORY_INTERVAL[1] * once / USABLE_FRACTION + 10
-    assert reduces_once(enough)
-    assert not reduces_once(enough - 20)
-    assert not reduces_once(None)  # on a CPU
-    assert not reduces_once(enough, "--train.micro_batch_size", "16")  # one micro-batch per step
-    assert not reduces_once(enough, "--parallel.sharding", "no-shard")
-    # Where memory runs out all the same, the other way is suggested.
-    failed = estimator(enough)
-    available = failed.required_bytes(failed.step_config.with_options(reduce_every_micro_batch=True)) + failed.overhead_bytes
-    assert "parallel.reduce_every_micro_batch = true" in failed.suggest_what_fits(available)
+    assert 0.5 < more / (4 * every.step_config.parameters.trained) < 1.3
+    available = once.required_bytes(every.step_config) + once.overhead_bytes
+    assert "parallel.reduce_every_micro_batch = true" in once.suggest_what_fits(available)
 
 
-def test_a_plan_and_a_run_decide_alike_when_gradients_are_reduced() -> None:
+def test_a_plan_and_a_run_have_the_same_inputs() -> None:
     words = ["--train.global_batch_size", "64", "--train.micro_batch_size", "4", "--parallel.engine", "fsdp2"]
     config = parse_config(PretrainConfig, words)
     for gpu in ("rtx-4090", "h100-80"):
         machine = Machine(data_sheets().gpu(gpu), None, 4)
         planned = make_step_config(config, model_config_from_options(config.model, 512), 4, machine)
-        run = estimator_of(config, 4, dtype="bf16", gpu_bytes=machine.gpu.memory_bytes)
-        assert planned == run.recipe
-        assert predict_step(planned, machine, USABLE_FRACTION).step_config == run.step_config
+        assert planned == estimator_of(config, 4, dtype="bf16", on_gpu=True).step_config
 
 
 def test_a_failure_counts_as_a_measurement() -> None:
     """Where the prediction says that what has just failed fits, nothing nearly as large is suggested."""
     config = parse_config(PretrainConfig, ["--train.global_batch_size", "64", "--train.micro_batch_size", "64"])
-    estimator = estimator_of(config, gpu_bytes=80 * 2**30)
+    estimator = estimator_of(config, on_gpu=True)
     needed = estimator.required_bytes(estimator.step_config) + estimator.overhead_bytes
     assert estimator.suggest_what_fits(10 * needed) == estimator.suggest_what_fits(needed)
 

@@ -34,7 +34,7 @@ RECIPE = ROOT / "recipes" / "llama2-7b.toml"
 
 def step_config_of(preset: str = "llama3-8b", gpus: int = 8, **changes: Any) -> StepConfig:
     names = {name: changes.pop(name) for name in [*changes] if name in ParallelOptions.model_fields}
-    options = ParallelOptions(**{"engine": "fsdp2" if gpus > 1 else "single", "reduce_every_micro_batch": True, **names})
+    options = ParallelOptions(**{"engine": "fsdp2" if gpus > 1 else "single", **names})
     numbers = {"micro_batch_size": 2, "accumulation": 1, "sequence_length": 4096, **changes}
     return StepConfig(get_preset(preset), options, gpus, 8, **numbers)
 
@@ -138,7 +138,10 @@ def test_an_estimate_of_a_search_is_near_the_prediction() -> None:
     for changes in ({}, {"activation_checkpointing": "full"}, *degrees):
         step_config = step_config_of("llama2-34b", gpus=32, accumulation=4, micro_batch_size=1, **changes)
         machine = Machine(data_sheets().gpu("h100-80"), data_sheets().network("infiniband-ndr"), 8)
-        estimated, whole = estimate(step_config, machine.gpu, machine.rates("bf16"), 0.0), prediction_of(step_config)
+        estimated, whole = (
+            estimate(step_config, machine.gpu, machine.rates("bf16"), 0.0),
+            prediction_of(step_config),
+        )
         assert estimated.step_seconds == pytest.approx(whole.step_seconds, rel=0.02)
         assert estimated.device_bytes == pytest.approx(whole.device_bytes, rel=0.05)
 
@@ -407,12 +410,18 @@ def test_a_plan_of_adapters_has_frozen_weights_without_gradients_and_optimizer_s
     assert "lora.rank: not with parallel.tensor" in refused("plan", recipe, "--parallel.tensor_parallel_degree", 2)
 
 
-def test_a_plan_says_where_gradients_are_reduced_once_a_step(capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_plan_says_where_gradients_may_be_reduced_once_a_step(capfd: pytest.CaptureFixture[str]) -> None:
     words = ["plan", str(RECIPE), "--gpus", "8", "--train.micro_batch_size", "1", "--train.global_batch_size", "16"]
     assert run(words) == 0
-    assert "gradients reduced once per step (reduce_every_micro_batch = false)" in capfd.readouterr().out
-    assert run([*words, "--parallel.reduce_every_micro_batch", "true"]) == 0
-    assert "once per step" not in capfd.readouterr().out
+    said = capfd.readouterr().out
+    assert "once per step" not in said
+    assert re.search(r"parallel.reduce_every_micro_batch = false fits too: \d+\.\d% faster, \d+\.\d GiB more per rank", said)
+    assert run([*words, "--parallel.reduce_every_micro_batch", "false"]) == 0
+    said = capfd.readouterr().out
+    assert "gradients reduced once per step (reduce_every_micro_batch = false)" in said
+    assert "fits too" not in said
+    assert run([*words, "--gpu_type", "rtx-4090"]) == 0
+    assert "fits too" not in capfd.readouterr().out
 
 
 def test_a_wrapped_model_is_refused_in_one_line(tmp_path: Path, refused: Refusal) -> None:

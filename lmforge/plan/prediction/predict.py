@@ -174,25 +174,6 @@ def can_reduce_once(step_config: StepConfig) -> bool:
     )
 
 
-def surely_fits(device_bytes: float, gpu_bytes: float, usable_fraction: float) -> bool:
-    """Whether the upper end of a prediction's interval fits."""
-    return device_bytes * MEMORY_INTERVAL[1] <= usable_fraction * gpu_bytes
-
-
-def resolve_reduction(step_config: StepConfig, gpu_bytes: float, usable_fraction: float) -> StepConfig:
-    """`parallel.reduce_every_micro_batch` where it is not given: whether full gradients certainly fit until the last
-    micro-batch. It depends on the GPU's total memory, not on free memory, so that a resumed run decides the same and computes
-    the same bits.
-    """
-    if step_config.options.reduce_every_micro_batch is not None:
-        return step_config
-    if can_reduce_once(step_config) and step_config.has_formulas:
-        once = step_config.with_options(reduce_every_micro_batch=False)
-        if surely_fits(sum(peak_memory(once).values()), gpu_bytes, usable_fraction):
-            return once
-    return step_config.with_options(reduce_every_micro_batch=True)
-
-
 def _stages(step_config: StepConfig) -> list[Stage]:
     """The parts of the model that may need most memory or most time."""
     layers, degree = step_config.model.num_hidden_layers, step_config.pipeline

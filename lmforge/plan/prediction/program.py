@@ -42,7 +42,7 @@ class StepProgram:
         self.shard_group = make_group(step_config.shards, tensor, hosts)
         self.replica_group = make_group(step_config.replicas, tensor * step_config.shards, hosts)
         self.reshards = step_config.is_fsdp and step_config.dims.reshard_after_forward
-        self.reduces_once = options.reduce_every_micro_batch is False
+        self.reduces_once = not options.reduce_every_micro_batch
         kernels = COMPILED_KERNELS if step_config.compiled else EAGER_KERNELS
         # The seconds of the host for a unit, and for the forward pass of a block.
         self.unit_seconds, self.launch_seconds = (0.0, 0.0) if rates.is_cpu else (UNIT_SECONDS, kernels * LAUNCH_SECONDS)

@@ -19,7 +19,7 @@ from lmforge.errors import UserError
 from lmforge.model.config import ModelConfig
 from lmforge.parallel.validate import check_compiled, check_lora, check_parallel
 from lmforge.plan.hardware import GPU
-from lmforge.plan.prediction.predict import Prediction, can_reduce_once, predict, resolve_reduction, surely_fits
+from lmforge.plan.prediction.predict import MEMORY_INTERVAL, Prediction, can_reduce_once, predict
 from lmforge.plan.prediction.rates import Rates
 from lmforge.plan.prediction.step_config import StepConfig
 
@@ -77,7 +77,6 @@ def search(
 ) -> SearchResult:
     """Try the configurations of `base`'s model, batch and GPUs, at most `most`. `budget` is the memory of a GPU in bytes."""
     fitting, too_large, refused, tried, left_out = list[Candidate](), list[Candidate](), 0, 0, 0
-    usable = budget / gpu.memory_bytes
     for step_config in candidates(base, global_batch_size, float8):
         if tried == most:
             left_out += 1
@@ -85,7 +84,7 @@ def search(
         tried += 1
         try:
             check_step_config(step_config)
-            candidate = estimate(step_config, gpu, rates, usable)
+            candidate = estimate(step_config, gpu, rates, budget)
         except UserError:
             refused += 1
             continue
@@ -94,7 +93,7 @@ def search(
     too_large.sort(key=lambda each: each.device_bytes)
     finalists = []
     for each in fitting[:FINALISTS]:
-        full = predict(resolve_reduction(each.step_config, gpu.memory_bytes, usable), gpu, rates)
+        full = predict(each.step_config, gpu, rates)
         if full.device_bytes <= budget:
             finalists.append(Finalist(full.step_config, full.device_bytes, full.step_seconds, full.parts, full))
     finalists.sort(key=lambda each: each.step_seconds)
@@ -117,7 +116,7 @@ def candidates(base: StepConfig, global_batch_size: int, float8: bool) -> Iterat
         for engine, sharding, offload in _engines(base, tensor * context * pipeline):
             for checkpointing, size in product(CHECKPOINTING_MODES, reversed(sizes)):
                 options: dict[str, Any] = {"engine": engine, "sharding": sharding, "cpu_offload": offload}
-                options |= {"shard_degree": None, "reduce_every_micro_batch": None, "activation_checkpointing": checkpointing}
+                options |= {"shard_degree": None, "reduce_every_micro_batch": True, "activation_checkpointing": checkpointing}
                 degrees = {"tensor_parallel_degree": tensor, "context_parallel_degree": context}
                 options |= degrees | {"pipeline_parallel_degree": pipeline}
                 step_config = replace(base.with_options(**options), micro_batch_size=size, accumulation=local // size)
@@ -159,13 +158,12 @@ def _shorter(model: ModelConfig, layers: int) -> ModelConfig:
     return replace(model, num_hidden_layers=layers, layer_types=None)
 
 
-def estimate(step_config: StepConfig, gpu: GPU, rates: Rates, usable: float) -> Candidate:
+def estimate(step_config: StepConfig, gpu: GPU, rates: Rates, budget: float) -> Candidate:
     """Estimated memory and time, with gradients reduced once per step if that certainly fits."""
     if can_reduce_once(step_config):
         once = _on_straight_line(step_config.with_options(reduce_every_micro_batch=False), gpu, rates)
-        if surely_fits(once.device_bytes, gpu.memory_bytes, usable):
+        if once.device_bytes * MEMORY_INTERVAL[1] <= budget:
             return once
-        step_config = step_config.with_options(reduce_every_micro_batch=True)
     return _on_straight_line(step_config, gpu, rates)
 
 
