@@ -45,7 +45,7 @@ from lmforge.parallel.precision import DTYPES
 from lmforge.runs import Run
 from lmforge.stages.build_model import build_model_and_optimizer
 from lmforge.stages.dataset_batches import DatasetBatches
-from lmforge.trackers.processes import TrackerProcesses
+from lmforge.trackers.tracker_threads import TrackerThreads
 from lmforge.train.bad_steps import BadStepDetector
 from lmforge.train.inputs import ResumePoint, RunContext, RunInputs
 from lmforge.train.loop import train
@@ -167,7 +167,7 @@ def run_lmforge(contest: Contest, turns: Turns, first_losses: list[float], *, co
     tokenizer = TokenFolder.open(contest.folder / "tokens").tokenizer
     log = RankLog(folder / "log", ranks.rank_info, attempt=1)
     watch = Watchdog(ranks, folder, log.path)
-    console, nowhere = TakesTurns(turns, ranks, ENDLESS_STEPS, log.path), (RunEvents(None), TrackerProcesses(print, print))
+    console, nowhere = TakesTurns(turns, ranks, ENDLESS_STEPS, log.path), (RunEvents(None), TrackerThreads(print, print))
     ctx = RunContext(config, Run(folder), ranks, watch, console, log, *nowhere)
     checkpointer = AsyncCheckpointer(ctx.run, ranks, RetentionPolicy(1), metadata={}, tokenizer=tokenizer, log=ctx.console.info)
     trainer = Trainer(

@@ -13,6 +13,7 @@ import signal
 import sys
 import tempfile
 import textwrap
+import threading
 import time
 import traceback
 from collections.abc import Callable
@@ -50,6 +51,8 @@ LONG_WORD = re.compile(rf"\S{{{MAX_WORD + 1},}}")
 # round, a name that is too long, a file that may not or cannot be read.
 FILE_ERRNOS = {errno.ELOOP, errno.EISDIR, errno.ENOTDIR, errno.ENAMETOOLONG, errno.EACCES, errno.EPERM, errno.EROFS, errno.EIO}
 FILE_ERRNOS |= {errno.ENODEV, errno.ENXIO}  # a device or a socket
+# What libraries have to do at exit may take this long, such as a tracker's that waits for a server.
+EXIT_SECONDS = 10.0
 # Rounds of a loop of libgomp, some 50 microseconds in all. Its own default is 300,000.
 SPIN_COUNT = 2000
 TRAINING_NOTES = """\
@@ -89,6 +92,9 @@ def exit_process(status: int) -> NoReturn:
 
 
 def _leave(status: int) -> NoReturn:
+    timer = threading.Timer(EXIT_SECONDS, os._exit, (status,))
+    timer.daemon = True
+    timer.start()
     atexit.unregister(_leave)
     atexit._run_exitfuncs()
     for stream in (sys.stdout, sys.stderr):

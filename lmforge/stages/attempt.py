@@ -13,7 +13,7 @@ from lmforge.monitor.rank_log import PEER_LOST_PATTERN, RankLog
 from lmforge.monitor.watchdog import Watchdog
 from lmforge.report.page import write_run_report
 from lmforge.runs import Run, storage_errors
-from lmforge.trackers.processes import TrackerProcesses
+from lmforge.trackers.tracker_threads import TrackerThreads
 from lmforge.train.callbacks import Callbacks
 from lmforge.train.determinism import explain_nondeterministic_op
 from lmforge.train.inputs import RunContext
@@ -41,11 +41,11 @@ def start_attempt(config: StageConfig, run: Run, dist_ctx: DistributedContext, c
         timeout_seconds=config.watch.timeout_seconds,
         add_event=RunEvents(run.events_path).add,  # any rank may be the one that reports a stall
     )
-    events = RunEvents(run.events_path if dist_ctx.is_rank0 else None)
     console = ConsoleLogger(dist_ctx, config.train.steps, path, panel=config.log.panel)
-    trackers = TrackerProcesses(console.info, console.warn)
+    trackers = TrackerThreads(console.info, console.warn)
+    events = RunEvents(run.events_path if dist_ctx.is_rank0 else None, trackers.report)
     if dist_ctx.is_rank0:
-        trackers.start(run, config.log.trackers, config.log.project)
+        trackers.start(run, config)
     return RunContext(config, run, dist_ctx, watch, console, log, events, trackers, callbacks)
 
 

@@ -1,5 +1,6 @@
 """MLflow. Its own variables say where runs go: MLFLOW_TRACKING_URI, …; without it, a database beside the run's directory."""
 
+import logging
 import os
 import re
 import time
@@ -10,16 +11,14 @@ from lmforge.trackers.tracker import Table, TrackedRun, Tracker
 
 STATES = {"done": "FINISHED", "interrupted": "KILLED"}
 MAX_PARAMS = 100  # of one request
-# For a server that does not answer: mlflow would retry for minutes, and we send again what failed anyway.
-PATIENCE = {"MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1", "MLFLOW_HTTP_REQUEST_TIMEOUT": "20"}
 
 
 class MlflowRun(Tracker):
     """A run of mlflow, in the experiment that is named like the project."""
 
     def __init__(self, run: TrackedRun) -> None:
-        for name, value in PATIENCE.items():
-            os.environ.setdefault(name, value)
+        for name in ("mlflow", "alembic", "urllib3.connectionpool"):  # they would print each retry among the lines of the run
+            logging.getLogger(name).setLevel(logging.ERROR)
         from mlflow import MlflowClient
         from mlflow.entities import Metric, Param
 

@@ -19,7 +19,6 @@ class TrackedRun:
     project   what groups runs: a project, or an experiment of mlflow
     run_id    what `Tracker.run_id` was in an earlier attempt, None in the first
     config    every option as `section.name`, with values that JSON has
-    process   the process that trains
     options   the tracker's own options, of the class that it was registered with; None where it has none
     """
 
@@ -28,7 +27,6 @@ class TrackedRun:
     project: str
     run_id: str | None
     config: Mapping[str, Any]
-    process: int
     options: Any = None
 
 
@@ -48,8 +46,8 @@ class Table:
 
 
 class Tracker(Protocol):
-    """An open run of a tracker, in a process of its own. Any method may wait for the network or raise; it is then called
-    again later with the same values."""
+    """An open run of a tracker. Its methods are called in one thread, not the main one, and may wait for the network. What a
+    call that raises was to send is counted as not sent."""
 
     run_id: str
     """By which the tracker continues this run."""

@@ -14,7 +14,7 @@ class WandbRun(Tracker):
         import wandb
 
         self._wandb = wandb
-        settings = wandb.Settings(silent=True, console="off", x_stats_pid=run.process)
+        settings = wandb.Settings(silent=True, console="off")
         self._run = wandb.init(
             project=run.project,
             name=run.path.name,

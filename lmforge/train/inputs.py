@@ -19,7 +19,7 @@ from lmforge.model.layers import LanguageModel
 from lmforge.monitor.rank_log import RankLog
 from lmforge.monitor.watchdog import Watchdog
 from lmforge.runs import Run
-from lmforge.trackers.processes import TrackerProcesses
+from lmforge.trackers.tracker_threads import TrackerThreads
 from lmforge.train.callbacks import Callbacks
 from lmforge.train.metrics import ConsoleLogger
 from lmforge.train.run_events import RunEvents
@@ -36,7 +36,7 @@ class RunContext:
     console: ConsoleLogger
     log: RankLog
     events: RunEvents
-    trackers: TrackerProcesses
+    trackers: TrackerThreads
     callbacks: Callbacks = field(default_factory=Callbacks)
 
 

@@ -11,6 +11,7 @@ Every object has `time` (ISO 8601, UTC), `kind` and `step` (steps done, None whe
 
 import json
 import os
+from collections.abc import Callable
 from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
@@ -25,10 +26,11 @@ def has_torn_end(file: BinaryIO) -> bool:
 
 
 class RunEvents:
-    """Appends events to the file of a run. Without a path, as on ranks other than 0, it does nothing."""
+    """Appends events to the file of a run, and calls `observe` with each. Without a path, as on ranks other than 0, it does
+    nothing."""
 
-    def __init__(self, path: Path | None) -> None:
-        self._path = path
+    def __init__(self, path: Path | None, observe: Callable[[dict[str, Any]], None] = lambda event: None) -> None:
+        self._path, self._observe = path, observe
 
     def add(self, kind: str, step: int | None, **fields: Any) -> None:
         """Append an event. A file that cannot be written does not stop the training."""
@@ -38,3 +40,4 @@ class RunEvents:
         line = json.dumps(record, ensure_ascii=False).encode(errors="replace")  # of a lone surrogate, which UTF-8 lacks
         with suppress(OSError), open(self._path, "a+b") as file:
             file.write((b"\n" if has_torn_end(file) else b"") + line + b"\n")
+        self._observe(json.loads(line))

@@ -108,7 +108,7 @@ class Trainer:
             self.metrics_file.write(record)
             self._report.write_if_due()
         self.ctx.console.log_metrics(record)
-        self.ctx.trackers.report()
+        self.ctx.trackers.report(record)
 
     def report_bad_step(self, bad_step: BadStep) -> None:
         """Warn that a step was skipped, and write which samples or completions it used, for `lmforge show data`."""

@@ -1,7 +1,9 @@
 """A tracker that writes what it receives to a file of the run. LMFORGE_TEST_TRACKER can make it fail or hang."""
 
+import atexit
 import json
 import os
+import sys
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -35,17 +37,24 @@ class Recording:
         self._write("attach", report.name)
 
     def close(self, state: str) -> None:
+        fault("close")
         self._write("close", state)
 
 
 def fault(place: str) -> None:
-    """What LMFORGE_TEST_TRACKER says is to happen here: `hang AT` or `fail AT`."""
+    """What LMFORGE_TEST_TRACKER says is to happen here, such as `hang AT`; AT may be the beginning of a place."""
     kind, _, at = os.environ.get("LMFORGE_TEST_TRACKER", "").partition(" ")
-    if at == place and kind == "fail":
+    if not at or not f"{place} ".startswith(f"{at} "):
+        return
+    if kind == "fail":
         raise ConnectionError("no route to the server")
-    if at == place and kind == "die":
-        os._exit(3)
-    if at == place and kind == "hang":
+    if kind == "exit":
+        sys.exit(3)
+    if kind == "slow":
+        time.sleep(0.3)
+    if kind == "exit-hang":
+        atexit.register(time.sleep, 600)
+    if kind in ("hang", "exit-hang"):
         time.sleep(600)
 
 

@@ -18,7 +18,7 @@ import pytest
 
 from lmforge.cli import run as command
 from lmforge.runs import Run
-from lmforge.trackers import processes
+from lmforge.trackers import tracker_threads
 from tests.tools import need
 
 PROMPT = "def "
@@ -40,7 +40,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         patch.setenv("WANDB_MODE", "offline")
         patch.setenv("TRACKIO_DIR", str(folder / "trackio"))
         patch.chdir(folder)
-        patch.setattr(processes, "FINISH_SECONDS", 240.0)  # a busy machine imports mlflow slowly
+        patch.setattr(tracker_threads, "FINISH_SECONDS", 240.0)  # a busy machine imports mlflow slowly
         yield folder
 
 
@@ -53,10 +53,8 @@ def tracked(tiny_options: list[str], place: Path) -> Run:
     where += ["--schedule.name", "constant"]
     where += ["--log.trackers", "tensorboard", "wandb", "trackio", "mlflow"]
     assert command(["pretrain", *where, "--train.steps", "4"]) == 0
-    run = Run.open(place / "tracked")
-    add_completions(run, 4)
-    assert command(["pretrain", *where, "--train.steps", "6"]) == 0
-    return run
+    assert command(["pretrain", *where, *announcing_completions(place), "--train.steps", "6"]) == 0
+    return Run.open(place / "tracked")
 
 
 COMPLETION = {
@@ -70,13 +68,22 @@ ROWS = [[4, "user: 2 + 2?", "4|\n", 1.0, 3, True], [4, "user: 2 + 2?", "5", None
 COLUMNS = ["step", "prompt", "text", "reward", "tokens", "ended"]
 
 
-def add_completions(run: Run, step: int) -> None:
-    """A table as alignment writes it, and its announcement."""
-    (run.path / "completions").mkdir()
+def announcing_completions(folder: Path, name: str = "announcing") -> list[str]:
+    """Options of a callback that writes a table as alignment does, and announces it."""
     lines = [COMPLETION, COMPLETION | {"completion": "5", "reward": None}]
-    (run.path / "completions" / "set-000000-rank-0.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    with open(run.events_path, "a") as file:
-        file.write(json.dumps({"time": "", "kind": "completions", "step": step, "table": "set-000000"}) + "\n")
+    table = "".join(json.dumps(line) + "\n" for line in lines)
+    (folder / "announcing.py").write_text(
+        "import lmforge\n"
+        f'@lmforge.register("callback", "{name}")\n'
+        "class Announcing:\n"
+        "    def __init__(self, options): ...\n"
+        "    def on_run_start(self, run, step, model):\n"
+        '        folder = run.run.path / "completions"\n'
+        "        folder.mkdir()\n"
+        f'        (folder / "set-000000-rank-0.jsonl").write_text({table!r})\n'
+        '        run.events.add("completions", step, table="set-000000")\n'
+    )
+    return ["--plugins", str(folder / "announcing.py"), "--train.callbacks", name]
 
 
 def expected(run: Run) -> dict[str, list[tuple[int, float]]]:
@@ -228,7 +235,7 @@ def free_port() -> int:
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_an_mlflow_server_gets_the_run_and_after_it_was_away_what_it_missed(
+def test_an_mlflow_server_gets_the_run_and_after_it_was_away_the_records_from_then_on(
     tiny_options: list[str],
     place: Path,
     tmp_path: Path,
@@ -253,22 +260,25 @@ def test_an_mlflow_server_gets_the_run_and_after_it_was_away_what_it_missed(
         assert printed.err == ""
         assert MlflowClient(address).get_run(run_id).info.status == "FINISHED"
 
-    assert command(["pretrain", *where, "--train.steps", "4"]) == 0
-    [problem] = capsys.readouterr().err.splitlines()
-    assert problem.startswith("lmforge: mlflow: ")
-    assert problem.endswith("; the run continues, and mlflow is tried again")
+    with monkeypatch.context() as patch:
+        patch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "1")
+        assert command(["pretrain", *where, "--train.steps", "4"]) == 0
+    first, last = capsys.readouterr().err.splitlines()
+    assert first.startswith("lmforge: mlflow: ")
+    assert first.endswith("; the run continues")
+    assert last.startswith("lmforge: mlflow: not sent: 3 of 3 records, the report, the end of the run; ")
 
     with mlflow_server(tmp_path, port) as address:
-        add_completions(run, 4)
-        assert command(["pretrain", *where, "--train.steps", "6"]) == 0
+        assert command(["pretrain", *where, *announcing_completions(tmp_path, "announcing-again"), "--train.steps", "6"]) == 0
         assert capsys.readouterr().err == ""
         client = MlflowClient(address)
         [result] = client.search_runs([client.get_experiment_by_name("ours").experiment_id])
         assert (result.info.run_id, result.info.run_name, result.info.status) == (run_id, "served", "FINISHED")
         for name, points in expected(run).items():
-            assert [(each.step, each.value) for each in client.get_metric_history(run_id, name)] == points
+            sent = [point for point in points if point[0] not in (3, 4)]
+            assert [(each.step, each.value) for each in client.get_metric_history(run_id, name)] == sent
         kept = tmp_path / "artifacts" / result.info.experiment_id / run_id / "artifacts"
         assert (kept / "report.html").read_bytes() == (run.path / "report.html").read_bytes()
         tables = [json.loads(path.read_text())["data"] for path in sorted((kept / "samples").iterdir())]
-        assert tables == [[[step, PROMPT, text]] for step, text in zip((2, 4, 6), texts(run), strict=True)]
+        assert tables == [[[step, PROMPT, text]] for step, text in zip((2, 6), texts(run)[::2], strict=True)]
         assert json.loads((kept / "completions" / "step-00000004.json").read_text())["data"] == ROWS

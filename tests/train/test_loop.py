@@ -29,7 +29,7 @@ from lmforge.monitor.watchdog import Watchdog
 from lmforge.objectives.language import NextTokenObjective
 from lmforge.parallel.parallelize import parallelize
 from lmforge.runs import Run
-from lmforge.trackers.processes import TrackerProcesses
+from lmforge.trackers.tracker_threads import TrackerThreads
 from lmforge.train import loop
 from lmforge.train.bad_steps import BadStepDetector
 from lmforge.train.inputs import ResumePoint, RunContext, RunInputs
@@ -116,7 +116,7 @@ def run_loop(
         ConsoleLogger(dist_ctx, steps, None),
         cast(Any, None),
         RunEvents(None),
-        TrackerProcesses(print, print),
+        TrackerThreads(print, print),
     )
     metadata = {"plan_hash": "", "global_batch_size": 2, "hf_config": {}, "recipe": {}, "tokenizer_hash": "", "written_by": {}}
     checkpointer = AsyncCheckpointer(
