@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 
 # (tokens int64 [sequences], positions int64 [sequences], slots) → hidden states [sequences, hidden_size].
@@ -90,14 +89,15 @@ class _CudaRecorder:
         return replay
 
 
-def can_record(model: Any) -> bool:
-    """Whether the forward pass of `model` runs the same kernels at the same addresses each time: unsharded, one dtype."""
-    weight = model.embeddings[0].weight
-    if torch.is_autocast_enabled(weight.device.type) or model.context_parallel is not None:
-        return False
-    # FSDP gathers weights into other memory in hooks, or in a module of its own.
-    plain = (not (each._forward_pre_hooks or isinstance(each, FullyShardedDataParallel)) for each in model.modules())
-    return all(plain) and all(not isinstance(each, DTensor) and each.device == weight.device for each in model.parameters())
+def is_sharded(model: Any) -> bool:
+    """Whether this rank has only parts of the weights of `model`, or of the sequences."""
+    return model.context_parallel is not None or any(isinstance(each, DTensor) for each in model.parameters())
+
+
+def is_plain(model: Any) -> bool:
+    """Whether its modules do no more than compute: no hooks, as FSDP's, no compiled and no checkpointed blocks."""
+    blocks = (block._compiled_call_impl is None and "forward" not in vars(block) for block in model.blocks)
+    return all(blocks) and not any(each._forward_pre_hooks for each in model.modules())
 
 
 def _power_of_two(number: int) -> int:

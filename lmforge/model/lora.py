@@ -43,6 +43,10 @@ class LoraConfig:
     def scaling(self) -> float:
         return self.alpha / (math.sqrt(self.rank) if self.use_rslora else self.rank)
 
+    def add_to(self, model: LanguageModel) -> None:
+        """As `add_lora`, for callers that this module imports."""
+        add_lora(model, self)
+
 
 class LoraLinear(nn.Module):
     """A linear layer with an adapter. It takes over the parameters of `layer`."""

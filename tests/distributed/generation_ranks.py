@@ -11,7 +11,7 @@ from lmforge.bench.parity import ParityData
 from lmforge.cluster import distributed as cluster
 from lmforge.config.sections import OptimizerOptions, ParallelOptions
 from lmforge.generate.sampling import SamplingParams
-from lmforge.model import build_model, incremental
+from lmforge.model import build_model
 from lmforge.model.config import ModelConfig
 from lmforge.model.init_weights import init_weights
 from lmforge.model.layers import LanguageModel
@@ -55,8 +55,6 @@ if __name__ == "__main__":
             optimizer, texts = build_optimizer(parallel_model.model, OptimizerOptions(), parallel_model.parameter_shapes), []
             for step in range(2):
                 with parallel_model.unsharded() as model, parallel_model.autocast():
-                    # A small model is decoded with copies of its weights, a large one by its own forward, as in step 1.
-                    incremental.MAX_COPY_BYTES = 2**30 * (1 - step)
                     with CollectiveCounter() as collectives:
                         texts.append(generate(model, seed + step, dist_ctx.rank_info.rank))
                     # Weights are gathered once, before the first token.

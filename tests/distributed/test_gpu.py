@@ -31,6 +31,7 @@ from lmforge.model.layers import HeadOptions
 from lmforge.monitor.flight_recorder import recent_collectives
 from lmforge.objectives.cross_entropy import cross_entropy_and_z_loss
 from lmforge.objectives.language import NextTokenObjective
+from lmforge.parallel.activation_checkpointing import apply_activation_checkpointing
 from lmforge.parallel.ddp import DDPModel
 from lmforge.parallel.dims import parallel_dims
 from lmforge.parallel.parallel_model import ParallelModel
@@ -344,32 +345,45 @@ def test_a_gpu_decodes_what_a_cpu_decodes(lmforge: Command, tiny_run: Path, gpu_
     assert results[0] == results[1]
 
 
-def test_cuda_graphs_decode_what_single_kernels_do(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In fp32, of a fused model and of one computed by its own forward. Sequences grow and leave: three shapes."""
+def test_cuda_graphs_decode_what_single_kernels_do() -> None:
+    """In fp32. Sequences grow and leave: three shapes."""
     prompts = [[5, 6, 7], [8] * 250, [9, 10]]
-    for fused in (True, False):
-        results = []
-        for graphs in (True, False):
-            with monkeypatch.context() as patch:
-                if not fused:
-                    patch.setattr("lmforge.model.incremental.can_fuse", lambda model, dtype: False)
-                model = init_weights(build_model(SMALL_MODEL, torch.device("cuda")), 0)
-                decoder = model.incremental_decoder(3, 600, device=torch.device("cuda"), dtype=torch.float32)
-                assert decoder._graphs is not None
-                if not graphs:
-                    decoder._graphs = None
-                steps = [decoder.prefill(prompts)]
-                with torch.no_grad():
-                    for step in range(24):
-                        if step == 12:
-                            decoder.select_sequences([2, 1])
-                        tokens = torch.arange(len(decoder._lengths), device="cuda") + step
-                        steps.append(decoder.decode_step(tokens))
-                if graphs:
-                    assert not decoder._graphs._failed
-                    assert sum(each is not None for each in decoder._graphs._recorded.values()) == 3
-            results.append(torch.cat(steps))
-        torch.testing.assert_close(results[0], results[1], rtol=1e-4, atol=1e-5)
+    results = []
+    for graphs in (True, False):
+        model = init_weights(build_model(SMALL_MODEL, torch.device("cuda")), 0)
+        decoder = model.incremental_decoder(3, 600, device=torch.device("cuda"), dtype=torch.float32)
+        assert decoder._graphs is not None
+        if not graphs:
+            decoder._graphs = None
+        steps = [decoder.prefill(prompts)]
+        with torch.no_grad():
+            for step in range(24):
+                if step == 12:
+                    decoder.select_sequences([2, 1])
+                tokens = torch.arange(len(decoder._lengths), device="cuda") + step
+                steps.append(decoder.decode_step(tokens))
+        if graphs:
+            assert not decoder._graphs._failed
+            assert sum(each is not None for each in decoder._graphs._recorded.values()) == 3
+        results.append(torch.cat(steps))
+    torch.testing.assert_close(results[0], results[1], rtol=1e-4, atol=1e-5)
+
+
+def test_cuda_graphs_decode_a_checkpointed_model_in_autocast() -> None:
+    model = init_weights(build_model(SMALL_MODEL, torch.device("cuda")), 0)
+    apply_activation_checkpointing(model, "full")
+    with torch.no_grad(), torch.autocast("cuda", torch.bfloat16):
+        decoder = model.incremental_decoder(2, 600, device=torch.device("cuda"), dtype=torch.bfloat16)
+        steps = [decoder.prefill([[5, 6, 7], [8, 9]])]
+        tokens = torch.tensor([[5, 6, 7] + [1] * 12, [8, 9] + [1] * 13], device="cuda")
+        steps += [decoder.decode_step(tokens[:, 14]) for _ in range(12)]
+        assert decoder._graphs is not None
+        assert not decoder._graphs._failed
+        assert any(each is not None for each in decoder._graphs._recorded.values())
+        positions = torch.arange(15, device="cuda")[None].expand(2, -1)
+        hidden = model(tokens, positions, torch.zeros_like(tokens, dtype=torch.int32))
+    expected, result = hidden[:, 14].float(), steps[-1].float()
+    assert (result[0] - expected[0]).norm() < 0.05 * expected[0].norm()
 
 
 def test_a_sharded_run_in_bf16_writes_samples_and_continues(

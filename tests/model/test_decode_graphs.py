@@ -16,10 +16,11 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from lmforge.model import build_model
 from lmforge.model.config import ModelConfig
-from lmforge.model.decode_graphs import DecodeGraphs, can_record
+from lmforge.model.decode_graphs import DecodeGraphs, is_plain
 from lmforge.model.incremental import IncrementalDecoder
 from lmforge.model.init_weights import init_weights
 from lmforge.model.layers import LanguageModel
+from lmforge.parallel.activation_checkpointing import apply_activation_checkpointing
 from tests.generate.test_engine import SHAPES, SIZES
 from tests.seeds import fresh_seed
 
@@ -46,15 +47,10 @@ def recording(model: LanguageModel, record: Callable[..., Callable[[], Tensor]])
     return decoder
 
 
-@pytest.mark.parametrize("fused", [True, False])
 @pytest.mark.parametrize("shape", SHAPES)
-def test_recorded_steps_compute_what_others_do_while_sequences_join_grow_and_leave(
-    shape: str, fused: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_recorded_steps_compute_what_others_do_while_sequences_join_grow_and_leave(shape: str) -> None:
     seed = fresh_seed()
     model = model_of(shape)
-    if not fused:
-        monkeypatch.setattr("lmforge.model.incremental.can_fuse", lambda model, dtype: False)
     recorded: list[torch.fx.GraphModule] = []
     replays = 0
 
@@ -117,18 +113,13 @@ def test_a_recording_that_fails_is_reported_once_and_steps_continue(capsys: pyte
 
 
 @pytest.mark.parametrize("fails", [False, True])
-@pytest.mark.parametrize("fused", [True, False])
-def test_the_cache_goes_with_its_decoder_and_does_not_wait_for_the_garbage_collector(
-    fused: bool, fails: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_cache_goes_with_its_decoder_and_does_not_wait_for_the_garbage_collector(fails: bool) -> None:
     def record(compute: Callable[[], Tensor]) -> Callable[[], Tensor]:
         if fails:
             raise RuntimeError("operation not permitted")
         output = compute()  # a graph keeps its output, and nothing of Python that computed it
         return lambda: output
 
-    if not fused:
-        monkeypatch.setattr("lmforge.model.incremental.can_fuse", lambda model, dtype: False)
     decoder = recording(model_of("llama, grouped"), record)
     cache, memory = weakref.ref(decoder._cache), weakref.ref(decoder._cache.key_values[0])
     gc.disable()
@@ -144,12 +135,19 @@ def test_the_cache_goes_with_its_decoder_and_does_not_wait_for_the_garbage_colle
         gc.enable()
 
 
-def test_sharded_models_and_those_of_autocast_are_not_recorded() -> None:
-    model = model_of("llama, grouped")
-    assert can_record(model)
-    with torch.autocast("cpu", torch.bfloat16):
-        assert not can_record(model)
-    handle = model.blocks[0].register_forward_pre_hook(lambda module, args: None)
-    assert not can_record(model)
-    handle.remove()
-    assert can_record(model)
+def test_models_with_hooks_compiled_or_checkpointed_blocks_are_computed_by_plain_modules() -> None:
+    for change in (
+        lambda model: model.blocks[0].register_forward_pre_hook(lambda module, args: None),
+        lambda model: model.blocks[0].compile(),
+        lambda model: apply_activation_checkpointing(model, "full"),
+    ):
+        model = model_of("llama, grouped")
+        assert is_plain(model)
+        assert decoder_of(model)._model is model
+        change(model)
+        assert not is_plain(model)
+        decoder = decoder_of(model)
+        assert is_plain(decoder._model)
+        weights = dict(decoder._model.named_parameters())
+        for name, parameter in model.named_parameters():
+            assert name == "lm_head.weight" or weights[name].data_ptr() == parameter.data_ptr(), name

@@ -1,7 +1,6 @@
 """Incremental decoding of texts that join, grow and leave gives the same as one forward pass over each text alone."""
 
 import random
-from dataclasses import replace
 
 import pytest
 import torch
@@ -9,14 +8,12 @@ from torch import nn
 
 from lmforge.errors import UserError
 from lmforge.model.attention import KVCache
-from lmforge.model.config import ModelConfig
-from lmforge.model.incremental import MAX_GROUP_TOKENS, MIN_LENGTH_RATIO, IncrementalDecoder, can_fuse, group_by_length
+from lmforge.model.incremental import MAX_GROUP_TOKENS, MIN_LENGTH_RATIO, IncrementalDecoder, group_by_length
+from lmforge.model.init_weights import init_adapters
 from lmforge.model.layers import LanguageModel
-from tests.model.conftest import MODEL_TYPES, built, drawn_config, logits, one_document
-
-
-class Plain(nn.Linear):
-    """What is a linear layer to all but those who ask whether it is no more than one."""
+from lmforge.model.lora import LoraConfig, add_lora
+from lmforge.parallel.activation_checkpointing import apply_activation_checkpointing
+from tests.model.conftest import MODEL_TYPES, built, drawn_config, logits, one_document, shaken
 
 
 def reader(model: nn.Module, rows: int, length: int) -> IncrementalDecoder:
@@ -27,13 +24,9 @@ def reader(model: nn.Module, rows: int, length: int) -> IncrementalDecoder:
 
 
 @pytest.mark.parametrize("model_type", MODEL_TYPES)
-@pytest.mark.parametrize("fused", [True, False])
-def test_texts_that_come_and_go_are_read_as_if_alone(model_type: str, fused: bool, draw: random.Random) -> None:
+def test_texts_that_come_and_go_are_read_as_if_alone(model_type: str, draw: random.Random) -> None:
     config = drawn_config(model_type, draw)
     model = built(config)
-    if not fused and model_type != "gpt2":
-        model.blocks[0].self_attn.o_proj.__class__ = Plain
-    assert can_fuse(model, torch.float32) == (fused and model_type != "gpt2")
     reading, texts, expected = reader(model, 6, 80), list[list[int]](), list[torch.Tensor]()
 
     def token() -> int:
@@ -66,20 +59,25 @@ def _last_logits(model: nn.Module, text: list[int]) -> torch.Tensor:
     return logits(model, row)[0, -1]
 
 
-def test_a_large_model_and_one_that_is_not_plain_are_read_by_their_own_forward(draw: random.Random) -> None:
-    config = drawn_config("llama", draw)
-    assert can_fuse(built(config), torch.float32)
-    assert not can_fuse(built(drawn_config("gpt2", draw)), torch.float32)
-    with torch.device("meta"):
-        large = ModelConfig(vocab_size=8, hidden_size=8192, num_attention_heads=8, intermediate_size=32768, num_hidden_layers=1)
-        assert not can_fuse(_on_meta(large), torch.float32)
-        assert can_fuse(_on_meta(replace(large, intermediate_size=64)), torch.bfloat16)
-
-
-def _on_meta(config: ModelConfig) -> nn.Module:
-    from lmforge.model.decoder import Decoder
-
-    return Decoder(config)
+@pytest.mark.parametrize("model_type", ["qwen3", "gpt2"])
+def test_a_checkpointed_model_with_adapters_reads_in_autocast_what_it_computes(model_type: str, draw: random.Random) -> None:
+    model = built(drawn_config(model_type, draw))
+    assert isinstance(model, LanguageModel)
+    add_lora(model, LoraConfig(2, 4.0))
+    init_adapters(model, 0)
+    apply_activation_checkpointing(model, "selective-ops")
+    shaken(model)
+    prompt = [draw.randrange(31) for _ in range(20)]
+    before = {name: each.clone() for name, each in model.named_parameters()}
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        decoder = model.incremental_decoder(1, 20, device=torch.device("cpu"), dtype=torch.bfloat16)
+        hidden = [decoder.prefill([prompt[:12]])] + [decoder.decode_step(torch.tensor([token])) for token in prompt[12:]]
+        results = model.lm_head(torch.cat(hidden))
+        expected = torch.stack([_last_logits(model, prompt[:end]) for end in range(12, 21)])
+    # bf16 in another order of operations; a weight that is missing or stale makes a difference of the size of the logits.
+    assert (results.float() - expected.float()).abs().max() < 0.05 * expected.float().abs().max()
+    assert {name: each.dtype for name, each in model.named_parameters()} == {name: each.dtype for name, each in before.items()}
+    assert all(torch.equal(each, before[name]) for name, each in model.named_parameters())
 
 
 def test_prompts_are_read_together_with_little_padding_and_in_bounded_pieces(draw: random.Random) -> None:
