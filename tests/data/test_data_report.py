@@ -4,7 +4,6 @@ import json
 import math
 import re
 import statistics
-import struct
 from collections import Counter
 from collections.abc import Callable
 from itertools import pairwise
@@ -33,7 +32,7 @@ def test_documents_are_counted_as_plain_python_counts_them(tmp_path: Path, folde
     shards = [[rng.choice([1, 2, 3, 4, 7, 8, 63, 64]) for _ in range(n)] for n in (9000, 1, 40)]
     lengths = sorted(length for shard in shards for length in shard)
     folder_of(tmp_path / "random", shards)
-    shown = report_data(tmp_path / "random", None)
+    shown = report_data(tmp_path / "random")
     n, tokens = len(lengths), sum(lengths)
     assert re.search(rf"^ *random +{n:,} +{tokens:,} +100\.00% +100\.00% +unknown$", shown, re.M)
     assert f"documents  of random, in tokens; {n:,} of {n:,} documents in 3 of 3 shards\n" in shown
@@ -48,7 +47,7 @@ def test_documents_are_counted_as_plain_python_counts_them(tmp_path: Path, folde
 
 def test_some_of_many_shards_are_read_as_the_report_says(tmp_path: Path, folder_of: Writer) -> None:
     folder_of(tmp_path / "many", [[number + 2, 3] for number in range(2 * MAX_SHARDS_READ)])
-    shown = report_data(tmp_path / "many", None)
+    shown = report_data(tmp_path / "many")
     assert f"; {2 * MAX_SHARDS_READ} of {4 * MAX_SHARDS_READ} documents in {MAX_SHARDS_READ} of {2 * MAX_SHARDS_READ} " in shown
     assert f"max {2 * MAX_SHARDS_READ}\n" in shown  # of the last shard but one: spread over all of them
 
@@ -67,12 +66,12 @@ def mixture(tmp_path: Path, tiny_tokens: Path) -> Path:
     return recipe
 
 
-def test_a_recipe_is_reported_by_source_in_lines_and_as_a_picture(
+def test_a_recipe_is_reported_by_source_in_lines(
     mixture: Path, tmp_path: Path, tiny_tokens: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert run(["show", "data", str(mixture), "--picture", str(tmp_path / "mixed.png")]) == 0
+    assert run(["show", "data", str(mixture)]) == 0
     shown = capsys.readouterr().out
-    assert shown.rstrip("\n") == report_data(mixture, None)
+    assert shown.rstrip("\n") == report_data(mixture)
     splits = {"tiny": TokenFolder.open(tiny_tokens), "short": TokenFolder.open(tmp_path / "short")}
     total = sum(folder.split("train").num_tokens for folder in splits.values())
     for name, weight in (("tiny", 0.75), ("short", 0.25)):
@@ -84,21 +83,11 @@ def test_a_recipe_is_reported_by_source_in_lines_and_as_a_picture(
         ratio = f"{len(text.encode()) / split.num_tokens:.2f}"
         share = f"{split.num_tokens / total:.2%}"
         assert cells == [name, f"{len(documents):,}", f"{split.num_tokens:,}", share, f"{weight:.2%}", ratio]
-    content = (tmp_path / "mixed.png").read_bytes()
-    width, height = struct.unpack(">II", content[16:24])
-    assert content.startswith(b"\x89PNG\r\n\x1a\n")
-    assert 1000 < width < 2000 > height > 400
-    assert len(content) > 10_000
 
 
-def test_a_run_is_reported_where_a_picture_is_asked_for(
-    tiny_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_of_a_run_samples_are_shown(tiny_run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["show", "data", str(tiny_run)]) == 0
     assert "\nsample 2 (" in capsys.readouterr().out
-    assert run(["show", "data", str(tiny_run), "--picture", str(tmp_path / "run.png")]) == 0
-    assert capsys.readouterr().out.startswith(f"run {tiny_run}\nsource ")
-    assert (tmp_path / "run.png").stat().st_size > 10_000
 
 
 def plain(text: str) -> str:
@@ -165,8 +154,6 @@ def test_what_is_not_such_data_is_refused_in_one_line(mixture: Path, tmp_path: P
             "--samples",
             "0:1",
         ): "--num_samples: does not go with --samples; leave one of them out",
-        ("data", mixture, "--picture", tmp_path / "a.jpg"): f"--picture: {tmp_path / 'a.jpg'}: expected a name that ends with",
-        ("data", mixture, "--picture", empty / "no" / "a.png"): f"--picture {empty / 'no' / 'a.png'}: cannot be written (No ",
         ("data", empty): f"{empty}: a folder of no known kind; give a run, a recipe, a token folder or",
         ("data", sft): f"{sft}: is not trained on token shards; --num_samples 5 prints",
         (

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
-# matplotlib and huggingface_hub need packaging too.
+# huggingface_hub needs packaging too.
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 

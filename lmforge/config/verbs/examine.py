@@ -11,7 +11,6 @@ from lmforge.config.ranges import (
     SEED,
 )
 from lmforge.config.sections import DEVICE, Device, ExampleFormat
-from lmforge.untrusted import cut
 
 
 class ShowOptions(Options):
@@ -34,16 +33,11 @@ class ShowOptions(Options):
     num_samples: int | None = option(
         None, "with `data` and a run, recipe or token folder: print N samples, evenly spaced over it", gt=0, le=10_000
     )
-    picture: Path | None = option(
-        None, "with `data` and a recipe or token folder: draw the report of its sources and documents too, as FILE.png"
-    )
 
     def problems(self) -> Iterator[str]:
-        chosen = [name for name in ("tokenizer", "samples", "num_samples", "picture") if name in self.changed()]
+        chosen = [name for name in ("tokenizer", "samples", "num_samples") if name in self.changed()]
         if len(chosen) > 1 and chosen != ["tokenizer", "samples"]:
             yield f"--{chosen[1]}: does not go with --{chosen[0]}; leave one of them out"
-        if self.picture is not None and self.picture.suffix != ".png":
-            yield f"--picture: {cut(str(self.picture))}: expected a name that ends with .png"
 
 
 class DoctorOptions(JobOptions):

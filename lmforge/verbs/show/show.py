@@ -29,7 +29,7 @@ def run_show(options: ShowOptions) -> int:
     if reading and options.tokenizer is None:
         raise UserError(f"show: --{reading[0]} is for `lmforge show data FILE --tokenizer MODEL` alone")
     of_data = options.thing == "data" and options.of is not None
-    for_data = {"of": "a second THING", **{name: f"--{name}" for name in ("tokenizer", "samples", "num_samples", "picture")}}
+    for_data = {"of": "a second THING", **{name: f"--{name}" for name in ("tokenizer", "samples", "num_samples")}}
     given = [words for name, words in for_data.items() if name in options.changed()]
     if given and not of_data:
         raise UserError(f"show: {given[0]} is for `lmforge show data OF` alone")
@@ -49,8 +49,8 @@ def _show_data(options: ShowOptions) -> str:
     assert options.of is not None
     if options.tokenizer:
         return show_examples(options, options.tokenizer)
-    if options.picture or (is_reported(options.of) and options.samples is None and options.num_samples is None):
-        return report_data(options.of, options.picture)
+    if is_reported(options.of) and options.samples is None and options.num_samples is None:
+        return report_data(options.of)
     return show_samples(options.of, options.samples, options.num_samples)
 
 
