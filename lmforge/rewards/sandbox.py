@@ -21,8 +21,8 @@ from typing import Any
 
 from lmforge.cluster.rank_info import read_rank_info, threads_per_rank
 from lmforge.errors import UserError
+from lmforge.json_process import JsonLineProcess, ProcessLost
 from lmforge.python_files import python_command
-from lmforge.rewards.json_process import JsonLineProcess, ProcessLost
 
 REQUIRED_PROTECTIONS = ("network", "processes", "signals", "writing")
 # Beyond the time that a program is given: for the server to be scheduled, and to delete what was written.

@@ -261,6 +261,7 @@ def test_the_program_of_the_page_prints_what_it_says(tmp_path: Path, monkeypatch
     from lmforge.data.tokenizer import train_tokenizer
 
     tokenizer = train_tokenizer([""], 261)
-    layout = ChatTemplate.from_tokenizer(tokenizer).build_layout([{"role": role, "content": text} for role, text in messages])
-    [example] = encode_layouts(tokenizer, [layout])
+    chat = ChatTemplate.from_tokenizer(tokenizer)
+    example = chat.chat_example([{"role": role, "content": text} for role, text in messages])
+    [example] = encode_layouts(tokenizer, list(chat.build_layouts([example])))
     assert tokenizer.decode(example.tokens.tolist(), include_special_tokens=True) == template

@@ -1,207 +1,130 @@
-"""The cost of a hostile chat template is known before it runs, and ordinary templates work as in transformers."""
+"""A hostile chat template costs bounded time and memory, in a process of its own, and is refused in one line."""
 
-import itertools
 import json
-import random
+import multiprocessing
+import os
+import re
+import signal
 import subprocess
 import sys
-import threading
-import tracemalloc
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import jinja2
+import psutil
 import pytest
-from jinja2.ext import loopcontrols
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from lmforge.data.chat import template_trial
-from lmforge.data.chat.jinja_sandbox import JinjaTemplate
-from lmforge.data.chat.template_trial import try_template
+from lmforge.data.chat import jinja_sandbox
+from lmforge.data.chat.jinja_sandbox import Conversation, ForeignTemplate, JinjaTemplate
 from lmforge.data.chat.templates import ChatTemplate
 from lmforge.data.tokenizer import train_tokenizer
 from lmforge.errors import UserError
 from tests.conftest import Refusal
-from tests.seeds import fresh_random
 
 SHORT = [{"role": "user", "content": "Well?"}, {"role": "assistant", "content": "Yes."}]
 LONG = SHORT * 3
-DOUBLING = "{% set ns = namespace(a=@, b=@) %}{% for i in range(99) %}{% set ns.a = # %}{% endfor %}"
+DOUBLING = "{% set ns = namespace(a=@) %}{% for i in range(99) %}{% set ns.a = # %}{% endfor %}{{ ns.a }}"
 LISTS = DOUBLING.replace("@", "[1]").replace("#", "[ns.a, ns.a]")
-TWINS = LISTS.replace("{% endfor %}", "{% set ns.b = [ns.b, ns.b] %}{% endfor %}")
-TUPLES = DOUBLING.replace("@", "(1,)").replace("#", "(ns.a, ns.a)")
-CHAIN = TUPLES.replace("(ns.a, ns.a)", "(ns.a,)").replace("99", "9999")
-LARGE = "{% set s = 'ab' * 9999999 %}{% set t = 'ab' * 9999999 %}{% for i in range(99999) %}{{ # }}{% endfor %}"
-CALLS = "{% macro f(n) %}{{ f(n - 1) ~ f(n - 1) if n }}{% endmacro %}"
+CALLS = "{% macro f(n) %}{{ f(n - 1) ~ f(n - 1) if n }}{% endmacro %}{{ f(99) }}"
+TIME, MEMORY, ANY = "needs more than 1 seconds for a conversation", "needs too much memory", ": "
 
-# Each would take all memory or years; none is begun.
-EXPRESSIONS = r"""
-"%0999999999d" % 3 ;; "%*d" % (999999999, 3) ;; "%.999999999f"|format(3) ;; "%-9999999999s" % "" ;; "%s%s" % ("a" * 99999999, 1)
-"%(a)999999999s" % {"a": 1} ;; "%((a)b)999999999d" % {"(a)b": 1} ;; ("%s" * 999999) % ((1,) * 999999)
-"{:999999999}".format(1) ;; "{:٩٩٩٩٩٩٩٩٩}".format(1) ;; "{:{}}".format(1, 999999999) ;; "{a:999999999}".format_map({"a": 1})
-"{!r:>999999999}".format(1) ;; lipsum(n=99999) ;; lipsum(5, true, 99999999, 100000000) ;; range(10)|slice(999999999)
-range(10)|slice(999999999)|list ;; range(10)|batch(999999999, 0)|list ;; "x"|center(10**9) ;; "x"|center(1000000000)
-"x".center(1000000000) ;; "x".zfill(1000000000) ;; "x".rjust(2**40) ;; "a\nb"|indent(999999999) ;; "a\nb"|indent("x" * 99999999)
-[1]|tojson(indent=999999999) ;; [1, 2]|tojson(separators=("x" * 99999999, ":")) ;; "x" * 9999 * 9999 * 9999
-[1] * 9999 * 99999999
-("x",) * 999999999 ;; 999999999 * "x" ;; 9**999999999 ;; (2**999)**9999 ;; 5|round(-999999999) ;; 5.5|round(999999999, "floor")
-("a" * 99999).replace("a", "b" * 99999) ;; ("a" * 99999)|join("b" * 99999) ;; ("b" * 99999).join("a" * 99999)
-("a" * 99999)|replace("", "b" * 99999) ;; ("a b" * 9999999).split() ;; ("a" * 9999999)|wordwrap(1, true, "x" * 9999)
-"x".encode("utf-32") ;; "\t".expandtabs(999999999) ;; (1).to_bytes(999999999, "big") ;; "a".translate({97: "b" * 99999999})
-("f" * 9999999)|int(0, 16) ** 9 ;; strftime_now("%Y" * 99999999) ;; ("http://a.b " * 9999)|urlize(target="x" * 99999)
-lipsum(n=10**9, min=-9, max=-5) ;; lipsum(n=10**9, min=-1, max=0) ;; ("ab" * 2000000).rfind("ab" ~ "b" * 1000000)
-("a" * 2000000).rindex("ab" ~ "a" * 1000000) ;; ("a" * 2000000).rsplit("ab" ~ "a" * 1000000)
-("a" * 2000000).rpartition("ab" ~ "a" * 1000000) ;; ("a" * 5000000).strip("b" * 5000000) ;; ("a" * 5000000)|trim("b" * 5000000)
-("f" * 10000000)|int(0, 16) is divisibleby(("f" * 5000000)|int(0, 16)) ;; (["x"] * 9999)|sort(attribute="0" ~ ",0" * 999999)
-(["x"] * 9999)|join("", "0" ~ ".0" * 999999) ;; ["x"]|map(attribute="0" ~ ".0" * 999999)|list
-("a" ~ "(" * 999999 ~ ")" * 999999)|urlize ;; ("x" * 450000)|wordwrap(1)
-range(9999)|map("string")|map("list")|sum(start=[]) ;; raise_exception("x" * 9999999) ;; raise_exception("a\n\nb")
-""".strip()
-HOSTILE = [f"{{{{ {each} }}}}" for each in EXPRESSIONS.replace("\n", " ;; ").split(" ;; ")]
-FAMILIES = {
-    DOUBLING.replace("@", "'x'"): ["ns.a + ns.a", "ns.a ~ ns.a", "'%s%s' % (ns.a, ns.a)"],
-    DOUBLING.replace("@", "3"): ["ns.a * ns.a"],
-    LARGE: ["s == t", "s[::-1]|length", "s.upper()|length", "'c' in s", "s is lower", "s|trim|length"],
-    LISTS: ["ns.a", "ns.a|tojson", "'%s' % ns.a", "'{}'.format(ns.a)", "'' ~ ns.a", "ns.a|string", "{1: ns.a}.values()"],
-    TWINS: ["ns.a == ns.b", "[ns.a] == [ns.b]", "ns.a in [ns.b]", "ns.a is in [ns.b]", "[ns.a]|select('eq', ns.b)|list"],
-    LISTS + " ": ["ns.a is lower", "ns.a is upper", "([{}]|map(attribute=ns.a)|list)[0].x"],
-    TWINS + " ": ["[ns.a, ns.b]|sort", "[ns.a].index(ns.b)", "cycler(ns.a, ns.b).next() == ns.b"],
-    TUPLES: ["{ns.a: 1}", "{}[ns.a]", "[ns.a]|unique|list", "{}.get(ns.a)", "dict([(ns.a, 1)])"],
-    TUPLES + " ": ["[1]|map(ns.a)|list", "[{}]|selectattr(ns.a)|list"],
-    CHAIN: ["{ns.a: 1}", "ns.a"],
+# Each would take all memory, or years.
+HOSTILE = {
+    "{% for a in range(9999) %}{% for b in range(9999) %}{% endfor %}{% endfor %}": TIME,
+    CALLS: TIME,
+    "{{ messages|length ** 999999999 }}": TIME,
+    "{{ '%0999999999d' % 3 }}{{ '%0999999999d' % 3 }}{{ '%0999999999d' % 3 }}": ANY,
+    '{{ "{:>2999999999}".format(1) }}': MEMORY,
+    "{{ [1] * 9999 * 99999999 }}": MEMORY,
+    "{{ range(10)|slice(999999999)|list }}": ANY,
+    DOUBLING.replace("@", "'x'").replace("#", "ns.a ~ ns.a"): MEMORY,
+    LISTS: ANY,
+    LISTS.replace("{{ ns.a }}", "{{ ns.a|tojson }}"): ANY,
+    DOUBLING.replace("@", "(1,)").replace("#", "(ns.a,)").replace("99", "99999"): ANY,
+    "{{ 'x' * 10000000 }}": "wrote more than 8,388,608 characters",
+    "{{ raise_exception('x' * 9999999) }}": r"x… \(9,999,999 characters\)",
+    "{{ raise_exception('a\n\nb') }}": "a b$",
 }
-for family, expressions in FAMILIES.items():
-    HOSTILE += [family.replace("#", each) if "#" in family else f"{family}{{{{ {each} }}}}" for each in expressions]
-HOSTILE += [
-    DOUBLING.replace("@", "'x'").replace("{% set ns.a = # %}", "{% set ns.a %}{{ ns.a }}{{ ns.a }}{% endset %}"),
-    "{% for i in range(99999) %}{{ range(99999)|list|length }}{% endfor %}",
-    "{% filter center(999999999) %}x{% endfilter %}",
-    "{{ (-99999999999)|_statements }}{{ 'x' * 999999999 }}",
-    "{% set a = [0] * 99999 %}{% set b = [0] * 99999 %}{{ ([a] * 999999).count(b) }}",
-    "{% set a = [0] * 4000000 %}{% for i in range(999) %}{{ a.copy()|length }}{% endfor %}",
-    "{% for i in range(99999) if [" + "i, " * 2000 + "] and false %}{% endfor %}",
-]
 
 
-# What is no number is not multiplied by one: each would be a list of gigabytes.
-@pytest.mark.parametrize(
-    "expression",
-    [
-        "lipsum(max=[0] * 99999)",
-        "('x' * 9999999)|indent([0] * 99)",
-        "[1]|slice([0] * 3999999)|list",
-        "[1]|batch([0] * 99999, 0)|list",
-        "[1]|tojson(indent=[0] * 99999)",
-        "'x'|center([0] * 99999)",
-    ],
-)
-def test_a_list_in_the_place_of_a_number_costs_nothing(expression: str) -> None:
-    template = JinjaTemplate(f"{{{{ {expression} }}}}", {}, "T")
-    tracemalloc.start()
-    try:
-        refusal(template, SHORT)
-        assert tracemalloc.get_traced_memory()[1] < 2**28
-    finally:
-        tracemalloc.stop()
+def texts(template: ForeignTemplate | JinjaTemplate, messages: list[Any], prompt: bool = False) -> str:
+    [[text]] = template.render([Conversation(messages, None, [(len(messages), prompt)])])
+    return text
 
 
-@pytest.mark.parametrize("expression", ["{1: 2}.keys().mapping", "dict.update", "dict.setdefault", "dict.clear"])
-def test_attributes_that_hide_a_size_or_change_a_value_are_not_there(expression: str) -> None:
-    messages = [{"role": "user", "content": "Well?"}]
-    source = f"{{{{ {expression} is defined }}}}{{{{ {expression}(messages[0], {{'role': 'x'}}) }}}}"
-    template = JinjaTemplate(source, {}, "T")
-    refusal(template, messages)
-    assert JinjaTemplate(source.partition("}}")[0] + "}}", {}, "T").render(messages, None, False) == "False"
-    assert messages == [{"role": "user", "content": "Well?"}]
-
-
-def test_conversations_rendered_at_once_have_a_budget_each() -> None:
-    """Each takes a half of it; all begin before one is finished."""
-    template = JinjaTemplate("{{ messages[0].content }}{% set s = 'x' * 150000000 %}{{ messages[0].content }}", {}, "T")
-    together = threading.Barrier(3)
-
-    class Waiting(str):
-        def __str__(self) -> str:
-            together.wait(60)
-            return "x"
-
-    def render(_: int) -> str:
-        return template.render([{"role": "user", "content": Waiting("x")}], None, False)
-
-    with ThreadPoolExecutor(3) as threads:
-        assert list(threads.map(render, range(3))) == ["xx"] * 3
-
-
-def refusal(template: JinjaTemplate, messages: list[Any]) -> str:
+def refusal(source: str, messages: list[Any] = SHORT) -> str:
     with pytest.raises(UserError) as caught:
-        template.render(messages, None, False)
+        texts(ForeignTemplate(source, {}, "T"), messages)
     return str(caught.value)
 
 
+@pytest.fixture
+def hurried(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(jinja_sandbox, "CPU_SECONDS", 1)
+
+
+def renderer() -> psutil.Process:
+    """The child of this process that renders; one that was never used is started."""
+    assert texts(ForeignTemplate("{{ 1 }}", {}, "T"), SHORT) == "1"
+    process = jinja_sandbox._renderer(os.getpid())._process
+    assert process is not None
+    return psutil.Process(process._process.pid)
+
+
+def close() -> None:
+    process = jinja_sandbox._renderer(os.getpid())._process
+    if process is not None:
+        process.close()
+
+
 @pytest.mark.parametrize("source", HOSTILE)
-def test_a_hostile_operation_is_refused_in_one_line_also_where_a_trial_did_not_meet_it(source: str) -> None:
-    template = JinjaTemplate(f"{{% if messages|length == {len(LONG)} %}}{source}{{% endif %}}", {}, "T")
-    assert template.render(SHORT, None, False) == ""
-    message = refusal(template, LONG)
-    assert message.startswith("T: refuses the conversation: ")
+def test_a_hostile_template_is_refused_in_one_line_and_others_are_rendered_as_before(source: str, hurried: None) -> None:
+    began = time.monotonic()
+    message = refusal(source)
+    assert re.search(HOSTILE[source], message), message
+    assert message.startswith("T: ")
     assert "\n" not in message
     assert len(message) < 300
+    assert time.monotonic() - began < jinja_sandbox.WALL_SECONDS + 10
+    assert texts(ForeignTemplate("{{ messages[0].content }}", {}, "T"), SHORT) == "Well?"
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "source",
-    [
-        "{% for a in range(9999) %}{% for b in range(9999) %}{% endfor %}{% endfor %}",
-        "{% for a in range(9999) %}{% for b in range(9999) if false %}{% endfor %}{% endfor %}",
-        "{% for i in range(9999) %}{% for j in range(9999) %}{{ (-999999999)|_statements }}{% endfor %}{% endfor %}",
-        CALLS + "{{ f(99) }}",
-        CALLS.replace("f(n - 1) ~ f(n - 1)", "caller() ~ caller()")
-        + "{% for i in range(9999) %}{% call f(1) %}{% for j in range(9999) %}x{% endfor %}{% endcall %}{% endfor %}",
-        "{% for i in range(99999) %}{{ lipsum(n=999) }}{% endfor %}",
-    ],
-)
-def test_loops_and_calls_end(source: str) -> None:
-    assert "beyond what a template needs" in refusal(JinjaTemplate(source, {}, "T"), SHORT)
+def test_a_template_that_waits_ends_after_the_wall_clocks_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
+    child = renderer()
+    monkeypatch.setattr(jinja_sandbox, "WALL_SECONDS", 0.5)
+    child.suspend()
+    assert refusal("{{ 2 }}") == "T: needs more than 0.5 seconds for a conversation: correct the template"
+    assert not child.is_running()
 
 
-def test_drawn_widths_and_counts_are_refused_before_they_are_used() -> None:
-    draw: random.Random = fresh_random()
-    texts = ["'x'", "messages[0].content", "('a' ~ 'b')", "(messages|map(attribute='role')|join)"]
-    operations = ["{}|center({})", "{}.ljust({})", "{}.zfill({})", "{}|indent({}, true)", "{} * {}", "({1}) * {0}", "[{}] * {}"]
-    operations += [
-        "'%{1}s' % {0}",
-        "'%-{1}s'|format({0})",
-        "'%.{1}f' % 1.5",
-        "'{{:{1}}}'.format({0})",
-        "'{{:>{1}}}'.format({0})",
-    ]
-    operations += [
-        "{}|batch({}, 0)|list",
-        "{}|slice({})|list",
-        "[{}]|tojson(indent={})",
-        "lipsum(n={1})",
-        "[{}]|tojson(indent=' ' * {})",
-    ]
-    for _ in range(100):
-        number = draw.choice([10 ** draw.randint(9, 30), draw.randint(10**9, 10**18), 2 ** draw.randint(31, 70)])
-        operation = draw.choice(operations).format(draw.choice(texts), number)
-        statement = draw.choice(
-            ["{{{{ {} }}}}", "{{% set x = {} %}}{{{{ x }}}}", "{{% for m in messages %}}{{{{ {} }}}}{{% endfor %}}"]
-        )
-        message = refusal(JinjaTemplate(statement.format(operation), {}, "T"), SHORT)
-        assert "beyond what a template needs" in message, operation
+@pytest.mark.parametrize(("program", "status"), [("kill -SEGV $$", "status -11"), ("exit 3", "status 3")])
+def test_a_template_that_crashes_the_interpreter_is_refused(
+    program: str, status: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    close()
+    (tmp_path / "python").write_text(f"#!/bin/sh\n{program}\n")
+    (tmp_path / "python").chmod(0o755)
+    with monkeypatch.context() as patched:
+        patched.setattr(sys, "executable", str(tmp_path / "python"))
+        message = refusal("{{ 2 }}")
+    assert message == f"T: cannot be rendered: its process died ({status}): correct the template"
+    monkeypatch.setattr(sys, "executable", "/nowhere/python")
+    assert refusal("{{ 2 }}") == "T: no process can be started to render it: No such file or directory"
+
+
+def test_a_child_that_was_killed_is_replaced_and_leaves_no_zombie() -> None:
+    child = renderer()
+    child.kill()
+    assert refusal("{{ 1 }}") == "T: cannot be rendered: its process died (status -9): correct the template"
+    assert renderer().pid != child.pid
+    assert not child.is_running()
 
 
 NESTED = [
-    *(
-        "{{ " + opening * count + "1" + closing * count + " }}"
-        for opening, closing in ("()", "[]")
-        for count in (100, 3000, 100_000)
-    ),
-    *("{{ " + part * count + "1 }}" for part in ("not ", "-", "1 + ", "1 and ", "1 if 1 else ") for count in (200, 3000)),
-    *("{{ a" + part * count + " }}" for part in (".b", "|upper", "(1)", "[0]") for count in (300, 3000)),
+    *("{{ " + opening * 3000 + "1" + closing * 3000 + " }}" for opening, closing in ("()", "[]")),
+    *("{{ " + part * 3000 + "1 }}" for part in ("not ", "-", "1 + ", "1 and ", "1 if 1 else ")),
+    *("{{ a" + part * 3000 + " }}" for part in (".b", "(1)", "[0]")),
     *("{% if 1 %}" * count + "{% endif %}" * count for count in (120, 3000)),
     *("{% for a in b %}" * count + "{% endfor %}" * count for count in (30, 3000)),
     *("{{ " + "{1:" * 3000 + "1" + "}" * 3000 + " }}", "{{ " + "9" * 6000 + " }}", "{{ 0x" + "f" * 99999 + " }}"),
@@ -209,24 +132,23 @@ NESTED = [
 ]
 
 
-def test_nesting_and_size_end_in_one_line_or_work() -> None:
+def test_nesting_and_size_end_in_one_line_or_work(hurried: None) -> None:
     for source in NESTED:
         message = ""
         try:
-            JinjaTemplate(source, {}, "T").render(SHORT, None, False)
+            texts(ForeignTemplate(source, {}, "T"), SHORT)
         except UserError as error:
             message = str(error)
         assert "\n" not in message
         assert len(message) < 400
-    with pytest.raises(UserError, match=r"^T: the chat template is nested too deeply$"):
-        try_template("{{ " + "(" * 3000 + "1" + ")" * 3000 + " }}", {}, "T")
+    assert refusal(NESTED[0]) == "T: the chat template is nested too deeply"
 
 
 @pytest.mark.parametrize(
     "source",
     [
-        '{{ "%0999999999d" % 3 }}',
-        "{{ range(10)|slice(999999999) }}",
+        "{{ range(10)|slice(999999999)|list }}",
+        "{{ 9**999999999 }}",
         "{{ " + "(" * 3000 + "1" + ")" * 3000 + " }}",
         "{{ raise_exception('a\n' * 9999) }}",
     ],
@@ -253,110 +175,128 @@ def test_more_private_use_characters_than_there_are_placeholders_are_refused() -
         template.encode_prompt([{"role": "user", "content": every}])
 
 
-# --- ordinary templates --------------------------------------------------------------------------------------------------
+# --- the child -----------------------------------------------------------------------------------------------------------
 
-ORDINARY = (
-    r"""
-'%5d|%-4s|%.2f' % (3, 'a', 1.5) ;; '%s, %s' | format('a', 2) ;; '{:>5}|{:.1f}|{a}'.format('x', 2.25, a=1) ;; 'x'|center(20)
-'a\nb'|indent(2, true) ;; 'a b c d'|wordwrap(3) ;; range(7)|slice(3)|list ;; range(7)|batch(3, 0)|list ;; 'ab' * 3 ;; [1] * 2
-2 ** 10 ;; 7 // 2 + 7 % 4 - 3 * 2 / 4 ;; messages[0]|tojson ;; messages|tojson(indent=2) ;; messages[1:]|length
-messages[::-1]
-messages|map(attribute='content')|join(', ') ;; messages|selectattr('role', 'equalto', 'user')|list|length ;; messages|last
-messages|map(attribute='role')|unique|list ;; messages|groupby('role')|map('first')|list ;; [3, 1, 2]|sort ;; {'b': 1}|dictsort
-'A,B'.split(',')[0].lower() ;; 'a b'.strip().replace('a', 'c').startswith('c') ;; messages[0].content ~ 1 ~ [2] ~ none
-messages[0].role == 'user' and 'ell' in messages[0].content ;; 1 < 2 <= 2 ;; (1, 2) == (1, 2) ;; [1, [2]] in [[1, [2]]]
-'a' is string and 3 is odd and x is not defined ;; 3 is divisibleby(3) ;; 'A'|lower is eq('a') ;; x|default('y') ;; [1, 2]|sum
-'é<b>'|e ;; 'x y'|urlencode ;; 'hello world'|title ;; 'hello'|truncate(4) ;; 3.7|round|int ;; '12'|int + 1
-dict(a=1).items()|list
-cycler('a', 'b').next() ;; namespace(a=1).a ;; 'a\tb'.splitlines() ;; '%d%%' % 5 ;; {'a': {'b': 1}}['a']['b'] ;; -(3)
-'x'.join(['a', 'b']) ;; ','.join(messages|map(attribute='role')) ;; {('a', 1): 2}[('a', 1)] ;; messages|length > 1 ;; 'x'[0:1]
-[1, 2, 3]|reverse|list ;; 'user' in messages|map(attribute='role') ;; messages|first == messages[0] ;; 'A' 'b'|upper ;; 1 + 2.5
-""".strip()
-    .replace("\n", " ;; ")
-    .split(" ;; ")
-)
-STATEMENTS = """
-{%- macro show(message, last=false) %}
-    {{- message.role }}: {{ message.content|trim }}{{ caller() if caller }}{{ '!' if last }}
-{%- endmacro %}
-{%- set ns = namespace(seen=[], text='') %}
-{%- for message in messages if message.role != 'system' %}
-    {%- if loop.first %}{{ loop.length }}{% elif loop.index0 is even %}{% continue %}{% endif %}
-    {%- set ns.seen = ns.seen + [message.role] %}{% set ns.text %}{{ ns.text }}-{{ loop.revindex }}{% endset %}
-    {{- show(message, loop.last) }}{% call show(message) %}+{% endcall %}{{ loop.cycle('a', 'b') }}
-    {{- loop.nextitem.role if not loop.last }}
-{%- else %}none{% endfor %}
-{%- for item in [[1, [2, 3]], [4]] recursive %}{{ loop(item) if item is iterable else item }};{% endfor %}
-{%- filter upper %}{{ ns.text }}{{ ns.seen }}{% endfilter %}{% with a = 1 %}{{ a }}{% endwith %}
-{%- block b %}{{ messages|length }}{% endblock %}{{ self.b() }}{% for k, v in {'a': 1}.items() %}{{ k }}={{ v }}{% endfor %}
-{%- for a, b in [(1, 2)] %}{{ a + b }}{% break %}{% endfor %}{% if add_generation_prompt %}{{ 'x' }}{% endif %}"""
+PLAIN = "{% for m in messages %}{{ '<' + m.role + '>' + m.content|trim }}{{ messages[loop.index0 + 1:]|length }}{% endfor %}"
 
 
-def test_what_ordinary_templates_do_is_what_jinja_does() -> None:
-    theirs = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols])
-    theirs.filters["tojson"] = lambda value, indent=None: json.dumps(value, ensure_ascii=False, indent=indent)
-    for source in [*("{{ " + each + " }}" for each in ORDINARY), STATEMENTS]:
-        for prompt, messages in itertools.product([False, True], [SHORT, LONG]):
-            expected = theirs.from_string(source).render(messages=messages, tools=None, add_generation_prompt=prompt)
-            assert JinjaTemplate(source, {}, "T").render(messages, None, prompt) == expected, source
-    with pytest.raises(jinja2.TemplateError):
-        theirs.from_string("{{ messages.append(1) }}").render(messages=SHORT)
+def test_every_prefix_of_many_conversations_is_what_this_process_renders() -> None:
+    here, there = JinjaTemplate(PLAIN, {}, "T"), ForeignTemplate(PLAIN, {}, "T")
+    contents = ["é\ud800\n", "", "x" * 5_000, "\x00\U0010fff0\U0001f600", "a" * 70]
+    conversations = []
+    for count in range(1, 50):
+        messages = [{"role": "user", "content": contents[(count + at) % 5]} for at in range(count)]
+        conversations.append(Conversation(messages, None, [(at, at % 2 == 0) for at in range(count, 0, -3)]))
+    rendered = [list(each) for each in there.render(conversations)]
+    assert rendered == [list(each) for each in here.render(conversations)]
+
+
+def test_a_conversation_that_a_template_refuses_does_not_take_others_with_it(hurried: None) -> None:
+    endless = "{% for a in range(9999) %}{% for b in range(9999) %}{% endfor %}{% endfor %}"
+    raising = "{{ raise_exception('no') if messages[0].content == 'raise' }}"
+    source = raising + "{% if messages[0].content == 'wait' %}" + endless + "{% endif %}{{ messages[0].content }}"
+    contents = ["a", "raise", "b", "wait", "c"]
+    conversations = [Conversation([{"role": "user", "content": each}], None, [(1, False)]) for each in contents]
+    outcomes = []
+    rendered = ForeignTemplate(source, {}, "T").render(conversations)
+    for _ in range(3):
+        try:
+            outcomes += list(next(rendered))
+        except UserError as error:
+            outcomes.append(str(error))
+    assert outcomes == ["a", "T: refuses the conversation: no", "b"]
+    with pytest.raises(UserError, match=TIME):
+        next(rendered)
 
 
 def test_a_long_conversation_is_within_the_bounds() -> None:
     messages = [{"role": role, "content": f"{role} " * 200} for role in ("user", "assistant")] * 500
-    source = (
-        "{% for m in messages %}{{ '<' + m.role + '>' + m.content|trim }}{{ messages[loop.index0 + 1:]|length }}{% endfor %}"
+    prefixes = [(count, False) for count in range(len(messages), 0, -1)]
+    source = "{% for m in messages %}{{ '<' + m.role + '>' + m.content|trim }}{% endfor %}"
+    [rendered] = ForeignTemplate(source, {}, "T").render([Conversation(messages, None, prefixes)])
+    assert len(next(rendered)) > sum(len(message["content"]) for message in messages)
+    assert sum(1 for _ in rendered) == len(messages) - 1
+    # Of texts that share no beginning all would have to be sent.
+    [rendered] = ForeignTemplate(PLAIN, {}, "T").render([Conversation(messages, None, prefixes)])
+    with pytest.raises(UserError, match="wrote more than 8,388,608 characters"):
+        list(rendered)
+
+
+def test_what_the_interpreter_says_when_it_ends_is_in_the_message(monkeypatch: pytest.MonkeyPatch) -> None:
+    close()
+    monkeypatch.setattr(jinja_sandbox, "MEMORY_BYTES", "much")
+    message = refusal("{{ 1 }}")
+    assert message == (
+        "T: cannot be rendered: its process died: ValueError: invalid literal for int() with base 10: 'much' (status 1):"
+        " correct the template"
     )
-    text = JinjaTemplate(source + STATEMENTS, {}, "T").render(messages, None, True)
-    assert len(text) > sum(len(message["content"]) for message in messages)
 
 
-# --- the trial -----------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("limit", "value", "source", "message"),
-    [
-        ("CPU_SECONDS", 1, "{{ " + "1 < " * 100_000 + "1 }}", "needs more than 1 seconds for a short conversation"),
-        ("WALL_SECONDS", 0.01, "{{ 1 }}", "needs more than 0.01 seconds for a short conversation"),
-        ("MEMORY_BYTES", 192 << 20, "{{ '\U0001f600' * 60000000 }}", "refuses the conversation: MemoryError"),
-    ],
-)
-def test_a_trial_ends_at_its_limits(
-    limit: str, value: float, source: str, message: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(template_trial, limit, value)
-    with pytest.raises(UserError, match=message):
-        try_template(source, {"limit": limit}, "T")
-
-
-@pytest.mark.parametrize(("program", "message"), [("kill -SEGV $$", "crashes the interpreter"), ("exit 3", "status 3")])
-def test_a_trial_that_crashes_is_a_refusal(program: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "python").write_text(f"#!/bin/sh\n{program}\n")
-    (tmp_path / "python").chmod(0o755)
-    monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
-    with pytest.raises(UserError, match=message):
-        try_template(f"{{{{ {program!r} }}}}", {}, "T")
-
-
-def test_a_template_is_tried_once_by_an_interpreter_that_imports_little(monkeypatch: pytest.MonkeyPatch) -> None:
-    commands: list[list[str]] = []
-    run = subprocess.run
-
-    def counted(command: list[str], **options: Any) -> Any:
-        commands.append(command)
-        return run(command, **options)
-
-    monkeypatch.setattr(subprocess, "run", counted)
-    for _ in range(2):
-        try_template("{{ messages[0].content }} once", {"bos_token": "<s>"}, "T")
-    [command] = commands
-    listed = command[-1].replace("main()", "print(*sys.modules)")
-    modules = run([*command[:-1], listed], capture_output=True, text=True, check=True).stdout.split()
+def test_a_template_is_compiled_once_in_one_child_that_imports_little() -> None:
+    first, again = (ForeignTemplate("{{ strftime_now('%s %f') }}", {"a": "b"}, "T") for _ in range(2))
+    child = renderer()
+    assert texts(first, SHORT) == texts(again, SHORT) == texts(first, LONG)  # the time at which it was compiled
+    assert renderer() == child
+    code = child.cmdline()[-2].replace("main()", "print(*__import__('sys').modules)")
+    modules = subprocess.run([sys.executable, "-c", code, ""], capture_output=True, text=True, check=True).stdout.split()
     assert "jinja2.sandbox" in modules
     assert {"torch", "numpy", "pydantic", "tokenizers"}.isdisjoint(modules)
 
 
-def test_a_template_that_refuses_some_conversations_passes_its_trial() -> None:
-    try_template("{% if messages|length > 3 or tools %}{{ raise_exception('no tools') }}{% endif %}{{ messages }}", {}, "T")
+def test_threads_get_their_own_texts() -> None:
+    template = ForeignTemplate(PLAIN, {}, "T")
+
+    def render(number: int) -> bool:
+        return texts(template, [{"role": "user", "content": f"{number} "}] * 50).startswith(f"<user>{number}49<")
+
+    with ThreadPoolExecutor(8) as threads:
+        assert all(threads.map(render, range(300)))
+
+
+def _render_in_a_fork(template: ForeignTemplate) -> None:
+    assert texts(template, LONG).startswith("<user>Well?5<")
+    assert psutil.Process().children()  # and not its parent's
+
+
+def test_a_forked_process_has_a_child_of_its_own_while_the_parents_is_busy() -> None:
+    template = ForeignTemplate(PLAIN, {}, "T")
+    child = renderer()
+    lock = jinja_sandbox._renderer(os.getpid())._lock
+    with lock:  # as another thread holds it
+        fork = multiprocessing.get_context("fork").Process(target=_render_in_a_fork, args=(template,))
+        fork.start()
+        fork.join(60)
+        assert fork.exitcode == 0
+    assert texts(template, SHORT).startswith("<user>Well?1<")
+    assert renderer() == child
+
+
+PARENT = """
+import os, sys, time
+from lmforge.data.chat import jinja_sandbox
+from lmforge.data.chat.jinja_sandbox import Conversation, ForeignTemplate
+list(map(list, ForeignTemplate("{{ 1 }}", {}, "T").render([Conversation([], None, [(0, False)])])))
+print(jinja_sandbox._renderer(os.getpid())._process._process.pid, flush=True)
+time.sleep(float(sys.argv[1]))
+"""
+
+
+@pytest.mark.parametrize("ending", [None, signal.SIGTERM, signal.SIGKILL])
+def test_the_child_ends_with_its_parent(ending: signal.Signals | None) -> None:
+    with subprocess.Popen(
+        [sys.executable, "-c", PARENT, "0" if ending is None else "600"], stdout=subprocess.PIPE, text=True
+    ) as parent:
+        assert parent.stdout is not None
+        line = parent.stdout.readline()
+        if ending is not None:
+            parent.send_signal(ending)
+    assert ended(int(line))
+
+
+def ended(pid: int) -> bool:
+    deadline = time.monotonic() + 30
+    while time.monotonic() < deadline:
+        if not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE:
+            return True
+        time.sleep(0.05)
+    return False

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from tokenizers import decoders, models, normalizers, pre_tokenizers
 from transformers import AutoTokenizer
 
+from lmforge.data.chat import jinja_sandbox
 from lmforge.data.chat.layout import encode_layouts
 from lmforge.data.chat.templates import LMFORGE_TEMPLATE, ChatTemplate, LossMaskMode
 from lmforge.data.tokenizer import CHAT_SPECIAL_TOKENS, EOS_TOKEN, Tokenizer, train_tokenizer
@@ -123,7 +124,8 @@ class Encoded(NamedTuple):
 def encode(
     template: ChatTemplate, messages: list[Any], mask: LossMaskMode = "assistant", tools: list[Any] | None = None
 ) -> Encoded:
-    [example] = encode_layouts(template.tokenizer, [template.build_layout(messages, mask, tools)])
+    layouts = template.build_layouts([template.chat_example(messages, mask, tools)])
+    [example] = encode_layouts(template.tokenizer, list(layouts))
     return Encoded(example.tokens.tolist(), example.loss_mask.tolist())
 
 
@@ -324,16 +326,21 @@ TWICE = [*HELLO, *HELLO]
         (TAGGED_SHORT, HELLO, "never scores the end of turn"),
         ("{{ raise_exception('no system') }}", HELLO, "refuses the conversation: no system"),
         ("{% for m in messages %}", HELLO, "not Jinja: line 1"),
-        ("{% for a in range(9999) %}{% for b in range(9999) %}{% endfor %}{% endfor %}", HELLO, "loops ran"),
+        ("{% for a in range(9999) %}{% for b in range(9999) %}{% endfor %}{% endfor %}", HELLO, "needs more than 1 sec"),
         ("{% for a in range(99999) %}{{ 'a'.ljust(10000) }}{% endfor %}", HELLO, "wrote more than"),
-        ("{{ 'a' * 1000000000 }}", HELLO, "beyond what a template needs"),
+        ("{{ messages[0].content * 2000000000 }}", HELLO, "needs too much memory"),
         ("{{ ''.__class__.__mro__ }}", HELLO, "unsafe"),
         ("{{ messages.append(1) }}", HELLO, "unsafe|not safely"),
     ],
 )
 def test_a_template_that_teaches_what_is_not_asked_or_never_ends_is_refused(
-    folders: dict[str, Path], source: str, messages: list[dict[str, Any]], complaint: str
+    folders: dict[str, Path],
+    source: str,
+    messages: list[dict[str, Any]],
+    complaint: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(jinja_sandbox, "CPU_SECONDS", 1)
     tokenizer = Tokenizer.open(folders["ChatML"])
     with pytest.raises(UserError, match=complaint):
         encode(ChatTemplate(tokenizer, source), messages)

@@ -4,7 +4,7 @@ Templates are applied in `templates.py`; pairs and prompts are read in `preferen
 """
 
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import islice
@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 from lmforge.config.sections import ConversationFormat as Format
 from lmforge.data.chat.layout import Layout, encode_layouts
 from lmforge.data.chat.messages import check_encodable, parse_embedded_json
-from lmforge.data.chat.templates import ChatTemplate, LossMaskMode
+from lmforge.data.chat.templates import ChatExample, ChatTemplate, LossMaskMode
 from lmforge.data.packing import TokenizedExample
 from lmforge.data.sources.records import Record, read_records, record_text, require_fields
 from lmforge.data.tokenizer import Tokenizer
@@ -39,8 +39,8 @@ SHAREGPT_ROLES = {speaker: role for role, speakers in SHAREGPT_SPEAKERS.items() 
 ENCODE_BATCH_SIZE = 1000
 
 ExampleT = TypeVar("ExampleT")
-# The layouts of a record, and the function that makes an example of them once they are encoded.
-LaidOut = tuple[Callable[..., ExampleT], list[Layout]]
+# The layouts of a record, or what they are made of, and the function that makes an example of them once they are encoded.
+LaidOut = tuple[Callable[..., ExampleT], list[Layout | ChatExample]]
 
 
 @dataclass
@@ -66,30 +66,43 @@ class RecordEncoder:
         layout += [(self.tokenizer.eos_token_id, True)] if add_eos else []
         return layout
 
-    def completion_layout(self, prompt: Any, completion: Any, record: Record, mask: LossMaskMode = "assistant") -> Layout:
+    def completion_layout(
+        self, prompt: Any, completion: Any, record: Record, mask: LossMaskMode = "assistant"
+    ) -> Layout | ChatExample:
         """A prompt and its completion, each a text or messages. With `mask` "all" the prompt is scored too."""
         if isinstance(prompt, str) and isinstance(completion, str) and not self.apply_chat_template:
             return self.plain_text_layout([(prompt, mask == "all"), (completion, True)])
         before = to_messages(prompt, "user")
         messages = [*before, *to_messages(completion, "assistant")]
-        return self.chat_template.build_layout(messages, mask, record_tools(record), len(before))
+        return self.chat_template.chat_example(messages, mask, record_tools(record), len(before))
+
+    def finish_layouts(self, layouts: Sequence[Layout | ChatExample]) -> Iterator[Layout]:
+        """The layouts in their order, those of conversations by the chat template. Raises UserError for one that it refuses."""
+        conversations = [each for each in layouts if isinstance(each, ChatExample)]
+        built = self.chat_template.build_layouts(conversations) if conversations else iter(())
+        return (next(built) if isinstance(each, ChatExample) else each for each in layouts)
 
     def encode_file(self, path: str | Path, lay_out: Callable[[Record], LaidOut[ExampleT]]) -> Iterator[ExampleT]:
         """The examples that `lay_out` describes of the records of a file or folder. Many layouts are encoded at a time.
 
-        A UserError of `lay_out` is raised again with the place of the record.
+        A UserError is raised with the place of the record.
         """
 
-        def laid_out() -> Iterator[LaidOut[ExampleT]]:
+        def laid_out() -> Iterator[tuple[str, LaidOut[ExampleT]]]:
             for place, record in read_renamed_records(path, self.field_names):
                 with prefix_errors(place):
                     item = lay_out(record)
-                yield item
+                yield place, item
 
         remaining = laid_out()
         while batch := list(islice(remaining, ENCODE_BATCH_SIZE)):
-            examples = iter(encode_layouts(self.tokenizer, [layout for _, layouts in batch for layout in layouts]))
-            for make, layouts in batch:
+            finishing = self.finish_layouts([layout for _, (_, layouts) in batch for layout in layouts])
+            finished: list[Layout] = []
+            for place, (_, layouts) in batch:
+                with prefix_errors(place):
+                    finished += islice(finishing, len(layouts))
+            examples = iter(encode_layouts(self.tokenizer, finished))
+            for _, (make, layouts) in batch:
                 yield make(*islice(examples, len(layouts)))
 
 
@@ -137,7 +150,7 @@ def detect_format(record: Record) -> Format:
     raise UserError(f"the fields {list_names(record)} are of no format known ({known}); name them with fields")
 
 
-def _record_layout(record: Record, format: Format, mask: LossMaskMode, encoder: RecordEncoder) -> Layout:
+def _record_layout(record: Record, format: Format, mask: LossMaskMode, encoder: RecordEncoder) -> Layout | ChatExample:
     missing = [name for name in FORMAT_FIELDS[format] if name not in record]
     if missing:
         raise UserError(f"expected a record of format {format}, with {missing[0]!r}: there are {list_names(record)}")
@@ -145,7 +158,7 @@ def _record_layout(record: Record, format: Format, mask: LossMaskMode, encoder: 
         return encoder.plain_text_layout([(record_text(record, "text"), True)])
     if format == "prompt-completion":
         return encoder.completion_layout(record["prompt"], record["completion"], record, mask)
-    return encoder.chat_template.build_layout(MESSAGES_OF[format](record), mask, record_tools(record))
+    return encoder.chat_template.chat_example(MESSAGES_OF[format](record), mask, record_tools(record))
 
 
 def to_messages(value: Any, role: str) -> list[Any]:

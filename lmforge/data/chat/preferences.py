@@ -17,6 +17,7 @@ import numpy as np
 from lmforge.data.chat.conversations import LaidOut, RecordEncoder, read_renamed_records, record_tools, to_messages
 from lmforge.data.chat.layout import Layout, encode_layouts
 from lmforge.data.chat.messages import Message, validate_messages
+from lmforge.data.chat.templates import ChatExample
 from lmforge.data.packing import TokenizedExample
 from lmforge.data.sources.records import Record, require_fields
 from lmforge.data.tokenizer import Tokenizer
@@ -148,7 +149,8 @@ def encode_completions(
     encoder = RecordEncoder(tokenizer)
     records = [{"tools": each} if each else {} for each in tools or [None] * len(prompts)]
     layouts = [_completion_layout(*each, encoder) for each in zip(prompts, completions, records, strict=True)]
-    return [example.tokens.tolist() for example in encode_layouts(tokenizer, layouts)]
+    finished = list(encoder.finish_layouts(layouts))
+    return [example.tokens.tolist() for example in encode_layouts(tokenizer, finished)]
 
 
 def read_prompt_columns(path: str | Path, fields: Mapping[str, str]) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -173,7 +175,7 @@ def _parse_prompt(record: Record, apply_chat_template: bool) -> str | list[Messa
     return messages[:-1] if messages[-1]["role"] == "assistant" else messages
 
 
-def _pair_layouts(record: Record, encoder: RecordEncoder) -> list[Layout]:
+def _pair_layouts(record: Record, encoder: RecordEncoder) -> list[Layout | ChatExample]:
     require_fields(record, "chosen", "rejected", hint=RENAMING_HINT)
     sides = [record["chosen"], record["rejected"]]
     if sides[0] == sides[1]:
@@ -207,7 +209,7 @@ def _parse_margin(record: Record) -> float:
     return float(margin)
 
 
-def _completion_layout(prompt: Any, completion: Any, record: Record, encoder: RecordEncoder) -> Layout:
+def _completion_layout(prompt: Any, completion: Any, record: Record, encoder: RecordEncoder) -> Layout | ChatExample:
     """A prompt, which must be given, and its completion, which is scored."""
     if prompt in ("", None) and isinstance(completion, str) and not encoder.apply_chat_template:
         raise UserError("the prompt is empty")

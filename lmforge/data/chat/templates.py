@@ -7,16 +7,23 @@ are read in `conversations.py`.
 
 import re
 from bisect import bisect_left, bisect_right
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import Any, Literal, NamedTuple, Self
 
 from typing_extensions import TypedDict
 
-from lmforge.data.chat.jinja_sandbox import GENERATION_END, GENERATION_START, JinjaTemplate
+from lmforge.data.chat.jinja_sandbox import (
+    GENERATION_END,
+    GENERATION_START,
+    Conversation,
+    ForeignTemplate,
+    JinjaTemplate,
+    common_prefix_length,
+)
 from lmforge.data.chat.layout import Layout, encode_layouts
-from lmforge.data.chat.messages import Message, check_encodable, validate_messages
-from lmforge.data.chat.template_trial import PROBE_CONVERSATION, try_template
+from lmforge.data.chat.messages import check_encodable, validate_messages
 from lmforge.data.tokenizer import CHAT_SPECIAL_TOKENS, Tokenizer
 from lmforge.errors import UserError
 from lmforge.untrusted import check_content
@@ -49,6 +56,9 @@ LMFORGE_TEMPLATE = """\
 {%- endfor %}
 {%- if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"""
 
+PROBE_CONVERSATION: list[Any] = [{"role": "user", "content": "Well?"}, {"role": "assistant", "content": "Yes."}]
+GENERATION_TAG = re.compile(r"\{%[-+]?\s*generation\b")
+
 # While a template runs, each spelling of a special token in a message is replaced by a private-use character, and so is each
 # private-use character. This distinguishes them from the special tokens that the template writes.
 PRIVATE_USE_CHARACTERS = "[\U000f0000-\U0010ffff]"
@@ -64,26 +74,34 @@ class SpecialToken(NamedTuple):
     rstrip: bool
 
 
+@dataclass(frozen=True)
+class ChatExample:
+    """A valid conversation, its special tokens escaped. `scored`: the numbers of its answers that are; None if all of it is."""
+
+    conversation: Conversation
+    scored: list[int] | None
+    escaper: "_TextEscaper"
+
+
 class ChatTemplate:
     """A chat template over a tokenizer's special tokens. `stop_ids` are the tokens that end an answer or any text."""
 
     def __init__(self, tokenizer: Tokenizer, source: str, location: str = "the chat template"):
-        """`source` is Jinja; `location` names it in messages. `build_layout` checks what only training needs.
+        """`source` is Jinja; `location` names it in messages. `build_layouts` checks what only training needs.
 
         Raises UserError where a template cannot be compiled, or needs too much time or memory.
         """
         self.tokenizer, self.jinja_source = tokenizer, source
         self._location = location
         variables = _template_variables(tokenizer)
-        if source != LMFORGE_TEMPLATE:
-            try_template(source, variables, location)
-        self._template = JinjaTemplate(source, variables, location)
+        self._template = (JinjaTemplate if source == LMFORGE_TEMPLATE else ForeignTemplate)(source, variables, location)
+        self._has_generation_tags = GENERATION_TAG.search(source) is not None
         self._special_tokens = _special_tokens_by_text(tokenizer)
         longest_first = sorted(self._special_tokens, key=len, reverse=True)
         self._special_pattern = re.compile("|".join(map(re.escape, longest_first)))
         self._escaped_pattern = re.compile(f"{self._special_pattern.pattern}|{PRIVATE_USE_CHARACTERS}")
         # After plain text the end-of-turn token comes first; after a tool call another one may come before it.
-        self._probe_text, _ = self._render_text(PROBE_CONVERSATION, None)
+        self._probe_text = self._render(PROBE_CONVERSATION, None, add_generation_prompt=False)
         self._probe_answer = max(0, self._probe_text.rfind(PROBE_CONVERSATION[-1]["content"]))
         ends = self._special_pattern.findall(self._probe_text, self._probe_answer)
         self._end_of_turn = ends[0] if ends else None
@@ -100,7 +118,7 @@ class ChatTemplate:
         if typed[-1]["role"] == "assistant":
             raise UserError("the last message is the assistant's: a prompt ends with another role's")
         escaper = _TextEscaper(self._escaped_pattern)
-        text, _ = self._render_text(escaper.escape(typed), escaper.escape(tools), add_generation_prompt=True)
+        text = self._render(escaper.escape(typed), escaper.escape(tools), add_generation_prompt=True)
         [example] = encode_layouts(self.tokenizer, [self._cut_at_specials(text, [], escaper)])
         return example.tokens.tolist()
 
@@ -108,54 +126,68 @@ class ChatTemplate:
         """Raises UserError unless a plain answer ends with a special token: otherwise generation could not detect its end."""
         self._turn_end(self._probe_text, self._probe_answer, len(self._probe_text))
 
-    def build_layout(
+    def chat_example(
         self,
         messages: Sequence[Any],
         mask: LossMaskMode = "assistant",
         tools: list[Any] | None = None,
         first_scored: int = 0,
-    ) -> Layout:
-        """A conversation for `encode_layouts`, which takes many at once. No answer before `first_scored` is scored.
-
-        Raises UserError unless it can be trained on: what comes before a scored answer must be what the template prompts with,
-        and stay the same when more turns follow; and an answer must end with a special token, or a model never learns to stop.
-        """
+    ) -> ChatExample:
+        """A conversation for `build_layouts`. No answer before `first_scored` is scored. Raises UserError if it is none."""
         typed = validate_messages(messages)
         answers = [at for at, message in enumerate(typed) if message["role"] == "assistant" and at >= first_scored]
         if not answers and mask != "all":
             raise UserError("no assistant turn: there is nothing to learn from")
+        answers = answers[-1:] if mask == "last" else answers
+        prefixes = [(len(typed), False)]
+        if mask != "all" and self.jinja_source != LMFORGE_TEMPLATE:
+            for at in answers:  # what comes before an answer, and what there is with it
+                prefixes += [(at, True), (at + 1, False)]
         escaper = _TextEscaper(self._escaped_pattern)
-        escaped, escaped_tools = escaper.escape(typed), escaper.escape(tools)
-        text, tagged = self._render_text(escaped, escaped_tools)
-        if mask == "all":
-            return self._cut_at_specials(text, [(0, len(text))], escaper)
-        first = answers[-1] if mask == "last" else answers[0]
-        return self._cut_at_specials(text, self._answer_spans(text, tagged, escaped, escaped_tools, first), escaper)
+        conversation = Conversation(escaper.escape(typed), escaper.escape(tools), prefixes)
+        return ChatExample(conversation, None if mask == "all" else answers, escaper)
 
-    def _render_text(
-        self, messages: list[Message], tools: list[Any] | None, add_generation_prompt: bool = False
-    ) -> tuple[str, list[Span]]:
-        """The template's text, and the spans of it that its generation tags surround."""
-        rendered = check_encodable(self._template.render(messages, tools, add_generation_prompt))
-        pieces = re.split(f"[{GENERATION_START}{GENERATION_END}]", rendered)
+    def build_layouts(self, examples: Sequence[ChatExample]) -> Iterator[Layout]:
+        """Conversations for `encode_layouts`, which takes many at once as this does.
+
+        Raises UserError unless each can be trained on: what comes before a scored answer must be what the template prompts
+        with, and stay the same when more turns follow; and an answer must end with a special token, or a model never learns
+        to stop.
+        """
+        all_texts = self._template.render(example.conversation for example in examples)
+        for example, texts in zip(examples, all_texts, strict=True):
+            text, tagged = self._untagged(next(texts))
+            if example.scored is None:
+                spans = [(0, len(text))]
+            elif self.jinja_source == LMFORGE_TEMPLATE:
+                spans = tagged[-len(example.scored) :]
+            else:
+                prefixes = (self._untagged(prefix)[0] for prefix in texts)
+                spans = self._answer_spans(text, tagged, example.conversation.messages, example.scored, prefixes)
+            yield self._cut_at_specials(text, spans, example.escaper)
+
+    def _render(self, messages: Sequence[Any], tools: list[Any] | None, add_generation_prompt: bool) -> str:
+        [[rendered]] = self._template.render([Conversation(messages, tools, [(len(messages), add_generation_prompt)])])
+        return self._untagged(rendered)[0]
+
+    def _untagged(self, rendered: str) -> tuple[str, list[Span]]:
+        """The text without generation tags, and the spans of it that they surrounded."""
+        pieces = re.split(f"[{GENERATION_START}{GENERATION_END}]", check_encodable(rendered))
         if len(pieces) % 2 == 0:
             raise UserError(f"{self._location}: leaves a generation tag without ending it")
         *bounds, _ = accumulate(map(len, pieces))
         return "".join(pieces), list(zip(bounds[::2], bounds[1::2], strict=True))
 
     def _answer_spans(
-        self, text: str, tagged: list[Span], messages: list[Message], tools: list[Any] | None, first: int
+        self, text: str, tagged: list[Span], messages: Sequence[Any], answers: list[int], prefixes: Iterator[str]
     ) -> list[Span]:
-        """What is scored in the text: of each answer from message `first` on, the content and the end-of-turn token."""
-        answers = [at for at, message in enumerate(messages) if message["role"] == "assistant"]
-        skipped = answers.index(first)
-        if self.jinja_source == LMFORGE_TEMPLATE:
-            return tagged[skipped:]
+        """What is scored in the text: of each of the `answers` the content and the end-of-turn token. `prefixes` has the texts
+        of the messages before an answer, with the prompt for it, and of those up to it."""
         spans = []
-        for at in answers[skipped:]:
-            start, stop = self._answer_span(text, messages, tools, at)
+        for at in answers:
+            start, stop = self._answer_span(text, at, next(prefixes), next(prefixes))
             # Tags may begin before the answer, with its header, and there may be several.
-            pieces = tagged if self._template.has_generation_tags else [(start, stop)]
+            pieces = tagged if self._has_generation_tags else [(start, stop)]
             pieces = [(max(a, start), min(b, stop)) for a, b in pieces if max(a, start) < min(b, stop)]
             *others, (a, b) = pieces or [(start, start)]
             spans += [*others, (a, self._turn_end(text, a, b))]
@@ -175,17 +207,15 @@ class ChatTemplate:
         # Some templates end the text with another token after the one that ends the turn.
         return next((match.end() for match in reversed(specials) if match[0] == self._end_of_turn), specials[-1].end())
 
-    def _answer_span(self, text: str, messages: list[Message], tools: list[Any] | None, index: int) -> Span:
-        """Where message `index`, an answer, is in the text: the template renders the messages before it, and those up to it."""
-        before, _ = self._render_text(messages[:index], tools, add_generation_prompt=True)
+    def _answer_span(self, text: str, index: int, before: str, until: str) -> Span:
+        """Where message `index`, an answer, is in the text of the whole conversation."""
         if not text.startswith(before):
             raise UserError(
                 f"{self._location}: its prompt for message {index + 1} differs from what precedes it in the whole conversation "
                 f"({_first_difference(before, text)}): a model would be prompted with text it was not trained on; "
                 "if it only rewrites earlier turns, score the last turn alone"
             )
-        until = text if index == len(messages) - 1 else self._render_text(messages[: index + 1], tools)[0]
-        stop = _common_prefix_length(until, text)
+        stop = common_prefix_length(until, text)
         stop = next(
             (match.start() for match in self._special_pattern.finditer(until) if match.start() < stop < match.end()), stop
         )
@@ -254,14 +284,8 @@ class _TextEscaper:
         return self._placeholders.setdefault(spelling, chr(FIRST_PRIVATE_USE_CODEPOINT + len(self._placeholders)))
 
 
-def _common_prefix_length(one: str, other: str) -> int:
-    if other.startswith(one):
-        return len(one)
-    return next((at for at, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), len(other))
-
-
 def _first_difference(one: str, other: str) -> str:
-    at = _common_prefix_length(one, other)
+    at = common_prefix_length(one, other)
     start = max(0, at - 20)
     return f"{one[start : at + 20]!r} against {other[start : at + 20]!r}"
 

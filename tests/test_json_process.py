@@ -4,8 +4,8 @@ import sys
 
 import pytest
 
-from lmforge.rewards import json_process
-from lmforge.rewards.json_process import JsonLineProcess, ProcessLost
+from lmforge import json_process
+from lmforge.json_process import JsonLineProcess, ProcessLost
 
 ECHO = "import sys\nfor line in sys.stdin:\n    print(line, end='', flush=True)"
 

@@ -5,6 +5,7 @@ import os
 import select
 import signal
 import subprocess
+import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -13,6 +14,7 @@ from typing import Any
 HEARTBEAT_CALL_SECONDS = 1.0
 # The limit of one response: rewards of a batch, or the output of a program, are far smaller.
 MAX_RESPONSE_BYTES = 64 << 20
+MAX_LAST_WORDS = 200
 
 
 class ProcessLost(Exception):
@@ -25,10 +27,24 @@ class JsonLineProcess:
     It is `closed` by `close`, and by whatever `request` and `receive` raise while they wait for a response.
     """
 
-    def __init__(self, command: Sequence[str], env: Mapping[str, str] | None = None, close_grace_seconds: float = 0.0) -> None:
-        """`close_grace_seconds` is how long the process is given to end by itself when it is closed."""
+    def __init__(
+        self,
+        command: Sequence[str],
+        env: Mapping[str, str] | None = None,
+        close_grace_seconds: float = 0.0,
+        capture_stderr: bool = False,
+    ) -> None:
+        """`close_grace_seconds` is how long the process is given to end by itself when it is closed. With `capture_stderr` the
+        last line of its standard error is in the message of ProcessLost."""
+        self._stderr = tempfile.TemporaryFile() if capture_stderr else None  # noqa: SIM115 (open as long as the process)
         self._process = subprocess.Popen(
-            command, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0, start_new_session=True
+            command,
+            env=env,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._stderr,
+            bufsize=0,
+            start_new_session=True,
         )
         assert self._process.stdin is not None
         assert self._process.stdout is not None
@@ -36,15 +52,31 @@ class JsonLineProcess:
         self._close_grace_seconds = close_grace_seconds
         self.closed = False
 
-    def request(self, message: object, timeout_seconds: float, heartbeat: Callable[[], None] = lambda: None) -> dict[str, Any]:
-        """Send a message and return its response.
+    @property
+    def returncode(self) -> int | None:
+        """The exit status of the closed process, negative for the signal that killed it."""
+        return self._process.returncode
+
+    def request(
+        self,
+        message: object,
+        timeout_seconds: float,
+        heartbeat: Callable[[], None] = lambda: None,
+        default: Callable[[Any], str] | None = None,
+    ) -> dict[str, Any]:
+        """Send a message and return its response. `default` makes text of what JSON lacks.
 
         Raises TypeError or ValueError if the message is not JSON, and as `receive` does.
         """
-        line = json.dumps(message).encode() + b"\n"
-        with suppress(BrokenPipeError):  # the process died, as `receive` will find
+        line = json.dumps(message, default=default).encode() + b"\n"
+        try:
             while line:
                 line = line[os.write(self._stdin.fileno(), line) :]
+        except BrokenPipeError:
+            pass  # the process died, as `receive` will find
+        except BaseException:
+            self.close()
+            raise
         return self.receive(timeout_seconds, heartbeat)
 
     def receive(self, timeout_seconds: float, heartbeat: Callable[[], None] = lambda: None) -> dict[str, Any]:
@@ -75,11 +107,18 @@ class JsonLineProcess:
                 continue
             piece = os.read(self._stdout.fileno(), 1 << 16)
             if not piece:
-                raise ProcessLost("its process died")
+                raise ProcessLost(f"its process died{self._last_words()}")
             line += piece
             if len(line) > MAX_RESPONSE_BYTES:
                 raise ProcessLost(f"its response is larger than {MAX_RESPONSE_BYTES >> 20} MiB")
         return line
+
+    def _last_words(self) -> str:
+        if self._stderr is None:
+            return ""
+        self._stderr.seek(max(0, self._stderr.seek(0, os.SEEK_END) - MAX_LAST_WORDS))
+        lines = self._stderr.read().decode(errors="replace").strip().splitlines()
+        return f": {lines[-1]}" if lines else ""
 
     def close(self) -> None:
         """Close its input and give it time to end; then kill it, with all that it started in its session."""
