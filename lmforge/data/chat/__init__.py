@@ -1,6 +1,6 @@
 """Conversations, preferences and prompts as tokens, with a mask of what is scored. Losses are in `objectives/`.
 
-Begin with `conversations.py` and `preferences.py` (records → tokens). `templates.py` applies a chat template, whose code runs in
+Begin with `conversations.py` and `preferences.py` (records → tokens). `templates.py` applies a chat template; its code runs in
 `jinja_sandbox.py`: that of a foreign one in a child process. Its text is encoded in `layout.py`. `examples.py` stores tokens
 and packs them; `spill_buffer.py` keeps them out of memory meanwhile. `library_functions.py` makes conversations from Python's
 standard library.
