@@ -14,7 +14,7 @@ import xxhash
 from lmforge import registry
 from lmforge.atomic_files import atomic_write
 from lmforge.errors import UserError
-from lmforge.python_files import describe_exception, import_file
+from lmforge.foreign_code import describe_exception, import_file
 from lmforge.registry import Entry
 from lmforge.untrusted import cut, describe_os_error, expand_home, read_bounded
 

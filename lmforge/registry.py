@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any, overload
 
 from lmforge.errors import UserError
-from lmforge.python_files import describe_exception
+from lmforge.foreign_code import describe_exception
 from lmforge.untrusted import cut, quoted
 
 BUILT_IN = "lmforge"

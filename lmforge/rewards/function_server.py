@@ -16,8 +16,8 @@ from typing import Any
 from lmforge import registry
 from lmforge.config import builtin_names as builtin_names
 from lmforge.errors import UserError
+from lmforge.foreign_code import describe_exception, error_location, import_file
 from lmforge.plugins import load_plugins
-from lmforge.python_files import describe_exception, error_location, import_file
 from lmforge.rewards.functions import REGISTERED, RESERVED_NAMES
 from lmforge.untrusted import expand_home
 

@@ -17,9 +17,8 @@ from typing import Any, Protocol
 
 from lmforge import registry
 from lmforge.errors import UserError
-from lmforge.json_process import JsonLineProcess, ProcessLost
+from lmforge.foreign_code import JsonLineProcess, ProcessLost, python_command
 from lmforge.plugins import files_of
-from lmforge.python_files import python_command
 from lmforge.untrusted import cut, list_names
 
 # Used instead of a file: functions registered by name, by lmforge or a plugin.

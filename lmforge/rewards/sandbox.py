@@ -21,8 +21,7 @@ from typing import Any
 
 from lmforge.cluster.rank_info import read_rank_info, threads_per_rank
 from lmforge.errors import UserError
-from lmforge.json_process import JsonLineProcess, ProcessLost
-from lmforge.python_files import python_command
+from lmforge.foreign_code import JsonLineProcess, ProcessLost, python_command
 
 REQUIRED_PROTECTIONS = ("network", "processes", "signals", "writing")
 # Beyond the time that a program is given: for the server to be scheduled, and to delete what was written.

@@ -12,7 +12,7 @@ from lmforge import registry
 from lmforge.config.extend import entry_options
 from lmforge.config.stage import StageConfig
 from lmforge.errors import RunFailed, UserError
-from lmforge.python_files import describe_exception
+from lmforge.foreign_code import describe_exception
 
 if TYPE_CHECKING:
     from lmforge.model.layers import LanguageModel

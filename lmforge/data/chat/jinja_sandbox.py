@@ -25,8 +25,7 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from lmforge.errors import UserError
-from lmforge.json_process import JsonLineProcess, ProcessLost
-from lmforge.python_files import python_command
+from lmforge.foreign_code import JsonLineProcess, ProcessLost, python_command
 
 # Markers around what the template tags as generated. Texts that contain one must be escaped first.
 GENERATION_START, GENERATION_END = "\U0010fff0", "\U0010fff1"

@@ -16,7 +16,7 @@ import xxhash
 
 from lmforge.data.sources.units import Document
 from lmforge.errors import UserError
-from lmforge.python_files import import_file
+from lmforge.foreign_code import import_file
 from lmforge.untrusted import expand_home, read_bounded
 
 MODULE_NAME = "prepare_hook"

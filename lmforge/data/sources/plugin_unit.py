@@ -16,8 +16,8 @@ from lmforge.config.options import Options
 from lmforge.data.sources.records import ReadProgress, open_decompressed
 from lmforge.data.sources.units import Document, FileUnit, record_document
 from lmforge.errors import UserError
+from lmforge.foreign_code import describe_exception
 from lmforge.plugins import describe_plugins, load_plugins
-from lmforge.python_files import describe_exception
 from lmforge.registry import BUILT_IN
 
 

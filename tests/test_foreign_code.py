@@ -4,8 +4,8 @@ import sys
 
 import pytest
 
-from lmforge import json_process
-from lmforge.json_process import JsonLineProcess, ProcessLost
+from lmforge import foreign_code
+from lmforge.foreign_code import JsonLineProcess, ProcessLost
 
 ECHO = "import sys\nfor line in sys.stdin:\n    print(line, end='', flush=True)"
 
@@ -41,7 +41,7 @@ def test_a_response_is_that_of_its_request_and_the_heartbeat_is_called() -> None
 def test_what_is_not_a_response_of_bounded_size_loses_the_process(
     code: str, reason: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(json_process, "MAX_RESPONSE_BYTES", 1 << 18)
+    monkeypatch.setattr(foreign_code, "MAX_RESPONSE_BYTES", 1 << 18)
     process = started(code)
     try:
         with pytest.raises(ProcessLost, match=reason):
