@@ -30,15 +30,9 @@ from lmforge.data.dataset import TokenDataset
 from lmforge.data.prepare.dist_context import SingleProcessContext
 from lmforge.data.prepare.pack import pack_folder
 from lmforge.data.shards.folder import TokenFolder
-from lmforge.data.shards.format import (
-    FORMAT_VERSION,
-    SHARD_SUFFIXES,
-    SHARDS_MANIFEST,
-    ShardEntry,
-    TokenFolderManifest,
-    write_shard,
-)
+from lmforge.data.shards.format import SHARD_SUFFIXES, SHARDS_MANIFEST, write_shard
 from lmforge.data.tokenizer import Tokenizer, train_tokenizer
+from lmforge.manifests import FORMAT_VERSION, ShardEntry, TokenFolderManifest
 
 SHARDS, SHARD_TOKENS, DOCUMENT_TOKENS = 30_000, 500_000_000, 1000
 SEQUENCE_LENGTH, BATCH_SIZE = 4096, 512

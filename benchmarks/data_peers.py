@@ -18,14 +18,8 @@ from setting import make_environment, summarize
 
 from lmforge.data.prepare.prepare import prepare
 from lmforge.data.shards.folder import TokenFolder
-from lmforge.data.shards.format import (
-    FORMAT_VERSION,
-    SHARDS_MANIFEST,
-    ShardEntry,
-    TokenFolderManifest,
-    hash_tokenizer_files,
-    write_shard,
-)
+from lmforge.data.shards.format import SHARDS_MANIFEST, hash_tokenizer_files, write_shard
+from lmforge.manifests import FORMAT_VERSION, ShardEntry, TokenFolderManifest
 
 CONTENDERS = Path(__file__).with_name("data_contenders.py")
 SHARD_TOKENS = 10_000_000

@@ -8,11 +8,10 @@
       checkpoints/step-00000100/, unless they are kept elsewhere
       launch/            recipe, code, scripts and output of `lmforge launch`
 
-Of a checkpoint, its name and its manifest are here; the rest is for `checkpoint/`. No torch here: it is quick.
+Of a checkpoint only the name is here; its manifest is in `manifests.py`. No torch here: it is quick.
 """
 
 import importlib.metadata
-import json
 import os
 import platform
 import re
@@ -27,8 +26,6 @@ from functools import cache, partial
 from pathlib import Path
 from typing import Any, Self, TypeVar, cast
 
-import xxhash
-
 from lmforge.atomic_files import atomic_write_json, atomic_write_text, remove_folder
 from lmforge.config.load import read_record
 from lmforge.config.mixture import is_remote
@@ -38,19 +35,13 @@ from lmforge.errors import DISK_FULL_ERRNOS, UserError, how_to_install
 from lmforge.locks import is_at, remove_lock_alone, try_lock
 from lmforge.run_records import COMPLETIONS_FOLDER, read_last_metrics, read_metrics
 from lmforge.untrusted import (
-    MAX_MANIFEST_BYTES,
-    check_content,
     cut,
-    describe_os_error,
-    parse_json,
     quoted,
-    read_bounded,
 )
 
 STEP_PREFIX = "step-"
 MANIFEST = "manifest.json"
 MAX_PATH_QUOTED = 200  # characters of a path in a message
-CHECKPOINT_FORMAT = 3
 # The entries of a run's directory besides the lock.
 RUN_FILES = ("recipe.toml", "environment.json", "metrics.jsonl", "events.jsonl", "report.html")
 RUN_FOLDERS = ("logs", "health", "checkpoints", "bad", COMPLETIONS_FOLDER, "tensorboard", "trackers", "profile", "launch")
@@ -74,35 +65,6 @@ def checkpoint_step(folder: Path) -> int | None:
     """The step whose checkpoint a folder is by its name; None for any other name."""
     match = re.fullmatch(rf"{STEP_PREFIX}([0-9]{{8}}|[1-9][0-9]{{8,}})", folder.name)
     return int(match[1]) if match else None
-
-
-def checkpoint_checksum(fields: dict[str, Any]) -> str:
-    """The xxh3-64 of a checkpoint manifest's other fields, so that a flipped bit in a number is detected."""
-    return xxhash.xxh3_64_hexdigest(json.dumps(fields, sort_keys=True).encode())
-
-
-def read_checkpoint_manifest(folder: Path, schema: type[T], error: Callable[[str], Exception] = UserError) -> T:
-    """The manifest of a checkpoint folder, or the part of it that is in `schema`.
-
-    Raises `error` where there is none, or it is damaged, of another format, or of another step than the folder's name says.
-    """
-    path = folder / MANIFEST
-    try:
-        content = read_bounded(path, MAX_MANIFEST_BYTES, error)
-    except FileNotFoundError:
-        raise error(f"{folder}: it has no manifest, so it was never finished") from None
-    except OSError as problem:
-        raise error(describe_os_error(problem, path)) from None
-    fields = parse_json(content, dict[str, Any], str(path), max_bytes=MAX_MANIFEST_BYTES, error=error)
-    if fields.get("format") != CHECKPOINT_FORMAT:
-        version = quoted(fields.get("format"))
-        raise error(f"{folder}: its format is {version}, this version of lmforge reads {CHECKPOINT_FORMAT}")
-    if fields.pop("xxh3", None) != checkpoint_checksum(fields):
-        raise error(f"{folder}: {MANIFEST} does not hold what was written (its checksum differs)")
-    step = fields.get("step")
-    if checkpoint_step(folder) not in (None, step) and isinstance(step, int):
-        raise error(f"{folder}: its manifest is of step {step}; rename the folder to {checkpoint_name(step)}")
-    return check_content(fields, schema, str(path), error)
 
 
 def remove_checkpoint(folder: Path) -> None:

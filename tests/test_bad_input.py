@@ -27,17 +27,17 @@ from lmforge.atomic_files import PARTIAL_SUFFIX, atomic_write_text
 from lmforge.cli import run
 from lmforge.data.dataset import TokenDataset
 from lmforge.data.shards.folder import TokenFolder
-from lmforge.data.shards.format import BLOCK_BYTES
 from lmforge.data.tokenizer import train_tokenizer
 from lmforge.errors import EXIT_PEER_LOST
 from lmforge.interop.config_json import to_config_json
 from lmforge.interop.export import export_folder
 from lmforge.interop.resolve import resolve_model_config
 from lmforge.interop.safetensors_file import SafetensorsFile
+from lmforge.manifests import BLOCK_BYTES, checkpoint_checksum
 from lmforge.model import build_model
 from lmforge.model.config import get_preset
 from lmforge.model.init_weights import init_weights
-from lmforge.runs import MANIFEST, Run, checkpoint_checksum
+from lmforge.runs import MANIFEST, Run
 from tests.conftest import Command, Refusal, only_line, without_shape
 from tests.distributed.conftest import weights
 from tests.preloaded import preloaded

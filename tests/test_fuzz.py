@@ -20,7 +20,8 @@ import pytest
 
 import lmforge as package
 from lmforge.config.options import iter_options
-from lmforge.runs import MANIFEST, checkpoint_checksum
+from lmforge.manifests import checkpoint_checksum
+from lmforge.runs import MANIFEST
 from lmforge.verbs.table import VERBS
 from tests.conftest import without_shape
 from tests.fuzzing import (

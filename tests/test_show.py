@@ -14,11 +14,12 @@ from lmforge.cli import run
 from lmforge.data.shards.folder import TokenFolder
 from lmforge.errors import UserError
 from lmforge.interop.config_json import to_config_json
+from lmforge.manifests import checkpoint_checksum
 from lmforge.model.config import get_preset
 from lmforge.model.flops import parameter_count
 from lmforge.model.presets import PRESETS
 from lmforge.run_records import read_metrics, skipped_batches
-from lmforge.runs import Run, checkpoint_checksum
+from lmforge.runs import Run
 from lmforge.stages.training_data import TokenSources
 from lmforge.verbs.show.show import show
 from tests.conftest import Command, Refusal, only_line
@@ -172,7 +173,7 @@ def test_a_number_that_no_checkpoint_has_is_refused_with_its_field(
     path = run.checkpoint_path(6) / "manifest.json"
     manifest = json.loads(path.read_text())
     del manifest["xxh3"]
-    manifest["files"] = {"model": {"bytes": 1}}
+    manifest["files"] = {"model": {"bytes": 1, "xxh3": []}}
     manifest["data_plan"] = {"phases": [{"samples": 1, "sequence_length": 1, "proportions": {}, "packing": []}]}
     *parents, last = field.replace("[0]", ".0").split(".")
     table = manifest
@@ -182,7 +183,7 @@ def test_a_number_that_no_checkpoint_has_is_refused_with_its_field(
     path.write_text(json.dumps({**manifest, "xxh3": checkpoint_checksum(manifest)}))
     folder = path.parent.rename(tmp_path / "saved")
     with pytest.raises(
-        UserError, match=re.escape(f"{folder / 'manifest.json'}: {field}: expected a ") + r"(finite number|number of at )"
+        UserError, match=re.escape(f"{folder}: manifest.json: {field}: expected a ") + r"(finite number|number of at )"
     ):
         show(str(folder))
 

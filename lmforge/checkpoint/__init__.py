@@ -21,13 +21,6 @@ train/checkpoint_schedule.py. The names below are for other packages.
 # ruff: noqa: F401 - nothing here is used in this file
 from lmforge.checkpoint.async_save import AsyncCheckpointer, RetentionPolicy, StateDict
 from lmforge.checkpoint.load import StoredModel, load, load_weights, stored_lora_config
-from lmforge.checkpoint.manifest import (
-    Manifest,
-    candidates,
-    get_rng_state,
-    open_checkpoint,
-    read_manifest,
-    set_rng_state,
-    verify,
-)
-from lmforge.checkpoint.storage import CorruptCheckpoint, check_writable
+from lmforge.checkpoint.manifest import candidates, get_rng_state, open_checkpoint, set_rng_state, verify
+from lmforge.checkpoint.storage import check_writable
+from lmforge.manifests import CorruptCheckpoint, Manifest, read_manifest

@@ -22,19 +22,12 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from lmforge.atomic_files import DELETED_SUFFIX, PARTIAL_SUFFIX, atomic_write_text, fsync_path
-from lmforge.checkpoint.manifest import Manifest, read_manifest
-from lmforge.checkpoint.storage import (
-    CheckpointWriter,
-    CorruptCheckpoint,
-    FileDigests,
-    HashingFileSystem,
-    make_folder,
-    translate_storage_errors,
-)
+from lmforge.checkpoint.storage import CheckpointWriter, HashingFileSystem, make_folder, translate_storage_errors
 from lmforge.cluster.distributed import DistributedContext, use_device_in_thread
 from lmforge.cluster.waiting import start_in_thread
 from lmforge.data.tokenizer import Tokenizer
 from lmforge.errors import RunFailed, UserError, format_bytes
+from lmforge.manifests import CorruptCheckpoint, FileDigests, Manifest, read_manifest
 from lmforge.runs import MANIFEST, STEP_PREFIX, Run, is_local, remove_checkpoint
 
 StateDict = dict[str, dict[str, Any]]

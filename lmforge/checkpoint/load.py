@@ -15,12 +15,13 @@ from torch import Tensor
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from lmforge.checkpoint.async_save import StateDict
-from lmforge.checkpoint.manifest import Manifest, read_manifest
-from lmforge.checkpoint.storage import CorruptCheckpoint, VerifyingFileSystem
+from lmforge.checkpoint.storage import VerifyingFileSystem
 from lmforge.config.tuning import LoraOptions
 from lmforge.errors import UserError
+from lmforge.interop.resolve import stored_model_config
 from lmforge.interop.torch_checkpoints import METADATA_FILE, SafeReader, flatten_names, load_tensors
 from lmforge.interop.weights import merge_adapters
+from lmforge.manifests import CorruptCheckpoint, Manifest, read_manifest
 from lmforge.model.init_weights import LORA_SUFFIXES
 from lmforge.model.layers import LanguageModel
 from lmforge.model.lora import LoraConfig, lora_delta
@@ -89,7 +90,7 @@ class StoredModel:
     def __init__(self, folder: Path, manifest: Manifest) -> None:
         self._reader = _open_reader(folder)
         self.lora = stored_lora_config(manifest)
-        self._conv1d_layout = manifest.model_config.family.transposed
+        self._conv1d_layout = stored_model_config(manifest).family.transposed
         stored = self._reader.meta_tensors()
         tensors = {name.removeprefix("model."): each for name, each in stored.items() if name.startswith("model.")}
         self._adapters = {name: tensor for name, tensor in tensors.items() if name.endswith(LORA_SUFFIXES)}

@@ -10,40 +10,23 @@ import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 from uuid import uuid4
 
 import torch
 import torch.distributed.checkpoint as dcp
 import xxhash
-from pydantic import Field
 from torch.distributed.checkpoint.filesystem import FileSystem
-from typing_extensions import TypedDict
 
 from lmforge.atomic_files import DISK_FULL_ERRNOS, PARTIAL_SUFFIX
 from lmforge.checksums import ChecksummedFile, DamagedFile, parse_checksums
 from lmforge.errors import RunFailed, UserError
+from lmforge.manifests import CorruptCheckpoint, FileDigests, unreadable
 from lmforge.runs import CHECKPOINT_FOLDER_HINT, Run, checkpoint_step, describe_storage_error, is_local, storage_errors
 from lmforge.untrusted import describe_os_error
 
 BLOCK_BYTES = 1 << 22
 OBJECT_STORES = ("s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "oci", "oss")
-
-
-class FileDigests(TypedDict):
-    """Size of a file, and the xxh3-64 of each block of BLOCK_BYTES as hex digits."""
-
-    bytes: Annotated[int, Field(ge=0)]
-    xxh3: list[str]
-
-
-class CorruptCheckpoint(UserError):
-    """A folder cannot be used as a checkpoint; the message says why."""
-
-
-def unreadable(problem: OSError, path: Path) -> CorruptCheckpoint:
-    """The error for a checkpoint file that cannot be read. It names the file without its folder."""
-    return CorruptCheckpoint(describe_os_error(problem, path).removeprefix(f"{path.parent}/"))
 
 
 class _HashingFile(io.RawIOBase):

@@ -15,68 +15,32 @@ Documents are packed in groups that are neighbours in a shard, so that a sequenc
 memory of packing do not depend on the size of a shard. Writing the index of a folder is in prepare/pack.py.
 """
 
-import json
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
-from functools import cached_property, lru_cache, partial
+from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
 from itertools import accumulate
 from operator import add
 from pathlib import Path
-from typing import Annotated, Self
+from typing import Self
 
 import numpy as np
 import xxhash
-from pydantic import Field
 
 from lmforge.atomic_files import atomic_write
 from lmforge.checksums import block_checksums, parse_checksums
 from lmforge.data.packing import best_fit
 from lmforge.data.shards.files import ShardFile, SizeCheck, StoredChecksums
 from lmforge.data.shards.folder import MAX_PARSED_SHARDS, TokenFolder
-from lmforge.data.shards.format import BLOCK_BYTES, TRAIN_SPLIT, Count, hash_text
-from lmforge.data.shards.storage import read_with_retries
+from lmforge.data.shards.format import TRAIN_SPLIT
+from lmforge.data.shards.storage import read_manifest
 from lmforge.errors import UserError
-from lmforge.untrusted import MAX_MANIFEST_BYTES, parse_json
+from lmforge.manifests import BLOCK_BYTES, BestFitManifest, IndexEntry, write_manifest
 
 # Incremented whenever the same tokens would give other sequences or files.
 BEST_FIT_VERSION = 1
 # Approximate size of a group: large enough that its sequences have hardly any padding. 16 MB of tokens at a length of 2,048.
 GROUP_SEQUENCES = 4096
-
-
-@dataclass(frozen=True, slots=True)
-class IndexEntry:
-    """The index of one shard: its numbers of tokens, sequences and spans, and the xxh3 of its checksums in hexadecimal."""
-
-    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]{1,100}$")]
-    tokens: Count
-    sequences: Annotated[int, Field(ge=0, lt=2**40)]
-    spans: Annotated[int, Field(ge=0, lt=2**40)]
-    xxh3: Annotated[str, Field(pattern=r"^[0-9a-f]{16}$")]
-
-    @property
-    def dtype(self) -> np.dtype:
-        return np.dtype("<u4" if self.tokens < 2**32 else "<u8")
-
-    @property
-    def body_bytes(self) -> int:
-        """The bytes before the checksums."""
-        return (self.sequences + 1 + 2 * self.spans) * self.dtype.itemsize
-
-    @property
-    def checksum_bytes(self) -> int:
-        return 8 * -(-self.body_bytes // BLOCK_BYTES)
-
-
-@dataclass(frozen=True)
-class BestFitManifest:
-    """The content of best-fit-LENGTH.json; `tokens` is the digest of its split."""
-
-    version: int
-    sequence_length: Count
-    tokens: str
-    shards: list[IndexEntry]
 
 
 def manifest_name(sequence_length: int) -> str:
@@ -145,11 +109,11 @@ def write_index(folder: Path, name: str, ends: np.ndarray, sequence_length: int)
     return replace(entry, xxh3=xxhash.xxh3_64_hexdigest(checksums.data))
 
 
-def format_manifest(folder: TokenFolder, sequence_length: int, entries: Sequence[IndexEntry]) -> tuple[str, str]:
-    """The content of best-fit-LENGTH.json, and its xxh3, for the folder's manifest."""
+def write_index_manifest(folder: TokenFolder, sequence_length: int, entries: Sequence[IndexEntry]) -> str:
+    """Write best-fit-LENGTH.json, and return its checksum for the folder's manifest."""
     digest = folder.split(TRAIN_SPLIT).digest
-    content = json.dumps(asdict(BestFitManifest(BEST_FIT_VERSION, sequence_length, digest, list(entries))))
-    return content, hash_text(content)
+    manifest = BestFitManifest(BEST_FIT_VERSION, sequence_length, digest, list(entries))
+    return write_manifest(folder.path / manifest_name(sequence_length), manifest)
 
 
 class IndexReader:
@@ -199,14 +163,7 @@ class BestFitIndex:
                 f"{folder.path}: not packed for best-fit with sequences of {sequence_length:,} tokens{others}:"
                 f" `lmforge prepare --pack {folder.path} --best_fit_length {sequence_length}` packs it"
             )
-        try:
-            content = read_with_retries(folder.storage, name, (0, 1), partial(folder.storage.read_file, name))
-        except OSError as error:
-            reason = "missing" if isinstance(error, FileNotFoundError) else error.strerror
-            raise UserError(f"{path}: {reason}: {hint}") from None
-        if xxhash.xxh3_128_hexdigest(content) != digest:
-            raise UserError(f"{path}: is not the one written for {folder.path}: {hint}")
-        manifest = parse_json(content, BestFitManifest, str(path), max_bytes=MAX_MANIFEST_BYTES, hint=hint)
+        manifest = read_manifest(folder.storage, name, BestFitManifest, digest, hint)
         split = folder.split(TRAIN_SPLIT)
         shards = [(entry.name, entry.tokens) for entry in folder.manifest.splits[TRAIN_SPLIT]]
         described = [(entry.name, entry.tokens) for entry in manifest.shards]

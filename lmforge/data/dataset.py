@@ -10,7 +10,6 @@ from typing import Annotated, Any, Literal
 
 import numpy as np
 from pydantic import Field
-from typing_extensions import TypedDict
 
 from lmforge.checksums import hash_json
 from lmforge.data.best_fit_index import BEST_FIT_VERSION, GROUP_SEQUENCES, BestFitIndex
@@ -19,6 +18,7 @@ from lmforge.data.packing import BestFitPacking, ConcatPacking, MapRows, PackedS
 from lmforge.data.shards.folder import TokenFolder
 from lmforge.data.shards.format import TRAIN_SPLIT
 from lmforge.errors import UserError
+from lmforge.manifests import DataPlan
 
 # Incremented whenever the same plan would give other sequences, so that a run is never silently resumed on other data.
 PACKING_VERSION = 2
@@ -29,28 +29,6 @@ CHUNK_TOKENS = 2**21
 TokenPacking = Literal["concat", "best-fit"]
 Count = Annotated[int, Field(ge=0, le=2**62)]
 Ratio = Annotated[str, Field(pattern=r"^[0-9]{1,4000}(/[1-9][0-9]{0,4000})?$")]
-
-
-class PhasePlan(TypedDict):
-    """The plan of a phase in a checkpoint: proportions are fractions by the digest of their source."""
-
-    samples: Count
-    sequence_length: Count
-    proportions: dict[str, Ratio]
-    packing: list[Any]
-
-
-class DataPlan(TypedDict, total=False):
-    """The data plan in a checkpoint. `names` are the names of the sources by their digests; `dataset` is the plan of a dataset
-    that is not a mixture.
-    """
-
-    version: Count
-    seed: Count
-    unit: Annotated[int, Field(ge=1)]
-    phases: list[PhasePlan]
-    names: dict[str, str]
-    dataset: list[Any]
 
 
 @dataclass(eq=False)

@@ -20,10 +20,11 @@ from threading import Lock
 import numpy as np
 
 from lmforge.checksums import hash_json
-from lmforge.data.dataset import DataPlan, PackedDataset, PhasePlan
+from lmforge.data.dataset import PackedDataset
 from lmforge.data.order import derive_key, permutation
 from lmforge.data.packing import MapRows, PackedSequence, PackedSequences
 from lmforge.errors import UserError
+from lmforge.manifests import DataPlan, PhasePlan
 
 # Incremented whenever the same plan would give other samples.
 MIXTURE_VERSION = 1

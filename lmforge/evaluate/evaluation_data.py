@@ -15,7 +15,7 @@ from lmforge.data.sources.records import JSON_SUFFIXES, content_suffix, read_rec
 from lmforge.data.sources.text_sources import open_text_source
 from lmforge.errors import UserError
 from lmforge.generate.model_loading import LoadedModel
-from lmforge.kinds import Kind, kind_of
+from lmforge.interop.kinds import Kind, kind_of
 
 ENCODE_BATCH_TEXTS = 256
 

@@ -18,10 +18,10 @@ from lmforge.data.chat.templates import ChatTemplate
 from lmforge.data.tokenizer import Tokenizer
 from lmforge.errors import UserError
 from lmforge.hub import resolve_model_folder
+from lmforge.interop.kinds import Kind, kind_of
 from lmforge.interop.peft_folder import base_model_of, load_peft_folder
-from lmforge.interop.resolve import resolve_model_config
+from lmforge.interop.resolve import resolve_model_config, stored_model_config
 from lmforge.interop.weights import load_folder, merge_adapters
-from lmforge.kinds import Kind, kind_of
 from lmforge.model import build_model
 from lmforge.model.config import ModelConfig
 from lmforge.model.layers import LanguageModel
@@ -128,7 +128,7 @@ def _from_folder(folder: Path, device: torch.device, dtype: torch.dtype, reward_
 def _from_checkpoint(
     folder: Path, manifest: Manifest, device: torch.device, dtype: torch.dtype, reward_model: bool
 ) -> LoadedModel:
-    config = manifest.model_config
+    config = stored_model_config(manifest)
     check_reward_head(config, folder, reward_model)
     model = build_model(config, device)
     checkpoint.load_weights(folder, manifest, model)

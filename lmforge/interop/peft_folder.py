@@ -15,8 +15,8 @@ from typing_extensions import TypedDict
 
 from lmforge.errors import UserError
 from lmforge.interop.export import new_folder
+from lmforge.interop.kinds import ADAPTER_CONFIG, Kind, kind_of
 from lmforge.interop.safetensors_file import SafetensorsFile, write_safetensors
-from lmforge.kinds import ADAPTER_CONFIG, Kind, kind_of
 from lmforge.model.init_weights import LORA_SUFFIXES
 from lmforge.model.lora import ALL_LINEAR, LoraConfig
 from lmforge.untrusted import read_json

@@ -11,6 +11,7 @@ from lmforge.config.sections import ModelOptions
 from lmforge.errors import UserError, prefix_errors
 from lmforge.hub import resolve_model_folder
 from lmforge.interop.config_json import REQUIRED_FIELDS, config_fields_from_json, is_supported_family, read_config_json
+from lmforge.manifests import Manifest
 from lmforge.model.config import ModelConfig, get_preset
 from lmforge.model.presets import PRESETS
 
@@ -91,6 +92,12 @@ def model_config_from_json(content: dict[str, Any], source: str, implementation:
         return to_transformers_config(content, source)
     with prefix_errors(source):
         return ModelConfig(**config_fields_from_json(content))
+
+
+def stored_model_config(manifest: Manifest) -> ModelConfig:
+    """The config of the model in a checkpoint. Raises UserError where it cannot be computed."""
+    implementation = manifest.recipe.get("model", {}).get("implementation", "lmforge")
+    return model_config_from_json(manifest.hf_config, "the checkpoint's manifest", implementation)
 
 
 def _check_vocabulary(where: str, model_size: Any, tokenizer_size: int | None) -> None:

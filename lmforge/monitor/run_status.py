@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from lmforge.errors import UserError
-from lmforge.kinds import Kind, unexpected
+from lmforge.interop.kinds import Kind, unexpected
 from lmforge.monitor.heartbeat import FINAL_PHASES, SILENT_AFTER_SECONDS, heartbeat_paths
 from lmforge.monitor.stall import PeerStatus, classify_ranks, read_peer
 from lmforge.monitor.usage.host import HostUsage, read_published

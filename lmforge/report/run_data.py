@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from pydantic import BaseModel, Field
+from pydantic import BaseModel
 
 from lmforge.config.load import flat_options
 from lmforge.config.mixture import is_remote
@@ -17,10 +17,11 @@ from lmforge.config.stage import PretrainConfig, StageConfig
 from lmforge.data.shards.folder import TokenFolder
 from lmforge.data.shards.source_report import read_source
 from lmforge.errors import UserError, format_count, format_duration
+from lmforge.manifests import read_manifest
 from lmforge.monitor.heartbeat import FINAL_PHASES
 from lmforge.monitor.run_status import RunState, RunStatus, read_run_status
-from lmforge.run_records import Count, Metric, StepNumber, completion_tables, newest_values, read_first_completions
-from lmforge.runs import Run, read_checkpoint_manifest
+from lmforge.run_records import Count, StepNumber, completion_tables, newest_values, read_first_completions
+from lmforge.runs import Run
 from lmforge.untrusted import check_content, open_file, parse_json, read_json, read_lines
 
 # More points would make the page slow to open. A longer series is shown with every n-th point and the last.
@@ -48,17 +49,6 @@ class _ModelEvent(BaseModel):
     model_type: str = ""
     parameters: Count | None = None
     trained: Count | None = None
-
-
-class _SavedFile(BaseModel):
-    bytes: Count
-
-
-class _SavedCheckpoint(BaseModel):
-    """What is shown of a checkpoint's manifest."""
-
-    files: dict[str, _SavedFile]
-    metrics: dict[str, Metric] = Field(default_factory=dict)
 
 
 def read_run(run: Run, state: str | None = None) -> dict[str, Any]:
@@ -231,8 +221,8 @@ def _checkpoints(run: Run) -> list[dict[str, Any]]:
     with suppress(UserError):
         for step in run.checkpoint_steps():
             with suppress(UserError):
-                manifest = read_checkpoint_manifest(run.checkpoint_path(step), _SavedCheckpoint)
-                size = sum(file.bytes for file in manifest.files.values())
+                manifest = read_manifest(run.checkpoint_path(step))
+                size = sum(file["bytes"] for file in manifest.files.values())
                 checkpoints.append({"step": step, "bytes": size, "metrics": manifest.metrics})
     return checkpoints
 

@@ -11,7 +11,7 @@ import torch
 from lmforge.generate.engine import Engine
 from lmforge.generate.model_loading import LoadedModel, load_model, resolve_max_length
 from lmforge.hub import resolve_model_folder
-from lmforge.kinds import MODELS, Kind, kind_of, unexpected
+from lmforge.interop.kinds import MODELS, Kind, kind_of, unexpected
 from lmforge.runs import STEP_PREFIX, Run
 from lmforge.serve.batching import ContinuousBatcher
 from lmforge.serve.protocol import ApiError, no_such_model

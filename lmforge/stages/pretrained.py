@@ -23,10 +23,10 @@ from lmforge.data.shards.staged_copy import find_staged
 from lmforge.data.tokenizer import Tokenizer
 from lmforge.errors import UserError
 from lmforge.hub import cache_folder, resolve_model_folder
+from lmforge.interop.kinds import MODELS, Kind, kind_of, unexpected
 from lmforge.interop.peft_folder import base_model_of, load_peft_folder
-from lmforge.interop.resolve import model_config_from_options
+from lmforge.interop.resolve import model_config_from_options, stored_model_config
 from lmforge.interop.weights import LM_HEAD_WEIGHT, load_folder, merge_adapters
-from lmforge.kinds import MODELS, Kind, kind_of, unexpected
 from lmforge.model.config import ModelConfig
 from lmforge.model.layers import LanguageModel
 from lmforge.model.presets import PRESETS
@@ -49,7 +49,7 @@ class Pretrained:
             return model_config_from_options(options.model_copy(update={"source": self.folder}), vocab_size)
         if changed := options.overrides():
             raise UserError(f"model.{next(iter(changed))}: a checkpoint's model config cannot be changed; leave it out")
-        return self.manifest.model_config
+        return stored_model_config(self.manifest)
 
     @property
     def digest(self) -> str:

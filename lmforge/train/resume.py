@@ -16,6 +16,7 @@ from lmforge.cluster.rank_info import launcher_identity
 from lmforge.config.stage import StageConfig
 from lmforge.data.mixture import describe_plan_change
 from lmforge.errors import RunFailed, UserError
+from lmforge.interop.resolve import stored_model_config
 from lmforge.model.config import ModelConfig
 from lmforge.parallel.parallel_model import ParallelModel
 from lmforge.plugins import describe_changes, describe_plugins
@@ -166,8 +167,8 @@ def check_resumable(point: ResumePoint, config: StageConfig, inputs: RunInputs) 
         return
     optimizer, batch_size = manifest.recipe.get("optimizer", {}).get("name"), inputs.batch_plan.global_batch_size
     differs = ""
-    if manifest.model_config != inputs.model_config:
-        differs = f"another model config ({_model_difference(manifest.model_config, inputs.model_config)})"
+    if stored_model_config(manifest) != inputs.model_config:
+        differs = f"another model config ({_model_difference(stored_model_config(manifest), inputs.model_config)})"
     elif optimizer != config.optimizer.name:
         differs = f"saved with optimizer.name = {optimizer}, here it is {config.optimizer.name}"
     elif manifest.tokenizer_hash != inputs.tokenizer.hash:

@@ -15,8 +15,8 @@ from lmforge.config.stage import PretrainConfig, StageConfig
 from lmforge.config.verbs.models import DownloadOptions
 from lmforge.config.verbs.pipeline import PipelineOptions
 from lmforge.config.verbs.prepare import PrepareOptions
+from lmforge.interop.kinds import Kind, kind_of
 from lmforge.interop.peft_folder import base_model_of
-from lmforge.kinds import Kind, kind_of
 from lmforge.verbs.running.pipeline import plan_stages
 from lmforge.verbs.table import VERBS
 

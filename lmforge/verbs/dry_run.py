@@ -10,8 +10,8 @@ from lmforge.config.sections import OptimizerOptions
 from lmforge.config.stage import PretrainConfig, StageConfig
 from lmforge.config.tuning import TunedConfig
 from lmforge.errors import format_bytes
+from lmforge.interop.kinds import Kind, kind_of
 from lmforge.interop.resolve import model_config_from_options
-from lmforge.kinds import Kind, kind_of
 from lmforge.model.config import ModelConfig
 from lmforge.model.flops import flops_per_token, parameter_count
 from lmforge.parallel.dims import parallel_dims, plan_batches

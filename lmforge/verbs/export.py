@@ -21,11 +21,11 @@ from lmforge.errors import UserError
 from lmforge.generate.model_loading import chat_template, training_stage
 from lmforge.hub import resolve_model_folder
 from lmforge.interop.export import export_folder
+from lmforge.interop.kinds import Kind, kind_of
 from lmforge.interop.layouts import LayoutHints, convert_checkpoint
 from lmforge.interop.peft_folder import save_peft_folder
-from lmforge.interop.resolve import resolve_model_config
+from lmforge.interop.resolve import resolve_model_config, stored_model_config
 from lmforge.interop.torch_checkpoints import open_tensor_source
-from lmforge.kinds import Kind, kind_of
 from lmforge.model.config import ModelConfig
 from lmforge.model.flops import parameter_count
 from lmforge.parallel.precision import DTYPES
@@ -52,13 +52,13 @@ def _export(options: ExportOptions, checkpoint_path: Path, manifest: Manifest) -
         _write_adapters(options, stored, manifest)
     else:
         template = chat_template(Tokenizer.open(checkpoint_path), training_stage(manifest))
-        _write_model_folder(options, stored.tensors, stored.read, manifest.model_config, checkpoint_path, template)
+        _write_model_folder(options, stored.tensors, stored.read, stored_model_config(manifest), checkpoint_path, template)
     return manifest
 
 
 def _write_adapters(options: ExportOptions, stored: checkpoint.StoredModel, manifest: Manifest) -> None:
     base = manifest.recipe["model"].get("source")
-    if manifest.model_config.reward:
+    if stored_model_config(manifest).reward:
         raise UserError(
             f"{options.model}: a reward model: its head is new and is not part of the adapters; export it without --adapters"
         )

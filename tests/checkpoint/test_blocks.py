@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from lmforge.checkpoint.storage import BLOCK_BYTES, CorruptCheckpoint, HashingFileSystem, VerifyingFileSystem, digest_file
+from lmforge.checkpoint.storage import BLOCK_BYTES, HashingFileSystem, VerifyingFileSystem, digest_file
+from lmforge.manifests import CorruptCheckpoint
 from tests.seeds import fresh_random
 
 

@@ -7,8 +7,9 @@ import numpy as np
 import pytest
 
 from lmforge.data.shards.folder import TokenFolder
-from lmforge.data.shards.format import FORMAT_VERSION, SHARDS_MANIFEST, TokenFolderManifest, write_shard
+from lmforge.data.shards.format import SHARDS_MANIFEST, write_shard
 from lmforge.data.tokenizer import Tokenizer, train_tokenizer
+from lmforge.manifests import FORMAT_VERSION, TokenFolderManifest
 
 # By shard, the length of each document in it, separator included.
 Shards = Sequence[Sequence[int]]

@@ -379,7 +379,7 @@ def test_missing_truncated_swapped_and_foreign_files_of_the_index_are_named_on_o
     manifest.unlink()
     assert problem() == f"{manifest}: missing: {hint}"
     manifest.write_text(text.replace('"spans": ', '"spans": 1'))
-    assert problem() == f"{manifest}: is not the one written for {path}: {hint}"
+    assert problem() == f"{manifest}: is not the one written for {path}: changed or swapped: {hint}"
 
 
 @pytest.mark.parametrize("damaged", ["best-fit-64.json", "train-00000.best-fit-64"])

@@ -34,7 +34,7 @@ from lmforge.data.shards.format import SHARDS_MANIFEST
 from lmforge.data.sources import text_sources
 from lmforge.data.tokenizer import Tokenizer
 from lmforge.errors import UserError
-from lmforge.kinds import UNFINISHED
+from lmforge.manifests import UNFINISHED
 from tests.conftest import Refusal
 from tests.seeds import fresh_random
 from tests.tools import need

@@ -10,7 +10,7 @@ import pytest
 
 from lmforge.data.prepare.dist_context import divide_units
 from lmforge.data.prepare.prepare import prepare
-from lmforge.kinds import UNFINISHED
+from lmforge.manifests import UNFINISHED
 from tests.conftest import only_line
 from tests.data.test_prepare import content, some_texts, write_lines
 from tests.preloaded import preloaded
@@ -18,7 +18,6 @@ from tests.seeds import fresh_random
 
 SCRIPT = """
 import os, signal, sys
-from lmforge.kinds import UNFINISHED
 from lmforge.cli import exit_process, run
 from lmforge.data.prepare import steps
 from lmforge.data.sources import text_sources

@@ -12,11 +12,12 @@ from pathlib import Path
 import pytest
 import xxhash
 
-from lmforge.data.best_fit_index import BEST_FIT_VERSION, BestFitManifest, IndexEntry, manifest_name
+from lmforge.data.best_fit_index import BEST_FIT_VERSION, manifest_name
 from lmforge.data.shards.folder import TokenFolder
-from lmforge.data.shards.format import FORMAT_VERSION, SHARDS_MANIFEST, ShardEntry, TokenFolderManifest
+from lmforge.data.shards.format import SHARDS_MANIFEST
 from lmforge.data.tokenizer import Tokenizer
 from lmforge.errors import UserError
+from lmforge.manifests import FORMAT_VERSION, BestFitManifest, IndexEntry, ShardEntry, TokenFolderManifest
 
 Writer = Callable[..., TokenFolder]
 

@@ -17,17 +17,16 @@ import xxhash
 from lmforge.data.dataset import TokenDataset
 from lmforge.data.shards.folder import TokenFolder
 from lmforge.data.shards.format import (
-    BLOCK_BYTES,
     RESTORE_HINT,
     SHARD_SUFFIXES,
     SHARDS_MANIFEST,
-    UNFINISHED,
     hash_tokenizer_files,
     write_shard,
 )
 from lmforge.data.shards.storage import MAX_OPEN_FILES
 from lmforge.data.tokenizer import Tokenizer
 from lmforge.errors import UserError
+from lmforge.manifests import BLOCK_BYTES, UNFINISHED
 from tests.conftest import Refusal
 
 Writer = Callable[..., TokenFolder]
@@ -127,7 +126,7 @@ def test_a_missing_shard_is_named_on_opening(path: Path, suffix: str) -> None:
 
 def test_a_missing_shard_manifest_is_named(path: Path) -> None:
     (path / "train-00000.json").unlink()
-    with pytest.raises(UserError, match=r"train-00000\.json: No such file"):
+    with pytest.raises(UserError, match=r"train-00000\.json: missing: restore it"):
         TokenFolder.open(path).split("train").read(0, 10)
 
 

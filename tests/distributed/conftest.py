@@ -11,6 +11,7 @@ from _pytest.mark import ParameterSet
 
 from lmforge import checkpoint
 from lmforge.checkpoint import Manifest
+from lmforge.interop.resolve import stored_model_config
 from lmforge.model import build_model
 from lmforge.runs import Run
 from tests.distributed.shapes import SAMPLES
@@ -94,7 +95,7 @@ def newest_checkpoint(path: Path) -> tuple[Path, Manifest]:
 def weights(run: Run, step: int | None = None) -> dict[str, torch.Tensor]:
     """The tensors of a checkpoint (default: the newest), by name, opened in this single process."""
     folder, manifest = newest_checkpoint(run.path if step is None else run.checkpoint_path(step))
-    model = build_model(manifest.model_config)
+    model = build_model(stored_model_config(manifest))
     tensors = {name: parameter.detach() for name, parameter in model.named_parameters()}
     checkpoint.load(folder, {"model": tensors})
     return tensors

@@ -9,6 +9,7 @@ import torch
 from _pytest.mark import ParameterSet
 
 from lmforge.interop.export import export_folder
+from lmforge.interop.resolve import stored_model_config
 from lmforge.runs import Run
 from lmforge.verbs.quickstart import LOSS_BOUNDS
 from tests.distributed.conftest import Recipe, losses, newest_checkpoint, run_cases, weights
@@ -109,7 +110,7 @@ def test_ranks_that_split_the_model_begin_from_a_folder_and_keep_their_masters_i
 ) -> None:
     folder, manifest = newest_checkpoint(runs["single"].path)
     tensors = weights(runs["single"])
-    export_folder(tensors, manifest.model_config, tmp_path / "source", folder)
+    export_folder(tensors, stored_model_config(manifest), tmp_path / "source", folder)
     source = ["--model.source", str(tmp_path / "source")]
     for ranks, begun, own in ((1, "single", []), (2, name, more)):
         lines = [recipe(tmp_path, begun, *SCHEDULE, *source, *own)]

@@ -11,9 +11,10 @@ import pytest
 import lmforge
 from lmforge.cli import run as command
 from lmforge.config.load import build_config
+from lmforge.manifests import checkpoint_checksum
 from lmforge.report.page import write_run_report
 from lmforge.report.run_data import MAX_POINTS, read_run, subject, verdict
-from lmforge.runs import Run, checkpoint_checksum
+from lmforge.runs import Run
 from lmforge.stages import attempt
 from lmforge.untrusted import MAX_BYTES
 from tests.report.conftest import add_event, copied
@@ -99,7 +100,7 @@ def test_a_checkpoint_of_any_number_of_files_is_shown_with_its_size(first: Run, 
     path = run.checkpoint_path(6) / "manifest.json"
     fields = json.loads(path.read_text())
     size = sum(file["bytes"] for file in fields["files"].values())
-    fields["files"] |= {f"{'x' * 100}{number}": {"bytes": 10} for number in range(150_000)}
+    fields["files"] |= {f"{'x' * 100}{number}": {"bytes": 10, "xxh3": []} for number in range(150_000)}
     fields["xxh3"] = checkpoint_checksum({name: value for name, value in fields.items() if name != "xxh3"})
     path.write_text(json.dumps(fields))
     assert path.stat().st_size > MAX_BYTES

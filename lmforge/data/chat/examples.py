@@ -9,12 +9,10 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
-from typing import Annotated, Any, NotRequired, Self
+from typing import Any, Self
 
 import numpy as np
 import xxhash
-from pydantic import Field
-from typing_extensions import TypedDict
 
 from lmforge.atomic_files import atomic_folder, atomic_write_json
 from lmforge.checksums import hash_json
@@ -25,33 +23,12 @@ from lmforge.data.packing import PackedSequence, Packing, TokenizedExample, best
 from lmforge.data.sources.records import find_record_files
 from lmforge.data.tokenizer import MAX_VOCAB_SIZE, Tokenizer
 from lmforge.errors import UserError
-from lmforge.kinds import EXAMPLES_MANIFEST
+from lmforge.manifests import EXAMPLES_MANIFEST, ExampleManifest, ExampleSplit
 from lmforge.untrusted import MAX_MANIFEST_BYTES, read_json
 
 SPLITS = ("train", "validation")
 # Incremented whenever the same files and options would give other sequences.
 EXAMPLES_VERSION = 2
-Count = Annotated[int, Field(ge=0)]
-
-
-class ExampleSplit(TypedDict):
-    """The manifest of a split: `group` sequences an example, and the xxh3 of each array by name."""
-
-    examples: Count
-    group: Annotated[int, Field(ge=1)]
-    tokens: Count
-    scored: Count
-    xxh3: dict[str, str]
-
-
-class ExampleManifest(TypedDict):
-    """EXAMPLES_MANIFEST: the request, and how many examples were kept, truncated and dropped."""
-
-    plan: dict[str, Any]
-    sequence_length: Count
-    vocab_size: NotRequired[Count]
-    counts: dict[str, Count]
-    splits: dict[str, ExampleSplit]
 
 
 def hash_files(files: Sequence[Path]) -> str:
@@ -174,7 +151,7 @@ class ExampleFolder:
             manifest = read_json(path / EXAMPLES_MANIFEST, ExampleManifest, max_bytes=MAX_MANIFEST_BYTES, hint=hint)
         except OSError:
             raise UserError(f"{path}: not a folder of examples; {hint}") from None
-        if set(manifest["splits"]) != set(SPLITS) or not {"kind", "tokenizer"} <= manifest["plan"].keys():
+        if set(manifest["splits"]) != set(SPLITS):
             raise UserError(f"{path / EXAMPLES_MANIFEST}: not of a folder of examples; {hint}")
         return cls(path, manifest)
 

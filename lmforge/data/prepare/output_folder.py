@@ -13,8 +13,8 @@ from lmforge.data.shards.folder import TokenFolder, read_token_folder_manifest
 from lmforge.data.shards.format import RESTORE_HINT, SHARD_SUFFIXES, SHARDS_MANIFEST
 from lmforge.data.shards.storage import LocalStorage
 from lmforge.errors import UserError
-from lmforge.kinds import UNFINISHED
 from lmforge.locks import hold_lock
+from lmforge.manifests import UNFINISHED
 from lmforge.untrusted import read_json
 
 EVALUATION_NGRAMS = "evaluation-ngrams.npz"  # in the unfinished folder, for the processes of the preparation

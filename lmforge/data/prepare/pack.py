@@ -9,22 +9,17 @@ from functools import lru_cache, partial
 from itertools import chain
 from pathlib import Path
 
-from lmforge.atomic_files import atomic_write_json, atomic_write_text
+from lmforge.atomic_files import atomic_write_json
 from lmforge.cluster.rank_info import threads_per_rank
-from lmforge.data.best_fit_index import (
-    BestFitIndex,
-    IndexEntry,
-    format_manifest,
-    manifest_name,
-    write_index,
-)
+from lmforge.data.best_fit_index import BestFitIndex, write_index, write_index_manifest
 from lmforge.data.prepare.dist_context import DistContext
 from lmforge.data.prepare.output_folder import lock_folder
 from lmforge.data.prepare.steps import ProgressCallback
 from lmforge.data.prepare.worker_pool import WorkerPool
 from lmforge.data.shards.folder import ShardReader, TokenFolder
-from lmforge.data.shards.format import SHARDS_MANIFEST, TRAIN_SPLIT, ShardEntry
+from lmforge.data.shards.format import SHARDS_MANIFEST, TRAIN_SPLIT
 from lmforge.errors import UserError
+from lmforge.manifests import IndexEntry, ShardEntry
 from lmforge.runs import is_local, parse_location
 
 # The work for a process: some seconds of packing, since a process takes a second to start.
@@ -98,7 +93,6 @@ def _pack_shard(path: Path, digest: str, sequence_length: int, shard: ShardEntry
 def _write_manifests(folder: TokenFolder, sequence_length: int, entries: list[IndexEntry]) -> None:
     order = {shard.name: number for number, shard in enumerate(folder.manifest.splits[TRAIN_SPLIT])}
     entries.sort(key=lambda entry: order[entry.name])
-    content, digest = format_manifest(folder, sequence_length, entries)
-    atomic_write_text(folder.path / manifest_name(sequence_length), content)
+    digest = write_index_manifest(folder, sequence_length, entries)
     best_fit = folder.manifest.best_fit | {str(sequence_length): digest}
     atomic_write_json(folder.path / SHARDS_MANIFEST, asdict(replace(folder.manifest, best_fit=best_fit)))

@@ -33,7 +33,7 @@ from lmforge.data.sources.plugin_unit import NO_READERS, PluginReaders
 from lmforge.data.sources.token_files import TokenSource
 from lmforge.data.tokenizer import Tokenizer, byte_tokenizer
 from lmforge.errors import UserError
-from lmforge.kinds import UNFINISHED
+from lmforge.manifests import UNFINISHED
 
 BYTES = "bytes"  # a tokenizer that is built in
 

@@ -22,13 +22,13 @@ from lmforge.data.prepare.deduplicate import BANDS, exact_duplicates, near_dupli
 from lmforge.data.prepare.hook import DocumentHook
 from lmforge.data.prepare.output_folder import EVALUATION_NGRAMS
 from lmforge.data.prepare.worker_pool import Report
-from lmforge.data.shards.format import RESTORE_HINT, ShardEntry, finished_shard_entry, write_shard
+from lmforge.data.shards.format import RESTORE_HINT, finished_shard_entry, write_shard
 from lmforge.data.sources.records import ReadProgress
 from lmforge.data.sources.token_files import TokenUnit
 from lmforge.data.sources.units import SourceUnit, check_lines
 from lmforge.data.tokenizer import Tokenizer
 from lmforge.errors import UserError
-from lmforge.kinds import UNFINISHED
+from lmforge.manifests import UNFINISHED, ShardEntry
 
 ENCODE_BATCH_CHARACTERS = 1 << 20
 

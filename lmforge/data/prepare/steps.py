@@ -28,11 +28,11 @@ from lmforge.data.prepare.shard_jobs import (
 from lmforge.data.prepare.splits import split_documents
 from lmforge.data.prepare.tokenizer_sample import find_characters, sample_texts
 from lmforge.data.prepare.worker_pool import WorkerPool
-from lmforge.data.shards.format import FORMAT_VERSION, ShardEntry, TokenFolderManifest, hash_tokenizer_files
+from lmforge.data.shards.format import hash_tokenizer_files
 from lmforge.data.sources.open_source import Source
 from lmforge.data.tokenizer import Tokenizer, character_tokenizer, train_tokenizer
 from lmforge.errors import UserError
-from lmforge.kinds import UNFINISHED
+from lmforge.manifests import FORMAT_VERSION, UNFINISHED, ShardEntry, TokenFolderManifest
 
 MIN_BYTES_PER_WORKER = 2 << 20
 CHARACTERS = "characters"  # a tokenizer that is built in, of the documents' characters

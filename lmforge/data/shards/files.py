@@ -11,9 +11,10 @@ from typing import TypeVar
 
 from lmforge.checksums import ChecksummedFile, Checksums
 from lmforge.cluster.rank_info import read_rank_info
-from lmforge.data.shards.format import BLOCK_BYTES, RESTORE_HINT
+from lmforge.data.shards.format import RESTORE_HINT
 from lmforge.data.shards.storage import ShardStorage, read_with_retries
 from lmforge.errors import UserError
+from lmforge.manifests import BLOCK_BYTES
 
 # With more shards a folder is opened before its files are checked, which takes minutes on a network file system.
 MAX_CHECKED_ON_OPENING = 1024

@@ -3,7 +3,6 @@
 The file format is in format.py; reading bytes is in storage.py.
 """
 
-import errno
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -13,29 +12,27 @@ from pathlib import Path
 from typing import Self
 
 import numpy as np
-import xxhash
 
 from lmforge.checksums import DamagedFile, hash_json, parse_checksums
 from lmforge.data.shards.files import ShardFile, SizeCheck, StoredChecksums
-from lmforge.data.shards.format import (
-    BLOCK_BYTES,
-    CHECKSUM_BLOCK_BYTES,
-    FORMAT_VERSION,
-    RESTORE_HINT,
-    SHARDS_MANIFEST,
-    ShardEntry,
-    TokenFolderManifest,
-    describes,
-    hash_text,
-    parse_shard_manifest,
-)
+from lmforge.data.shards.format import RESTORE_HINT, SHARDS_MANIFEST, describes
 from lmforge.data.shards.piece_cache import PieceCache
 from lmforge.data.shards.quarantine import Blocks, QuarantinedSpans, parse_quarantine
 from lmforge.data.shards.remote_storage import DEFAULT_CACHE_BYTES, RemoteStorage, default_cache_folder
-from lmforge.data.shards.storage import LocalStorage, ShardStorage, read_with_retries
+from lmforge.data.shards.storage import LocalStorage, ShardStorage, read_manifest, read_with_retries
 from lmforge.data.tokenizer import COMPANION_FILES, Tokenizer
 from lmforge.errors import UserError, prefix_errors
-from lmforge.kinds import UNFINISHED, is_of_checkpoint
+from lmforge.manifests import (
+    BLOCK_BYTES,
+    CHECKSUM_BLOCK_BYTES,
+    FORMAT_VERSION,
+    UNFINISHED,
+    ShardEntry,
+    ShardManifest,
+    TokenFolderManifest,
+    hash_manifest,
+    is_of_checkpoint,
+)
 from lmforge.runs import is_local, parse_location
 from lmforge.untrusted import MAX_MANIFEST_BYTES, list_names, parse_json
 
@@ -45,13 +42,6 @@ MAX_PARSED_SHARDS = 32_768
 KEPT_END_BLOCKS = 128
 
 
-def _read_manifest(storage: ShardStorage, name: str, xxh3: str) -> bytes:
-    content = storage.read_file(name)
-    if xxhash.xxh3_128_hexdigest(content) != xxh3:
-        raise DamagedFile(errno.EIO, f"is not the one written for {storage.path}: changed or swapped")
-    return content
-
-
 class ShardReader:
     """A shard whose manifest has been read. Raises UserError where it differs from the manifest that the folder was written
     with."""
@@ -59,11 +49,7 @@ class ShardReader:
     def __init__(self, folder: "TokenFolder", entry: ShardEntry):
         name, storage = entry.name + ".json", folder.storage
         path = folder.path / name
-        try:
-            content = read_with_retries(storage, name, (0, 1), partial(_read_manifest, storage, name, entry.xxh3))
-        except OSError as error:
-            raise UserError(f"{path}: {error.strerror}: {RESTORE_HINT}") from None
-        manifest = parse_shard_manifest(content, str(path))
+        manifest = read_manifest(storage, name, ShardManifest, entry.xxh3, RESTORE_HINT)
         if not describes(manifest, entry, folder.manifest):
             raise UserError(f"{path}: does not describe the shard that {folder.path} has: {RESTORE_HINT}")
         self._dtype, self._vocab_size = folder.dtype, folder.manifest.vocab_size
@@ -223,7 +209,7 @@ class TokenFolder:
         if tokenizer.hash != self.manifest.tokenizer:
             raise UserError(f"{self.path}: its tokenizer is not the one that made its tokens: {RESTORE_HINT}")
         for name, digest in written.items():
-            if hash_text(tokenizer.files.get(name, "")) != digest:
+            if hash_manifest(tokenizer.files.get(name, "").encode()) != digest:
                 raise UserError(f"{folder / name}: changed since the tokens were made: {RESTORE_HINT}")
         if tokenizer.vocab_size != self.manifest.vocab_size:
             reason = f"says that the vocabulary is {self.manifest.vocab_size:,}, its tokenizer has {tokenizer.vocab_size:,}"

@@ -12,87 +12,29 @@ because text may contain the end-of-text id. What grows with a shard is outside 
 30,000 shards have 4 GB of checksums. Reading is in folder.py.
 """
 
-import json
-from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, Literal
 
 import numpy as np
-import xxhash
-from pydantic import Field
 
-from lmforge.atomic_files import atomic_write, atomic_write_text
+from lmforge.atomic_files import atomic_write
 from lmforge.checksums import block_checksums, parse_checksums
 from lmforge.data.tokenizer import COMPANION_FILES, Tokenizer
+from lmforge.manifests import (
+    BLOCK_BYTES,
+    CHECKSUM_BLOCK_BYTES,
+    FORMAT_VERSION,
+    ShardEntry,
+    ShardManifest,
+    TokenFolderManifest,
+    hash_manifest,
+    write_manifest,
+)
 from lmforge.untrusted import MAX_MANIFEST_BYTES, parse_json, read_bounded
 
-FORMAT_VERSION = 2
-BLOCK_BYTES = 65_536
-# The block size of .checksums: one block has the checksums of 32 MiB of tokens.
-CHECKSUM_BLOCK_BYTES = 4096
 SHARDS_MANIFEST = "manifest.json"
 TRAIN_SPLIT, VALIDATION_SPLIT = "train", "validation"
 SHARD_SUFFIXES = (".tokens", ".documents", ".checksums", ".json")
 RESTORE_HINT = "restore it, or prepare again with overwrite"
-
-Count = Annotated[int, Field(ge=0, lt=2**63)]
-TokenDtype = Literal["uint16", "uint32"]
-
-
-@dataclass(frozen=True, slots=True)
-class ShardEntry:
-    """The entry of a shard in the folder's manifest. `xxh3` is that of the shard's manifest, so that swapped shards are
-    detected."""
-
-    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]{1,100}$")]
-    tokens: Count
-    documents: Count
-    xxh3: str
-
-    def file_sizes(self, token_bytes: int) -> dict[str, int]:
-        """The size in bytes of each file of known size, by its suffix; a token has `token_bytes`."""
-        size = token_bytes * self.tokens
-        return {".tokens": size, ".documents": 8 * self.documents, ".checksums": 8 * -(-size // BLOCK_BYTES)}
-
-
-@dataclass(frozen=True)
-class ShardManifest:
-    """The manifest of one shard; checksums are xxh3 in hexadecimal, one for each block."""
-
-    format: Annotated[int, Field(ge=FORMAT_VERSION, le=FORMAT_VERSION)]
-    bytes: Count
-    tokens: Count
-    documents: Count
-    dtype: TokenDtype
-    tokenizer: str
-    block_bytes: Annotated[int, Field(ge=BLOCK_BYTES, le=BLOCK_BYTES)]
-    checksum_block_bytes: Annotated[int, Field(ge=CHECKSUM_BLOCK_BYTES, le=CHECKSUM_BLOCK_BYTES)]
-    checksum_blocks: list[str]
-    document_blocks: list[str]
-    document_block_firsts: list[Count]  # the first document end in each block: finds a document with one read
-
-
-@dataclass(frozen=True)
-class TokenFolderManifest:
-    """The manifest of a folder. `plan` is the options of the preparation; `text_bytes` and `splits` go by split.
-
-    `tokenizer_files` has the xxh3 of the files beside tokenizer.json, by name; `removed_documents` the number of removed ones
-    by reason, besides empty ones; `best_fit` the xxh3 of best-fit-LENGTH.json (best_fit_index.py) by LENGTH.
-    """
-
-    format: int
-    source: str
-    plan: dict[str, Any]
-    tokenizer: str
-    vocab_size: Count
-    dtype: TokenDtype
-    skipped_files: Count
-    empty_documents: Count
-    text_bytes: dict[str, Count]
-    splits: dict[str, list[ShardEntry]]
-    tokenizer_files: dict[str, str] = field(default_factory=dict)
-    removed_documents: dict[str, Count] = field(default_factory=dict)
-    best_fit: dict[Annotated[str, Field(pattern=r"^[1-9][0-9]{0,9}$")], str] = field(default_factory=dict)
 
 
 def write_shard(folder: Path, name: str, tokens: np.ndarray, lengths: np.ndarray, tokenizer_hash: str) -> ShardEntry:
@@ -119,19 +61,12 @@ def write_shard(folder: Path, name: str, tokens: np.ndarray, lengths: np.ndarray
         block_checksums(ends.view(np.uint8).data, BLOCK_BYTES),
         ends[:: BLOCK_BYTES // ends.itemsize].tolist(),
     )
-    text = json.dumps(asdict(manifest))
-    atomic_write_text(folder / (name + ".json"), text)
-    return _shard_entry(name, manifest, text.encode())
+    return ShardEntry(name, len(tokens), len(ends), write_manifest(folder / (name + ".json"), manifest))
 
 
 def hash_tokenizer_files(tokenizer: Tokenizer) -> dict[str, str]:
     """The `tokenizer_files` of a folder with this tokenizer."""
-    return {name: hash_text(text) for name, text in tokenizer.files.items() if name in COMPANION_FILES}
-
-
-def hash_text(text: str) -> str:
-    """The xxh3 of a file of text, in hexadecimal."""
-    return xxhash.xxh3_128_hexdigest(text.encode())
+    return {name: hash_manifest(text.encode()) for name, text in tokenizer.files.items() if name in COMPANION_FILES}
 
 
 def finished_shard_entry(folder: Path, name: str) -> ShardEntry | None:
@@ -141,16 +76,8 @@ def finished_shard_entry(folder: Path, name: str) -> ShardEntry | None:
         content = read_bounded(path, MAX_MANIFEST_BYTES)
     except FileNotFoundError:
         return None
-    return _shard_entry(name, parse_shard_manifest(content, str(path)), content)
-
-
-def _shard_entry(name: str, manifest: ShardManifest, content: bytes) -> ShardEntry:
-    return ShardEntry(name, manifest.tokens, manifest.documents, xxhash.xxh3_128_hexdigest(content))
-
-
-def parse_shard_manifest(content: bytes, source: str) -> ShardManifest:
-    """The content of a shard's .json; `source` names it. Raises UserError if it is damaged."""
-    return parse_json(content, ShardManifest, source, max_bytes=MAX_MANIFEST_BYTES, hint=RESTORE_HINT)
+    manifest = parse_json(content, ShardManifest, str(path), max_bytes=MAX_MANIFEST_BYTES, hint=RESTORE_HINT)
+    return ShardEntry(name, manifest.tokens, manifest.documents, hash_manifest(content))
 
 
 def describes(manifest: ShardManifest, entry: ShardEntry, folder: TokenFolderManifest) -> bool:

@@ -10,8 +10,8 @@ from itertools import groupby
 
 import numpy as np
 
-from lmforge.data.shards.format import BLOCK_BYTES, ShardEntry
 from lmforge.errors import UserError
+from lmforge.manifests import BLOCK_BYTES, ShardEntry
 from lmforge.untrusted import quoted
 
 Blocks = list[tuple[int, int]]  # (first, after the last)

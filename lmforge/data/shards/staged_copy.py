@@ -20,8 +20,8 @@ from lmforge.atomic_files import PARTIAL_SUFFIX, atomic_write, atomic_write_json
 from lmforge.checksums import DamagedFile
 from lmforge.data.shards.format import SHARDS_MANIFEST
 from lmforge.errors import UserError, format_bytes
-from lmforge.kinds import UNFINISHED
 from lmforge.locks import hold_lock
+from lmforge.manifests import UNFINISHED
 from lmforge.untrusted import MAX_MANIFEST_BYTES, describe_os_error, read_bounded, read_json
 
 MARKER = ".lmforge-staged.json"

@@ -3,6 +3,7 @@
 read is retried.
 """
 
+import errno
 import io
 import os
 import time
@@ -11,7 +12,10 @@ from functools import lru_cache, partial
 from pathlib import Path
 from typing import Protocol, TypeVar
 
-from lmforge.untrusted import MAX_MANIFEST_BYTES, read_bounded
+from lmforge.checksums import DamagedFile
+from lmforge.errors import UserError
+from lmforge.manifests import hash_manifest
+from lmforge.untrusted import MAX_MANIFEST_BYTES, parse_json, read_bounded
 
 # The usual limit of a process is 1,024.
 MAX_OPEN_FILES = 256
@@ -98,6 +102,24 @@ def read_with_retries(storage: ShardStorage, name: str, span: tuple[int, int], r
                 time.sleep(delay)
     finally:
         del _reads[id(entry)]
+
+
+def read_manifest(storage: ShardStorage, name: str, schema: type[T], xxh3: str, hint: str) -> T:
+    """The manifest that another one names by its checksum. Raises UserError where it is missing, damaged or another."""
+
+    def read() -> bytes:
+        content = storage.read_file(name)
+        if hash_manifest(content) != xxh3:
+            raise DamagedFile(errno.EIO, f"is not the one written for {storage.path}: changed or swapped")
+        return content
+
+    path = storage.path / name
+    try:
+        content = read_with_retries(storage, name, (0, 1), read)
+    except OSError as error:
+        reason = "missing" if isinstance(error, FileNotFoundError) else error.strerror
+        raise UserError(f"{path}: {reason}: {hint}") from None
+    return parse_json(content, schema, str(path), max_bytes=MAX_MANIFEST_BYTES, hint=hint)
 
 
 def slow_read(seconds: float) -> str | None:

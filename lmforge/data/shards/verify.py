@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import chain
 
-from lmforge.data.best_fit_index import BestFitIndex, IndexEntry, IndexReader, best_fit_lengths
+from lmforge.data.best_fit_index import BestFitIndex, IndexReader, best_fit_lengths
 from lmforge.data.shards.folder import ShardReader, TokenFolder
-from lmforge.data.shards.format import BLOCK_BYTES, CHECKSUM_BLOCK_BYTES, ShardEntry
 from lmforge.data.shards.quarantine import format_entries
 from lmforge.errors import UserError
+from lmforge.manifests import BLOCK_BYTES, CHECKSUM_BLOCK_BYTES, IndexEntry, ShardEntry
 
 # Reading from a disk or a store, and hashing, which leaves Python's lock.
 THREADS = 8

@@ -6,7 +6,7 @@ from lmforge.config.options import read_recipe, validate_options
 from lmforge.config.verbs.pipeline import PipelineOptions
 from lmforge.config.verbs.watch import ReportOptions
 from lmforge.errors import UserError
-from lmforge.kinds import Kind, kind_of, unexpected
+from lmforge.interop.kinds import Kind, kind_of, unexpected
 from lmforge.report.page import REPORT_FILE, is_report, write_report
 from lmforge.runs import Run
 from lmforge.verbs.running.pipeline import plan_stages

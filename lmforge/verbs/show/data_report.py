@@ -10,7 +10,7 @@ from lmforge.config.batch_plan import batch_plan
 from lmforge.config.stage import PretrainConfig
 from lmforge.data.shards.source_report import SourceReport, read_source
 from lmforge.errors import UserError
-from lmforge.kinds import Kind, kind_of
+from lmforge.interop.kinds import Kind, kind_of
 from lmforge.stages.training_data import TokenSources
 from lmforge.verbs.show.describe_data import align_right
 from lmforge.verbs.show.show_data import open_config

@@ -1,22 +1,20 @@
 """`lmforge show`: describes a recipe, a model, a token folder, a run or a checkpoint, without loading weights."""
 
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from lmforge.config.load import read_config
 from lmforge.config.stage import PretrainConfig
 from lmforge.config.verbs.examine import ShowOptions
 from lmforge.data.best_fit_index import best_fit_lengths, describe_best_fit
-from lmforge.data.dataset import DataPlan
 from lmforge.data.shards.folder import TokenFolder
 from lmforge.errors import UserError, format_bytes, format_count
-from lmforge.interop.resolve import model_config_from_json, resolve_model_config
-from lmforge.kinds import Kind, kind_of, unexpected
+from lmforge.interop.kinds import Kind, kind_of, unexpected
+from lmforge.interop.resolve import resolve_model_config, stored_model_config
+from lmforge.manifests import CorruptCheckpoint, check_sizes, read_manifest
 from lmforge.model.config import get_preset
 from lmforge.model.presets import PRESETS
-from lmforge.run_records import Count, NumRanks, SequenceLength, StepNumber, newest_values, skipped_batches
-from lmforge.runs import MANIFEST, Run, read_checkpoint_manifest
+from lmforge.run_records import newest_values, skipped_batches
+from lmforge.runs import Run
 from lmforge.untrusted import describe_os_error
 from lmforge.verbs.dry_run import describe_recipe
 from lmforge.verbs.show.describe_data import describe_data
@@ -90,72 +88,23 @@ def _describe_token_folder(path: Path) -> str:
     return "\n".join(lines)
 
 
-@dataclass(frozen=True)
-class _FileEntry:
-    bytes: Count
-
-
-@dataclass(frozen=True)
-class _DataOptions:
-    sequence_length: SequenceLength
-
-
-@dataclass(frozen=True)
-class _ModelOptions:
-    implementation: str = "lmforge"
-
-
-@dataclass(frozen=True)
-class _RecipeSummary:
-    data: _DataOptions
-    model: _ModelOptions = field(default_factory=_ModelOptions)
-
-
-@dataclass(frozen=True)
-class _Writer:
-    ranks: NumRanks
-    engine: str
-    dtype: str
-    data: str = ""
-
-
-@dataclass(frozen=True)
-class _CheckpointSummary:
-    """The part of a checkpoint's manifest that is shown. `checkpoint/` reads all of it, but with torch."""
-
-    step: StepNumber
-    consumed_sequences: Count
-    hf_config: dict[str, Any]
-    recipe: _RecipeSummary
-    written_by: _Writer
-    files: dict[str, _FileEntry]
-    data_plan: DataPlan = field(default_factory=lambda: DataPlan())
-
-    @property
-    def consumed_tokens(self) -> int:
-        """Those of the phases, which may have several sequence lengths."""
-        if phases := self.data_plan.get("phases"):
-            return sum(phase["samples"] * phase["sequence_length"] for phase in phases)
-        return self.consumed_sequences * self.recipe.data.sequence_length
-
-
 def _describe_checkpoint(path: Path) -> str:
-    manifest = read_checkpoint_manifest(path, _CheckpointSummary)
-    for name, file in manifest.files.items():
-        if not (path / name).is_file():
-            raise UserError(f"{path / name}: missing")
-        if (size := (path / name).stat().st_size) != file.bytes:
-            raise UserError(f"{path / name}: {size:,} bytes instead of {file.bytes:,}")
-    data, writer = manifest.recipe.data, manifest.written_by
-    config = model_config_from_json(manifest.hf_config, str(path / MANIFEST), manifest.recipe.model.implementation)
-    consumed = manifest.consumed_sequences
-    size = sum(file.bytes for file in manifest.files.values())
+    try:
+        manifest = read_manifest(path)
+        check_sizes(path, manifest)
+    except CorruptCheckpoint as reason:
+        raise UserError(f"{path}: {reason}") from None
+    writer, consumed = manifest.written_by, manifest.consumed_sequences
+    length = manifest.recipe.get("data", {}).get("sequence_length", 0)
+    phases = manifest.data_plan.get("phases")  # of which each may have a length of its own
+    tokens = sum(phase["samples"] * phase["sequence_length"] for phase in phases) if phases else consumed * length
+    size = sum(file["bytes"] for file in manifest.files.values())
     return (
         f"checkpoint {path}\n"
-        f"step       {manifest.step:,}: {consumed:,} sequences, {manifest.consumed_tokens:,} tokens\n"
-        f"written by {format_count(writer.ranks, 'rank')}, engine {writer.engine}, {writer.dtype}\n"
+        f"step       {manifest.step:,}: {consumed:,} sequences, {tokens:,} tokens\n"
+        f"written by {format_count(writer.get('ranks', 0), 'rank')}, engine {writer.get('engine')}, {writer.get('dtype')}\n"
         f"on disk    {format_bytes(size)} in {len(manifest.files)} files\n"
-        + describe_model(config, f"trained on {writer.data}", data.sequence_length)
+        + describe_model(stored_model_config(manifest), f"trained on {writer.get('data') or ''}", length)
     )
 
 

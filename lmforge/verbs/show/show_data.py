@@ -25,7 +25,7 @@ from lmforge.data.packing import PackedSequence, TokenizedExample
 from lmforge.data.shards.folder import TokenFolder
 from lmforge.data.tokenizer import Tokenizer
 from lmforge.errors import UserError, format_count
-from lmforge.kinds import Kind, kind_of, unexpected
+from lmforge.interop.kinds import Kind, kind_of, unexpected
 from lmforge.runs import Run
 from lmforge.stages.training_data import TokenSources
 from lmforge.untrusted import read_json

@@ -10,10 +10,11 @@ from pathlib import Path
 
 from lmforge.errors import UserError
 from lmforge.hub import is_hub_name
+from lmforge.manifests import EXAMPLES_MANIFEST, UNFINISHED, is_of_checkpoint
 from lmforge.runs import MANIFEST, Run, checkpoint_step
 from lmforge.untrusted import CHUNK_BYTES, cut, open_file
 
-HF_CONFIG, ADAPTER_CONFIG, EXAMPLES_MANIFEST, UNFINISHED = "config.json", "adapter_config.json", "examples.json", "unfinished"
+HF_CONFIG, ADAPTER_CONFIG = "config.json", "adapter_config.json"
 
 
 class Kind(StrEnum):
@@ -63,11 +64,6 @@ def kind_of(name: str | Path) -> Kind:
     if Run(path).checkpoints_folder.is_dir():
         return Kind.RUN
     return Kind.FOREIGN if (path / ".metadata").exists() else Kind.FOLDER
-
-
-def is_of_checkpoint(manifest: bytes) -> bool:
-    """Whether the content of a MANIFEST is that of a checkpoint; a token folder has one of the same name."""
-    return b'"hf_config"' in manifest[:CHUNK_BYTES]
 
 
 def unexpected(name: str | Path, expected: Sequence[Kind | str], hint: str = "") -> UserError:
