@@ -298,12 +298,12 @@ def test_a_checkpoint_under_the_name_of_another_step_is_not_used(
 @pytest.mark.parametrize(
     ("spoil", "reason"),
     [
-        (lambda newest: (newest / MANIFEST).write_bytes(bytes(range(256))), "/manifest.json: not valid JSON: "),
+        (lambda newest: (newest / MANIFEST).write_bytes(bytes(range(256))), ": manifest.json: not valid JSON: "),
         (lambda newest: change_a_number(newest / MANIFEST), ": manifest.json does not hold what was written"),
-        (lambda newest: put_a_folder(newest / MANIFEST), "/manifest.json: Is a directory"),
+        (lambda newest: put_a_folder(newest / MANIFEST), ": manifest.json: Is a directory"),
         (lambda newest: (newest / MANIFEST).unlink(), ": it has no manifest, so it was never finished"),
-        (lambda newest: tensors(newest).unlink(), "/__0_0.distcp: missing"),
-        (lambda newest: os.truncate(tensors(newest), 5000), "/__0_0.distcp: 5,000 bytes instead of "),
+        (lambda newest: tensors(newest).unlink(), ": __0_0.distcp is missing"),
+        (lambda newest: os.truncate(tensors(newest), 5000), ": __0_0.distcp has 5,000 bytes instead of "),
     ],
     ids=["binary manifest", "other manifest", "folder as manifest", "no manifest", "missing file", "truncated"],
 )

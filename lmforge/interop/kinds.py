@@ -52,11 +52,11 @@ def kind_of(name: str | Path) -> Kind:
         return Kind.ADAPTERS
     if Run(path).exists():
         return Kind.RUN
+    if checkpoint_step(path) is not None:
+        return Kind.CHECKPOINT
     if (path / MANIFEST).exists():
         with open_file(path / MANIFEST) as file:
             return Kind.CHECKPOINT if is_of_checkpoint(file.read(CHUNK_BYTES)) else Kind.TOKENS
-    if checkpoint_step(path) is not None:
-        return Kind.CHECKPOINT
     if (path / EXAMPLES_MANIFEST).exists():
         return Kind.EXAMPLES
     if (path / UNFINISHED).is_dir():
