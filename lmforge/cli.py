@@ -223,7 +223,7 @@ def _carry_out(name: str, arguments: list[str], chosen: Any) -> int:
     """Call the function of a verb in this process, or on ranks that are started for it. Returns the exit status."""
     verb = VERBS[name]
     if name in STAGES and (scope := _split_dry_run(arguments)[1]):
-        from lmforge.verbs.dry_run import dry_run
+        from lmforge.verbs.show.describe import dry_run
 
         print(dry_run(chosen, everything=scope == "all"))
         return 0

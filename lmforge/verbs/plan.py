@@ -24,8 +24,7 @@ from lmforge.plan.planning import (
 from lmforge.plan.prediction.predict import Prediction, can_reduce_once
 from lmforge.plan.prediction.run_cost import RunCost, run_cost
 from lmforge.terminal.cells import page_console
-from lmforge.verbs.dry_run import resolve_model
-from lmforge.verbs.show.describe_data import find_vocab_size
+from lmforge.verbs.show.describe import find_vocab_size, resolve_model
 
 # Characters of the picture of a step.
 PICTURE_WIDTH, PICTURE_HEIGHT = 72, 8

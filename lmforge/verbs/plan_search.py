@@ -19,8 +19,7 @@ from lmforge.plan.planning import Machine, find_machine, make_step_config
 from lmforge.plan.prediction.search import Candidate, Finalist, SearchResult, search, why_slower
 from lmforge.terminal.cells import page_console
 from lmforge.untrusted import describe_os_error
-from lmforge.verbs.dry_run import resolve_model
-from lmforge.verbs.show.describe_data import find_vocab_size
+from lmforge.verbs.show.describe import find_vocab_size, resolve_model
 
 SHOWN = 10
 # The options that a search chooses, and their values, for which the best configuration of each is shown.

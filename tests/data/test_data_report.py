@@ -18,8 +18,7 @@ from lmforge.data.prepare.prepare import prepare
 from lmforge.data.shards.folder import TokenFolder
 from lmforge.data.shards.source_report import MAX_SHARDS_READ
 from lmforge.stages.training_data import TokenSources
-from lmforge.verbs.show.data_report import report_data
-from lmforge.verbs.show.show_data import show_samples
+from lmforge.verbs.show.show_data import report_data, show_samples
 from tests.conftest import Refusal
 from tests.seeds import fresh_random
 

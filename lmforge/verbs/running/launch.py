@@ -21,7 +21,7 @@ from lmforge.config.verbs.launch import LaunchRequest
 from lmforge.config.verbs.sweep import sweep_combinations
 from lmforge.errors import UserError, format_count, typed_command
 from lmforge.runs import Run
-from lmforge.verbs.dry_run import dry_run
+from lmforge.verbs.show.describe import dry_run
 
 FROZEN_RECIPE = "recipe.toml"
 FROZEN_NOTE = "# Frozen by `lmforge launch`: the job reads this file.\n\n"

@@ -16,9 +16,7 @@ from lmforge.model.presets import PRESETS
 from lmforge.run_records import newest_values, skipped_batches
 from lmforge.runs import Run
 from lmforge.untrusted import describe_os_error
-from lmforge.verbs.dry_run import describe_recipe
-from lmforge.verbs.show.describe_data import describe_data
-from lmforge.verbs.show.describe_model import describe_model, list_presets
+from lmforge.verbs.show.describe import describe_data, describe_model, describe_recipe, list_presets
 
 
 def run_show(options: ShowOptions) -> int:
@@ -40,8 +38,7 @@ def run_show(options: ShowOptions) -> int:
 
 
 def _show_data(options: ShowOptions) -> str:
-    from lmforge.verbs.show.data_report import is_reported, report_data
-    from lmforge.verbs.show.show_data import show_samples
+    from lmforge.verbs.show.show_data import is_reported, report_data, show_samples
     from lmforge.verbs.show.show_examples import show_examples
 
     assert options.of is not None

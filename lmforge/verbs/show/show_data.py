@@ -1,4 +1,5 @@
-"""`lmforge show data`: samples of a run or a recipe, as the model is given them, with the tokens that the loss counts.
+"""`lmforge show data`: the sources of a recipe or a token folder and their documents, or samples of a run or a recipe, as the
+model is given them, with the tokens that the loss counts.
 
 Examples of a file are in show_examples.py.
 """
@@ -23,12 +24,14 @@ from lmforge.data.chat.example_display import RESET, format_example
 from lmforge.data.mixture import TrainingDataset
 from lmforge.data.packing import PackedSequence, TokenizedExample
 from lmforge.data.shards.folder import TokenFolder
+from lmforge.data.shards.source_report import SourceReport, read_source
 from lmforge.data.tokenizer import Tokenizer
 from lmforge.errors import UserError, format_count
 from lmforge.interop.kinds import Kind, kind_of, unexpected
 from lmforge.runs import Run
 from lmforge.stages.training_data import TokenSources
 from lmforge.untrusted import read_json
+from lmforge.verbs.show.describe import align_right
 
 MAX_SAMPLES = 10_000  # printed at once
 RULE_STYLE = "\x1b[36m"
@@ -189,3 +192,41 @@ def _read_bad_step(file: Path) -> BadStepFile:
         if (samples and samples[0] < samples[1] and record.plan_hash) or "completions" in record.model_fields_set:
             return record
     raise UserError(f"{file}: not the file of a bad step; with --tokenizer MODEL a file of examples is shown")
+
+
+def is_reported(source: Path) -> bool:
+    """Whether this is a recipe or a token folder, whose data is summarized unless samples are requested."""
+    return kind_of(source) in (Kind.RECIPE, Kind.TOKENS)
+
+
+def report_data(source: Path) -> str:
+    """Tokens, documents and bytes per token by source, and document lengths.
+
+    Raises UserError where that cannot be read, or is no data of pretraining.
+    """
+    title, config = open_config(source)
+    if not isinstance(config, PretrainConfig):
+        raise UserError(f"{source}: is not trained on token shards; --num_samples 5 prints samples of what it is trained on")
+    sources, used = _read_sources(config)
+    lengths = [line for each in sources for line in each.describe_lengths()]
+    return "\n".join([title, *align_right(_rows(sources, used)), *lengths])
+
+
+def _read_sources(config: PretrainConfig) -> tuple[list[SourceReport], list[int]]:
+    """The sources, and for each the tokens in the recipe's samples, including padding."""
+    opened = TokenSources.open(config)
+    size = batch_plan(config.train, config.data.sequence_length, ranks=1).global_batch_size
+    dataset = opened.training(size)
+    uses = dataset.use_until(size * config.with_steps(dataset.sequences_per_epoch, size).train.steps)
+    return list(map(read_source, opened.names, opened.folders)), [use.tokens for use in uses]
+
+
+def _rows(sources: Sequence[SourceReport], used: Sequence[int]) -> list[list[str]]:
+    """A row a source, after their titles. `of training` is the fraction of the tokens that the recipe reads."""
+    tokens, all_used = sum(each.tokens for each in sources), sum(used)
+    rows = [["source", "documents", "tokens", "of all tokens", "of training", "bytes per token"]]
+    for each, of_source in zip(sources, used, strict=True):
+        ratio = f"{each.text_bytes / each.tokens:.2f}" if each.text_bytes else "unknown"
+        ratios = [f"{each.tokens / tokens:.2%}", f"{of_source / all_used:.2%}"]
+        rows.append([each.name, f"{each.documents:,}", f"{each.tokens:,}", *ratios, ratio])
+    return rows

@@ -1,23 +1,27 @@
-"""`--dry-run` of the training verbs: how the batch of a recipe is cut, what it costs, and the recipe as it was resolved."""
+"""Lines about a recipe, its data and its model: for `lmforge show`, for `--dry-run` of the training verbs, and for plans."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 from lmforge.cluster.rank_info import read_rank_info
 from lmforge.config.align import AlignConfig
-from lmforge.config.mixture import tokens_by_length
+from lmforge.config.batch_plan import batch_plan
+from lmforge.config.mixture import is_remote, tokens_by_length
 from lmforge.config.options import to_toml
 from lmforge.config.sections import OptimizerOptions
 from lmforge.config.stage import PretrainConfig, StageConfig
 from lmforge.config.tuning import TunedConfig
+from lmforge.data.mixture import MixedDataset
 from lmforge.errors import format_bytes
 from lmforge.interop.kinds import Kind, kind_of
 from lmforge.interop.resolve import model_config_from_options
-from lmforge.model.config import ModelConfig
-from lmforge.model.flops import flops_per_token, parameter_count
+from lmforge.model.config import ModelConfig, get_preset
+from lmforge.model.flops import FLOPS_CONVENTION, flops_per_token, parameter_count
+from lmforge.model.presets import PRESETS
 from lmforge.parallel.dims import parallel_dims, plan_batches
 from lmforge.parallel.validate import check_parallel, choose_engine
 from lmforge.plan.memory import DTYPE_BYTES, checkpoint_bytes, count_all
-from lmforge.verbs.show.describe_data import describe_data
+from lmforge.stages.training_data import TokenSources, find_missing_folders
 
 
 def dry_run(config: StageConfig, everything: bool = False) -> str:
@@ -110,3 +114,88 @@ def describe_cost(model: ModelConfig, sequence_length: int, optimizer: Optimizer
         f" {format_bytes(checkpoint_bytes(optimizer, master_dtype, count_all(model)))} with the states of {optimizer.name},"
         " over all ranks that shard it"
     )
+
+
+def describe_data(config: PretrainConfig, step: int | None = None, batch_offset: int = 0) -> tuple[list[str], int | None]:
+    """Lines about the data, and the size of the vocabulary where the data is there.
+
+    With `step`, also how much has been read after that many steps. `batch_offset` is the number of batches that rollbacks have
+    left out so far: they count as read. Raises UserError where the data is damaged.
+    """
+    if missing := find_missing_folders(config):
+        return [f"data       {missing[0]}: not there yet; `lmforge prepare SOURCE {missing[0]}` makes it"], None
+    sources = TokenSources.open(config)
+    size = batch_plan(config.train, config.data.sequence_length, ranks=1).global_batch_size
+    if not config.data.sources and not config.data.phases:
+        num_tokens = sources.folders[0].split("train").num_tokens
+        epochs = config.train.steps * size * config.data.sequence_length / num_tokens
+        line = f"data       {sources.location}: {num_tokens:,} tokens, so {epochs:.2f} epochs"
+        return [line], sources.tokenizer.vocab_size
+    dataset = sources.training(size)
+    steps = {} if step is None else {f"after {step:,} steps": step}
+    steps[f"after all {config.train.steps:,}"] = config.train.steps
+    rows = _rows(dataset, {title: (number + batch_offset) * size for title, number in steps.items()})
+    title = "data       tokens of each source, padding included, and how often it is read"
+    return [title, *align_right(rows), *dataset.describe_phases()], sources.tokenizer.vocab_size
+
+
+def align_right(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Rows of cells as lines of a table."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return ["  ".join(map(str.rjust, row, widths)) for row in rows]
+
+
+def find_vocab_size(config: StageConfig) -> int | None:
+    """The size of the vocabulary of the recipe's data, where all of it is prepared on this machine; else None.
+
+    Raises UserError where the data is damaged.
+    """
+    if not isinstance(config, PretrainConfig) or find_missing_folders(config):
+        return None
+    if any(is_remote(source.folder) for source in config.data.all_sources):
+        return None
+    return TokenSources.open(config).tokenizer.vocab_size
+
+
+def _rows(dataset: MixedDataset, samples: dict[str, int]) -> list[list[str]]:
+    """A row a source; for each number of samples, by its title: the tokens, their fraction of all, and the epochs."""
+    rows = [["source"], *([name] for name in dataset.names)]
+    for title, n in samples.items():
+        uses = dataset.use_until(n)
+        total = sum(use.tokens for use in uses) or 1
+        rows[0] += [title, "of all", "epochs"]
+        for row, use in zip(rows[1:], uses, strict=True):
+            row += [f"{use.tokens:,}", f"{use.tokens / total:.2%}", f"{use.epochs:.2f}"]
+    return rows
+
+
+DEFAULT_SEQUENCE_LENGTH = 4096
+
+
+def describe_model(model: ModelConfig, title: str, sequence_length: int | None = None) -> str:
+    """A model config and what it costs at a sequence length (default: the model's, up to DEFAULT_SEQUENCE_LENGTH)."""
+    heads = f"{model.num_attention_heads} heads of {model.head_dim}"
+    if model.num_key_value_heads != model.num_attention_heads:
+        heads += f" ({model.num_key_value_heads} for keys and values)"
+    length = sequence_length or min(model.max_position_embeddings, DEFAULT_SEQUENCE_LENGTH)
+    return (
+        f"{title}\n"
+        f"config     {model.model_type}: {model.num_hidden_layers} layers, width {model.hidden_size},"
+        f" feed-forward {model.intermediate_size}, {heads}\n"
+        f"vocabulary {model.vocab_size:,}, {'tied' if model.tie_word_embeddings else 'untied'};"
+        f" positions {model.max_position_embeddings:,}\n"
+        f"{describe_cost(model, length, OptimizerOptions(), 'fp32')}\n"
+        f"{FLOPS_CONVENTION}"
+    )
+
+
+def list_presets() -> str:
+    """A line for each preset."""
+    rows = []
+    for name in PRESETS:
+        model = get_preset(name)
+        rows.append(
+            f"{name:<16} {parameter_count(model).total / 1e6:>10,.1f} M  {model.model_type:<8}"
+            f" {model.num_hidden_layers:>3} layers, width {model.hidden_size:>6}, vocabulary {model.vocab_size:>7,}"
+        )
+    return "\n".join(rows)
