@@ -38,20 +38,24 @@ from lmforge.model import build_model
 from lmforge.model.config import ModelConfig
 from lmforge.model.flops import flops_per_token
 from lmforge.model.init_weights import init_weights
+from lmforge.monitor.console import ConsoleLogger
 from lmforge.monitor.rank_log import RankLog
 from lmforge.monitor.watchdog import Watchdog
 from lmforge.objectives.language import NextTokenObjective
 from lmforge.parallel.precision import DTYPES
 from lmforge.runs import Run
-from lmforge.stages.build_model import build_model_and_optimizer
+from lmforge.stages.attempt import RunContext
+from lmforge.stages.build_model import BuiltModel, build_model_and_optimizer
 from lmforge.stages.dataset_batches import DatasetBatches
+from lmforge.stages.observers import Observers
+from lmforge.stages.records import RunEvents
 from lmforge.trackers.tracker_threads import TrackerThreads
 from lmforge.train.bad_steps import BadStepDetector
-from lmforge.train.inputs import ResumePoint, RunContext, RunInputs
+from lmforge.train.checkpoints import Checkpoints
+from lmforge.train.inputs import ResumePoint, RunInputs
 from lmforge.train.loop import train
-from lmforge.train.metrics import ConsoleLogger, MetricsFile, peak_memory_gib
-from lmforge.train.run_events import RunEvents
-from lmforge.train.trainer import Trainer
+from lmforge.train.metrics import Throughput, peak_memory_gib
+from lmforge.train.optimizers.schedules import build_schedule
 
 WARM_UP_STEPS = 10
 LOG_EVERY_STEPS = 10
@@ -160,9 +164,7 @@ def run_lmforge(contest: Contest, turns: Turns, first_losses: list[float], *, co
         checkpoint=CheckpointOptions(every_steps=ENDLESS_STEPS),
     )
     dtype, compiled = DTYPES[contest.dtype], compiled and contest.compiled
-    parallel_model, optimizer = build_model_and_optimizer(
-        config, contest.shape, objective, ranks, dtype, compiled, config.parallel, None
-    )
+    parallel_model, optimizer = build_model_and_optimizer(config, contest.shape, objective, ranks, dtype, compiled, None)
     plan = BatchPlan(contest.rows, contest.length, 1, contest.rows // contest.accumulation, contest.accumulation)
     tokenizer = TokenFolder.open(contest.folder / "tokens").tokenizer
     log = RankLog(folder / "log", ranks.rank_info, attempt=1)
@@ -170,30 +172,38 @@ def run_lmforge(contest: Contest, turns: Turns, first_losses: list[float], *, co
     console, nowhere = TakesTurns(turns, ranks, ENDLESS_STEPS, log.path), (RunEvents(None), TrackerThreads(print, print))
     ctx = RunContext(config, Run(folder), ranks, watch, console, log, *nowhere)
     checkpointer = AsyncCheckpointer(ctx.run, ranks, RetentionPolicy(1), metadata={}, tokenizer=tokenizer, log=ctx.console.info)
-    trainer = Trainer(
-        ctx,
-        RunInputs(tokenizer, contest.stream(), None, contest.shape, plan, "", "", None),
-        ResumePoint(),
-        objective,
-        dtype,
-        parallel_model,
-        optimizer,
-        BadStepDetector(ranks, spike_sigmas=None, window_steps=1),
-        checkpointer,
-        MetricsFile(folder / "metrics.jsonl"),
-        flops_per_token=partial(flops_per_token, contest.shape),
-        peak_flops=None,
-    )
-    trainer.batch_source = DatasetBatches(trainer)
+    inputs = RunInputs(tokenizer, contest.stream(), None, contest.shape, plan, "", "", None)
+    detector = BadStepDetector(ranks, spike_sigmas=None, window_steps=1)
+    built = BuiltModel(parallel_model, optimizer, objective, detector, ResumePoint(), dtype, compiled)
+    batches = DatasetBatches(ctx, inputs, built)
+    throughput = Throughput(parallel_model, batches, partial(flops_per_token, contest.shape), None, ENDLESS_STEPS, {})
+    observers = Observers(ctx, inputs, (), built, batches, checkpointer, throughput, None)
     try:
-        train(trainer)
+        train(
+            parallel_model,
+            optimizer,
+            build_schedule(config.schedule, ENDLESS_STEPS, OPTIMIZER.lr),
+            objective,
+            batches,
+            detector,
+            Checkpoints(checkpointer, config, parallel_model, optimizer, batches, detector),
+            throughput,
+            observers,
+            start_step=0,
+            steps=ENDLESS_STEPS,
+            max_grad_norm=OPTIMIZER.max_grad_norm,
+            max_bad_steps=config.faults.max_bad_steps,
+            log_every_steps=LOG_EVERY_STEPS,
+        )
     except Over:
         with open(folder / "metrics.jsonl", encoding="utf-8") as file:
             first_losses.append(json.loads(file.readline())["loss"])
         raise
     finally:
         ctx.watch.stop("done")
-        trainer.close()
+        observers.close()
+        checkpointer.close()
+        batches.close()
 
 
 def transformers_llama(contest: Contest) -> nn.Module:

@@ -33,7 +33,7 @@ _PUBLIC = {
     "init_distributed": "lmforge.cluster.distributed:init_distributed",
     "parallelize": "lmforge.library.custom_loop:parallelize",
     "build_optimizer": "lmforge.library.custom_loop:build_optimizer",
-    "train_step": "lmforge.train.loop:train_step",
+    "train_step": "lmforge.parallel.parallel_model:train_step",
     # extension
     "register": "lmforge.config.builtin_names:register",
     "Options": "lmforge.config.options:Options",

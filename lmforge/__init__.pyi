@@ -19,7 +19,7 @@ from lmforge.library.models import (
 )
 from lmforge.library.training import train_model
 from lmforge.objectives.objective import Objective, label_logprobs
-from lmforge.train.loop import train_step
+from lmforge.parallel.parallel_model import train_step
 
 __version__: str
 

@@ -27,9 +27,8 @@ from lmforge.model.init_weights import init_weights
 from lmforge.model.layers import LanguageModel
 from lmforge.objectives.language import NextTokenObjective
 from lmforge.parallel.dims import data_parallel_rank_and_size
-from lmforge.parallel.parallel_model import ParallelModel, full_tensor, local_tensor
+from lmforge.parallel.parallel_model import ParallelModel, full_tensor, local_tensor, train_step
 from lmforge.parallel.parallelize import parallelize
-from lmforge.train.loop import train_step
 from lmforge.train.metrics import peak_memory_gib
 from lmforge.train.optimizers.optimizer import build_optimizer, named_optimizer_state
 

@@ -23,6 +23,7 @@ from lmforge.data.loader import BatchLoader
 from lmforge.model.flops import FLOPS_CONVENTION, flops_per_token, parameter_count
 from lmforge.objectives.language import NextTokenObjective
 from lmforge.parallel.dims import data_parallel_rank_and_size, plan_batches
+from lmforge.parallel.parallel_model import train_step
 from lmforge.parallel.precision import choose_compile, choose_dtype
 from lmforge.parallel.validate import check_parallel
 from lmforge.plan.out_of_memory import MemoryEstimator
@@ -32,7 +33,6 @@ from lmforge.stages.dataset_batches import build_loader
 from lmforge.stages.pretrained import find_pretrained, resolve_model_config
 from lmforge.stages.training_data import TokenSources, find_missing_folders
 from lmforge.train.determinism import set_determinism
-from lmforge.train.loop import train_step
 from lmforge.train.metrics import describe_device, peak_memory_gib
 
 TIMED_PHASES = ("data", "forward", "backward", "reduce", "optimizer")
@@ -75,7 +75,6 @@ class _Trial:
             dist_ctx,
             self._dtype,
             self._compiled,
-            config.parallel,
             load_weights,
         )
         self._step_number = itertools.count()

@@ -12,7 +12,7 @@ from lmforge.errors import UserError
 from lmforge.evaluate.evaluation_data import open_evaluation_dataset
 from lmforge.evaluate.perplexity import evaluate_loss
 from lmforge.generate.model_loading import LoadedModel
-from lmforge.objectives.language import score_text
+from lmforge.objectives.logprobs import score_text
 
 DEFAULT_SEQUENCE_LENGTH = 1024
 MIN_BATCH_LIMIT = 16  # sequences; batches up to this size are as they were requested, so that results do not depend on the data

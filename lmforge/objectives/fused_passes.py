@@ -1,7 +1,7 @@
 """Passes over the logits of a chunk that are compiled into one kernel each, by Triton on a GPU.
 
 Logits stay in the dtype of the head's product, bf16 in mixed precision, and are read twice and written once: by the
-statistics, with an online logsumexp in fp32, and by the gradient, which takes their place. cross_entropy.py calls these
+statistics, with an online logsumexp in fp32, and by the gradient, which takes their place. language.py calls these
 functions on shards of the vocabulary too, and combines what they return.
 
 On a CPU exponentials cost more than anything else that is done to logits, and memory less: `store_exponentials` keeps them

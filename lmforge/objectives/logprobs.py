@@ -1,17 +1,19 @@
 """Log-probabilities of single tokens, and their sums over documents: what preference and policy objectives are made of.
 
 The full logits never exist here either, but a backward pass computes those of each chunk again, which costs one more matrix
-product. Next-token prediction therefore uses the cheaper `cross_entropy_and_z_loss` (cross_entropy.py).
+product. Next-token prediction therefore uses the cheaper `cross_entropy_and_z_loss` (language.py).
 """
 
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from lmforge.data.batch import Batch
 from lmforge.data.labels import IGNORE_INDEX
-from lmforge.model.layers import PLAIN_HEAD, HeadOptions
-from lmforge.objectives.cross_entropy import HeadGradients, head_chunks, loss_dtype
+from lmforge.model.layers import PLAIN_HEAD, HeadOptions, LanguageModel
+from lmforge.objectives.language import HeadGradients, head_chunks, loss_dtype
 from lmforge.objectives.sharded_head import Scoring, ShardedHead
 
 
@@ -62,7 +64,9 @@ def token_logprobs_and_entropy(
 ) -> tuple[Tensor, Tensor]:
     """`token_logprobs`, and the entropy of p at every token in nats, 0 where not scored. The entropy is not differentiable."""
     sharded = ShardedHead.from_weight(hidden, weight, labels, head)
-    logprobs, entropy = sharded.apply(_ChunkedLogprobs, temperature, with_entropy)
+    inputs = sharded.inputs(temperature)
+    with torch.autocast(hidden.device.type, enabled=False):
+        logprobs, entropy = _ChunkedLogprobs.apply(*inputs, with_entropy)
     return sharded.gather_tokens(logprobs), sharded.gather_tokens(entropy)
 
 
@@ -83,6 +87,21 @@ def token_logprobs(
 def token_losses(hidden: Tensor, weight: Tensor, labels: Tensor, head: HeadOptions = PLAIN_HEAD) -> Tensor:
     """−log p(label) of every token, as `token_logprobs` gives log p(label). Not differentiable."""
     return -token_logprobs(hidden, weight, labels, head=head)
+
+
+@torch.no_grad()
+def score_text(model: LanguageModel, batch: Batch, token_bytes: Tensor) -> Tensor:
+    """Sums over each sequence of a batch for evaluation, fp64 [sequences, 4]: nats, labels, nats of text, bytes of text.
+
+    `token_bytes` int32 [vocab] on the batch's device: the UTF-8 bytes of each token, 0 for special tokens. These are no text,
+    so that bits per byte compare across tokenizers. There is no dropout, whatever the batch brings.
+    """
+    hidden = model(batch.tokens, batch.positions, batch.document_ids, document_starts=batch.document_starts)
+    losses = model.lm_head(hidden, partial(token_losses, labels=batch.labels)).double()
+    num_bytes = torch.where(batch.labels == IGNORE_INDEX, 0, token_bytes[batch.labels.clamp(min=0)])
+    text_losses = losses.masked_fill(num_bytes == 0, 0.0)
+    is_scored = batch.labels != IGNORE_INDEX
+    return torch.stack([values.sum(1).double() for values in (losses, is_scored, text_losses, num_bytes)], dim=1)
 
 
 def document_sums(values: Tensor, document_ids: Tensor) -> Tensor:

@@ -82,18 +82,15 @@ class ShardedHead:
         full_hidden = gathered.to_local(grad_placements=[Partial()])
         return cls(full_hidden, local_weight, labels, head, VocabShard(group.rank() * len(local_weight), group))
 
-    def apply(self, function: type[torch.autograd.Function], temperature: float, *options: Any) -> Any:
-        """What `function.apply(hidden [tokens, width], weight, bias, labels [tokens], scoring, *options)` returns.
-
-        Under autocast, hidden states are cast here, once, and the function runs outside of it.
-        """
+    def inputs(self, temperature: float = 1.0) -> tuple[Tensor, Tensor, Tensor | None, Tensor, Scoring]:
+        """Hidden states [tokens, width], weight, bias, labels [tokens] and how they are scored, for a function that is called
+        outside of autocast: under it, the hidden states are cast here, once."""
         hidden, device_type = self.hidden, self.hidden.device.type
         if torch.is_autocast_enabled(device_type):
             hidden = hidden.to(torch.get_autocast_dtype(device_type))
-        with torch.autocast(device_type, enabled=False):
-            flat = hidden.reshape(-1, hidden.shape[-1])
-            scoring = Scoring(self.vocab_shard, self.head.softcap, self.head.passes, temperature)
-            return function.apply(flat, self.weight, self.head.bias, self.labels.reshape(-1), scoring, *options)
+        flat = hidden.reshape(-1, hidden.shape[-1])
+        scoring = Scoring(self.vocab_shard, self.head.softcap, self.head.passes, temperature)
+        return flat, self.weight, self.head.bias, self.labels.reshape(-1), scoring
 
     def sum_over_tokens(self, local_sum: Tensor) -> Tensor:
         """The sum over all tokens, the same on every rank, from the sum over this rank's tokens."""

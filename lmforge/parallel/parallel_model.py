@@ -1,6 +1,5 @@
-"""`ParallelModel`: a model ready to train on this rank, with the same interface for every engine.
-
-The class itself is the engine `single`. Each other engine, in a file of its own, overrides what it does differently.
+"""`train_step`, one optimizer step on this rank; and `ParallelModel`, what it steps: a model with the same interface for every
+engine. The class itself is the engine `single`. Each other engine, in a file of its own, overrides what it does differently.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -18,6 +17,7 @@ from lmforge.config.sections import ParallelOptions
 from lmforge.data.batch import Batch, Metrics
 from lmforge.model.layers import LanguageModel
 from lmforge.parallel.dims import ParallelDims
+from lmforge.parallel.precision import uncompiled_blocks
 from lmforge.parallel.working_weights import working_weights
 
 # An objective's loss: (model, batch) → (sum, metrics). A score function of evaluation may return anything.
@@ -34,6 +34,65 @@ def local_tensor(tensor: Tensor) -> Tensor:
 def full_tensor(tensor: Tensor) -> Tensor:
     """The full tensor, gathered from all ranks that hold a part: all of them must call this."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def train_step(
+    parallel_model: "ParallelModel",
+    optimizer: Optimizer,
+    micro_batches: Sequence[Batch],
+    count_items: Callable[[Batch], Tensor],
+    *,
+    lr: float,
+    max_grad_norm: float,
+    set_phase: Callable[[str], None] = lambda phase: None,
+    before_update: Callable[[], None] = lambda: None,
+    is_bad_step: Callable[[list[Metrics], Tensor], Tensor] | None = None,
+) -> tuple[Tensor, list[Metrics]]:
+    """One optimizer step on this rank's micro-batches of a global batch.
+
+    The gradient is that of the sum of losses over the global batch, divided once by its `num_items`, which are counted
+    over micro-batches and ranks before the first backward. `is_bad_step(metrics, gradient norm)` says on the device
+    whether to skip the update. `set_phase` is called as each phase begins, and `before_update` before weights change.
+
+    Returns the gradient norm before clipping and the metrics of each micro-batch, on the device: the host does not wait.
+    """
+    set_phase("reduce")
+    num_items = parallel_model.dist_ctx.all_reduce_sum(torch.stack([count_items(batch) for batch in micro_batches]).sum())
+    num_items = (num_items / parallel_model.model_parallel_size).clamp(min=1.0)
+    metrics = parallel_model.forward_backward(micro_batches, num_items, set_phase)
+    set_phase("reduce")
+    grad_norm = parallel_model.clip_grad_norm(max_grad_norm)
+    set_phase("optimizer")
+    before_update()
+    set_learning_rate(optimizer, lr)
+    if is_bad_step is None:
+        optimizer.step()
+    else:
+        step_unless(optimizer, is_bad_step(metrics, grad_norm))
+    parallel_model.zero_grad(optimizer)
+    return grad_norm, metrics
+
+
+def set_learning_rate(optimizer: Optimizer, lr: float) -> None:
+    for group in optimizer.param_groups:
+        group["lr"] = lr * group.get("lr_ratio", 1.0)
+
+
+def step_unless(optimizer: Optimizer, skip: Tensor) -> None:
+    """Take one step, unless `skip` (bool, on the device, the same on all ranks) is true: then parameters and state do not
+    change.
+
+    The host does not wait for its value, unless the parameters are on the host (with cpu_offload), or the optimizer is one of
+    a plugin that `ignores_found_inf` (build_optimizer).
+    """
+    if getattr(optimizer, "ignores_found_inf", False):
+        if not skip:
+            optimizer.step()
+        return
+    # torch's fused optimizers read this, and so do ours.
+    optimizer.found_inf = skip.to(optimizer.param_groups[0]["params"][0].device).float()  # type: ignore[attr-defined]
+    optimizer.step()
+    del optimizer.found_inf  # type: ignore[attr-defined]
 
 
 class ModelWithLoss(nn.Module):
@@ -201,3 +260,13 @@ class ParallelModel:
 
     def load_state_dict(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
         """Load a state dict whose tensors were filled."""
+
+
+@contextmanager
+def unsharded_for_decoding(parallel_model: ParallelModel) -> Iterator[LanguageModel]:
+    """The model with all its weights on this rank, in its compute dtype. All ranks enter and leave together.
+
+    Its blocks are not compiled, since each sequence length would need another graph. Attention is compiled where required.
+    """
+    with parallel_model.unsharded() as model, parallel_model.autocast(), uncompiled_blocks(model):
+        yield model

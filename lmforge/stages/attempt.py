@@ -3,29 +3,44 @@
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
 from functools import partial
 
 from lmforge.cluster import distributed as cluster
 from lmforge.cluster.distributed import DistributedContext
 from lmforge.config.stage import StageConfig
 from lmforge.errors import DISK_FULL_ERRNOS, PeerLost, RunFailed, UserError
+from lmforge.monitor.console import ConsoleLogger
 from lmforge.monitor.rank_log import PEER_LOST_PATTERN, RankLog
 from lmforge.monitor.watchdog import Watchdog
 from lmforge.report.page import write_run_report
 from lmforge.runs import Run, storage_errors
+from lmforge.stages.custom_code import PluginCallbacks
+from lmforge.stages.records import RunEvents
 from lmforge.trackers.tracker_threads import TrackerThreads
-from lmforge.train.callbacks import Callbacks
 from lmforge.train.determinism import explain_nondeterministic_op
-from lmforge.train.inputs import RunContext
-from lmforge.train.metrics import ConsoleLogger
 from lmforge.train.resume import last_checkpoint_message, record_launchers
-from lmforge.train.run_events import RunEvents
 from lmforge.untrusted import cut
 
 MAX_ERROR_CHARACTERS = 1000  # of an error in events.jsonl
 
 
-def start_attempt(config: StageConfig, run: Run, dist_ctx: DistributedContext, callbacks: Callbacks) -> RunContext:
+@dataclass(frozen=True)
+class RunContext:
+    """The recipe, the run directory, the ranks, and where progress is reported. Every rank has one, with its own log."""
+
+    config: StageConfig
+    run: Run
+    dist_ctx: DistributedContext
+    watch: Watchdog
+    console: ConsoleLogger
+    log: RankLog
+    events: RunEvents
+    trackers: TrackerThreads
+    callbacks: PluginCallbacks = field(default_factory=PluginCallbacks)
+
+
+def start_attempt(config: StageConfig, run: Run, dist_ctx: DistributedContext, callbacks: PluginCallbacks) -> RunContext:
     """Write the recipe, open this rank's log, and start the watchdog. Ranks other than 0 print to their logs from now on."""
     attempt = dist_ctx.decide_on_rank0(partial(run.start_attempt, config))
     record_launchers(run, dist_ctx)

@@ -2,6 +2,7 @@
 
 from lmforge.config.align import AlignConfig
 from lmforge.config.batch_plan import BatchPlan
+from lmforge.config.sections import SampleOptions
 from lmforge.config.stage import StageConfig
 from lmforge.data.tokenizer import Tokenizer
 from lmforge.errors import UserError
@@ -9,7 +10,7 @@ from lmforge.model.config import ModelConfig
 from lmforge.parallel.validate import check_parallel
 from lmforge.plan.parameter_counts import build_meta_model, get_lora_config
 from lmforge.train.optimizers.optimizer import assign_groups
-from lmforge.train.validation import check_samples
+from lmforge.untrusted import quoted
 
 
 def check_model(config: StageConfig, model_config: ModelConfig, batch_plan: BatchPlan, tokenizer: Tokenizer) -> None:
@@ -25,8 +26,27 @@ def check_model(config: StageConfig, model_config: ModelConfig, batch_plan: Batc
     limit, length = model_config.max_sequence_length, config.data.sequence_length
     if limit is not None and length > limit:
         raise UserError(f"data.sequence_length = {length}: this model has positions for {limit} tokens; use at most that")
-    check_samples(config, model_config, tokenizer)
+    _check_samples(config, model_config, tokenizer)
     check_parallel(config.parallel, model_config, batch_plan)
     if config.optimizer.groups or get_lora_config(config) is not None:
         parameters = build_meta_model(config, model_config).named_parameters()
         assign_groups([name for name, each in parameters if each.requires_grad], config.optimizer.groups)
+
+
+def _check_samples(config: StageConfig, model_config: ModelConfig, tokenizer: Tokenizer) -> None:
+    """Raise UserError for sample prompts that are longer than the training sequences or the model's context."""
+    sample, length, longest = config.sample, config.data.sequence_length, 0
+    if sample == SampleOptions():
+        return
+    # Encoding a text that cannot fit would take long. A tokenizer's normalizer may shorten a text, by less than this factor.
+    most_bytes = 4 * length * int(tokenizer.token_byte_lengths().max())
+    for prompt in sample.prompts:
+        count = len(tokenizer.encode(prompt)) if len(prompt.encode()) <= most_bytes else length + 1
+        longest = max(longest, count)
+        if count > length:
+            way = f"does not fit into data.sequence_length = {length} tokens; shorten it"
+            raise UserError(f"sample.prompts: {quoted(prompt)} {way}")
+    limit = max(length, model_config.max_position_embeddings)
+    if sample.every_steps is not None and longest + sample.max_tokens > limit:
+        total = longest + sample.max_tokens
+        raise UserError(f"sample.max_tokens: prompt and sample take {total} tokens, this model has positions for {limit}")

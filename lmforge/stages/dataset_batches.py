@@ -15,10 +15,13 @@ from lmforge.data.batch import Batch
 from lmforge.data.loader import BatchLoader
 from lmforge.data.mixture import TrainingDataset
 from lmforge.evaluate.perplexity import evaluate_loss, local_batches
-from lmforge.objectives.language import NextTokenObjective, score_text
+from lmforge.objectives.language import NextTokenObjective
+from lmforge.objectives.logprobs import score_text
 from lmforge.parallel.dims import data_parallel_rank_and_size
+from lmforge.stages.attempt import RunContext
+from lmforge.stages.build_model import BuiltModel
+from lmforge.train.inputs import RunInputs
 from lmforge.train.metrics import MetricsAccumulator
-from lmforge.train.trainer import Trainer
 
 
 def build_loader(
@@ -49,10 +52,16 @@ def _token_rng_seed(config: StageConfig) -> int | None:
 class DatasetBatches:
     """A BatchSource over the datasets of the inputs. `add_extras` adds what the objective needs beside the tokens."""
 
-    def __init__(self, trainer: Trainer, add_extras: Callable[[Batch], Batch] = lambda batch: batch) -> None:
-        self._trainer, self._add_extras = trainer, add_extras
-        inputs = trainer.inputs
-        self._loader = build_loader(trainer.ctx.config, inputs.train_dataset, inputs.batch_plan, trainer.ctx.dist_ctx)
+    def __init__(
+        self,
+        ctx: RunContext,
+        inputs: RunInputs,
+        built: BuiltModel,
+        add_extras: Callable[[Batch], Batch] = lambda batch: batch,
+    ) -> None:
+        self._ctx, self._inputs, self._built, self._add_extras = ctx, inputs, built, add_extras
+        self.dataset, self.global_batch_size = inputs.train_dataset, inputs.batch_plan.global_batch_size
+        self._loader = build_loader(ctx.config, inputs.train_dataset, inputs.batch_plan, ctx.dist_ctx)
 
     @property
     def data_wait_seconds(self) -> float:
@@ -63,40 +72,39 @@ class DatasetBatches:
 
     def describe(self, batch_index: int) -> tuple[dict[str, Any], str | None]:
         """The samples of a batch, and a hash of what they depend on, which `lmforge show data` compares with its data."""
-        dataset, size = self._trainer.inputs.train_dataset, self._trainer.inputs.batch_plan.global_batch_size
-        first, after = batch_index * size, (batch_index + 1) * size
-        return {"samples": [first, after], "plan_hash": dataset.plan_hash_at(after)}, None
+        first, after = (index * self.global_batch_size for index in (batch_index, batch_index + 1))
+        return {"samples": [first, after], "plan_hash": self.dataset.plan_hash_at(after)}, None
 
     def validate(self, step: int) -> dict[str, float]:
         """Loss and bits per byte of a language model, also by source; of other objectives the mean of each metric.
 
         Every rank calls it.
         """
-        trainer, config, dist_ctx = self._trainer, self._trainer.ctx.config, self._trainer.ctx.dist_ctx
-        if (dataset := trainer.inputs.validation_dataset) is None:
+        config, dist_ctx, objective = self._ctx.config, self._ctx.dist_ctx, self._built.objective
+        if (dataset := self._inputs.validation_dataset) is None:
             return {}
         rank, world_size = dist_ctx.rank_info.rank, dist_ctx.world_size
         plan: dict[str, Any] = {
             "rank_and_size": data_parallel_rank_and_size(config.parallel, rank, world_size),
             "num_sequences": config.validation.sequences,
-            "batch_size": trainer.inputs.batch_plan.micro_batch_size,
+            "batch_size": self._inputs.batch_plan.micro_batch_size,
         }
-        if isinstance(trainer.objective, NextTokenObjective):
-            token_bytes = torch.from_numpy(trainer.inputs.tokenizer.token_byte_lengths()).to(dist_ctx.device)
+        if isinstance(objective, NextTokenObjective):
+            token_bytes = torch.from_numpy(self._inputs.tokenizer.token_byte_lengths()).to(dist_ctx.device)
             score = partial(self._score, step=step, score_fn=partial(score_text, token_bytes=token_bytes))
             measured = evaluate_loss(score, dataset, dist_ctx, **plan)
             return {f"val/{name}": value for name, value in measured.items() if name.startswith(("loss", "bits_per_byte"))}
         accumulator = MetricsAccumulator(dist_ctx)
         for batch in local_batches(dataset, **plan):
-            _, metrics = self._score(self._add_extras(batch.to(dist_ctx.device)), step, trainer.objective.loss)
+            _, metrics = self._score(self._add_extras(batch.to(dist_ctx.device)), step, objective.loss)
             accumulator.add(metrics)
         return {f"val/{name}": value for name, value in accumulator.reduce_and_reset().items()}
 
     @torch.no_grad()
     def _score(self, batch: Batch, step: int, score_fn: Callable[..., Any]) -> Any:
         # Each batch counts as progress for the watchdog.
-        self._trainer.ctx.watch.set_phase("evaluate", step)
-        return self._trainer.parallel_model.score(batch, score_fn=score_fn)
+        self._ctx.watch.set_phase("evaluate", step)
+        return self._built.parallel_model.score(batch, score_fn=score_fn)
 
     def state_dict(self) -> dict[str, Tensor]:
         """Empty: a batch depends only on its index."""

@@ -1,8 +1,8 @@
-"""The loop, and everything that it drives: optimizers, metrics, bad steps, resume and rollback, stop signals, validation.
+"""The loop, and what it is given: optimizers, schedules, metrics, checkpoints and their resume, bad steps and rollback.
 
-What differs between stages is in stages/, which opens the data and builds the Trainer. Begin with loop.py, which reads from top
-to bottom, then trainer.py, which says what the loop is given.
+What differs between stages, and what observes a run, is in stages/. Begin with loop.py, which reads from top to bottom, then
+callbacks.py, which says what a stage gives the loop.
 
-For other packages: `loop.train` and `train_step`; `trainer.Trainer` and `BatchSource`; `inputs.RunContext`, `RunInputs` and
-`ResumePoint`; `optimizers.optimizer.build_optimizer`; `metrics`, `resume`, `validation`, `determinism`.
+For other packages: `loop.train`; `callbacks.BatchSource` and `LoopCallbacks`; `inputs.RunInputs` and `ResumePoint`;
+`optimizers.optimizer.build_optimizer`; `checkpoints`, `metrics`, `resume`, `determinism`.
 """

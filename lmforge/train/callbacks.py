@@ -1,100 +1,80 @@
-"""Callbacks: objects of plugins whose methods are called at named points of a run, on every rank.
+"""What the loop is given by a stage: where its batches come from, and whom it tells what happens."""
 
-A callback has one or more of the methods of `CallbackPoints`. Each is called at the same step on all ranks, and must not
-communicate between them. An exception in one ends the run on all ranks.
-"""
+from typing import Any, Protocol
 
-from collections.abc import Sequence
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from torch import Tensor
 
-from lmforge import registry
-from lmforge.config.extend import entry_options
-from lmforge.config.stage import StageConfig
-from lmforge.errors import RunFailed, UserError
-from lmforge.foreign_code import describe_exception
-
-if TYPE_CHECKING:
-    from lmforge.model.layers import LanguageModel
-    from lmforge.train.inputs import RunContext
+from lmforge.data.batch import Batch
+from lmforge.data.mixture import TrainingDataset
+from lmforge.train.bad_steps import BadStep
 
 
-class CallbackPoints:
-    """The points of a run, in order. `run` has the config, the run directory (`run.run.path`), the ranks (`run.dist_ctx`) and
-    the console (`run.console.info`); `step` counts the steps that are done."""
+class BatchSource(Protocol):
+    """Where batches come from. Every rank has one, and calls each method for the same steps."""
 
-    def on_run_start(self, run: "RunContext", step: int, model: "LanguageModel") -> None:
-        """Before the first step of an attempt. `model` is this rank's, as it is trained: sharded, its blocks wrapped."""
+    @property
+    def dataset(self) -> TrainingDataset:
+        """The order of what is read: a checkpoint names how far it was read, and by which plan."""
 
-    def on_step_end(self, run: "RunContext", step: int, metrics: dict[str, Any]) -> None:
-        """After each step, unless it ends in a rollback. At log steps `metrics` has the values of metrics.jsonl. At other steps
-        it is empty, so that the host does not wait for the device."""
+    @property
+    def global_batch_size(self) -> int:
+        """The sequences of a batch of all ranks."""
 
-    def on_validation_end(self, run: "RunContext", step: int, metrics: dict[str, float]) -> None:
-        """After a validation, except that of `validation.at_start`, with its metrics, such as val/loss."""
+    @property
+    def data_wait_seconds(self) -> float:
+        """Seconds that callers of `batches` have waited, in total."""
 
-    def on_checkpoint_saved(self, run: "RunContext", step: int, folder: Path) -> None:
-        """Once the checkpoint of `step` is complete on the disk, which can be some steps later."""
+    def batches(self, batch_index: int) -> list[Batch]:
+        """This rank's micro-batches of a global batch, on the device."""
 
-    def on_run_end(self, run: "RunContext", step: int | None, state: str) -> None:
-        """At the end: `state` is done, interrupted (a signal; the step is saved) or failed. For a failed run, `step` is None,
-        and an exception in this method is only logged."""
+    def validate(self, step: int) -> dict[str, float]:
+        """Metrics on validation data, by the names they have in metrics.jsonl; empty where there is none."""
 
+    def describe(self, batch_index: int) -> tuple[dict[str, Any], str | None]:
+        """What a batch was made of: fields for the file of a bad step, and text for the message where the file is not
+        enough."""
 
-POINTS = tuple(name for name in vars(CallbackPoints) if name.startswith("on_"))
+    def state_dict(self) -> dict[str, Tensor]:
+        """Tensors that a checkpoint has to keep, the same on all ranks; empty where batches depend only on their index."""
 
-
-class Callbacks:
-    """The callbacks of a run, in the order of `train.callbacks`."""
-
-    def __init__(self, callbacks: dict[str, Any] | None = None) -> None:
-        self._callbacks = callbacks or {}
-
-    @classmethod
-    def of_run(cls, config: StageConfig, own: Sequence[Any]) -> "Callbacks":
-        """Build those that a recipe names; `own` come after them. Raises UserError for an object that is not a callback."""
-        callbacks = {}
-        for name in config.train.callbacks:
-            entry = registry.get("callback", name)
-            callbacks[name] = entry.build(entry_options(config.train, entry))
-            _check_methods(callbacks[name], f"{entry.origin}: callback {name}")
-        for number, callback in enumerate(own, start=1):
-            name = f"{type(callback).__name__} ({number})"
-            _check_methods(callback, f"callback {name}")
-            callbacks[name] = callback
-        return cls(callbacks)
-
-    def has(self, point: str) -> bool:
-        return any(hasattr(callback, point) for callback in self._callbacks.values())
-
-    def call(self, point: str, run: "RunContext", step: int, value: Any) -> None:
-        """Call the method `point` of each callback that has it. Every rank calls it. Raises RunFailed on all ranks where one
-        raises."""
-        if self.has(point):
-            with run.dist_ctx.raise_on_all():
-                self._call(point, run, step, value)
-
-    def run_failed(self, run: "RunContext") -> None:
-        """Call on_run_end for a failed run. Other ranks may be lost, so it does not communicate, and raises nothing."""
-        try:
-            self._call("on_run_end", run, None, "failed")
-        except RunFailed as problem:
-            run.console.warn(str(problem))
-
-    def _call(self, point: str, run: "RunContext", step: int | None, value: Any) -> None:
-        for name, callback in self._callbacks.items():
-            method = getattr(callback, point, None)
-            if method is None:
-                continue
-            try:
-                method(run, step, value)
-            except (Exception, SystemExit) as error:
-                raise RunFailed(f"callback {name}: {point} raised {describe_exception(error)}") from error
+    def close(self) -> None:
+        """Called when training ends."""
 
 
-def _check_methods(callback: Any, what: str) -> None:
-    methods = [method for method in dir(callback) if method.startswith("on_")]
-    unknown = [method for method in methods if method not in POINTS]
-    if unknown or not methods:
-        wrong = f"{unknown[0]} is no point of a run" if unknown else f"{type(callback).__name__} has no method that is one"
-        raise UserError(f"{what}: {wrong}; there are {', '.join(POINTS)}")
+class LoopCallbacks:
+    """What the loop calls on every rank at the same steps, in this order. Here nothing happens; what is attached to a run is in
+    stages/observers.py. `step` counts the steps that are done."""
+
+    def on_start(self, step: int) -> None:
+        """Before the first step of an attempt."""
+
+    def set_phase(self, phase: str, step: int) -> None:
+        """What this rank does from now on."""
+
+    def on_step_begin(self, step: int) -> None:
+        """Before the batch of `step` (from 1) is read."""
+
+    def on_weights_updated(self, step: int, seconds: float, has_compiled: bool) -> None:
+        """After the optimizer step, which took `seconds` of the host, and for which torch may have compiled something."""
+
+    def on_bad_step(self, bad_step: BadStep) -> None:
+        """A step was not used. Called once the host knows it, one or more steps later."""
+
+    def on_rollback(self, step: int, to: int, reason: str) -> None:
+        """The run goes on from step `to`. None of the calls below follow for `step`."""
+
+    def on_log(self, step: int, record: dict[str, Any]) -> None:
+        """At a log step, after something has waited for the device. What is added to `record` is logged with it."""
+
+    def validate(self, step: int, required: bool) -> dict[str, float]:
+        """Metrics of a validation, by their names in metrics.jsonl, where one is due or `required`; else nothing."""
+        return {}
+
+    def on_record(self, step: int, record: dict[str, Any]) -> None:
+        """What is logged at this step is complete."""
+
+    def on_save(self, step: int, kept: bool) -> None:
+        """A checkpoint of this step is about to be saved."""
+
+    def on_step_end(self, step: int, record: dict[str, Any], is_stopping: bool) -> None:
+        """After everything else at this step. `record` is empty between log steps. A signal may be `stopping` the run."""

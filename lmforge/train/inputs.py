@@ -1,5 +1,5 @@
-"""What is known before the model is built: the run and its ranks (RunContext), the inputs (RunInputs), and the checkpoint to
-resume from (ResumePoint). stages/ opens them before anything of the run is written.
+"""What is known before the model is built: the inputs (RunInputs), and the checkpoint to resume from (ResumePoint). stages/
+opens them before anything of the run is written.
 """
 
 from collections.abc import Callable, Mapping
@@ -7,37 +7,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from lmforge.checkpoint import Manifest
-from lmforge.cluster.distributed import DistributedContext
 from lmforge.config.batch_plan import BatchPlan
-from lmforge.config.stage import StageConfig
 from lmforge.data.dataset import PackedDataset
 from lmforge.data.mixture import TrainingDataset
 from lmforge.data.tokenizer import Tokenizer
-from lmforge.evaluate.tasks import QuestionTask
 from lmforge.model.config import ModelConfig
 from lmforge.model.layers import LanguageModel
-from lmforge.monitor.rank_log import RankLog
-from lmforge.monitor.watchdog import Watchdog
-from lmforge.runs import Run
-from lmforge.trackers.tracker_threads import TrackerThreads
-from lmforge.train.callbacks import Callbacks
-from lmforge.train.metrics import ConsoleLogger
-from lmforge.train.run_events import RunEvents
-
-
-@dataclass(frozen=True)
-class RunContext:
-    """The recipe, the run directory, the ranks, and where progress is reported. Every rank has one, with its own log."""
-
-    config: StageConfig
-    run: Run
-    dist_ctx: DistributedContext
-    watch: Watchdog
-    console: ConsoleLogger
-    log: RankLog
-    events: RunEvents
-    trackers: TrackerThreads
-    callbacks: Callbacks = field(default_factory=Callbacks)
 
 
 @dataclass(frozen=True)
@@ -50,7 +25,6 @@ class RunInputs:
     source_folders        the folder of each source of a mixture, by its name
     load_weights          fills a model with its first weights and returns the names it left out; None: random weights
     sequences_per_sample  sequences of a batch made from each sequence of `train_dataset`
-    tasks                 tasks scored at each validation, each with its batch size
     """
 
     tokenizer: Tokenizer
@@ -63,7 +37,6 @@ class RunInputs:
     load_weights: Callable[[LanguageModel], frozenset[str]] | None
     source_folders: Mapping[str, str] = field(default_factory=dict)
     sequences_per_sample: int = 1
-    tasks: tuple[tuple[QuestionTask, int], ...] = ()
 
     @property
     def packed_dataset(self) -> PackedDataset:

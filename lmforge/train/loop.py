@@ -1,105 +1,105 @@
-"""The loop: one function that every stage calls. What differs between stages is in the Trainer it is given."""
+"""The loop: one function that every stage calls. What happens beside the training is in the callbacks that it is given."""
 
 import gc
+import signal
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from functools import partial
+from types import FrameType
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
-from lmforge.data.batch import Batch, Metrics
+from lmforge.cluster.distributed import DistributedContext
+from lmforge.data.batch import Metrics
 from lmforge.errors import RunFailed
-from lmforge.parallel.parallel_model import ParallelModel
-from lmforge.parallel.precision import compiled_graph_count, has_compiled_blocks
-from lmforge.train.checkpoint_schedule import SaveRequest, StopSignals
-from lmforge.train.inputs import RunContext
-from lmforge.train.metrics import MetricsAccumulator, peak_memory_gib
-from lmforge.train.optimizers.optimizer import set_learning_rate, step_unless
-from lmforge.train.profiling import StepProfiler
-from lmforge.train.resume import roll_back
-from lmforge.train.trainer import Trainer
-from lmforge.train.validation import validate, write_samples
-
-# By this step everything has been compiled once.
-COMPILE_WARMUP_STEPS = 3
+from lmforge.objectives.objective import Objective
+from lmforge.parallel.parallel_model import ParallelModel, train_step
+from lmforge.parallel.precision import compiled_graph_count
+from lmforge.train.bad_steps import BadStepDetector
+from lmforge.train.callbacks import BatchSource, LoopCallbacks
+from lmforge.train.checkpoints import Checkpoints, SaveRequest
+from lmforge.train.metrics import MetricsAccumulator, Throughput
 
 
-def train_step(
+def train(
     parallel_model: ParallelModel,
     optimizer: torch.optim.Optimizer,
-    micro_batches: Sequence[Batch],
-    count_items: Callable[[Batch], Tensor],
+    learning_rate: Callable[[int], float],
+    objective: Objective,
+    batches: BatchSource,
+    detector: BadStepDetector,
+    checkpoints: Checkpoints,
+    throughput: Throughput,
+    callbacks: LoopCallbacks,
     *,
-    lr: float,
+    start_step: int,
+    steps: int,
     max_grad_norm: float,
-    set_phase: Callable[[str], None] = lambda phase: None,
-    before_update: Callable[[], None] = lambda: None,
-    is_bad_step: Callable[[list[Metrics], Tensor], Tensor] | None = None,
-) -> tuple[Tensor, list[Metrics]]:
-    """One optimizer step on this rank's micro-batches of a global batch.
+    max_bad_steps: int,
+    log_every_steps: int,
+) -> tuple[int, int]:
+    """Train from `start_step` steps done to `steps`. Returns the number of steps done, and the signal that stopped it or 0.
 
-    The gradient is that of the sum of losses over the global batch, divided once by its `num_items`, which are counted
-    over micro-batches and ranks before the first backward. `is_bad_step(metrics, gradient norm)` says on the device
-    whether to skip the update. `set_phase` is called as each phase begins, and `before_update` before weights change.
-
-    Returns the gradient norm before clipping and the metrics of each micro-batch, on the device: the host does not wait.
+    `learning_rate` is that of a step (from 0). Between log steps the host runs at most one step ahead of the device, and does
+    not wait for it.
     """
-    set_phase("reduce")
-    num_items = parallel_model.dist_ctx.all_reduce_sum(torch.stack([count_items(batch) for batch in micro_batches]).sum())
-    num_items = (num_items / parallel_model.model_parallel_size).clamp(min=1.0)
-    metrics = parallel_model.forward_backward(micro_batches, num_items, set_phase)
-    set_phase("reduce")
-    grad_norm = parallel_model.clip_grad_norm(max_grad_norm)
-    set_phase("optimizer")
-    before_update()
-    set_learning_rate(optimizer, lr)
-    if is_bad_step is None:
-        optimizer.step()
-    else:
-        step_unless(optimizer, is_bad_step(metrics, grad_norm))
-    parallel_model.zero_grad(optimizer)
-    return grad_norm, metrics
+    dist_ctx, done = parallel_model.dist_ctx, start_step
+    accumulator, set_phase = MetricsAccumulator(dist_ctx), callbacks.set_phase
 
+    def is_bad_step(metrics: list[Metrics], grad_norm: Tensor) -> Tensor:
+        is_bad = detector.check(done, metrics, grad_norm)
+        for each in metrics:
+            accumulator.add(each, skip_if=is_bad)
+        return is_bad
 
-def train(trainer: Trainer) -> tuple[int, int]:
-    """Train to `train.steps`. Returns the number of steps done, and the signal that stopped it or 0.
-
-    Between log steps the host runs at most one step ahead of the device, and does not wait for it.
-    """
-    config, watch, console = trainer.ctx.config, trainer.ctx.watch, trainer.ctx.console
-    detector, schedule = trainer.bad_step_detector, trainer.checkpoint_schedule
-    accumulator, stop_signals = MetricsAccumulator(trainer.ctx.dist_ctx), StopSignals(trainer.ctx.dist_ctx)
-    throughput, done, callbacks = _Throughput(trainer), trainer.start_step, trainer.ctx.callbacks
-    callbacks.call("on_run_start", trainer.ctx, done, trainer.parallel_model.model)
-    console.start_progress(done)
-    with closing(stop_signals), closing(_build_profiler(trainer.ctx)) as profiler, _garbage_collection_paused():
-        if done == 0 and config.validation.at_start:
-            watch.set_phase("evaluate", 0)
-            trainer.log({"step": 0, "tokens": 0, **throughput.exclude(validate, trainer, 0)})
-        while done < config.train.steps:
+    throughput.reset(done)
+    with closing(StopSignals(dist_ctx)) as stop_signals, _garbage_collection_paused():
+        callbacks.on_start(done)
+        while done < steps:
             step, done = done, done + 1
-            with profiler.step(done):
-                lr, grad_norm = _run_step(trainer, throughput, accumulator, step)
-            console.update_progress(done)
+            began = time.perf_counter()
+            callbacks.on_step_begin(done)
+            set_phase("data", step)
+            micro_batches = batches.batches(step + detector.batch_offset)
+            throughput.add_tokens(micro_batches)
+            lr, num_graphs = learning_rate(step), compiled_graph_count()
+            grad_norm, _ = train_step(
+                parallel_model,
+                optimizer,
+                micro_batches,
+                objective.num_items,
+                lr=lr,
+                max_grad_norm=max_grad_norm,
+                set_phase=partial(set_phase, step=step),
+                before_update=checkpoints.wait_for_staging,  # a save in flight copies the weights of the step before
+                is_bad_step=is_bad_step,
+            )
+            seconds, has_compiled = time.perf_counter() - began, compiled_graph_count() > num_graphs
+            if has_compiled or step == start_step:
+                throughput.count_unusual_step(seconds)
+            callbacks.on_weights_updated(done, seconds, has_compiled)
 
-            watch.set_phase("barrier", step)
-            signal, save_request = stop_signals.exchange(schedule.requested_by_clock())
+            set_phase("barrier", step)
+            stop_signal, save_request = stop_signals.exchange(checkpoints.requested_by_clock())
             if save_request == SaveRequest.GIVE_UP:
-                raise RunFailed(f"step {done}: {trainer.checkpointer.describe_failures()}")
-            is_last = done == config.train.steps
-            stopping = is_last or signal != 0
-            save_request = SaveRequest(max(save_request, schedule.requested_by_step(done, stopping)))
-            log_is_due = bool(save_request) or done % config.log.every_steps == 0
+                raise RunFailed(f"step {done}: {checkpoints.describe_failures()}")
+            is_last = done == steps
+            stopping = is_last or stop_signal != 0
+            save_request = SaveRequest(max(save_request, checkpoints.requested_by_step(done, stopping)))
+            log_is_due = bool(save_request) or done % log_every_steps == 0
 
-            if bad_steps := detector.take_bad_steps(log_is_due, config.faults.max_bad_steps):
+            if bad_steps := detector.take_bad_steps(log_is_due, max_bad_steps):
                 for bad_step in bad_steps:
-                    trainer.report_bad_step(bad_step)
-                if detector.consecutive_bad_steps >= config.faults.max_bad_steps:
-                    schedule.defer(save_request)
-                    done = roll_back(trainer, bad_steps[-1])
+                    callbacks.on_bad_step(bad_step)
+                if detector.consecutive_bad_steps >= max_bad_steps:
+                    checkpoints.defer(save_request)
+                    reason = f"step {bad_steps[-1].step}: {detector.consecutive_bad_steps} bad steps in a row"
+                    done = checkpoints.roll_back(bad_steps[-1], reason)
+                    callbacks.on_rollback(bad_steps[-1].step, done, reason)
                     throughput.reset(done)
                     accumulator.reset()
                     continue
@@ -107,64 +107,25 @@ def train(trainer: Trainer) -> tuple[int, int]:
             record: dict[str, Any] = {}
             if log_is_due:
                 record = {**accumulator.reduce_and_reset(), "lr": lr, "grad_norm": float(grad_norm), **throughput.take(done)}
+                counters: dict[str, float] = {"skipped_steps": detector.skipped_steps, "batch_offset": detector.batch_offset}
+                counters["save_stall_seconds"] = checkpoints.blocking_seconds
+                record |= {name: value for name, value in counters.items() if value}
                 gc.collect()
-                for line in watch.check_step_times(done, record["step_seconds"], trainer.parallel_model.pipeline_rank):
-                    console.info(line)
-            if is_last or _is_due(config.validation.every_steps, done) or (save_request and schedule.needs_validation):
-                watch.set_phase("evaluate", done)
-                record |= (scores := throughput.exclude(validate, trainer, done))
-                callbacks.call("on_validation_end", trainer.ctx, done, scores)
+                callbacks.on_log(done, record)
+            record |= callbacks.validate(done, required=is_last or (save_request != 0 and checkpoints.needs_validation))
             if record:
-                watch.set_phase("save", done)
-                trainer.log({"step": done, "tokens": trainer.tokens_until(done), **record})
+                set_phase("save", done)
+                read = (done + detector.batch_offset) * batches.global_batch_size
+                callbacks.on_record(done, {"step": done, "tokens": batches.dataset.tokens_until(read), **record})
             if save_request:
-                watch.set_phase("save", done)
-                throughput.exclude(trainer.save, done, record, save_request == SaveRequest.KEPT, stopping)
-            callbacks.call("on_step_end", trainer.ctx, done, record)
-            trainer.report_saved()
-            if signal:
-                return done, signal
-            if _is_due(config.sample.every_steps, done):
-                watch.set_phase("sample", done)
-                throughput.exclude(write_samples, trainer, done)
+                set_phase("save", done)
+                callbacks.on_save(done, save_request == SaveRequest.KEPT)
+                with throughput.excluded("save"):
+                    checkpoints.save(done, record, save_request == SaveRequest.KEPT, stopping)
+            callbacks.on_step_end(done, record, is_stopping=stop_signal != 0)
+            if stop_signal:
+                return done, stop_signal
     return done, 0
-
-
-def _build_profiler(ctx: RunContext) -> StepProfiler:
-    trace = ctx.run.path / "profile" / f"rank-{ctx.dist_ctx.rank_info.rank}.json"
-    return StepProfiler(ctx.config.log.profile_window, trace, ctx.dist_ctx.device, ctx.console.info)
-
-
-def _run_step(trainer: Trainer, throughput: "_Throughput", accumulator: MetricsAccumulator, step: int) -> tuple[float, Tensor]:
-    """Step `step` (from 0) on the next batch. Returns its learning rate, and the gradient norm on the device."""
-    began = time.perf_counter()
-    trainer.ctx.watch.set_phase("data", step)
-    micro_batches = trainer.batch_source.batches(step + trainer.bad_step_detector.batch_offset)
-    throughput.add_tokens(micro_batches)
-    lr, num_graphs = trainer.learning_rate(step), compiled_graph_count()
-    grad_norm, _ = train_step(
-        trainer.parallel_model,
-        trainer.optimizer,
-        micro_batches,
-        trainer.objective.num_items,
-        lr=lr,
-        max_grad_norm=trainer.ctx.config.optimizer.max_grad_norm,
-        set_phase=partial(trainer.ctx.watch.set_phase, step=step),
-        before_update=trainer.checkpointer.wait_for_staging,  # a save in flight copies the weights of the step before
-        is_bad_step=partial(_check_and_accumulate, trainer, accumulator, step + 1),
-    )
-    has_compiled = compiled_graph_count() > num_graphs
-    seconds = time.perf_counter() - began
-    if has_compiled or step == trainer.start_step:
-        throughput.count_unusual_step(seconds)
-    elif trainer.prediction_check is not None:
-        trainer.prediction_check.add_step(seconds)
-    if trainer.compiled and step == trainer.start_step and not has_compiled_blocks(trainer.parallel_model.model):
-        trainer.ctx.console.warn("compile is on, but no block was compiled; TORCH_LOGS=dynamo,graph_breaks shows why")
-    if has_compiled and step >= trainer.start_step + COMPILE_WARMUP_STEPS:
-        line = "compiled again, which stalls every rank; TORCH_LOGS=recompiles shows why"
-        trainer.ctx.console.info(f"step {step + 1}: {line}")
-    return lr, grad_norm
 
 
 @contextmanager
@@ -182,100 +143,48 @@ def _garbage_collection_paused() -> Iterator[None]:
         gc.enable()
 
 
-def _check_and_accumulate(
-    trainer: Trainer, accumulator: MetricsAccumulator, step: int, metrics: list[Metrics], grad_norm: Tensor
-) -> Tensor:
-    is_bad = trainer.bad_step_detector.check(step, metrics, grad_norm)
-    for each in metrics:
-        accumulator.add(each, skip_if=is_bad)
-    return is_bad
+class StopSignals:
+    """Requests of one rank that all ranks follow at the same step: to stop, by a signal, and to save, by the clock of rank 0.
 
-
-def _is_due(every_steps: int | None, step: int) -> bool:
-    return every_steps is not None and step % every_steps == 0
-
-
-class _Throughput:
-    """Rates of training since the last log step, without validation, saving and samples. Padding is not counted.
-
-    The remaining time is estimated from regular steps (not the first, nor those that compiled) and from the last validation,
-    save and sample.
+    SIGTERM, SIGINT and SIGUSR1 (Slurm's, before the time limit) request to stop. The handler only sets a flag: a collective
+    in it could pair with one that the training thread has in flight. Requests are all-reduced at each step and read at
+    the next one, so that no rank waits for them.
     """
 
-    def __init__(self, trainer: Trainer) -> None:
-        self._trainer = trainer
-        # Tokens, and the FLOPs that they take.
-        self._work = torch.zeros(2, dtype=torch.float64, device=trainer.ctx.dist_ctx.device)
-        self._usual_step_seconds: float | None = None
-        # Seconds of the last validation, save and sample, by the name of the function.
-        self._seconds_of: dict[str, float] = {}
-        self.reset(trainer.start_step)
+    SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 
-    def reset(self, step: int) -> None:
-        """Start to measure: `step` steps are done."""
-        self._start_step, self._start_time, self._excluded_seconds = step, time.perf_counter(), 0.0
-        self._unusual_steps, self._unusual_seconds = 0, 0.0
-        self._start_data_seconds = self._trainer.batch_source.data_wait_seconds
-        self._work.zero_()
+    def __init__(self, dist_ctx: DistributedContext) -> None:
+        self._dist_ctx = dist_ctx
+        self._signal = 0
+        self._pending: tuple[torch.Tensor, dist.Work] | None = None
+        self._previous_handlers = {number: signal.signal(number, self._handle) for number in self.SIGNALS}
 
-    def add_tokens(self, batches: Sequence[Batch]) -> None:
-        """Count the tokens of these batches; the host does not wait."""
-        for batch in batches:
-            tokens = (batch.document_ids >= 0).sum().double()
-            self._work += torch.stack([tokens, tokens * self._trainer.flops_per_token(batch.sequence_length)])
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        if self._signal == signal.SIGINT and number == signal.SIGINT:
+            # Ctrl-C twice: leave at once.
+            raise KeyboardInterrupt
+        self._signal = number
 
-    def count_unusual_step(self, seconds: float) -> None:
-        """Leave this step out of the estimate of the remaining time: it compiled, or was the first."""
-        self._unusual_steps += 1
-        self._unusual_seconds += seconds
+    def exchange(self, save_request: int) -> tuple[int, int]:
+        """Returns (signal, save request): the largest of any rank at the last call, 0 for none, the same on all ranks. Called
+        at each step."""
+        if self._dist_ctx.control_group is None:
+            return self._signal, save_request
+        requested = 0, 0
+        if self._pending is not None:
+            flags, work = self._pending
+            work.wait()
+            requested = int(flags[0]), int(flags[1])
+        flags = torch.tensor([self._signal, save_request], dtype=torch.int32)
+        work = dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=self._dist_ctx.control_group, async_op=True)
+        assert work is not None
+        self._pending = (flags, work)
+        return requested
 
-    def exclude(self, work: Callable[..., Any], *arguments: Any) -> Any:
-        """Returns `work(*arguments)`; its seconds are left out of the rates."""
-        began, num_graphs = time.perf_counter(), compiled_graph_count()
-        result = work(*arguments)
-        seconds = time.perf_counter() - began
-        self._excluded_seconds += seconds
-        if compiled_graph_count() == num_graphs:
-            self._seconds_of[work.__name__] = seconds
-        return result
-
-    def take(self, step: int) -> dict[str, Any]:
-        """The rates, and counters that are not zero. Call it after something has waited for the device."""
-        trainer, dist_ctx = self._trainer, self._trainer.ctx.dist_ctx
-        steps = max(1, step - self._start_step)
-        seconds = max(1e-9, time.perf_counter() - self._start_time - self._excluded_seconds)
-        # Ranks that share a model count the same sequences.
-        work = dist_ctx.all_reduce_sum(self._work.clone()) / trainer.parallel_model.model_parallel_size
-        tokens, flops = (work / seconds).tolist()
-        rates = {
-            "tokens_per_second": tokens,
-            "mfu": flops / dist_ctx.world_size / trainer.peak_flops if trainer.peak_flops else None,
-            "step_seconds": seconds / steps,
-            "data_seconds": (trainer.batch_source.data_wait_seconds - self._start_data_seconds) / steps,
-            "memory_gib": peak_memory_gib(dist_ctx.device),
-            "seconds_left": self._seconds_left(step, steps, seconds),
-        }
-        if trainer.prediction_check is not None:
-            is_last = step == trainer.ctx.config.train.steps
-            rates |= trainer.prediction_check.compare(step, rates["memory_gib"], is_last=is_last)
-        self.reset(step)
-        detector, stall_seconds = trainer.bad_step_detector, trainer.checkpointer.blocking_seconds
-        counters: dict[str, float] = {"skipped_steps": detector.skipped_steps, "batch_offset": detector.batch_offset}
-        counters["save_stall_seconds"] = stall_seconds
-        return rates | {name: value for name, value in counters.items() if value}
-
-    def _seconds_left(self, step: int, steps: int, seconds: float) -> float | None:
-        """The remaining seconds at `step`, after `steps` that took `seconds`; None before the first regular step."""
-        config = self._trainer.ctx.config
-        last = config.train.steps
-        if steps > self._unusual_steps:
-            self._usual_step_seconds = (seconds - self._unusual_seconds) / (steps - self._unusual_steps)
-        if self._usual_step_seconds is None:
-            return None if step < last else 0.0
-        intervals = {
-            validate.__name__: config.validation.every_steps,
-            Trainer.save.__name__: config.checkpoint_every_steps,
-            write_samples.__name__: config.sample.every_steps,
-        }
-        other = (self._seconds_of.get(name, 0.0) * (last // each - step // each) for name, each in intervals.items() if each)
-        return (last - step) * self._usual_step_seconds + sum(other)
+    def close(self) -> None:
+        """Wait for the request in flight and restore the previous handlers."""
+        if self._pending is not None:
+            self._pending[1].wait()
+            self._pending = None
+        for number, handler in self._previous_handlers.items():
+            signal.signal(number, handler)

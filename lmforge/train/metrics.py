@@ -1,30 +1,18 @@
-"""Metrics and messages of a run: `metrics.jsonl`, and the console with the log."""
+"""What the loop measures: means of the metrics of an objective, and rates of training."""
 
-import json
-import statistics
-from collections.abc import Callable, Sequence
-from pathlib import Path
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
-from rich.console import Console
-from rich.text import Text
 
-from lmforge.atomic_files import without_non_finite
 from lmforge.cluster.distributed import DistributedContext
 from lmforge.cluster.memory import peak_resident_bytes
-from lmforge.data.batch import Metrics
-from lmforge.errors import format_duration
-from lmforge.monitor.captured_output import CapturedOutput
-from lmforge.monitor.rank_log import redirect_terminal, stamp_lines, terminal_stderr
-from lmforge.plan.run_prediction import RunPrediction
-from lmforge.terminal.cells import format_metrics
-from lmforge.terminal.live_area import LiveArea, can_redraw
-from lmforge.train.progress_panel import ProgressPanel
-from lmforge.train.run_events import has_torn_end
-
-# The number of steps after which the prediction is compared with the run.
-PREDICTED_STEPS = 20
+from lmforge.data.batch import Batch, Metrics
+from lmforge.parallel.parallel_model import ParallelModel
+from lmforge.parallel.precision import compiled_graph_count
+from lmforge.train.callbacks import BatchSource
 
 
 class MetricsAccumulator:
@@ -59,6 +47,90 @@ class MetricsAccumulator:
         return {name: total / count for name, (total, count) in zip(names, table, strict=True) if count}
 
 
+class Throughput:
+    """Rates of training since the last log step, without what is `excluded`: validation, saving and samples. Padding is not
+    counted.
+
+    `flops_per_token` (by the sequence length) and `peak_flops` (of a rank; None: unknown) give the MFU. The remaining time is
+    estimated from regular steps (not the first, nor those that compiled), and from what was last excluded by each name, which
+    happens every `intervals[name]` steps until `steps` are done.
+    """
+
+    def __init__(
+        self,
+        parallel_model: ParallelModel,
+        batches: BatchSource,
+        flops_per_token: Callable[[int], float],
+        peak_flops: float | None,
+        steps: int,
+        intervals: Mapping[str, int | None],
+    ) -> None:
+        self._parallel_model, self._batches, self._dist_ctx = parallel_model, batches, parallel_model.dist_ctx
+        self._flops_per_token, self._peak_flops = flops_per_token, peak_flops
+        self._steps, self._intervals = steps, intervals
+        # Tokens, and the FLOPs that they take.
+        self._work = torch.zeros(2, dtype=torch.float64, device=self._dist_ctx.device)
+        self._usual_step_seconds: float | None = None
+        self._seconds_of: dict[str, float] = {}  # the last time that was excluded, by its name
+
+    def reset(self, step: int) -> None:
+        """Start to measure: `step` steps are done."""
+        self._start_step, self._start_time, self._excluded_seconds = step, time.perf_counter(), 0.0
+        self._unusual_steps, self._unusual_seconds = 0, 0.0
+        self._start_data_seconds = self._batches.data_wait_seconds
+        self._work.zero_()
+
+    def add_tokens(self, batches: Sequence[Batch]) -> None:
+        """Count the tokens of these batches; the host does not wait."""
+        for batch in batches:
+            tokens = (batch.document_ids >= 0).sum().double()
+            self._work += torch.stack([tokens, tokens * self._flops_per_token(batch.sequence_length)])
+
+    def count_unusual_step(self, seconds: float) -> None:
+        """Leave this step out of the estimate of the remaining time: it compiled, or was the first."""
+        self._unusual_steps += 1
+        self._unusual_seconds += seconds
+
+    @contextmanager
+    def excluded(self, name: str) -> Iterator[None]:
+        """The seconds of the block are left out of the rates."""
+        began, num_graphs = time.perf_counter(), compiled_graph_count()
+        yield
+        seconds = time.perf_counter() - began
+        self._excluded_seconds += seconds
+        if compiled_graph_count() == num_graphs:
+            self._seconds_of[name] = seconds
+
+    def take(self, step: int) -> dict[str, Any]:
+        """The rates. Call it after something has waited for the device."""
+        steps = max(1, step - self._start_step)
+        seconds = max(1e-9, time.perf_counter() - self._start_time - self._excluded_seconds)
+        # Ranks that share a model count the same sequences.
+        work = self._dist_ctx.all_reduce_sum(self._work.clone()) / self._parallel_model.model_parallel_size
+        tokens, flops = (work / seconds).tolist()
+        rates = {
+            "tokens_per_second": tokens,
+            "mfu": flops / self._dist_ctx.world_size / self._peak_flops if self._peak_flops else None,
+            "step_seconds": seconds / steps,
+            "data_seconds": (self._batches.data_wait_seconds - self._start_data_seconds) / steps,
+            "memory_gib": peak_memory_gib(self._dist_ctx.device),
+            "seconds_left": self._seconds_left(step, steps, seconds),
+        }
+        self.reset(step)
+        return rates
+
+    def _seconds_left(self, step: int, steps: int, seconds: float) -> float | None:
+        """The remaining seconds at `step`, after `steps` that took `seconds`; None before the first regular step."""
+        last = self._steps
+        if steps > self._unusual_steps:
+            self._usual_step_seconds = (seconds - self._unusual_seconds) / (steps - self._unusual_steps)
+        if self._usual_step_seconds is None:
+            return None if step < last else 0.0
+        every = self._intervals.items()
+        other = (self._seconds_of.get(name, 0.0) * (last // each - step // each) for name, each in every if each)
+        return (last - step) * self._usual_step_seconds + sum(other)
+
+
 def describe_device(device: torch.device) -> str:
     """The name of the GPU, or the number of CPU threads of a rank."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else f"cpu, {torch.get_num_threads()} threads per rank"
@@ -69,157 +141,3 @@ def peak_memory_gib(device: torch.device) -> float:
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 2**30
     return peak_resident_bytes() / 2**30
-
-
-class MetricsFile:
-    """Appends one JSON object per log step."""
-
-    def __init__(self, path: Path) -> None:
-        self._file = open(path, "a+b")  # noqa: SIM115
-        if has_torn_end(self._file):
-            self._file.write(b"\n")
-
-    def write(self, record: dict[str, Any]) -> None:
-        self._file.write(json.dumps(without_non_finite(record)).encode() + b"\n")
-        self._file.flush()
-
-    def close(self) -> None:
-        self._file.close()
-
-
-class PredictionCheck:
-    """Compares the prediction for a run with its first steps. It never ends the run, and never waits for the device."""
-
-    def __init__(
-        self, prediction: RunPrediction | str, tokens_per_step: int, start_step: int, log: Callable[[str], None]
-    ) -> None:
-        """`prediction` is a string with the reason where there is no prediction."""
-        self._prediction, self._tokens, self._log = prediction, tokens_per_step, log
-        self._due_step, self._seconds = start_step + PREDICTED_STEPS, list[float]()
-
-    def describe(self) -> str:
-        return self._prediction if isinstance(self._prediction, str) else self._prediction.describe()
-
-    def add_step(self, seconds: float) -> None:
-        """Record the seconds of a step, which is neither the first nor one that compiled."""
-        if len(self._seconds) < PREDICTED_STEPS:
-            self._seconds.append(seconds)
-
-    def compare(self, step: int, memory_gib: float, *, is_last: bool) -> dict[str, float]:
-        """Fields for metrics.jsonl, once: at the first log step after PREDICTED_STEPS, or at the last of a shorter run."""
-        prediction = self._prediction
-        if isinstance(prediction, str) or not (step >= self._due_step or is_last):
-            return {}
-        self._prediction = "nothing any more"
-        try:
-            speed = self._tokens / statistics.median(self._seconds) if self._seconds else None
-            self._log(f"predicted  {prediction.compare(memory_gib * 2**30, speed)}")
-            fields = {
-                "predicted/memory_gib": prediction.memory_bytes / 2**30,
-                "measured/memory_gib": memory_gib,
-                "predicted/tokens_per_second": prediction.tokens_per_second,
-                "measured/tokens_per_second": speed,
-            }
-            return {name: value for name, value in fields.items() if value is not None}
-        except Exception as problem:  # a failed comparison must not end the run
-            self._log(f"predicted  failed, and the run continues: {problem}")
-            return {}
-
-
-class ConsoleLogger:
-    """Writes lines on the first rank, and all of them to the log. A terminal shows a panel while the run trains, and log
-    steps only there; elsewhere each log step is a line."""
-
-    def __init__(self, dist_ctx: DistributedContext, steps: int, log_path: Path | None, *, panel: bool = True) -> None:
-        self._is_rank0, self._steps = dist_ctx.is_rank0, steps
-        self._log_path = log_path
-        self._log_file = open(log_path, "a", encoding="utf-8") if log_path and dist_ctx.is_rank0 else None  # noqa: SIM115
-        self._console = Console(highlight=False)
-        self._has_panel = panel and self._is_rank0 and can_redraw(self._console)
-        self._panel: ProgressPanel | None = None
-        self._area: LiveArea | None = None
-        self._captured: CapturedOutput | None = None
-        self._last_line = ""
-
-    def info(self, line: str) -> None:
-        """One line for the reader."""
-        if not self._is_rank0:
-            return
-        self._write_log(line)
-        if self._area is not None:
-            self._area.print(line)
-        else:
-            print(line, flush=True)
-
-    def _write_log(self, line: str) -> None:
-        if self._log_file is not None:
-            self._log_file.write(stamp_lines(line))
-            self._log_file.flush()
-
-    def warn(self, line: str) -> None:
-        """One line that must not be overlooked: also printed on standard error, if that is another stream."""
-        self.info(line)
-        if self._is_rank0 and not self._console.is_terminal:
-            print(f"lmforge: {line}", file=terminal_stderr(), flush=True)
-
-    def start_progress(self, step: int) -> None:
-        """Show the panel, on a terminal."""
-        if self._has_panel:
-            redirects_stderr = terminal_stderr().isatty()
-            if self._log_path is not None:
-                self._captured = CapturedOutput(self._log_path)
-            self._panel = ProgressPanel(step, self._steps)
-            self._area = LiveArea(self._console, self._draw)
-            self._area.start()
-            if redirects_stderr:
-                redirect_terminal(self._area.writer)
-
-    def _draw(self, columns: int, lines: int) -> Sequence[Text]:
-        assert self._panel is not None
-        if self._captured is not None and self._area is not None and (written := self._captured.take_lines()):
-            self._area.print("\n".join(written))
-        return self._panel.draw(columns, lines)
-
-    def update_progress(self, step: int) -> None:
-        if self._panel is not None:
-            self._panel.step = step
-
-    def log_metrics(self, record: dict[str, Any]) -> None:
-        """One readable line of a metrics record, or the panel."""
-        parts = format_metrics(record)
-        left = record.get("seconds_left")
-        if left is not None:
-            parts["seconds_left"] = f"{format_duration(left)} left"
-        self._last_line = "  ".join([f"step {record['step']:>{len(str(self._steps))}}/{self._steps}", *parts.values()])
-        if self._panel is None:
-            self.info(self._last_line)
-        else:
-            self._write_log(self._last_line)
-            self._panel.add_record(record)
-
-    def log_sample(self, step: int, text: str) -> None:
-        """Samples of the model after `step` steps, a line each; the panel shows the last one."""
-        line = f"  sample: {text!r}"
-        if self._panel is None:
-            self.info(line)
-        else:
-            self._write_log(line)
-            self._panel.add_sample(step, repr(text))
-
-    def stop_progress(self) -> None:
-        """Remove the panel; the line of the last log step remains."""
-        if self._area is None:
-            return
-        self._area.stop()
-        redirect_terminal(None)
-        for line in self._captured.close() if self._captured is not None else []:
-            print(line, flush=True)
-        self._area = self._panel = self._captured = None
-        if self._last_line:
-            print(self._last_line, flush=True)
-
-    def close(self) -> None:
-        self.stop_progress()
-        if self._log_file is not None:
-            self._log_file.close()
-            self._log_file = None

@@ -1,6 +1,6 @@
-"""Where a run resumes from: the newest checkpoint that can be used, checked against the recipe, and loaded; and rollback."""
+"""Where a run resumes from: the newest checkpoint that can be used, checked against the recipe, and loaded."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import asdict, replace
 from functools import partial
@@ -15,16 +15,14 @@ from lmforge.cluster.distributed import DistributedContext
 from lmforge.cluster.rank_info import launcher_identity
 from lmforge.config.stage import StageConfig
 from lmforge.data.mixture import describe_plan_change
-from lmforge.errors import RunFailed, UserError
+from lmforge.errors import UserError
 from lmforge.interop.resolve import stored_model_config
 from lmforge.model.config import ModelConfig
 from lmforge.parallel.parallel_model import ParallelModel
 from lmforge.plugins import describe_changes, describe_plugins
-from lmforge.runs import Run, remove_checkpoint
-from lmforge.train.bad_steps import BadStep
-from lmforge.train.inputs import ResumePoint, RunContext, RunInputs
+from lmforge.runs import Run
+from lmforge.train.inputs import ResumePoint, RunInputs
 from lmforge.train.optimizers.optimizer import named_optimizer_state
-from lmforge.train.trainer import Trainer
 from lmforge.untrusted import read_json
 
 StageConfigT = TypeVar("StageConfigT", bound=StageConfig)
@@ -96,18 +94,24 @@ def verify_finished(run: Run, point: ResumePoint, steps: int) -> ResumePoint:
 
 
 def load_resume_point(
-    ctx: RunContext, point: ResumePoint, parallel_model: ParallelModel, optimizer: torch.optim.Optimizer
+    run: Run,
+    steps: int,
+    point: ResumePoint,
+    parallel_model: ParallelModel,
+    optimizer: torch.optim.Optimizer,
+    log: Callable[[str], None],
 ) -> ResumePoint:
     """Load model and optimizer from a checkpoint, or from the newest one before it that is not corrupt.
 
     Every rank calls it. Returns the point that was loaded. Raises UserError where no checkpoint can be used.
     """
+    dist_ctx = parallel_model.dist_ctx
     while True:
         assert point.checkpoint_folder is not None
         assert point.manifest is not None
         state = parallel_model.state_dict(optimizer, named_optimizer_state)
         try:
-            with ctx.dist_ctx.raise_on_all():
+            with dist_ctx.raise_on_all():
                 checkpoint.load(point.checkpoint_folder, state)
                 # Weights, order, dropout and samples are functions of seeds and indices; lmforge never uses torch's generator.
                 # Its state is restored for other code in this process.
@@ -115,50 +119,14 @@ def load_resume_point(
             break
         except CorruptCheckpoint as error:
             reason = f"{point.checkpoint_folder}: {error}"
-            ctx.console.info(f"{reason}; skipped")
-            point = ctx.dist_ctx.decide_on_rank0(partial(find_resume_point, ctx.run, ctx.config.train.steps, point.step))
+            log(f"{reason}; skipped")
+            point = dist_ctx.decide_on_rank0(partial(find_resume_point, run, steps, point.step))
             if point.manifest is None:
-                raise UserError(NO_USABLE_CHECKPOINT.format(run=ctx.run.path, reason=reason)) from None
+                raise UserError(NO_USABLE_CHECKPOINT.format(run=run.path, reason=reason)) from None
             for line in point.messages:
-                ctx.console.info(line)
+                log(line)
     parallel_model.load_state_dict(optimizer, state)
     return point
-
-
-def roll_back(trainer: Trainer, last_bad_step: BadStep) -> int:
-    """Load the newest checkpoint from before the bad steps in a row, and delete those after it. Returns its step.
-
-    Training goes on with the batch after the last bad one. Every rank calls it at the same step. Raises RunFailed where
-    there is no such checkpoint, or the run has rolled back too often.
-    """
-    ctx, detector = trainer.ctx, trainer.bad_step_detector
-    cause = f"step {last_bad_step.step}: {detector.consecutive_bad_steps} bad steps in a row"
-    if detector.rollbacks >= ctx.config.faults.max_rollbacks:
-        times = f"after {detector.rollbacks} rollbacks" if detector.rollbacks else "and faults.max_rollbacks = 0"
-        raise RunFailed(f"{cause}, {times}; a lower optimizer.lr or a longer warm-up may help")
-    trainer.checkpointer.wait()
-    first_bad_step = max(0, last_bad_step.step - detector.consecutive_bad_steps) + 1
-    point = ctx.dist_ctx.decide_on_rank0(partial(find_resume_point, ctx.run, ctx.config.train.steps, first_bad_step))
-    if point.manifest is None:
-        raise RunFailed(f"{cause}, and no checkpoint from before them to roll back to")
-    point = load_resume_point(ctx, point, trainer.parallel_model, trainer.optimizer)
-    assert point.manifest is not None
-    if ctx.dist_ctx.is_rank0:
-        _delete_checkpoints_after(ctx, point.step)
-    detector.load_losses(point.manifest.bad_step_detector)
-    detector.rolled_back_to(point.step, next_batch=last_bad_step.batch_index + 1)
-    ctx.events.add("rollback", last_bad_step.step, to=point.step, reason=cause)
-    ctx.console.warn(f"{cause}: rolled back to step {point.step}, continuing with the batches after them")
-    return point.step
-
-
-def _delete_checkpoints_after(ctx: RunContext, step: int) -> None:
-    # A run that resumed from a later checkpoint would repeat the bad steps.
-    for folder in [ctx.run.checkpoint_path(later) for later in ctx.run.checkpoint_steps() if later > step]:
-        try:
-            remove_checkpoint(folder)
-        except Exception as problem:
-            ctx.console.warn(f"{folder}: could not be deleted: {problem}")
 
 
 def check_resumable(point: ResumePoint, config: StageConfig, inputs: RunInputs) -> None:

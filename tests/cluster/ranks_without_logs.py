@@ -17,8 +17,8 @@ from lmforge.config.stage import PretrainConfig
 from lmforge.errors import UserError
 from lmforge.runs import Run
 from lmforge.stages.attempt import start_attempt
-from lmforge.stages.run_stage import collective_timeout
-from lmforge.train.callbacks import Callbacks
+from lmforge.stages.custom_code import PluginCallbacks
+from lmforge.stages.run import collective_timeout
 
 if __name__ == "__main__":
     folder, watch_seconds = Path(sys.argv[1]), float(sys.argv[2])
@@ -38,7 +38,7 @@ if __name__ == "__main__":
             while True:
                 os.dup(0)
     try:
-        start_attempt(config, Run.from_config(config), dist_ctx, Callbacks())
+        start_attempt(config, Run.from_config(config), dist_ctx, PluginCallbacks())
     except UserError as refused:
         os.write(1, f"refused {refused}\n".encode())
     os._exit(0)

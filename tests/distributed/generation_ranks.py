@@ -16,8 +16,8 @@ from lmforge.model.config import ModelConfig
 from lmforge.model.init_weights import init_weights
 from lmforge.model.layers import LanguageModel
 from lmforge.objectives.language import NextTokenObjective
+from lmforge.parallel.parallel_model import train_step
 from lmforge.parallel.parallelize import parallelize
-from lmforge.train.loop import train_step
 from lmforge.train.optimizers.optimizer import build_optimizer
 from tests.decoding import decode
 from tests.distributed.strategies import CollectiveCounter

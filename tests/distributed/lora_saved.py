@@ -22,9 +22,8 @@ from lmforge.model.init_weights import init_weights
 from lmforge.model.layers import LanguageModel
 from lmforge.model.lora import LoraConfig, add_lora, disable_adapters
 from lmforge.objectives.language import NextTokenObjective
-from lmforge.parallel.parallel_model import ParallelModel
+from lmforge.parallel.parallel_model import ParallelModel, train_step
 from lmforge.parallel.parallelize import parallelize
-from lmforge.train.loop import train_step
 from lmforge.train.optimizers.optimizer import build_optimizer, named_optimizer_state
 
 ENGINES = {"ddp": "fsdp1", "fsdp1": "fsdp2", "fsdp2": "ddp"}  # and who takes over from it

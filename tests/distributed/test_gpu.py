@@ -29,12 +29,11 @@ from lmforge.model.config import ModelConfig
 from lmforge.model.init_weights import init_weights
 from lmforge.model.layers import HeadOptions
 from lmforge.monitor.flight_recorder import recent_collectives
-from lmforge.objectives.cross_entropy import cross_entropy_and_z_loss
-from lmforge.objectives.language import NextTokenObjective
+from lmforge.objectives.language import NextTokenObjective, cross_entropy_and_z_loss
 from lmforge.parallel.activation_checkpointing import apply_activation_checkpointing
 from lmforge.parallel.ddp import DDPModel
 from lmforge.parallel.dims import parallel_dims
-from lmforge.parallel.parallel_model import ParallelModel
+from lmforge.parallel.parallel_model import ParallelModel, train_step
 from lmforge.parallel.parallelize import parallelize
 from lmforge.parallel.precision import compiled_graph_count
 from lmforge.plan.memory import count_all, optimizer_state_bytes
@@ -42,7 +41,6 @@ from lmforge.plan.prediction.step_config import StepConfig
 from lmforge.runs import Run
 from lmforge.stages.alignment.reference import ReferenceModel, reference_logprobs
 from lmforge.train.bad_steps import BadStepDetector
-from lmforge.train.loop import train_step
 from lmforge.train.optimizers.optimizer import build_optimizer
 from tests.conftest import Command
 from tests.distributed.conftest import losses

@@ -15,7 +15,7 @@ from lmforge.data.shards.folder import TokenFolder
 from lmforge.data.tokenizer import Tokenizer
 from lmforge.evaluate.perplexity import evaluate_loss
 from lmforge.model.layers import LanguageModel
-from lmforge.objectives.language import score_text
+from lmforge.objectives.logprobs import score_text
 
 CPU = torch.device("cpu")
 ScoreFn = Callable[[Batch], torch.Tensor]

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 from lmforge.data.labels import CHUNK_TOKENS, IGNORE_INDEX
-from lmforge.objectives.cross_entropy import cross_entropy_and_z_loss, head_chunks
+from lmforge.objectives.language import cross_entropy_and_z_loss, head_chunks
 from lmforge.objectives.logprobs import token_losses
 from lmforge.objectives.sharded_head import Scoring
 from tests.seeds import fresh_seed

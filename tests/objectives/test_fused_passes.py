@@ -14,7 +14,6 @@ from torch._inductor.utils import run_and_get_code
 from lmforge.data import labels as chunk_sizes
 from lmforge.data.labels import CHUNK_TOKENS, IGNORE_INDEX
 from lmforge.model.layers import HeadOptions, Passes
-from lmforge.objectives.cross_entropy import HeadChunk, cross_entropy_and_z_loss
 from lmforge.objectives.fused_passes import (
     compiled,
     logit_statistics,
@@ -22,6 +21,7 @@ from lmforge.objectives.fused_passes import (
     write_logit_gradient,
     write_stored_gradient,
 )
+from lmforge.objectives.language import HeadChunk, cross_entropy_and_z_loss
 from lmforge.objectives.logprobs import token_logprobs_and_entropy
 from tests.objectives.oracle import whole_logits
 from tests.objectives.test_cross_entropy import TOLERANCE, assert_close, drawn

@@ -18,7 +18,8 @@ from lmforge.model import build_model
 from lmforge.model.config import ModelConfig
 from lmforge.model.init_weights import init_weights
 from lmforge.model.layers import LanguageModel
-from lmforge.objectives.language import NextTokenObjective, score_text
+from lmforge.objectives.language import NextTokenObjective
+from lmforge.objectives.logprobs import score_text
 
 SHAPE: dict[str, Any] = {
     "hidden_size": 24,

@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from lmforge.data.labels import CHUNK_TOKENS, IGNORE_INDEX
-from lmforge.objectives.cross_entropy import cross_entropy_and_z_loss
+from lmforge.objectives.language import cross_entropy_and_z_loss
 from lmforge.objectives.logprobs import (
     broadcast_to_tokens,
     document_label_counts,

@@ -17,10 +17,9 @@ from lmforge.config.sections import ParallelOptions
 from lmforge.model import build_model
 from lmforge.model.init_weights import init_weights
 from lmforge.objectives.language import NextTokenObjective
-from lmforge.parallel.parallel_model import LossFn, ParallelModel
+from lmforge.parallel.parallel_model import LossFn, ParallelModel, unsharded_for_decoding
 from lmforge.parallel.parallelize import parallelize
 from lmforge.stages.alignment.reference import ReferenceModel, reference_logprobs
-from lmforge.train.validation import unsharded_for_decoding
 
 MODES = tuple(CHECKPOINTING_MODES)
 LOSS = NextTokenObjective().loss

@@ -15,8 +15,9 @@ from lmforge.report.page import render
 from lmforge.report.run_data import MAX_SAMPLES, read_run, verdict
 from lmforge.run_records import newest_values
 from lmforge.runs import Run
-from lmforge.stages import attempt, run_stage
-from lmforge.train.run_events import RunEvents
+from lmforge.stages import attempt
+from lmforge.stages import run as stages
+from lmforge.stages.records import RunEvents
 from lmforge.verbs.running.list_runs import read_runs
 from tests.report.conftest import add_event, copied
 from tests.report.test_page import opened
@@ -36,10 +37,10 @@ def values_of(page: str) -> Any:
 def test_a_run_that_failed_unforeseen_says_why(
     tiny_options: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, problem: BaseException
 ) -> None:
-    def fail(trainer: object) -> None:
+    def fail(*parts: object, **numbers: object) -> None:
         raise problem
 
-    monkeypatch.setattr(run_stage, "train", fail)
+    monkeypatch.setattr(stages, "train", fail)
     assert command(["pretrain", *tiny_options, "--run.folder", str(tmp_path), "--run.name", "a", "--train.steps", "3"]) != 0
     shown = read_run(Run.open(tmp_path / "a"))
     assert shown["state"] == "failed"

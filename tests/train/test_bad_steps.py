@@ -28,11 +28,11 @@ from lmforge.model import build_model
 from lmforge.model.config import ModelConfig
 from lmforge.model.init_weights import init_weights
 from lmforge.objectives.language import NextTokenObjective
+from lmforge.parallel.parallel_model import step_unless, train_step
 from lmforge.parallel.parallelize import parallelize
 from lmforge.runs import Run
 from lmforge.train.bad_steps import BadStepDetector
-from lmforge.train.loop import train_step
-from lmforge.train.optimizers.optimizer import build_optimizer, named_optimizer_state, step_unless
+from lmforge.train.optimizers.optimizer import build_optimizer, named_optimizer_state
 from tests.conftest import Command, without_shape
 from tests.distributed.conftest import losses
 from tests.seeds import fresh_random

@@ -1,6 +1,7 @@
 """The loop: the dtypes of its tensors, its message about recompilation, and that it never waits for a GPU."""
 
 import math
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -25,19 +26,23 @@ from lmforge.data.tokenizer import train_tokenizer
 from lmforge.model import build_model
 from lmforge.model.config import ModelConfig
 from lmforge.model.init_weights import init_weights
+from lmforge.monitor.console import ConsoleLogger
 from lmforge.monitor.watchdog import Watchdog
 from lmforge.objectives.language import NextTokenObjective
 from lmforge.parallel.parallelize import parallelize
 from lmforge.runs import Run
+from lmforge.stages.attempt import RunContext
+from lmforge.stages.build_model import BuiltModel
+from lmforge.stages.observers import Observers
+from lmforge.stages.records import RunEvents
 from lmforge.trackers.tracker_threads import TrackerThreads
-from lmforge.train import loop
+from lmforge.train import metrics
 from lmforge.train.bad_steps import BadStepDetector
-from lmforge.train.inputs import ResumePoint, RunContext, RunInputs
+from lmforge.train.checkpoints import Checkpoints
+from lmforge.train.inputs import ResumePoint, RunInputs
 from lmforge.train.loop import train
-from lmforge.train.metrics import ConsoleLogger
+from lmforge.train.metrics import Throughput
 from lmforge.train.optimizers.optimizer import build_optimizer
-from lmforge.train.run_events import RunEvents
-from lmforge.train.trainer import Trainer
 from tests.conftest import Command, Refusal
 
 Capture = pytest.CaptureFixture[str]
@@ -72,6 +77,8 @@ class RandomBatches:
     """Batches of random tokens; from step `changed_at` on, a sequence more."""
 
     data_wait_seconds = 0.0
+    dataset = PackedDataset(cast(Any, None), name="", location="", plan=[], sequence_length=16)
+    global_batch_size = 2
 
     def __init__(self, changed_at: int | None) -> None:
         self._changed_at = changed_at
@@ -84,6 +91,9 @@ class RandomBatches:
     def validate(self, step: int) -> dict[str, float]:
         return {}
 
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        return {}
+
 
 class LoaderBatches(RandomBatches):
     """Batches of a loader."""
@@ -93,7 +103,14 @@ class LoaderBatches(RandomBatches):
 
 
 def run_loop(
-    batch_source: Any, steps: int, tmp_path: Path, *, device: str, compiled: bool, hidden_from_compiler: bool = False
+    batches: Any,
+    steps: int,
+    tmp_path: Path,
+    *,
+    device: str,
+    compiled: bool,
+    hidden_from_compiler: bool = False,
+    learning_rate: Callable[[int], float] = lambda step: 1e-3,
 ) -> None:
     """The loop by itself, with a small model, under the default options."""
     dist_ctx = cluster.init_distributed(device, threads=1)
@@ -122,27 +139,33 @@ def run_loop(
     checkpointer = AsyncCheckpointer(
         ctx.run, dist_ctx, RetentionPolicy(1), metadata=metadata, tokenizer=tokenizer, log=ctx.console.info
     )
-    dataset = PackedDataset(cast(Any, None), name="", location="", plan=[], sequence_length=16)
-    trainer = Trainer(
-        ctx,
-        RunInputs(tokenizer, dataset, None, model_config, BatchPlan(2, 16, 1, 2, 1), "", "", None),
-        ResumePoint(),
-        objective,
-        torch.float32,
-        parallel_model,
+    inputs = RunInputs(tokenizer, batches.dataset, None, model_config, BatchPlan(2, 16, 1, 2, 1), "", "", None)
+    optimizer, detector = (
         build_optimizer(model, OptimizerOptions()),
         BadStepDetector(dist_ctx, spike_sigmas=6.0, window_steps=4),
-        checkpointer,
-        metrics_file=None,
-        flops_per_token=lambda length: 1.0,
-        peak_flops=None,
-        compiled=compiled,
     )
-    batch_source.state_dict = dict
-    trainer.batch_source = batch_source
+    built = BuiltModel(parallel_model, optimizer, objective, detector, ResumePoint(), torch.float32, compiled)
+    throughput = Throughput(parallel_model, batches, lambda length: 1.0, None, steps, {})
+    observers = Observers(ctx, inputs, (), built, batches, checkpointer, throughput, None)
     try:
-        train(trainer)
+        train(
+            parallel_model,
+            optimizer,
+            learning_rate,
+            objective,
+            batches,
+            detector,
+            Checkpoints(checkpointer, ctx.config, parallel_model, optimizer, batches, detector),
+            throughput,
+            observers,
+            start_step=0,
+            steps=steps,
+            max_grad_norm=1.0,
+            max_bad_steps=3,
+            log_every_steps=1000,
+        )
     finally:
+        observers.close()
         ctx.watch.stop("done")
         ctx.console.close()
 
@@ -166,27 +189,24 @@ def test_a_run_that_is_to_be_compiled_says_where_no_block_was(capsys: Capture, t
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("compiled", [False, True])
-def test_between_log_steps_the_host_never_waits_for_the_gpu(
-    tiny_tokens: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, compiled: bool
-) -> None:
+def test_between_log_steps_the_host_never_waits_for_the_gpu(tiny_tokens: Path, tmp_path: Path, compiled: bool) -> None:
     dataset = TokenDataset(TokenFolder.open(tiny_tokens), sequence_length=128)
     loader = BatchLoader(dataset, global_batch_size=4, micro_batch_size=2, device=torch.device("cuda", 0))
 
-    def learning_rate(trainer: Trainer, step: int) -> float:
+    def learning_rate(step: int) -> float:
         # Called once per step: from the third on, whatever waits raises. The last step logs.
         torch.cuda.set_sync_debug_mode("error" if 3 <= step < 8 else "default")
         return 1e-3
 
-    monkeypatch.setattr(Trainer, "learning_rate", learning_rate)
     try:
-        run_loop(LoaderBatches(loader), 9, tmp_path, device="cuda", compiled=compiled)
+        run_loop(LoaderBatches(loader), 9, tmp_path, device="cuda", compiled=compiled, learning_rate=learning_rate)
     finally:
         torch.cuda.set_sync_debug_mode("default")
         loader.close()
 
 
 class Clock:
-    """Stands for the module `time` of the loop: stands still unless it is moved."""
+    """Stands for the module `time` of the metrics: stands still unless it is moved."""
 
     now = 0.0
 
@@ -196,23 +216,14 @@ class Clock:
 
 def test_the_time_that_is_left_counts_usual_steps_and_what_comes_between_them(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Clock()
-    monkeypatch.setattr(loop, "time", clock)
-    config = validate_options(
-        PretrainConfig, {"train": {"steps": 100}, "validation": {"every_steps": 20}, "checkpoint": {"every_steps": 50}}
-    )
+    monkeypatch.setattr(metrics, "time", clock)
     dist_ctx = cluster.DistributedContext(RankInfo(), torch.device("cpu"), None)
-    trainer: Any = SimpleNamespace(
-        ctx=SimpleNamespace(config=config, dist_ctx=dist_ctx),
-        start_step=0,
-        batch_source=RandomBatches(None),
-        parallel_model=SimpleNamespace(model_parallel_size=1),
-        flops_per_token=lambda length: 1.0,
-        peak_flops=None,
-        bad_step_detector=SimpleNamespace(skipped_steps=0, batch_offset=0),
-        checkpointer=SimpleNamespace(blocking_seconds=0.0),
-        prediction_check=None,
+    parallel_model: Any = SimpleNamespace(dist_ctx=dist_ctx, model_parallel_size=1)
+    batches: Any = RandomBatches(None)
+    throughput = Throughput(
+        parallel_model, batches, lambda length: 1.0, None, 100, {"validation": 20, "save": 50, "sample": None}
     )
-    throughput = loop._Throughput(trainer)
+    throughput.reset(0)
 
     def steps(number: int, seconds: float, unusual: bool = False) -> None:
         for _ in range(number):
@@ -220,23 +231,19 @@ def test_the_time_that_is_left_counts_usual_steps_and_what_comes_between_them(mo
             if unusual:
                 throughput.count_unusual_step(seconds)
 
-    def validate() -> None:
-        clock.now += 7.0
-
-    def save() -> None:
-        clock.now += 1.0
-
     steps(2, 300.0, unusual=True)
     assert throughput.take(2)["seconds_left"] is None, "nothing is known but steps that compile"
     steps(1, 60.0, unusual=True)
     steps(7, 2.0)
     assert throughput.take(10)["seconds_left"] == pytest.approx(90 * 2.0)
     steps(10, 2.0)
-    throughput.exclude(validate)
+    with throughput.excluded("validation"):
+        clock.now += 7.0
     assert throughput.take(20)["seconds_left"] == pytest.approx(80 * 2.0 + 4 * 7.0)
     steps(1, 60.0, unusual=True)
     assert throughput.take(21)["seconds_left"] == pytest.approx(79 * 2.0 + 4 * 7.0), "the last usual step counts"
-    throughput.exclude(save)
+    with throughput.excluded("save"):
+        clock.now += 1.0
     steps(29, 3.0)
     assert throughput.take(50)["seconds_left"] == pytest.approx(50 * 3.0 + 3 * 7.0 + 1.0)
     steps(50, 3.0)

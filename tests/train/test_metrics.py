@@ -11,13 +11,10 @@ from hypothesis import strategies as st
 
 from lmforge.cluster.distributed import DistributedContext
 from lmforge.cluster.rank_info import RankInfo
-from lmforge.train.metrics import (
-    ConsoleLogger,
-    MetricsAccumulator,
-    MetricsFile,
-    format_duration,
-    peak_memory_gib,
-)
+from lmforge.errors import format_duration
+from lmforge.monitor.console import ConsoleLogger
+from lmforge.stages.records import MetricsFile
+from lmforge.train.metrics import MetricsAccumulator, peak_memory_gib
 from tests.seeds import fresh_seed
 
 CPU = torch.device("cpu")

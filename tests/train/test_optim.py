@@ -20,10 +20,11 @@ from lmforge.model import build_model
 from lmforge.model.config import ModelConfig
 from lmforge.model.init_weights import init_weights
 from lmforge.model.layers import LanguageModel
+from lmforge.parallel.parallel_model import set_learning_rate
 from lmforge.train.optimizers.adamw import AdamW, stochastic_round_
 from lmforge.train.optimizers.muon import orthogonalize
-from lmforge.train.optimizers.optimizer import build_optimizer, named_optimizer_state, set_learning_rate
-from lmforge.train.optimizers.schedules import learning_rate
+from lmforge.train.optimizers.optimizer import build_optimizer, named_optimizer_state
+from lmforge.train.optimizers.schedules import build_schedule
 from tests.seeds import fresh_seed
 
 PEAK = 3e-3
@@ -41,7 +42,7 @@ SHAPES: dict[str, dict[str, Any]] = {
 
 
 def rates(steps: int, **options: Any) -> list[float]:
-    return [learning_rate(step, steps, ScheduleOptions(**options), PEAK) for step in range(steps)]
+    return [*map(build_schedule(ScheduleOptions(**options), steps, PEAK), range(steps))]
 
 
 @pytest.mark.parametrize("name", [*FALLING, "constant"])

@@ -12,7 +12,7 @@ from lmforge.plan.prediction.step_config import StepConfig
 from lmforge.plan.run_prediction import RunPrediction, predict_run
 from lmforge.report.run_data import read_run
 from lmforge.runs import Run
-from lmforge.train.metrics import PREDICTED_STEPS, PredictionCheck
+from lmforge.stages.observers import PREDICTED_STEPS, PredictionCheck
 from tests.calibrations import calibration, write_calibration
 from tests.plan.test_plan import step_config_of
 

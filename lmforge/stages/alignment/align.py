@@ -21,9 +21,12 @@ from lmforge.stages.alignment.completions import CompletionScorer, RewardModelSc
 from lmforge.stages.alignment.prompt_inputs import PromptPacking, is_conversational, reward_options
 from lmforge.stages.alignment.reference import PackingWithReference, build_reference, precompute_reference_logprobs
 from lmforge.stages.alignment.rollouts import Rollouts
+from lmforge.stages.attempt import RunContext
+from lmforge.stages.build_model import BuiltModel
 from lmforge.stages.dataset_batches import DatasetBatches
+from lmforge.train.callbacks import BatchSource
+from lmforge.train.inputs import RunInputs
 from lmforge.train.metrics import MetricsAccumulator
-from lmforge.train.trainer import BatchSource, Trainer
 
 
 def has_frozen_reference(config: StageConfig) -> bool:
@@ -33,75 +36,72 @@ def has_frozen_reference(config: StageConfig) -> bool:
     return config.align.method != "grpo" or build_policy_loss_config(config.rollout).kl_estimator != "none"
 
 
-def _align_config(trainer: Trainer) -> AlignConfig:
-    assert isinstance(trainer.ctx.config, AlignConfig)
-    return trainer.ctx.config
-
-
-def build_preference_batches(trainer: Trainer) -> BatchSource:
+def build_preference_batches(ctx: RunContext, inputs: RunInputs, built: BuiltModel) -> BatchSource:
     """The batches of a preference method, with the reference's log-probabilities where it has one. Every rank calls it."""
-    config, inputs = _align_config(trainer), trainer.inputs
+    config = ctx.config
+    assert isinstance(config, AlignConfig)
     if config.reference is None:
-        return DatasetBatches(trainer)
+        return DatasetBatches(ctx, inputs, built)
     if config.reference == "precomputed":
         # Built only if log-probabilities are missing: for a resumed run all of them exist.
-        get_reference = cache(partial(build_reference, trainer, config))
+        get_reference = cache(partial(build_reference, ctx, inputs, built))
         for dataset in filter(None, (inputs.packed_dataset, inputs.validation_dataset)):
-            logprobs = precompute_reference_logprobs(trainer, config, dataset, get_reference)
+            logprobs = precompute_reference_logprobs(ctx, inputs, built, dataset, get_reference)
             dataset.packing = PackingWithReference(dataset.packing, logprobs)
-        batches = DatasetBatches(trainer)
+        batches = DatasetBatches(ctx, inputs, built)
     else:
-        batches = DatasetBatches(trainer, build_reference(trainer, config).add_logprobs)
-    if trainer.start_step == 0:
-        _check_reference_agrees(trainer, batches)
+        batches = DatasetBatches(ctx, inputs, built, build_reference(ctx, inputs, built).add_logprobs)
+    if built.point.step == 0:
+        _check_reference_agrees(ctx, built, batches)
     return batches
 
 
-def _check_reference_agrees(trainer: Trainer, batches: DatasetBatches) -> None:
+def _check_reference_agrees(ctx: RunContext, built: BuiltModel, batches: DatasetBatches) -> None:
     """Log whether policy and reference are the same before the first update, as they have to be."""
     batch = replace(batches.batches(0)[0], rng_keys=None)
-    accumulator = MetricsAccumulator(trainer.ctx.dist_ctx)
+    accumulator = MetricsAccumulator(ctx.dist_ctx)
     with torch.no_grad():
-        _, metrics = trainer.parallel_model.score(batch, score_fn=trainer.objective.loss)
+        _, metrics = built.parallel_model.score(batch, score_fn=built.objective.loss)
     accumulator.add(metrics)
     means = accumulator.reduce_and_reset()
     if mismatch := reference_mismatch_warning(means):
-        trainer.ctx.console.warn(mismatch)
+        ctx.console.warn(mismatch)
     else:
-        trainer.ctx.console.info(f"reference  agrees with the policy before the first update (loss {means['loss']:.4f})")
+        ctx.console.info(f"reference  agrees with the policy before the first update (loss {means['loss']:.4f})")
 
 
-def build_rollouts(trainer: Trainer) -> Rollouts:
+def build_rollouts(ctx: RunContext, inputs: RunInputs, built: BuiltModel) -> Rollouts:
     """Completions of prompts, with their rewards. Every rank calls it, and has reward functions of its own."""
-    config, inputs = _align_config(trainer), trainer.inputs
+    config = ctx.config
+    assert isinstance(config, AlignConfig)
     tokenizer, packing = inputs.tokenizer, inputs.packed_dataset.packing
     assert isinstance(packing, PromptPacking)
     loss_config = build_policy_loss_config(config.rollout)
     prompts = [*packing.prompts, *packing.validation_prompts]
-    with trainer.ctx.dist_ctx.raise_on_all():
-        reward_functions = _load_reward_functions(trainer, config)
+    with ctx.dist_ctx.raise_on_all():
+        reward_functions = _load_reward_functions(ctx, config, built.dtype)
     scorer = CompletionScorer(
         reward_functions,
         sorted({name for prompt in prompts for name in prompt.columns}),
         tokenizer,
-        trainer.ctx.run.path,
-        trainer.ctx.dist_ctx.rank_info.rank,
+        ctx.run.path,
+        ctx.dist_ctx.rank_info.rank,
     )
     stop_token_ids = frozenset({tokenizer.eos_token_id})
     if is_conversational(prompts):
         stop_token_ids = ChatTemplate.from_tokenizer(tokenizer).stop_ids
     reference = None
     if loss_config.kl_estimator != "none":
-        reference = build_reference(trainer, config, loss_config.temperature)
-    rollouts = Rollouts(trainer, config.rollout, loss_config, scorer, stop_token_ids=stop_token_ids, reference=reference)
-    folder = trainer.resume_point.checkpoint_folder
+        reference = build_reference(ctx, inputs, built, loss_config.temperature)
+    rollouts = Rollouts(ctx, inputs, built, loss_config, scorer, stop_token_ids=stop_token_ids, reference=reference)
+    folder = built.point.checkpoint_folder
     if config.rollout.num_iterations > 1 and folder is not None:
-        _restore(rollouts, folder, trainer)
+        _restore(rollouts, folder, ctx)
     return rollouts
 
 
-def _load_reward_functions(trainer: Trainer, config: AlignConfig) -> RewardFunctions:
-    ctx, options = trainer.ctx, config.rollout
+def _load_reward_functions(ctx: RunContext, config: AlignConfig, dtype: torch.dtype) -> RewardFunctions:
+    options = config.rollout
     heartbeat, device = partial(ctx.watch.set_phase, "reward"), ctx.dist_ctx.device
     return load_reward_functions(
         options.reward_functions,
@@ -109,19 +109,19 @@ def _load_reward_functions(trainer: Trainer, config: AlignConfig) -> RewardFunct
         timeout_seconds=options.reward_timeout_seconds,
         # Functions may fail on some ranks only, and the console prints on rank 0 only; other ranks print to their logs.
         log=ctx.console.warn if ctx.dist_ctx.is_rank0 else partial(print, flush=True),
-        open_reward_model=partial(RewardModelScorer, device=device, dtype=trainer.dtype, on_batch=heartbeat),
+        open_reward_model=partial(RewardModelScorer, device=device, dtype=dtype, on_batch=heartbeat),
         heartbeat=heartbeat,
         options=reward_options(options),
     )
 
 
-def _restore(rollouts: Rollouts, folder: Path, trainer: Trainer) -> None:
+def _restore(rollouts: Rollouts, folder: Path, ctx: RunContext) -> None:
     """Load the set of completions of a checkpoint."""
     state = rollouts.empty_state_dict()
     try:
-        with trainer.ctx.dist_ctx.raise_on_all(), torch.no_grad():
+        with ctx.dist_ctx.raise_on_all(), torch.no_grad():
             checkpoint.load(folder, {"rollouts": state})
         rollouts.load_state_dict(state)
     except UserError as reason:
         # The set is corrupt, or was saved with other options.
-        trainer.ctx.console.warn(f"{folder}: {reason}; the completions of this set are sampled again")
+        ctx.console.warn(f"{folder}: {reason}; the completions of this set are sampled again")

@@ -26,6 +26,7 @@ from lmforge.data.dataset import PackedDataset
 from lmforge.data.packing import PackedSequence, Packing
 from lmforge.interop.config_json import to_config_json
 from lmforge.model import build_model
+from lmforge.model.config import ModelConfig
 from lmforge.model.layers import LanguageModel
 from lmforge.model.lora import disable_adapters
 from lmforge.objectives.logprobs import token_logprobs
@@ -33,8 +34,10 @@ from lmforge.parallel.parallel_model import ParallelModel
 from lmforge.parallel.parallelize import parallelize
 from lmforge.parallel.precision import DTYPES
 from lmforge.parallel.validate import choose_engine
+from lmforge.stages.attempt import RunContext
+from lmforge.stages.build_model import BuiltModel
 from lmforge.stages.pretrained import find_required_pretrained
-from lmforge.train.trainer import Trainer
+from lmforge.train.inputs import RunInputs
 
 # The number of sequences that all ranks together compute and write at once, for any number of ranks.
 CHUNK_SEQUENCES = 64
@@ -93,28 +96,32 @@ class PackingWithReference(Packing):
         out.extras["reference_logprobs"][:] = self._logprobs[index] if index < self.num_sequences else 0
 
 
-def build_reference(trainer: Trainer, config: AlignConfig, temperature: float = 1.0) -> ReferenceModel:
+def build_reference(ctx: RunContext, inputs: RunInputs, built: BuiltModel, temperature: float = 1.0) -> ReferenceModel:
     """The reference of a recipe. Where its log-probabilities are precomputed, the policy before its first update computes
     them."""
-    policy, precomputed = trainer.parallel_model, config.reference == "precomputed"
+    config, policy = ctx.config, built.parallel_model
+    assert isinstance(config, AlignConfig)
+    precomputed = config.reference == "precomputed"
     if config.reference == "adapters-off" or (config.lora.rank is not None and precomputed):
         return ReferenceModel(policy, partial(disable_adapters, policy.model), temperature)
-    if precomputed and trainer.start_step == 0:
+    if precomputed and built.point.step == 0:
         return ReferenceModel(policy, temperature=temperature)
-    return ReferenceModel(_build_frozen_reference(trainer, config), temperature=temperature)
+    return ReferenceModel(_build_frozen_reference(ctx.dist_ctx, config, inputs.model_config, built), temperature=temperature)
 
 
-def _build_frozen_reference(trainer: Trainer, config: AlignConfig) -> ParallelModel:
+def _build_frozen_reference(
+    policy_ctx: DistributedContext, config: AlignConfig, model_config: ModelConfig, built: BuiltModel
+) -> ParallelModel:
     """The model that the policy began as, distributed like the policy and never trained."""
-    dist_ctx, options = trainer.ctx.dist_ctx, config.parallel
-    model = build_model(trainer.inputs.model_config, "meta").to(DTYPES[config.train.master_dtype])
+    dist_ctx, options = policy_ctx, config.parallel
+    model = build_model(model_config, "meta").to(DTYPES[config.train.master_dtype])
     model.requires_grad_(False)
     if choose_engine(options, dist_ctx.world_size, dist_ctx.device.type) in ("single", "ddp"):
         # There are no gradients to exchange.
         options, dist_ctx = ParallelOptions(), DistributedContext(RankInfo(), dist_ctx.device, None)
 
     def fill(model: LanguageModel) -> None:
-        with trainer.ctx.dist_ctx.raise_on_all():
+        with policy_ctx.raise_on_all():
             find_required_pretrained(config).load_weights(model)
 
     return parallelize(
@@ -122,8 +129,8 @@ def _build_frozen_reference(trainer: Trainer, config: AlignConfig) -> ParallelMo
         reference_logprobs,
         dist_ctx=dist_ctx,
         # The same as for the policy, or the two would differ before the first update.
-        dtype=trainer.dtype,
-        compile_model=trainer.compiled,
+        dtype=built.dtype,
+        compile_model=built.compiled,
         float8=config.train.float8,
         options=options.model_copy(update={"activation_checkpointing": "none"}),
         init_weights=fill,
@@ -132,31 +139,37 @@ def _build_frozen_reference(trainer: Trainer, config: AlignConfig) -> ParallelMo
 
 
 def precompute_reference_logprobs(
-    trainer: Trainer, config: AlignConfig, dataset: PackedDataset, get_reference: Callable[[], ReferenceModel]
+    ctx: RunContext,
+    inputs: RunInputs,
+    built: BuiltModel,
+    dataset: PackedDataset,
+    get_reference: Callable[[], ReferenceModel],
 ) -> np.ndarray:
     """log p of each label of every sequence under the reference: fp32 [sequences, sequence_length]. Every rank calls it.
 
     Chunks of CHUNK_SEQUENCES are written as they are computed, so that an interrupted pass continues where it stopped. Their
     folder is named by a hash of everything that they depend on.
     """
-    dist_ctx, in_order, count = trainer.ctx.dist_ctx, replace(dataset, shuffle=False), dataset.packing.num_sequences
+    config, dist_ctx = ctx.config, ctx.dist_ctx
+    assert isinstance(config, AlignConfig)
+    in_order, count = replace(dataset, shuffle=False), dataset.packing.num_sequences
     depends_on = {
         "weights": find_required_pretrained(config).digest,
-        "shape": to_config_json(trainer.inputs.model_config),
-        "dtype": str(trainer.dtype),
+        "shape": to_config_json(inputs.model_config),
+        "dtype": str(built.dtype),
         "masters": config.train.master_dtype,
         "float8": config.train.float8,
     }
     key = json.dumps([dataset.plan_hash, dataset.sequence_length, depends_on], sort_keys=True)
-    folder = Path(trainer.inputs.data_source) / f"reference-{xxhash.xxh3_64_hexdigest(key.encode())}"
+    folder = Path(inputs.data_source) / f"reference-{xxhash.xxh3_64_hexdigest(key.encode())}"
     if dist_ctx.rank_info.local_rank == 0:
         folder.mkdir(parents=True, exist_ok=True)
     paths = [folder / f"{first:09d}.npy" for first in range(0, count, CHUNK_SEQUENCES)]
     missing = sorted(set().union(*dist_ctx.all_gather([index for index, path in enumerate(paths) if not path.exists()])))
     if missing:
-        trainer.ctx.console.info(f"reference  computing {count:,} sequences into {folder}")
+        ctx.console.info(f"reference  computing {count:,} sequences into {folder}")
     local_size = -(-CHUNK_SEQUENCES // dist_ctx.world_size)
-    batch_size = trainer.inputs.batch_plan.micro_batch_size
+    batch_size = inputs.batch_plan.micro_batch_size
     for index in missing:
         # Alignment refuses model parallelism, so every rank has sequences of its own: the rank is the data-parallel rank.
         first = index * CHUNK_SEQUENCES + dist_ctx.rank_info.rank * local_size
@@ -165,7 +178,7 @@ def precompute_reference_logprobs(
         logprobs = []
         for start in range(0, local_size, batch_size):
             # Each batch counts as progress for the watchdog.
-            trainer.ctx.watch.set_phase("evaluate", 0)
+            ctx.watch.set_phase("evaluate", 0)
             logprobs.append(get_reference().logprobs(local[start : start + batch_size]))
         parts = dist_ctx.all_gather(torch.cat(logprobs).float().cpu().numpy())
         chunk = np.concatenate(parts)[: min(CHUNK_SEQUENCES, count - index * CHUNK_SEQUENCES)]

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lmforge.config.align import RolloutOptions
+from lmforge.config.align import AlignConfig
 from lmforge.data.batch import Batch, Extras, Metrics
 from lmforge.data.chat.preferences import TokenizedPrompt
 from lmforge.data.labels import IGNORE_INDEX
@@ -32,11 +32,13 @@ from lmforge.objectives.policy import (
     has_nonzero_std,
     subtract_kl_penalty,
 )
+from lmforge.parallel.parallel_model import unsharded_for_decoding
 from lmforge.stages.alignment.completions import CompletionScorer, SampledCompletion, completions_table_name, locate_completions
 from lmforge.stages.alignment.prompt_inputs import PromptPacking
 from lmforge.stages.alignment.reference import ReferenceModel, with_extras
-from lmforge.train.trainer import Trainer
-from lmforge.train.validation import unsharded_for_decoding
+from lmforge.stages.attempt import RunContext
+from lmforge.stages.build_model import BuiltModel
+from lmforge.train.inputs import RunInputs
 
 # Tensors of a batch in a checkpoint.
 BATCH_TENSORS = {"tokens": torch.int64, "labels": torch.int64, "positions": torch.int64, "document_ids": torch.int32}
@@ -89,21 +91,25 @@ class Rollouts:
 
     def __init__(
         self,
-        trainer: Trainer,
-        options: RolloutOptions,
+        ctx: RunContext,
+        inputs: RunInputs,
+        built: BuiltModel,
         loss_config: PolicyLossConfig,
         scorer: CompletionScorer,
         *,
         stop_token_ids: frozenset[int],
         reference: ReferenceModel | None,
     ) -> None:
-        """`trainer.inputs.packed_dataset` gives the order of the prompts of its PromptPacking."""
-        packing = trainer.inputs.packed_dataset.packing
+        """`inputs.packed_dataset` gives the order of the prompts of its PromptPacking."""
+        packing = inputs.packed_dataset.packing
         assert isinstance(packing, PromptPacking)
+        assert isinstance(ctx.config, AlignConfig)
+        options = ctx.config.rollout
         self.data_wait_seconds = 0.0
-        self._trainer, self._options, self._loss_config = trainer, options, loss_config
+        self._ctx, self._inputs, self._built, self._options, self._loss_config = ctx, inputs, built, options, loss_config
         self._packing, self._scorer, self._stop_token_ids, self._reference = packing, scorer, stop_token_ids, reference
-        self._dist_ctx, self._batch_plan = trainer.ctx.dist_ctx, trainer.inputs.batch_plan
+        self._dist_ctx, self._batch_plan = ctx.dist_ctx, inputs.batch_plan
+        self.dataset, self.global_batch_size = inputs.packed_dataset, inputs.batch_plan.global_batch_size
         # Alignment refuses model parallelism, so every rank has sequences of its own: the rank is the data-parallel rank.
         self._rank, self._world_size = self._dist_ctx.rank_info.rank, self._dist_ctx.world_size
         # A group stays on one rank. If the number of groups is not divisible, the first ranks have one more and the others
@@ -122,7 +128,7 @@ class Rollouts:
         began = time.perf_counter()
         set_index, iteration = divmod(batch_index, self._options.num_iterations)
         if self._set is None or self._set_index != set_index:
-            step = batch_index - self._trainer.bad_step_detector.batch_offset
+            step = batch_index - self._built.detector.batch_offset
             self._set, self._set_index = self._make_set(set_index, step), set_index
         self.data_wait_seconds += time.perf_counter() - began
         local = self._set[iteration * self._local_batch_size : (iteration + 1) * self._local_batch_size]
@@ -137,7 +143,7 @@ class Rollouts:
     def _make_set(self, set_index: int, step: int) -> Batch:
         options, num_generations = self._options, self._options.num_generations
         # The prompts of a step are those of all ranks, in the order of the ranks.
-        order, seed = self._trainer.inputs.packed_dataset, self._trainer.ctx.config.train.seed
+        order, seed = self.dataset, self._ctx.config.train.seed
         prompts: list[TokenizedPrompt] = []
         seeds: list[int] = []
         for each in range(set_index * options.num_iterations, (set_index + 1) * options.num_iterations):
@@ -179,7 +185,7 @@ class Rollouts:
         with self._dist_ctx.raise_on_all():
             scores = self._scorer.score(table, prompts, completions)
         if table is not None and prompts:
-            self._trainer.ctx.events.add("completions", step, table=table)
+            self._ctx.events.add("completions", step, table=table)
         return scores
 
     def _reference_logprobs(self, batch: Batch) -> Tensor:
@@ -208,13 +214,13 @@ class Rollouts:
         """Completions by the policy as it is now. Every rank calls it, with prompts of its own."""
         options, completions = self._options, [SampledCompletion() for _ in prompts]
         sampling = SamplingParams(0.0 if greedy else options.temperature, top_p=options.top_p)
-        with unsharded_for_decoding(self._trainer.parallel_model) as model:
+        with unsharded_for_decoding(self._built.parallel_model) as model:
             # A rank without prompts also takes part, since this is collective.
             if not prompts:
                 return []
             engine = Engine(
                 model,
-                vocab_size=self._trainer.inputs.tokenizer.vocab_size,
+                vocab_size=self._inputs.tokenizer.vocab_size,
                 max_batch_size=min(options.decode_batch_size, len(prompts)),
                 max_length=self._batch_plan.sequence_length,
             )
@@ -232,7 +238,7 @@ class Rollouts:
                     completion.tokens.append(token.token_id)
                     completion.logprobs.append(token.logprob)
                     completion.stopped = token.finish_reason == "stop"
-                self._trainer.ctx.watch.set_phase("sample", step)
+                self._ctx.watch.set_phase("sample", step)
         return completions
 
     def _to_batch(self, prompts: Sequence[TokenizedPrompt], completions: Sequence[SampledCompletion]) -> Batch:
@@ -246,7 +252,7 @@ class Rollouts:
     def validate(self, step: int) -> dict[str, float]:
         """Mean reward and pass rate of greedy completions of validation prompts. Every rank calls it, for its part of them."""
         prompts = self._packing.validation_prompts
-        count = min(self._trainer.ctx.config.validation.sequences, len(prompts))
+        count = min(self._ctx.config.validation.sequences, len(prompts))
         if not count:
             return {}
         # Evenly spaced.
@@ -265,7 +271,7 @@ class Rollouts:
         record = locate_completions(batch_index, self._options, self._world_size)
         if record["completions"] is None:
             return record, "its completions were not written (rollout.log_completions_every)"
-        return record, f"its completions are in {self._trainer.ctx.run.path / record['completions']}"
+        return record, f"its completions are in {self._ctx.run.path / record['completions']}"
 
     def state_dict(self) -> dict[str, Tensor]:
         """The current set of all ranks, each tensor [num_iterations, global batch size, …].

@@ -2,6 +2,6 @@
 
 Begin with `optimizer.py` (`build_optimizer`).
 
-For others: `build_optimizer`, `step_unless`, `learning_rate`. Not here: which steps are bad (train/bad_steps.py), and the
+For others: `build_optimizer`, `build_schedule`. Not here: which steps are bad (train/bad_steps.py), and the
 bytes of states (plan/memory.py).
 """

@@ -1,8 +1,7 @@
-"""The optimizer, its parameter groups, its state under the model's names, and the learning rate of every step."""
+"""The optimizer, its parameter groups, and its state under the model's names."""
 
 import difflib
 import re
-import weakref
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -18,9 +17,6 @@ from lmforge.parallel.precision import DTYPES
 from lmforge.train.optimizers.adamw import AdamW
 from lmforge.train.optimizers.muon import Muon
 from lmforge.train.optimizers.sgd import SGD
-
-# Optimizers that ignore `found_inf`, and would always take the step.
-_host_decides: "weakref.WeakSet[torch.optim.Optimizer]" = weakref.WeakSet()
 
 
 def build_optimizer(
@@ -48,8 +44,8 @@ def build_optimizer(
     if not isinstance(optimizer, torch.optim.AdamW) and not hasattr(optimizer, "get_or_init_state"):
         way = "give it get_or_init_state(parameter, group), which returns its tensors for a parameter"
         raise UserError(f"{entry.origin}: optimizer {entry.name}: its state cannot be saved; {way}")
-    if not entry.facts.get("reads_found_inf"):
-        _host_decides.add(optimizer)
+    if not entry.facts.get("reads_found_inf"):  # it would always take the step: the host decides (`step_unless`)
+        optimizer.ignores_found_inf = True  # type: ignore[attr-defined]
     return optimizer
 
 
@@ -155,25 +151,3 @@ def _get_or_init_state(optimizer: torch.optim.Optimizer, parameter: Tensor, grou
         state["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device)
         state |= {name: torch.zeros_like(parameter) for name in ("exp_avg", "exp_avg_sq")}
     return state
-
-
-def step_unless(optimizer: torch.optim.Optimizer, skip: Tensor) -> None:
-    """Take one step, unless `skip` (bool, on the device, the same on all ranks) is true: then parameters and state do not
-    change.
-
-    The host does not wait for its value, unless the parameters are on the host (with cpu_offload), or the optimizer is one of
-    a plugin that does not read `found_inf`.
-    """
-    if optimizer in _host_decides:
-        if not skip:
-            optimizer.step()
-        return
-    # torch's fused optimizers read this, and so do ours.
-    optimizer.found_inf = skip.to(optimizer.param_groups[0]["params"][0].device).float()  # type: ignore[attr-defined]
-    optimizer.step()
-    del optimizer.found_inf  # type: ignore[attr-defined]
-
-
-def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
-    for group in optimizer.param_groups:
-        group["lr"] = lr * group.get("lr_ratio", 1.0)

@@ -5,6 +5,7 @@ Each schedule is called as `(step, steps, schedule, options)`: the 0-based step,
 """
 
 import math
+from collections.abc import Callable
 
 from lmforge import registry
 from lmforge.config.extend import entry_options
@@ -12,22 +13,27 @@ from lmforge.config.sections import ScheduleOptions
 from lmforge.errors import UserError
 
 
-def learning_rate(step: int, steps: int, options: ScheduleOptions, peak_lr: float) -> float:
-    """Learning rate of 0-based `step` in a run of `steps`: linear warm-up, then the schedule's shape down to its final ratio.
+def build_schedule(options: ScheduleOptions, steps: int, peak_lr: float) -> Callable[[int], float]:
+    """The learning rate of a step (from 0) in a run of `steps`: linear warm-up, then the schedule's shape down to its final
+    ratio.
 
-    The peak is reached after the warm-up, and the final learning rate at the last step. Raises UserError for a schedule of a
-    plugin that returns no finite number from 0 on.
+    The peak is reached after the warm-up, and the final learning rate at the last step. The function raises UserError for a
+    schedule of a plugin that returns no finite number from 0 on.
     """
-    warmup = options.warmup(steps)
-    if step < warmup:
-        return peak_lr * (step + 1) / (warmup + 1)
-    entry = registry.get("schedule", options.name)
-    shape = entry.build(step, steps, options, entry_options(options, entry))
-    if not isinstance(shape, int | float) or not 0 <= shape < math.inf:
-        raise UserError(f"{entry.origin}: schedule {entry.name} returned {shape!r} at step {step}, not a number from 0 on")
-    if shape == 1:
-        return peak_lr
-    return peak_lr * (options.min_lr_ratio + (1 - options.min_lr_ratio) * shape)
+    warmup, entry = options.warmup(steps), registry.get("schedule", options.name)
+    own_options = entry_options(options, entry)
+
+    def learning_rate(step: int) -> float:
+        if step < warmup:
+            return peak_lr * (step + 1) / (warmup + 1)
+        shape = entry.build(step, steps, options, own_options)
+        if not isinstance(shape, int | float) or not 0 <= shape < math.inf:
+            raise UserError(f"{entry.origin}: schedule {entry.name} returned {shape!r} at step {step}, not a number from 0 on")
+        if shape == 1:
+            return peak_lr
+        return peak_lr * (options.min_lr_ratio + (1 - options.min_lr_ratio) * shape)
+
+    return learning_rate
 
 
 def constant(step: int, steps: int, schedule: ScheduleOptions, options: None = None) -> float:

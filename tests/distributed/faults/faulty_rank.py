@@ -19,8 +19,8 @@ from lmforge.cli import main
 from lmforge.cluster.distributed import DistributedContext
 from lmforge.data.loader import BatchLoader
 from lmforge.parallel.parallel_model import ModelWithLoss
-from lmforge.stages import run_stage
-from lmforge.train.trainer import Trainer
+from lmforge.stages import run as stages
+from lmforge.stages.observers import Observers
 
 SLEEP = float(os.environ.get("SLEEP", "0"))
 FAULTY_STEP = int(os.environ.get("FAULTY_STEP", "7"))
@@ -63,13 +63,13 @@ def skips_a_collective() -> None:
 
 
 def is_stopped_at_the_end() -> None:
-    before = Trainer.close
+    before = Observers.close
 
     def close(self: Any) -> None:
         os.kill(os.getpid(), signal.SIGSTOP)
         before(self)
 
-    Trainer.close = close  # type: ignore[method-assign]
+    Observers.close = close  # type: ignore[method-assign]
 
 
 def ends_at_step_3() -> None:
@@ -86,7 +86,7 @@ def ends_at_step_3() -> None:
         time.sleep(SLEEP)  # its sockets stay open: the others are not told that it has failed
         destroy_distributed()
 
-    destroy_distributed, run_stage.destroy_distributed = run_stage.destroy_distributed, destroy
+    destroy_distributed, stages.destroy_distributed = stages.destroy_distributed, destroy
     BatchLoader.batches = batches  # type: ignore[method-assign]
 
 
@@ -95,7 +95,7 @@ FAULTS |= dict.fromkeys(("raise", "kill", "abort"), ends_at_step_3)
 
 if __name__ == "__main__":
     if "COLLECTIVE_SECONDS" in os.environ:
-        run_stage.collective_timeout = lambda config: timedelta(seconds=float(os.environ["COLLECTIVE_SECONDS"]))
+        stages.collective_timeout = lambda config: timedelta(seconds=float(os.environ["COLLECTIVE_SECONDS"]))
     if os.environ["RANK"] == os.environ["FAULTY_RANK"]:
         FAULTS[os.environ["FAULT"]]()
     main()

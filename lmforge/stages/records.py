@@ -1,6 +1,7 @@
-"""What happens in a run besides its metrics, for reports and trackers: `events.jsonl`, one JSON object an event, in time order.
+"""What a run writes while it trains, for reports and trackers, one JSON object a line: its metrics in `metrics.jsonl`, and in
+`events.jsonl` what else happens, in time order.
 
-Every object has `time` (ISO 8601, UTC), `kind` and `step` (steps done, None where that is not known). Kinds, and their fields:
+Every event has `time` (ISO 8601, UTC), `kind` and `step` (steps done, None where that is not known). Kinds, and their fields:
 
   start        an attempt begins: ranks, hosts, device     checkpoint   a save is requested: kept
   model        model_type, parameters, trained             completions  sampled and scored: table, in `completions/`
@@ -17,12 +18,30 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from lmforge.atomic_files import without_non_finite
+
 
 def has_torn_end(file: BinaryIO) -> bool:
     """Whether the last line of an open file was not finished: its writer was killed, or the disk was full."""
     size = file.seek(0, os.SEEK_END)
     file.seek(max(0, size - 1))
     return file.read(1) not in (b"", b"\n")
+
+
+class MetricsFile:
+    """Appends one JSON object per log step."""
+
+    def __init__(self, path: Path) -> None:
+        self._file = open(path, "a+b")  # noqa: SIM115
+        if has_torn_end(self._file):
+            self._file.write(b"\n")
+
+    def write(self, record: dict[str, Any]) -> None:
+        self._file.write(json.dumps(without_non_finite(record)).encode() + b"\n")
+        self._file.flush()
+
+    def close(self) -> None:
+        self._file.close()
 
 
 class RunEvents:

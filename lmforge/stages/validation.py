@@ -1,13 +1,11 @@
-"""Measurements of the model while it trains: validation, scores of tasks, and generated samples.
+"""What is measured of the model while it trains, besides its loss: scores of tasks, and generated samples.
 
 Scores are the same as from `lmforge evaluate --tasks` on the checkpoint of that step.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import partial
 
-from lmforge.config.sections import COMFORTABLE_MICRO_BATCH_TOKENS, SampleOptions
+from lmforge.config.sections import COMFORTABLE_MICRO_BATCH_TOKENS
 from lmforge.config.stage import StageConfig
 from lmforge.data.tokenizer import Tokenizer
 from lmforge.errors import UserError
@@ -15,13 +13,9 @@ from lmforge.evaluate.tasks import QuestionTask, TaskSettings, check_task, load_
 from lmforge.generate.engine import generate
 from lmforge.generate.model_loading import LoadedModel, prefix_and_stop_ids
 from lmforge.generate.sampling import SamplingParams
-from lmforge.model.config import ModelConfig
-from lmforge.model.layers import LanguageModel
-from lmforge.parallel.parallel_model import ParallelModel
-from lmforge.parallel.precision import uncompiled_blocks
+from lmforge.parallel.parallel_model import ParallelModel, unsharded_for_decoding
+from lmforge.stages.attempt import RunContext
 from lmforge.train.inputs import RunInputs
-from lmforge.train.trainer import Trainer
-from lmforge.untrusted import quoted
 
 # Maximum sequences in a batch of a task. It does not depend on the number of ranks, or the last bits of scores would differ.
 MAX_TASK_BATCH_SIZE = 16
@@ -51,26 +45,22 @@ def open_validation_tasks(config: StageConfig, inputs: RunInputs) -> tuple[tuple
     return tuple(opened.values())
 
 
-@contextmanager
-def unsharded_for_decoding(parallel_model: ParallelModel) -> Iterator[LanguageModel]:
-    """The model with all its weights on this rank, in its compute dtype. All ranks enter and leave together.
-
-    Its blocks are not compiled, since each sequence length would need another graph. Attention is compiled where required.
-    """
-    with parallel_model.unsharded() as model, parallel_model.autocast(), uncompiled_blocks(model):
-        yield model
-
-
-def validate(trainer: Trainer, step: int) -> dict[str, float]:
-    """Metrics of validation and scores of tasks, by name. Every rank calls it."""
-    ctx, inputs, options = trainer.ctx, trainer.inputs, trainer.ctx.config.validation
-    scores = trainer.batch_source.validate(step)
-    if not inputs.tasks:
-        return scores
-    with unsharded_for_decoding(trainer.parallel_model) as model:
+def score_tasks(
+    ctx: RunContext,
+    inputs: RunInputs,
+    parallel_model: ParallelModel,
+    tasks: tuple[tuple[QuestionTask, int], ...],
+    step: int,
+) -> dict[str, float]:
+    """The scores of tasks, each with its batch size, by their names in metrics.jsonl. Every rank calls it."""
+    if not tasks:
+        return {}
+    scores: dict[str, float] = {}
+    options = ctx.config.validation
+    with unsharded_for_decoding(parallel_model) as model:
         prefix_and_stop = prefix_and_stop_ids(inputs.tokenizer, ctx.config.of_stage)
         loaded = LoadedModel(model, inputs.model_config, inputs.tokenizer, ctx.run.path, None, *prefix_and_stop)
-        for task, batch_size in inputs.tasks:
+        for task, batch_size in tasks:
             settings = TaskSettings(
                 num_fewshot=options.num_fewshot,
                 limit=options.task_limit,
@@ -84,37 +74,18 @@ def validate(trainer: Trainer, step: int) -> dict[str, float]:
     return scores
 
 
-def check_samples(config: StageConfig, model_config: ModelConfig, tokenizer: Tokenizer) -> None:
-    """Raise UserError for sample prompts that are longer than the training sequences or the model's context."""
-    sample, length, longest = config.sample, config.data.sequence_length, 0
-    if sample == SampleOptions():
-        return
-    # Encoding a text that cannot fit would take long. A tokenizer's normalizer may shorten a text, by less than this factor.
-    most_bytes = 4 * length * int(tokenizer.token_byte_lengths().max())
-    for prompt in sample.prompts:
-        count = len(tokenizer.encode(prompt)) if len(prompt.encode()) <= most_bytes else length + 1
-        longest = max(longest, count)
-        if count > length:
-            way = f"does not fit into data.sequence_length = {length} tokens; shorten it"
-            raise UserError(f"sample.prompts: {quoted(prompt)} {way}")
-    limit = max(length, model_config.max_position_embeddings)
-    if sample.every_steps is not None and longest + sample.max_tokens > limit:
-        total = longest + sample.max_tokens
-        raise UserError(f"sample.max_tokens: prompt and sample take {total} tokens, this model has positions for {limit}")
-
-
-def write_samples(trainer: Trainer, step: int) -> None:
+def write_samples(ctx: RunContext, parallel_model: ParallelModel, tokenizer: Tokenizer, step: int) -> None:
     """Log what the model writes after the prompts of the recipe. Every rank calls it and generates the same text."""
-    config = trainer.ctx.config
-    with unsharded_for_decoding(trainer.parallel_model) as model:
+    config = ctx.config
+    with unsharded_for_decoding(parallel_model) as model:
         completions = generate(
             model,
-            trainer.inputs.tokenizer,
+            tokenizer,
             config.sample.prompts,
             max_tokens=config.sample.max_tokens,
             sampling=SamplingParams(config.sample.temperature),
             seed=config.train.seed + step,
         )
     for prompt, completion in zip(config.sample.prompts, completions, strict=True):
-        trainer.ctx.events.add("sample", step, prompt=prompt, text=completion.text)
-        trainer.ctx.console.log_sample(step, prompt + completion.text)
+        ctx.events.add("sample", step, prompt=prompt, text=completion.text)
+        ctx.console.log_sample(step, prompt + completion.text)
