@@ -1,7 +1,7 @@
 """The one reader of content from outside: JSON and TOML from a user, a disk or the network.
 
-`read_json`, `parse_json`, `read_toml` and `parse_toml` bound the size and the nesting of the content before they parse it,
-check it against a declared schema, and fail in one line that names the file and the field. A schema is anything that
+`read_json`, `parse_json`, `read_toml` and `parse_toml` bound the size of the content; pydantic parses JSON, bounds its nesting,
+and checks it against a declared schema. They fail in one line that names the file and the field. A schema is anything that
 pydantic can check: a model, a dataclass, a TypedDict, or a type such as `dict[str, str]`. Binary headers are bounded by
 their readers and parsed here. Messages between our own processes are parsed where they arrive. No torch here.
 """
@@ -29,22 +29,17 @@ MAX_BYTES = 16 * 2**20  # recipes, configs, indexes
 MAX_MANIFEST_BYTES = 2**28  # manifests that list every file or shard: checksums of some 40 TB
 MAX_RECORDS_BYTES = 2**29  # a million records of a run
 CHUNK_BYTES = 2**20
-MAX_DEPTH = 64
+MAX_DEPTH = 64  # of TOML; pydantic reads no JSON of more than 200 levels
 MAX_INT_BITS = 1024  # of a whole number, which neither TOML nor JSON bounds: no float is larger
 MAX_QUOTED, MAX_LISTED = 80, 400  # characters in a message: of a value, and of the names of fields
 MAX_NAME, MAX_NAME_BYTES = 100, 200  # of a run; a file system takes 255 bytes, and other files are called after it
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"  # Windows programs put it before UTF-8
-# A string, or its beginning where it does not end; possessive, so that no content makes the search quadratic.
-JSON_STRING = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"?', re.DOTALL)
 # A key of TOML of more parts than MAX_DEPTH, for each of which tomllib goes through all those before it.
 _PART = rb"""(?:[\w-]++|"[^"\n]*+"|'[^'\n]*+')[ \t]*+\.[ \t]*+"""
 LONG_KEY = re.compile(rb"(?<![\w-])(?:%b){%d}" % (_PART, MAX_DEPTH))
 # What a number that no float holds has: an exponent of three digits or more, or many digits.
 EXPONENTS = [re.compile(rb"%b\+?+\d{3,}+(?=[\s,\]}]|\Z)" % letter) for letter in (b"e", b"E")]
 ZEROS, MANY_ZEROS = bytes.maketrans(b"123456789", b"0" * 9), b"0" * 200
-# Everything but brackets, and each kind of bracket as the square one.
-NO_BRACKETS = bytes(set(range(256)) - set(b"[]{}"))
-SQUARE = bytes.maketrans(b"{}", b"[]")
 # What pydantic found wrong → what was expected; filled in with the bounds of the field.
 EXPECTED = {
     "int_type": "a whole number",
@@ -103,7 +98,8 @@ def parse_json(
     `allow_nan`: NaN and Infinity, which JSON lacks and some programs write, are taken as numbers.
     """
     content = content.removeprefix(BYTE_ORDER_MARK)
-    _check_bounds(content, source, max_bytes, error)
+    if len(content) > max_bytes:
+        raise error(f"{source}: {len(content):,} bytes, more than the {max_bytes:,} allowed")
     hint = f"; {hint}" if hint else ""
     try:
         if not allow_nan and (b"NaN" in content or b"Infinity" in content):  # perhaps in a text; as numbers pydantic takes them
@@ -136,18 +132,28 @@ def read_toml(path: Path) -> dict[str, Any]:
 def parse_toml(content: bytes, source: str) -> dict[str, Any]:
     """TOML `content` as a nested table. Raises UserError as `read_toml` does."""
     content = content.removeprefix(BYTE_ORDER_MARK)
-    _check_bounds(content, source, MAX_BYTES, UserError)
+    too_deep = UserError(f"{source}: nested more than {MAX_DEPTH} levels deep")
     if LONG_KEY.search(content):
-        raise UserError(f"{source}: nested more than {MAX_DEPTH} levels deep")
+        raise too_deep
     try:
         table = tomllib.loads(content.decode())
     except UnicodeDecodeError as problem:
         raise UserError(f"{source}: not UTF-8 text (byte {problem.start})") from None
-    except (tomllib.TOMLDecodeError, RecursionError) as problem:
+    except RecursionError:
+        raise too_deep from None
+    except tomllib.TOMLDecodeError as problem:
         raise UserError(f"{source}: not valid TOML: {problem}") from None
     except ValueError:  # Python reads no whole number of more than 4300 digits
         raise UserError(f"{source}: holds a whole number of thousands of digits") from None
-    _check_table(table, source)
+    values: list[tuple[Any, int]] = [(table, 0)]
+    while values:
+        value, depth = values.pop()
+        if depth > MAX_DEPTH:  # without a bracket: a.b.c = 1
+            raise too_deep
+        if isinstance(value, int) and value.bit_length() > MAX_INT_BITS:
+            raise UserError(f"{source}: holds a whole number of {value.bit_length():,} bits, more than any option takes")
+        if isinstance(value, dict | list):
+            values += [(each, depth + 1) for each in (value.values() if isinstance(value, dict) else value)]
     return table
 
 
@@ -282,19 +288,6 @@ def read_stream(file: BinaryIO, source: str, max_bytes: int, error: Callable[[st
     return bytes(content)
 
 
-def _check_bounds(content: bytes, source: str, max_bytes: int, error: Callable[[str], Exception]) -> None:
-    if len(content) > max_bytes:
-        raise error(f"{source}: {len(content):,} bytes, more than the {max_bytes:,} allowed")
-    # Cheap, and enough for nearly everything: content with few brackets cannot be nested deeply.
-    if content.count(b"[") + content.count(b"{") <= MAX_DEPTH:
-        return
-    brackets = JSON_STRING.sub(b"", content).translate(SQUARE, NO_BRACKETS)
-    for _ in range(MAX_DEPTH):
-        brackets = brackets.replace(b"[]", b"")  # the innermost pairs
-    if b"[]" in brackets or brackets.count(b"[") > MAX_DEPTH:
-        raise error(f"{source}: nested more than {MAX_DEPTH} levels deep")
-
-
 class _TooLarge(ValueError):
     """A number of JSON content that no float holds."""
 
@@ -311,19 +304,6 @@ def _check_numbers(content: Any, allow_infinity: bool) -> None:
         if isinstance(value, dict | list):
             items: Iterable[tuple[int | str, Any]] = value.items() if isinstance(value, dict) else enumerate(value)
             values += [(each, (*path, name)) for name, each in items]
-
-
-def _check_table(table: dict[str, Any], source: str) -> None:
-    """Refuse what TOML can nest without a bracket (a.b.c = 1), and numbers that cannot be printed (0xfff…)."""
-    values: list[tuple[Any, int]] = [(table, 0)]
-    while values:
-        value, depth = values.pop()
-        if depth > MAX_DEPTH:
-            raise UserError(f"{source}: nested more than {MAX_DEPTH} levels deep")
-        if isinstance(value, int) and value.bit_length() > MAX_INT_BITS:
-            raise UserError(f"{source}: holds a whole number of {value.bit_length():,} bits, more than any option takes")
-        if isinstance(value, dict | list):
-            values += [(each, depth + 1) for each in (value.values() if isinstance(value, dict) else value)]
 
 
 @cache

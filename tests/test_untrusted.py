@@ -10,7 +10,7 @@ from pydantic import BaseModel
 
 from lmforge import untrusted
 from lmforge.errors import UserError
-from lmforge.untrusted import MAX_DEPTH, compile_pattern, is_inner_path, parse_json, parse_toml, read_bounded
+from lmforge.untrusted import compile_pattern, is_inner_path, parse_json, parse_toml, read_bounded
 from tests.conftest import Refusal
 
 
@@ -39,14 +39,12 @@ def test_only_where_it_is_allowed_are_they_numbers() -> None:
     assert parse_json(b'{"x": Infinity}', dict[str, Any], "the file", allow_nan=True) == {"x": float("inf")}
 
 
-def test_brackets_count_outside_of_texts_only_and_a_text_without_end_costs_no_more_than_another() -> None:
+@pytest.mark.parametrize("schema", [list[Any], object, dict[str, Any]])
+def test_brackets_count_outside_of_texts_only(schema: Any) -> None:
     quoted = '{"text": "' + '[\\"' * 200_000 + '"}'
     assert len(parse_json(quoted.encode(), dict[str, str], "the file")["text"]) == 400_000
-    with pytest.raises(UserError, match="not valid JSON"):
-        # With a search that goes back from each place, this takes hours.
-        parse_json(b"[" * (MAX_DEPTH - 2) + b'[{}, "' + b'\\"[' * 300_000, list[Any], "the file")
-    with pytest.raises(UserError, match=f"nested more than {MAX_DEPTH} levels deep"):
-        parse_json(b"[" * (MAX_DEPTH + 1) + b"]" * (MAX_DEPTH + 1), list[Any], "the file")
+    with pytest.raises(UserError, match=r"^the file: not valid JSON: recursion limit exceeded at line 1 column 2"):
+        parse_json(b"[" * 10_000 + b"]" * 10_000, schema, "the file")
 
 
 def test_a_file_beyond_its_bound_is_refused(tmp_path: Path) -> None:
@@ -64,17 +62,6 @@ def test_a_file_without_end_costs_no_more_memory_than_its_bound(tmp_path: Path) 
         with pytest.raises(UserError, match="larger than 67,108,864 bytes"):
             read_bounded(tmp_path / "a", 2**26)
         assert tracemalloc.get_traced_memory()[1] < 1.6 * 2**26
-    finally:
-        tracemalloc.stop()
-
-
-def test_millions_of_brackets_are_counted_in_little_memory() -> None:
-    content = b'{"a": [' + b"[]," * 2**20 + b"[" * MAX_DEPTH + b"]" * MAX_DEPTH + b"]}"
-    tracemalloc.start()
-    try:
-        with pytest.raises(UserError, match="levels deep"):
-            parse_json(content, dict[str, Any], "the file")
-        assert tracemalloc.get_traced_memory()[1] < 4 * len(content)
     finally:
         tracemalloc.stop()
 

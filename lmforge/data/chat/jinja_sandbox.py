@@ -15,7 +15,7 @@ import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from datetime import datetime
-from functools import cache
+from functools import cache, lru_cache
 from typing import Any, NamedTuple, NoReturn
 
 import jinja2
@@ -30,8 +30,7 @@ from lmforge.foreign_code import JsonLineProcess, ProcessLost, python_command
 # Markers around what the template tags as generated. Texts that contain one must be escaped first.
 GENERATION_START, GENERATION_END = "\U0010fff0", "\U0010fff1"
 
-# Far above any template and conversation that a model can read.
-MAX_TEMPLATE_CHARACTERS = 1 << 20
+# Far above any conversation that a model can read.
 MAX_RENDERED_CHARACTERS = 1 << 23
 TOO_LONG = f"wrote more than {MAX_RENDERED_CHARACTERS:,} characters"
 MAX_MESSAGE_CHARACTERS = 200
@@ -75,7 +74,7 @@ class JinjaTemplate:
 
     def __init__(self, source: str, variables: Mapping[str, str], location: str):
         """The template sees `variables`, such as bos_token; messages name its `location`. Raises UserError if not Jinja."""
-        self.location = location
+        self._location = location
         sandbox = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, loopcontrols])
         sandbox.filters["tojson"] = _tojson
         # The same function for all calls: a conversation and its beginning are rendered alike.
@@ -110,9 +109,9 @@ class JinjaTemplate:
                     if size > MAX_RENDERED_CHARACTERS:
                         _raise_exception(TOO_LONG)
             except MemoryError:
-                raise UserError(f"{self.location}: needs too much memory for a conversation") from None
+                raise UserError(f"{self._location}: needs too much memory for a conversation") from None
             except Exception as error:  # a template is a program that can raise anything
-                raise UserError(f"{self.location}: refuses the conversation: {_one_line(error)}") from None
+                raise UserError(f"{self._location}: refuses the conversation: {_one_line(error)}") from None
             yield "".join(pieces)
 
 
@@ -121,21 +120,19 @@ class ForeignTemplate:
 
     def __init__(self, source: str, variables: Mapping[str, str], location: str):
         """As of JinjaTemplate; compiled when it first renders."""
-        if len(source) > MAX_TEMPLATE_CHARACTERS:
-            raise UserError(f"{location}: {len(source):,} characters of chat template: more than {MAX_TEMPLATE_CHARACTERS:,}")
-        self._key = (source, tuple(sorted(variables.items())), location)
+        self._arguments = (source, json.dumps(variables), location)
 
     def render(self, conversations: Iterable[Conversation]) -> Iterator[Iterator[str]]:
         """As of JinjaTemplate. Raises UserError too where the template exceeds its bounds or crashes the child."""
         remaining = iter(conversations)
         while batch := list(_first_prefixes(remaining)):
             try:
-                answers: Iterable[_Answer] = _renderer(os.getpid()).request(self._key, batch)
+                answers: Iterable[_Answer] = _renderer(os.getpid()).request(self._arguments, batch)
             except UserError:
                 if len(batch) == 1:
                     raise
                 # One of them is at fault, or all together take too long.
-                answers = (_renderer(os.getpid()).request(self._key, [each])[0] for each in batch)
+                answers = (_renderer(os.getpid()).request(self._arguments, [each])[0] for each in batch)
             yield from map(_texts, answers)
 
 
@@ -164,20 +161,16 @@ class _Renderer:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._process: JsonLineProcess | None = None
-        self._numbers: dict[Any, int] = {}  # of the templates that it has compiled
 
-    def request(self, template: tuple[str, Any, str], conversations: list[Conversation]) -> list[_Answer]:
+    def request(self, template: tuple[str, str, str], conversations: list[Conversation]) -> list[_Answer]:
         """The answer for each conversation. Raises UserError, after which another child is started for the next request."""
-        scale = 1 + sum(len(each.prefixes) for each in conversations) // PREFIXES_PER_REQUEST
+        scale = max(1, sum(len(each.prefixes) for each in conversations) // PREFIXES_PER_REQUEST)
         cpu_seconds, wall_seconds = CPU_SECONDS * scale, WALL_SECONDS * scale
         with self._lock:
             try:
                 if self._process is None or self._process.closed:
-                    command = python_command(__name__, str(MEMORY_BYTES))
-                    self._process, self._numbers = JsonLineProcess(command, capture_stderr=True), {}
-                source = None if template in self._numbers else template
-                number = self._numbers.setdefault(template, len(self._numbers))
-                request = [cpu_seconds, number, source, conversations]
+                    self._process = JsonLineProcess(python_command(__name__, str(MEMORY_BYTES)), capture_stderr=True)
+                request = [cpu_seconds, template, conversations]
                 answers: list[_Answer] = self._process.request(request, wall_seconds, default=str)["answers"]
                 return answers
             except TimeoutError:
@@ -207,31 +200,28 @@ def main() -> None:
     """Answer requests until the input closes. The argument is the limit of memory in bytes."""
     for limit, amount in ((resource.RLIMIT_AS, int(sys.argv[1])), (resource.RLIMIT_CORE, 0)):
         _set_soft_limit(limit, amount)
-    templates: dict[int, JinjaTemplate | str] = {}
     for line in sys.stdin.buffer:
-        cpu_seconds, number, source, conversations = json.loads(line)
+        cpu_seconds, template, conversations = json.loads(line)
         _set_soft_limit(resource.RLIMIT_CPU, int(sum(resource.getrusage(resource.RUSAGE_SELF)[:2])) + 1 + cpu_seconds)
-        if source is not None:
-            try:
-                templates[number] = JinjaTemplate(source[0], dict(source[1]), source[2])
-            except UserError as error:
-                templates[number] = str(error)
-        print(json.dumps({"answers": [_answer(templates[number], Conversation(*each)) for each in conversations]}), flush=True)
+        print(json.dumps({"answers": [_answer(template, Conversation(*each)) for each in conversations]}), flush=True)
 
 
-def _answer(template: JinjaTemplate | str, conversation: Conversation) -> _Answer:
-    if isinstance(template, str):
-        return [(None, template)]
+@lru_cache(maxsize=16)
+def _compiled(source: str, variables: str, location: str) -> JinjaTemplate:
+    return JinjaTemplate(source, json.loads(variables), location)
+
+
+def _answer(template: list[str], conversation: Conversation) -> _Answer:
     answer: _Answer = []
     before, size = "", 0
     try:
-        [texts] = template.render([conversation])
+        [texts] = _compiled(*template).render([conversation])
         for text in texts:
             same = common_prefix_length(before, text)
             answer.append((same, text[same:]))
             before, size = text, size + len(text) - same
             if size > MAX_RENDERED_CHARACTERS:
-                return [(None, f"{template.location}: {TOO_LONG}")]
+                raise UserError(f"{template[2]}: {TOO_LONG}")
     except UserError as error:
         answer.append((None, str(error)))
     return answer
