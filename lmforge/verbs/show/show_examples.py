@@ -13,6 +13,7 @@ from lmforge.data.chat.preferences import read_preference_pairs, read_prompts, r
 from lmforge.data.packing import TokenizedExample
 from lmforge.data.tokenizer import Tokenizer
 from lmforge.errors import UserError
+from lmforge.interop.kinds import Kind, kind_of
 from lmforge.verbs.show.show_data import parse_range, render_example
 
 
@@ -22,7 +23,8 @@ def show_examples(options: ShowOptions, model: Path) -> str:
     Tokens that the loss counts are in colour, or in brackets where there is none. Raises UserError for a wrong record."""
     from lmforge.stages.pretrained import find_pretrained  # with torch, which reads checkpoints
 
-    tokenizer = find_pretrained(model).tokenizer()
+    # A folder may hold a tokenizer alone.
+    tokenizer = Tokenizer.open(model) if kind_of(model) == Kind.FOLDER else find_pretrained(model).tokenizer()
     first, after = parse_range(options.samples, (0, 3))
     lines = []
     for number, title, example in _read_examples(options, tokenizer):
