@@ -232,7 +232,8 @@ def _carry_out(name: str, arguments: list[str], chosen: Any) -> int:
     if name == "doctor" and (group := read_node_group()):
         return launch_plainly(chosen.processes, [name, *arguments], group.rank, len(group.names), group.address, group.port)
     # Ranks that lmforge started have the same command line; their environment variables tell their rank.
-    if (environment := _requested_environment(chosen)) != "auto" and LAUNCHER_PID_VARIABLE not in os.environ:
+    environment = chosen.launch.environment if isinstance(chosen, StageConfig) else getattr(chosen, "environment", "auto")
+    if environment != "auto" and LAUNCHER_PID_VARIABLE not in os.environ:
         os.environ[ENVIRONMENT_VARIABLE] = environment
     elsewhere = isinstance(chosen, DoctorOptions) and chosen.is_elsewhere
     if verb.distributed and not elsewhere and not read_rank_info().launched:
@@ -240,10 +241,6 @@ def _carry_out(name: str, arguments: list[str], chosen: Any) -> int:
         if processes > 1 and not (isinstance(chosen, BenchConfig) and chosen.bench.sweep):
             return _launch([name, *arguments], chosen, processes)
     return verb.load()(chosen, arguments) if verb.pass_arguments else verb.load()(chosen)
-
-
-def _requested_environment(chosen: Any) -> str:
-    return str(chosen.launch.environment if isinstance(chosen, StageConfig) else getattr(chosen, "environment", "auto"))
 
 
 def _launch(command: list[str], chosen: Any, processes: int, group: NodeGroup | None = None) -> int:

@@ -62,7 +62,7 @@ def _load_package(entry_point: EntryPoint) -> None:
 def _load_file(path: Path) -> None:
     origin = f"plugin {path}"
     if not path.is_file():
-        raise UserError(f"{origin}: no such file{_hint(path)}")
+        raise UserError(f"{origin}: no such file; name a Python file (installed packages are found by themselves)")
     try:
         digest = xxhash.xxh3_128_hexdigest(read_bounded(path, MAX_PLUGIN_BYTES))
     except OSError as problem:
@@ -82,13 +82,6 @@ def _load_file(path: Path) -> None:
 def _describe(error: BaseException) -> str:
     """The error of a plugin: the message of a UserError, or any other exception with its location."""
     return str(error) if isinstance(error, UserError) else f"cannot be imported: {describe_exception(error)}"
-
-
-def _hint(path: Path) -> str:
-    if path.suffix != ".py":
-        return "; name a Python file (installed packages are found by themselves)"
-    near = [other.name for other in path.parent.glob("*.py")] if path.parent.is_dir() else []
-    return registry.did_you_mean(path.name, near)
 
 
 def files_of(chosen: Sequence[Entry]) -> list[str]:

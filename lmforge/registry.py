@@ -8,11 +8,11 @@ built-in names, `plugins.py` loads files and packages of users, `config/extend.p
 import difflib
 import importlib
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import Any, overload
+from typing import Any
 
 from lmforge.errors import UserError
 from lmforge.foreign_code import describe_exception
@@ -99,16 +99,6 @@ _origin: ContextVar[str] = ContextVar("origin", default="this program")
 _unchecked: ContextVar[bool] = ContextVar("unchecked", default=False)
 
 
-@overload
-def register(kind: str, name: str, implementation: Any, *, options: type[Any] | None = None, **facts: Any) -> None: ...
-
-
-@overload
-def register(
-    kind: str, name: str, *, options: type[Any] | None = None, **facts: Any
-) -> Callable[[Callable[..., Any]], Callable[..., Any]]: ...
-
-
 def register(kind: str, name: str, implementation: Any = None, *, options: type[Any] | None = None, **facts: Any) -> Any:
     """Make `name` a value of the option that chooses a `kind`: see `KINDS`, and docs/extending.md for what each is called with.
 
@@ -121,15 +111,13 @@ def register(kind: str, name: str, implementation: Any = None, *, options: type[
         raise UserError(f"{kind} {cut(str(name))!r}: expected a name of lower-case letters, digits, - and _")
     if (there := _entries.get((kind, name))) is not None:
         raise UserError(f"{kind} {name}: this name is taken by {there.origin}; choose another")
-    if isinstance(implementation, str) and not re.fullmatch(r"[\w.]+:\w+", implementation):
-        raise UserError(f"{kind} {name}: expected a function, a class or module:name, got {cut(implementation)!r}")
     origin = _origin.get()
     if kind == "model_family" and origin != BUILT_IN and facts.get("like") not in names(kind):
         raise UserError(f"{kind} {name}: give like=…, the model_type whose config it has: {', '.join(names(kind))}")
 
     def add(given: Any) -> Any:
-        if not isinstance(given, str) and not callable(given):
-            raise UserError(f"{kind} {name}: expected a function, a class or module:name, got {type(given).__name__}")
+        if not callable(given) and not (isinstance(given, str) and re.fullmatch(r"[\w.]+:\w+", given)):
+            raise UserError(f"{kind} {name}: expected a function, a class or module:name, got {cut(str(given))!r}")
         _entries[kind, name] = Entry(kind, name, given, options, origin, facts)
         return given
 

@@ -14,7 +14,9 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+from pydantic import BaseModel, Field
 
 from lmforge.cluster.distributed import DistributedContext
 from lmforge.data.sources.records import read_records
@@ -25,7 +27,7 @@ from lmforge.generate.engine import generate
 from lmforge.generate.model_loading import LoadedModel
 from lmforge.generate.sampling import SamplingParams
 from lmforge.model.config import ModelConfig
-from lmforge.untrusted import compile_pattern
+from lmforge.untrusted import check_content, compile_pattern
 
 GREEDY = SamplingParams(temperature=0.0)
 LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
@@ -106,33 +108,32 @@ def load_texts(path: str | Path) -> list[str]:
     return texts
 
 
+class _Record(BaseModel, strict=True):
+    """A record of a file of questions."""
+
+    question: str | None = None
+    prompt: str | None = None
+    choices: Annotated[tuple[Annotated[str, Field(min_length=1)], ...], Field(min_length=2, strict=False)] | None = None
+    answer: str | int | None = None
+    answers: Annotated[tuple[str, ...], Field(strict=False)] = ()
+    pattern: str | None = None
+
+
 def _parse_question(content: dict[str, Any], number: int, where: str) -> Question:
-    if ("question" in content) == ("prompt" in content):
+    record = check_content(content, _Record, where)
+    if (record.question is None) == (record.prompt is None):
         raise UserError(f'{where}: expected either a "question" or a "prompt"')
-    text = content.get("question", content.get("prompt"))
-    if not isinstance(text, str):
-        raise UserError(f"{where}: its question or prompt is not text: {json.dumps(text)}")
-    prompt = f"Question: {text}\nAnswer:" if "question" in content else text
-    if "choices" in content:
-        choices = _parse_strings(content["choices"], "choices", where)
-        if len(choices) < 2 or not all(choices):
-            raise UserError(f'{where}: "choices" needs two or more texts, none of them empty')
-        return Question(number, prompt, choices, correct_choice=_parse_correct_choice(content.get("answer"), choices, where))
-    pattern = content.get("pattern")
-    if pattern is not None:
-        compile_pattern(pattern, f"{where}: pattern")
-    if "answers" not in content and not isinstance(content.get("answer", ""), str):
-        raise UserError(f'{where}: "answer" is not text: {json.dumps(content["answer"])}')
-    answers = _parse_strings(content.get("answers", [content["answer"]] if "answer" in content else []), "answers", where)
-    if not answers and pattern is None:
+    prompt = record.prompt if record.prompt is not None else f"Question: {record.question}\nAnswer:"
+    if record.choices is not None:
+        return Question(number, prompt, record.choices, _parse_correct_choice(record.answer, record.choices, where))
+    if record.pattern is not None:
+        compile_pattern(record.pattern, f"{where}: pattern")
+    if isinstance(record.answer, int):
+        raise UserError(f'{where}: "answer" is not text: {record.answer}')
+    answers = record.answers or (() if record.answer is None else (record.answer,))
+    if not answers and record.pattern is None:
         raise UserError(f'{where}: nothing to compare with; give "answer", "answers", "pattern" or "choices"')
-    return Question(number, prompt, answers=answers, pattern=pattern)
-
-
-def _parse_strings(value: Any, name: str, where: str) -> tuple[str, ...]:
-    if not isinstance(value, list) or not all(isinstance(each, str) for each in value):
-        raise UserError(f'{where}: "{name}" is not a list of texts: {json.dumps(value)}')
-    return tuple(value)
+    return Question(number, prompt, answers=answers, pattern=record.pattern)
 
 
 def _parse_correct_choice(answer: Any, choices: tuple[str, ...], where: str) -> int:
@@ -141,7 +142,7 @@ def _parse_correct_choice(answer: Any, choices: tuple[str, ...], where: str) -> 
     letters = LETTERS[: len(choices)]
     if isinstance(answer, str) and len(answer) == 1 and answer in letters:
         return letters.index(answer)
-    if isinstance(answer, int) and not isinstance(answer, bool) and 0 <= answer < len(choices):
+    if isinstance(answer, int) and 0 <= answer < len(choices):
         return answer
     raise UserError(f'{where}: "answer" is {json.dumps(answer)}, which is none of its {len(choices)} choices')
 

@@ -5,17 +5,21 @@ batching.py, loading in model_registry.py; auth.py checks requests before they c
 """
 
 import asyncio
+import base64
+import hashlib
 import json
+import re
 import secrets
 from collections.abc import AsyncIterator, Coroutine
 from dataclasses import dataclass
+from importlib.resources import files
 from typing import Any
 
 import torch
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.responses import HTMLResponse, JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
@@ -29,7 +33,6 @@ from lmforge.generate.text_streamer import encode_prompt
 from lmforge.serve.auth import read_json_body
 from lmforge.serve.batching import EngineStopped, GenerationStream, QueueFull, TextDelta
 from lmforge.serve.model_registry import ModelInfo, ModelRegistry, ServedModel
-from lmforge.serve.page import chat_page
 from lmforge.serve.protocol import (
     ApiError,
     ChatCompletionRequest,
@@ -273,3 +276,23 @@ async def _on_error(request: Request, error: Exception) -> Response:
             refusal = ApiError(500, "internal error; the server's stderr says why", error_type="server_error")
     headers = {"retry-after": "1"} if refusal.status in (429, 503) else {}
     return JSONResponse(refusal.body, refusal.status, headers)
+
+
+def chat_page() -> HTMLResponse:
+    """The page: only its own style and script, identified by their hashes, may run."""
+    text = (files("lmforge.serve") / "web" / "index.html").read_text("utf-8")
+    hashes = {}
+    for tag in ("style", "script"):
+        [inline] = re.findall(rf"<{tag}>(.*?)</{tag}>", text, re.S)
+        hashes[tag] = base64.b64encode(hashlib.sha256(inline.encode()).digest()).decode()
+    policy = (
+        f"default-src 'none'; style-src 'sha256-{hashes['style']}'; script-src 'sha256-{hashes['script']}'; "
+        "connect-src 'self'; img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+    )
+    headers = {
+        "content-security-policy": policy,
+        "x-content-type-options": "nosniff",
+        "referrer-policy": "no-referrer",
+        "cache-control": "no-cache",
+    }
+    return HTMLResponse(text, headers=headers)

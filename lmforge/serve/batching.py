@@ -216,7 +216,10 @@ class _ChoiceStream:
         offset = len(self.streamer.text)
         text = self.streamer.add(token.token_id, is_stop=token.finish_reason == "stop")
         if token.finish_reason != "stop":
-            (token_bytes, logprob), *top = map(self._with_bytes, [(token.token_id, token.logprob), *token.top_logprobs])
+            (token_bytes, logprob), *top = (
+                (self._tokenizer.id_to_bytes(id), max(logprob, MIN_LOGPROB))
+                for id, logprob in [(token.token_id, token.logprob), *token.top_logprobs]
+            )
             self._pending_logprobs.append(TokenLogprob(token_bytes, logprob, top, offset))
         reason = self.streamer.finish_reason
         if reason is None and token.finish_reason:
@@ -228,6 +231,3 @@ class _ChoiceStream:
         certain = [each for each in self._pending_logprobs if complete or each.text_offset < self._num_emitted]
         self._pending_logprobs = self._pending_logprobs[len(certain) :]
         return TextDelta(choice_index, text, certain, reason)
-
-    def _with_bytes(self, pair: tuple[int, float]) -> tuple[bytes, float]:
-        return self._tokenizer.id_to_bytes(pair[0]), max(pair[1], MIN_LOGPROB)

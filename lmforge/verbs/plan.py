@@ -156,21 +156,16 @@ def _run_intervals(prediction: Prediction, cost: RunCost) -> dict[str, tuple[flo
     return {name: (value / above, value / below) for name, value in values.items()}
 
 
-def _amount(value: float) -> str:
-    return f"{value:,.0f}" if value >= 10 else f"{value:.2g}"
-
-
-def _duration(days: float) -> str:
-    return f"{days:.3g} days" if days >= 1 else format_duration(days * 86400)
-
-
 def _print_cost(console: Console, prediction: Prediction, cost: RunCost, config: AnyPlanConfig) -> None:
     intervals = _run_intervals(prediction, cost)
 
     def described(name: str, unit: str = "") -> str:
-        words = _duration if name == "days" else _amount
-        least, most = map(words, intervals[name])
-        return f"{words(getattr(cost, name))}{unit} ({least} to {most})"
+        values = [getattr(cost, name), *intervals[name]]
+        if name == "days":
+            words = [f"{days:.3g} days" if days >= 1 else format_duration(days * 86400) for days in values]
+        else:
+            words = [f"{value:,.0f}" if value >= 10 else f"{value:.2g}" for value in values]
+        return f"{words[0]}{unit} ({words[1]} to {words[2]})"
 
     price = f", {described('price')} at {config.plan.price:g} a GPU-hour" if config.plan.price else ""
     console.print(

@@ -1,5 +1,7 @@
-"""`lmforge prepare`: text → tokenizer → token shards, with a progress bar and a summary."""
+"""`lmforge prepare`: text → tokenizer → token shards, with a progress bar and a summary; `--verify`: compare every block of a
+token folder with its checksum."""
 
+import json
 import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -18,11 +20,12 @@ from lmforge.data.prepare.dist_context import DistContext, SingleProcessContext
 from lmforge.data.prepare.pack import pack_folder
 from lmforge.data.prepare.prepare import PreparationSummary, prepare
 from lmforge.data.prepare.steps import ProgressCallback
+from lmforge.data.shards.folder import TokenFolder
+from lmforge.data.shards.verify import verify_best_fit, verify_shards
 from lmforge.data.sources.plugin_unit import PluginReaders
 from lmforge.errors import UserError, format_count
 from lmforge.hub import resolve_model_folder
 from lmforge.untrusted import cut, describe_os_error
-from lmforge.verbs.verify import verify
 
 PRINT_EVERY_SECONDS = 5.0
 KINDS_SHOWN = 5
@@ -138,3 +141,35 @@ def _progress() -> Iterator[ProgressCallback]:
     )
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
         yield update
+
+
+PRINT_EVERY_SECONDS = 5.0
+
+
+def verify(path: str) -> int:
+    """Print a line per damaged shard or index and a summary. Returns the exit status: 1 where something is damaged.
+
+    Raises UserError where the folder's manifest or its tokenizer cannot be used.
+    """
+    folder = TokenFolder.open(path, check_sizes=False)
+    _ = folder.tokenizer
+    began = printed_at = time.monotonic()
+    total, damaged = sum(len(shards) for shards in folder.manifest.splits.values()), []
+    for done, shard in enumerate(verify_shards(folder), start=1):
+        if shard is not None:
+            damaged.append(shard)
+            print(f"{shard.name}: {shard.problem}", flush=True)
+        if time.monotonic() - printed_at > PRINT_EVERY_SECONDS:
+            printed_at = time.monotonic()
+            print(f"{done:,} of {total:,} shards read", flush=True)
+    problems = list(verify_best_fit(folder))
+    for problem in problems:
+        print(problem)
+    if not damaged:
+        best_fit = f", {len(problems):,} files of best-fit packing damaged" if problems else ""
+        words = f"{total:,} shards, every block as it was written{best_fit}"
+        print(f"{path}: {words}, in {time.monotonic() - began:.0f}s")
+        return 1 if problems else 0
+    print(f"{path}: {len(damaged):,} of {total:,} shards are damaged: restore them, or train without, with this under [data]")
+    print(f"quarantine = {json.dumps([entry for shard in damaged for entry in shard.quarantine])}")
+    return 1

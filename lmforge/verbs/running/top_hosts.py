@@ -136,7 +136,8 @@ def device_table(
     shown = ordered[:rows]
     for host, device in shown:
         assert host.usage
-        note, style = _device_note(device), _device_style(device)
+        note = _device_note(device)
+        style = BAD if device.error else DOUBTFUL if note else ""
         if host.is_stale:
             note, style = f"{format_age(host.age_seconds or 0.0)} ago", QUIET
         ranks = [rank_of.get((host.usage.host, pid)) for pid in device.processes]
@@ -167,10 +168,6 @@ def _device_note(device: DeviceUsage) -> str:
     if watts is not None and limit and use is not None and use >= BUSY_PERCENT and watts < WAITING_POWER_RATIO * limit:
         return f"busy at {watts / limit:.0%} of its power: waiting?"
     return "has a process but is idle" if device.processes and use == 0 else ""
-
-
-def _device_style(device: DeviceUsage) -> str:
-    return BAD if device.error else DOUBTFUL if _device_note(device) else ""
 
 
 def _device_severity(host: HostAnswer, device: DeviceUsage) -> tuple[int, float, str, int]:

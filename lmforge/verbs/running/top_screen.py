@@ -64,7 +64,7 @@ def render_screen(snapshot: Snapshot, columns: int, lines: int | None) -> Render
     """The page. `lines`: of the screen, or None to draw everything."""
     hosts = [*snapshot.hosts, *_hosts_of_runs(snapshot)]
     num_tables = len(snapshot.runs) + bool(hosts) + any(host.usage and host.usage.devices for host in hosts)
-    fixed = 2 + sum(8 + _strip_lines(run, columns) for run in snapshot.runs) + 5
+    fixed = 2 + sum(8 + -(-len(run.ranks) // _strip_width(columns)) for run in snapshot.runs) + 5
     rows = None if lines is None else max(3, (lines - fixed) // max(1, num_tables) - 2)
     parts: list[RenderableType] = [_title(snapshot, is_live=lines is not None)]
     for run in snapshot.runs:
@@ -126,10 +126,6 @@ def _metrics_lines(run: RunStatus, columns: int) -> list[Text]:
     if words and run.metrics_age_seconds is not None:
         words.append(f"({format_age(run.metrics_age_seconds)} ago)")
     return [Text(line) for line in fit_words(words, columns)]
-
-
-def _strip_lines(run: RunStatus, columns: int) -> int:
-    return -(-len(run.ranks) // _strip_width(columns))
 
 
 def _strip_width(columns: int) -> int:
