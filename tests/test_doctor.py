@@ -4,7 +4,6 @@ Its status says whether the machine is usable, and whether the strategies agree.
 import importlib.metadata
 import itertools
 import json
-import os
 import platform
 import shutil
 import subprocess
@@ -16,14 +15,12 @@ import pytest
 import torch
 
 from lmforge.bench.doctor import machine_checks
-from lmforge.bench.doctor.device_checks import check_devices, read_gpu_health
-from lmforge.bench.doctor.host_checks import compare_clocks, compare_hosts, describe_host, name_ranks
 from lmforge.bench.doctor.network_checks import check_network, rounds_of_pairs
+from lmforge.bench.doctor.rank_checks import check_devices, compare_clocks, compare_versions, describe_host
 from lmforge.bench.doctor.storage_checks import compare_contents
 from lmforge.bench.parity import strategy_cases
 from lmforge.cli import run
 from lmforge.cluster import host_memory
-from lmforge.cluster.rank_info import RankInfo
 from lmforge.cluster.rendezvous import free_port
 from lmforge.config.load import parse_config
 from lmforge.config.options import to_toml
@@ -116,7 +113,7 @@ def examined(capfd: pytest.CaptureFixture[str], *words: str, status: int = 0) ->
 
 def test_this_machine_is_examined(capfd: pytest.CaptureFixture[str]) -> None:
     findings = examined(capfd, "--device", "cpu")
-    assert set(findings) >= {"python", "packages", "torch", "cpu", "compiler", "memory", "disk", "extras", "tools"}
+    assert set(findings) >= {"python", "packages", "torch", "cpu", "compiler", "memory", "checkpoints"}
     assert not [finding for finding in findings.values() if finding["status"] == "fail"]
     assert run(["doctor", "--device", "cpu"]) == 0
     lines = capfd.readouterr().out.splitlines()
@@ -167,17 +164,9 @@ def test_a_working_compiler_is_distinguished_from_a_broken_one(
     assert "no C++ compiler" in examined(capfd)["compiler"]["description"]
 
 
-def test_a_package_that_is_missing_or_too_old_is_broken_and_another_than_the_tested_is_not(
-    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+def test_a_package_that_is_missing_or_too_old_is_broken(
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    pinned = tmp_path / "constraints.txt"
-    pinned.write_text("Tomli_W==0.1\n# torch==1\n")
-    monkeypatch.setattr(machine_checks, "CONSTRAINTS", pinned)
-    finding = examined(capfd)["packages"]
-    assert (finding["status"], finding["description"].partition("; ")[2]) == (
-        "pass",
-        f"not those of constraints.txt: tomli-w {importlib.metadata.version('tomli-w')} (0.1)",
-    )
     needs = ["torch>=99", "no-such-package>=1", "numpy>=1", 'absent; extra == "serve"']
     monkeypatch.setattr(importlib.metadata, "requires", lambda name: needs)
     finding = examined(capfd, status=1)["packages"]
@@ -205,9 +194,9 @@ def test_a_folder_that_cannot_be_written_is_reported(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     tmp_path.rmdir()
-    findings = examined(capfd, status=1)
-    assert [findings[name]["status"] for name in ("disk", "checkpoints")] == ["warn", "fail"]
-    assert "cannot be written" in findings["disk"]["description"]
+    finding = examined(capfd, status=1)["checkpoints"]
+    assert finding["status"] == "fail"
+    assert "cannot be written" in finding["description"]
 
 
 def test_options_of_the_comparison_are_refused_without_it_and_others_with_it(refused: Refusal) -> None:
@@ -228,7 +217,7 @@ def test_ranks_give_one_answer_about_versions_data_disk_devices_and_network(reci
     assert done.returncode == 0, done.stdout + done.stderr
     findings = {finding["name"]: finding for finding in json.loads(done.stdout)}
     # Not the speeds: other work on this machine may slow one of the ranks.
-    for name in ("ranks", "versions", "limits", "data", "recipe", "checkpoints", "all-reduce", "all-gather"):
+    for name in ("ranks", "versions", "data", "recipe", "checkpoints", "all-reduce", "all-gather"):
         assert findings[name]["status"] == "pass", findings[name]
     assert findings["ranks"]["description"].startswith("2 on 1 host met at ")
     assert "read and verified" in findings["data"]["description"]
@@ -301,15 +290,12 @@ exit_process(run(["doctor", "--device", "cpu", "--output", "json", "--timeout_se
 
 
 def test_what_hosts_have_in_different_versions_is_named_with_the_host() -> None:
-    facts = {rank: {**describe_host(RankInfo()), "host": f"node{rank // 2 + 1}", "gloo": "eth0"} for rank in range(4)}
+    facts = {rank: {**describe_host(), "host": f"node{rank // 2 + 1}"} for rank in range(4)}
+    assert [each.status for each in compare_versions(facts)] == ["pass"]
     facts[2]["versions"] = facts[2]["versions"] | {"torch": "1.0"}
-    facts[3]["variables"] = facts[3]["variables"] | {"NCCL_DEBUG": "INFO"}
-    findings = {finding.name: finding for finding in compare_hosts(facts, several_hosts=True)}
-    assert (findings["versions"].status, findings["versions"].where) == ("fail", ("node2",))
-    assert findings["versions"].description.startswith("torch 1.0 on 1 of 4 ranks, ")
-    assert findings["variables"].description == "NCCL_DEBUG INFO on 1 of 4 ranks, not there on 3"
-    facts[1]["gloo"] = "lo"
-    assert [each.status for each in compare_hosts(facts, several_hosts=True) if each.name == "interface"] == ["fail"]
+    [finding] = compare_versions(facts)
+    assert (finding.name, finding.status, finding.where) == ("versions", "fail", ("node2",))
+    assert finding.description.startswith("torch 1.0 on 1 of 4 ranks, ")
 
 
 def test_of_two_hosts_that_read_other_data_the_second_is_named() -> None:
@@ -327,7 +313,7 @@ def test_the_slow_link_the_slow_device_and_the_wrong_clock_are_named() -> None:
     links = [[a, b, 1e7 if (a, b) == (2, 1) else 1e10] for a in range(4) for b in range(4) if a != b]
     findings = list(check_network({rank: {"links": [each for each in links if each[0] == rank]} for rank in hosts}, hosts))
     assert [(finding.status, finding.where) for finding in findings] == [("warn", ("node2 → node1",))]
-    names = name_ranks(hosts, range(4))
+    names = {rank: f"rank {rank} on {host}" for rank, host in hosts.items()}
     speeds: Any = {rank: {"tflops": 10.0 if rank == 3 else 100.0} for rank in range(4)}
     assert [finding.where for finding in check_devices(speeds, names, "cuda")] == [("rank 3 on node3",)]
     assert compare_clocks({0: 100.0, 1: 100.01, 2: 97.0}, names).where == ("rank 2 on node2",)
@@ -340,16 +326,3 @@ def test_every_pair_of_hosts_is_measured_once_and_a_host_is_in_one_pair_at_a_tim
     pairs = [pair for pairs in plan for pair in pairs]
     assert sorted(pairs) == list(itertools.combinations(range(count), 2))
     assert all(len({host for pair in pairs for host in pair}) == 2 * len(pairs) for pairs in plan)
-
-
-def test_what_the_driver_reports_about_faulty_gpus_is_printed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    program = tmp_path / "nvidia-smi"
-    program.write_text(
-        "#!/bin/sh\nprintf '0, 41, 0x0000000000000004, 0\\n1, 88, 0x0000000000000040, 3\\n2, 40, [N/A], [N/A]\\n'\n"
-    )
-    program.chmod(0o755)
-    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    reports: Any = {0: {"tflops": 1.0, "gpus": read_gpu_health()}}
-    findings = [finding for finding in check_devices(reports, {0: "rank 0 on node1"}, "cuda") if finding.name == "gpu health"]
-    assert [(finding.status, finding.where) for finding in findings] == [("fail", ("node1",))]
-    assert findings[0].description == "GPU 1: too hot, 3 uncorrected ECC errors since the driver was loaded, 88 °C"

@@ -1,30 +1,34 @@
 """`lmforge doctor`: on this machine, or with `--on` over the hosts of a job, which is started for it and waited for.
 
-The checks are in `bench/`. This module starts the job with the launchers of `lmforge launch`, and removes its folder at the
-end.
+The checks are in bench/doctor, the comparison of strategies in bench/parity_table.py. This module prints their answers, starts
+the job with the launchers of `lmforge launch`, and removes its folder at the end.
 """
 
+import json
 import os
 import shutil
 import signal
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
 from types import FrameType
 from typing import NoReturn
 
 from lmforge.atomic_files import atomic_write_text
-from lmforge.bench.doctor.doctor import doctor
+from lmforge.bench.doctor.finding import Finding
+from lmforge.bench.doctor.machine_checks import examine_machine
 from lmforge.cluster.jobs.job import JOB_SCRIPT, Job, JobPlan, JobState
 from lmforge.cluster.jobs.launchers import check, find_hosts, job_state, plan_scripts, stop_job, submit
 from lmforge.cluster.jobs.scripts import PRINTED_PREFIX, STATUS_PREFIX
+from lmforge.cluster.rank_info import read_rank_info
 from lmforge.config.load import read_config
 from lmforge.config.operation import JobOptions, LaunchOptions
 from lmforge.config.verbs.examine import DoctorOptions
-from lmforge.errors import RunFailed, UserError
+from lmforge.errors import RunFailed, UserError, name_some
 from lmforge.untrusted import describe_os_error
 from lmforge.verbs.running.launch import with_nodes
 
@@ -35,7 +39,49 @@ ENDING_SECONDS = 30.0
 
 def run_doctor(options: DoctorOptions) -> int:
     """Examine this machine, or the hosts of a job. Returns the exit status; raises UserError and RunFailed."""
-    return _examine_job(options) if options.is_elsewhere else doctor(options)
+    return _examine_job(options) if options.is_elsewhere else _examine_here(options)
+
+
+def _examine_here(options: DoctorOptions) -> int:
+    """Examine the ranks of this process group, and print the findings on rank 0; or compare the strategies. Returns 1 on all
+    ranks where a required check fails. Raises UserError for a recipe that cannot be read, and RunFailed on a rank that cannot
+    reach rank 0.
+    """
+    if options.parity:
+        from lmforge.bench.parity_table import check_parity
+
+        return check_parity(options)
+    info = read_rank_info()
+    config = read_config(options.recipe) if options.recipe is not None else None
+    findings = list(examine_machine(options.device)) if info.local_rank == 0 else []
+    if any(finding.name == "torch" and finding.status == "fail" for finding in findings):
+        _print_findings(findings, options.output)
+        return 1
+    from lmforge.bench.doctor.examine_ranks import Examination  # with torch
+
+    try:
+        examination = Examination(info, config, options.device, options.timeout_seconds, findings)
+        return examination.examine(lambda judged: _print_findings(judged, options.output))
+    except RunFailed as problem:
+        if info.is_rank0:
+            raise
+        print(f"lmforge: {problem}", file=sys.stderr, flush=True)  # rank 0 does not know it
+        return 1
+
+
+def _print_findings(findings: Sequence[Finding], output: str) -> None:
+    failed = [finding for finding in findings if finding.status == "fail"]
+    if output == "json":
+        print(json.dumps([asdict(finding) for finding in findings], indent=1), flush=True)
+        return
+    width = max(len(finding.name) for finding in findings)
+    for finding in findings:
+        where = f"{name_some(finding.where)}: " if finding.where else ""
+        todo = f"; {finding.todo}" if finding.todo else ""
+        print(f"{finding.status}  {finding.name:<{width}}  {where}{finding.description}{todo}")
+    warned = sum(finding.status == "warn" for finding in findings)
+    verdict = f"{len(failed)} of {len(findings)} fail: lmforge cannot train here" if failed else "lmforge can train here"
+    print(f"{verdict}{f'; {warned} to look at' if warned else ''}", flush=True)
 
 
 def _examine_job(options: DoctorOptions) -> int:

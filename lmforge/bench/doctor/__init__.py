@@ -1,8 +1,8 @@
 """The checks of `lmforge doctor`: this machine, then all ranks of a launcher.
 
-Begin with `doctor.py`, then `machine_checks.py` (this machine alone) and `examine_ranks.py` (phase after phase, with
-`host_checks.py`, `storage_checks.py`, `device_checks.py` and `network_checks.py`). A check returns lines, `finding.Finding`.
+Begin with `machine_checks.py` (this machine alone), then `examine_ranks.py` (phase after phase, with `rank_checks.py`,
+`storage_checks.py` and `network_checks.py`). A check returns lines, `finding.Finding`.
 
-For others: `doctor.doctor`, which the verb calls. Not here: jobs that examine other hosts (verbs/doctor.py), and whether
-strategies compute the same (bench/parity_table.py).
+For others: `examine_machine` and `Examination`. Not here: what is printed, and jobs that examine other hosts (verbs/doctor.py);
+whether strategies compute the same (bench/parity_table.py).
 """

@@ -8,15 +8,14 @@ import platform
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
-from functools import cached_property, partial
+from functools import partial
 from typing import Any
 
 import torch
 
-from lmforge.bench.doctor.device_checks import check_devices, measure_device
 from lmforge.bench.doctor.finding import Finding
-from lmforge.bench.doctor.host_checks import check_limits, compare_clocks, compare_hosts, describe_host, name_ranks
 from lmforge.bench.doctor.network_checks import check_network, measure_network
+from lmforge.bench.doctor.rank_checks import check_devices, compare_clocks, compare_versions, describe_host, measure_device
 from lmforge.bench.doctor.rank_reports import RankReports, run_bounded
 from lmforge.bench.doctor.storage_checks import check_storage, checkpoint_folder, compare_contents
 from lmforge.cluster.distributed import choose_device
@@ -69,30 +68,28 @@ class Examination:
         several = self.info.local_world_size < self.info.world_size
         return several and self.info.local_rank == 0 and is_local(checkpoint_folder(self.config))
 
-    @cached_property
-    def _phases(self) -> dict[str, Callable[[dict[str, Any]], dict[str, Any]]]:
-        """The work of a rank in each phase, with the arguments that rank 0 sends."""
-        return {"host": self._host, "storage": self._storage, "device": self._device, "network": self._network}
-
     def _answer(self) -> int:
         """On the other ranks: carry out phases until rank 0 ends them. Returns its status."""
         self._steps = 0
         while (step := self.reports.receive(f"step-{self._steps}"))["phase"] != "end":
             step["time"] = time.time()
-            value = run_bounded(partial(self._phases[step["phase"]], step), self.timeout_seconds)
-            self.reports.post(f"{step['phase']}-{self._steps}", value)
-            self._steps += 1
+            self._work(step)
         self.reports.leave()
         return int(step["status"])
 
     def _carry_out(self, phase: str, **step: Any) -> Reports:
         """On rank 0: a phase on all ranks. Returns what they report."""
-        name, number = f"{phase}-{self._steps}", self._steps
         step |= {"phase": phase, "time": time.time()}
-        self.reports.publish(f"step-{number}", step)
-        self.reports.post(name, run_bounded(partial(self._phases[phase], step), self.timeout_seconds))
+        self.reports.publish(f"step-{self._steps}", step)
+        return self.reports.collect(self._work(step))
+
+    def _work(self, step: dict[str, Any]) -> str:
+        """Carry out this rank's part of a phase, and report the result. Returns the name of the report."""
+        name = f"{step['phase']}-{self._steps}"
+        phases = {"host": self._host, "storage": self._storage, "device": self._device, "network": self._network}
+        self.reports.post(name, run_bounded(partial(phases[step["phase"]], step), self.timeout_seconds))
         self._steps += 1
-        return self.reports.collect(name)
+        return name
 
     # --- what each rank does ------------------------------------------------------------------------------------------
 
@@ -101,11 +98,10 @@ class Examination:
             device: torch.device | None = choose_device(self.device_name, self.info.local_rank)
         except UserError as problem:
             device, self.machine = None, [*self.machine, Finding("device", "fail", str(problem))]
-        limits = check_limits(self.info, device is not None and device.type == "cuda")
         identity = str(torch.cuda.get_device_properties(device).uuid) if device and device.type == "cuda" else ""
         return {
-            "facts": describe_host(self.info),
-            "findings": [asdict(finding) for finding in (*self.machine, *limits)] if self.info.local_rank == 0 else [],
+            "facts": describe_host(),
+            "findings": [asdict(finding) for finding in self.machine] if self.info.local_rank == 0 else [],
             "local_rank": self.info.local_rank,
             "device": device.type if device else "",
             "gpu": identity,
@@ -121,7 +117,7 @@ class Examination:
         return {**check_storage(self.config, ranks), "sees": [int(rank) for rank in seen]}
 
     def _device(self, step: dict[str, Any]) -> dict[str, Any]:
-        return measure_device(choose_device(self.device_name, self.info.local_rank), asks_driver=self.info.local_rank == 0)
+        return measure_device(choose_device(self.device_name, self.info.local_rank))
 
     def _network(self, step: dict[str, Any]) -> dict[str, Any]:
         allow_open_connections(self.info.world_size)
@@ -137,13 +133,13 @@ class Examination:
         reports = self._carry_out("host")
         usable = {rank: report for rank, report in reports.items() if "facts" in report}
         hosts = {rank: usable[rank]["facts"]["host"] if rank in usable else f"rank {rank}" for rank in reports}
-        names = name_ranks({rank: hosts[rank] for rank in usable}, range(info.world_size))
+        names = {rank: f"rank {rank} on {hosts[rank]}" if rank in usable else f"rank {rank}" for rank in range(info.world_size)}
         several_hosts = info.local_world_size < info.world_size
         yield from self._judge_joining(hosts, began)
         yield from merge_findings(reports, hosts)
         yield from self._failures("host", reports, names)
         if usable:
-            yield from compare_hosts({rank: report["facts"] for rank, report in usable.items()}, several_hosts)
+            yield from compare_versions({rank: report["facts"] for rank, report in usable.items()})
         if several_hosts and usable.get(0):
             yield compare_clocks({rank: report["time"] for rank, report in usable.items()}, names)
         leaders = [rank for rank, report in usable.items() if report["local_rank"] == 0]
@@ -234,23 +230,21 @@ def _check_devices_differ(usable: Reports, names: dict[int, str], kinds: set[str
 
 
 def merge_findings(reports: Reports, hosts: dict[int, str]) -> Iterator[Finding]:
-    """The findings of each host as one for all, where they agree; others with their hosts."""
-    groups: dict[str, dict[tuple[str, str, str], list[tuple[str, Finding]]]] = {}
+    """The findings of each host as one for all, where they agree: what passes is that of the first host. Others with their
+    hosts."""
+    groups: dict[tuple[str, ...], dict[str, list[Finding]]] = {}
     for rank, report in reports.items():
         for each in report.get("findings", ()):
             finding = Finding(**{**each, "where": tuple(each["where"])})
             text = "" if finding.status == "pass" else finding.description
-            groups.setdefault(finding.name, {}).setdefault((finding.status, finding.todo, text), []).append(
-                (hosts.get(rank, f"rank {rank}"), finding)
-            )
+            key = finding.name, finding.status, finding.todo, text
+            groups.setdefault(key, {}).setdefault(hosts.get(rank, f"rank {rank}"), []).append(finding)
     num_hosts = len(set(hosts.values()))
-    for alike in (alike for group in groups.values() for alike in group.values()):
-        host, first = alike[0]
-        of_hosts = tuple(dict.fromkeys(host for host, _ in alike))
-        where = of_hosts if 0 < len(of_hosts) < num_hosts else ()
-        values = {host: finding.values for host, finding in alike if finding.values}
-        texts = list(dict.fromkeys(finding.description for each, finding in alike if each == host))
-        differ = len({finding.description for _, finding in alike}) > len(texts)
-        for text in texts:
-            note = f" (on {host}; figures of the other hosts differ)" if differ and not where else ""
-            yield Finding(first.name, first.status, text + note, first.todo, where, values)
+    for by_host in groups.values():
+        where = tuple(by_host) if len(by_host) < num_hosts else ()
+        values = {host: finding.values for host, findings in by_host.items() for finding in findings if finding.values}
+        (host, first), *_ = by_host.items()
+        differ = len({finding.description for findings in by_host.values() for finding in findings}) > len(first)
+        note = f" (on {host}; figures of the other hosts differ)" if differ and not where else ""
+        for finding in first:
+            yield Finding(finding.name, finding.status, finding.description + note, finding.todo, where, values)

@@ -1,4 +1,4 @@
-"""Whether this machine has what lmforge needs: Python, packages, torch, devices, compiler, memory, disk.
+"""Whether this machine has what lmforge needs: Python, packages, torch, devices, compiler, memory.
 
 A check returns findings. torch is imported by the checks that need it, so that a broken one is a finding too.
 """
@@ -12,27 +12,21 @@ import sys
 import sysconfig
 import tempfile
 from collections.abc import Iterator
-from contextlib import suppress
 from pathlib import Path
 
 # huggingface_hub needs packaging too.
 from packaging.requirements import Requirement
-from packaging.utils import canonicalize_name
 
 from lmforge.bench.doctor.finding import Finding
 from lmforge.cluster.host_memory import available_host_memory, format_memory
 from lmforge.cluster.rank_info import threads_per_rank
-from lmforge.errors import format_bytes, format_count, how_to_install
+from lmforge.errors import format_count
 from lmforge.runs import processor_name
 
 PACKAGE = "lmforge"
-# Versions that the tests were run with; the file exists in a clone, but not in an installed wheel.
-CONSTRAINTS = Path(__file__).parents[3] / "constraints.txt"
 COMPILE_SECONDS = 6.0
-# A model of 100 million parameters trains in this much memory, and its checkpoints are a gigabyte each.
+# A model of 100 million parameters trains in this much memory.
 LOW_MEMORY_BYTES = 4 * 2**30
-LOW_DISK_BYTES = 10 * 2**30
-NETWORK_DISKS = ("nfs", "nfs4", "cifs", "smb3", "9p", "fuse.sshfs", "lustre", "beegfs", "gpfs", "ceph")
 # A program with the requirements of torch.compile on a CPU: the headers of Python, and OpenMP.
 C_SOURCE = """
 #include <Python.h>
@@ -53,46 +47,28 @@ def examine_machine(device: str) -> Iterator[Finding]:
     yield from _check_torch(device)
     yield _check_compiler()
     yield _check_memory()
-    yield _check_disk()
-    yield _check_extras()
-    yield _check_tools()
 
 
 def _check_packages() -> Iterator[Finding]:
-    """Whether the required packages are installed, in accepted versions, and in the tested ones."""
+    """Whether the required packages are installed, in accepted versions."""
     try:
-        needed = [Requirement(each) for each in importlib.metadata.requires(PACKAGE) or ()]
+        needed = [Requirement(each) for each in importlib.metadata.requires(PACKAGE) or () if "extra ==" not in each]
     except importlib.metadata.PackageNotFoundError:
         yield Finding("packages", "warn", "lmforge is not installed, only on the path", "make install")
         return
-    versions, problems = dict[str, str](), []
+    problems = []
     for requirement in needed:
-        if requirement.marker is not None and not requirement.marker.evaluate({"extra": ""}):
-            continue
         try:
-            versions[requirement.name] = importlib.metadata.version(requirement.name).partition("+")[0]  # torch's 2.13.0+cpu
+            version = importlib.metadata.version(requirement.name).partition("+")[0]  # torch's 2.13.0+cpu
         except importlib.metadata.PackageNotFoundError:
             problems.append(f"{requirement.name} is missing")
             continue
-        if not requirement.specifier.contains(versions[requirement.name], prereleases=True):
-            problems.append(f"{requirement.name} {versions[requirement.name]} is not {requirement.specifier}")
+        if not requirement.specifier.contains(version, prereleases=True):
+            problems.append(f"{requirement.name} {version} is not {requirement.specifier}")
     if problems:
         yield Finding("packages", "fail", ", ".join(problems), "make install")
-        return
-    tested = _tested_versions()
-    pinned = {name: tested.get(canonicalize_name(name), version) for name, version in versions.items()}
-    others = [f"{name} {version} ({pinned[name]})" for name, version in versions.items() if pinned[name] != version]
-    differing = f"; not those of constraints.txt: {', '.join(others)}" if others else ""
-    yield Finding("packages", "pass", f"all {len(versions)} that are needed{differing}")
-
-
-def _tested_versions() -> dict[str, str]:
-    """Versions by package, as pip spells it, in constraints.txt; empty where there is none."""
-    try:
-        pins = [line.partition("==") for line in CONSTRAINTS.read_text(encoding="utf-8").splitlines() if "==" in line]
-    except OSError:
-        return {}
-    return {canonicalize_name(name.strip()): version.strip() for name, _, version in pins}
+    else:
+        yield Finding("packages", "pass", f"all {len(needed)} that are needed")
 
 
 def _check_torch(device: str) -> Iterator[Finding]:
@@ -169,72 +145,3 @@ def _check_memory() -> Finding:
     if available.free_bytes < LOW_MEMORY_BYTES:
         return Finding("memory", "warn", text, "enough for small models only; end other programs")
     return Finding("memory", "pass", text)
-
-
-def _check_disk() -> Finding:
-    """Room and kind of the disk of this folder, where `runs` would be."""
-    folder = Path()
-    try:
-        folder = Path.cwd()
-        with tempfile.TemporaryFile(dir=folder):
-            free = shutil.disk_usage(folder).free
-    except OSError as problem:
-        reason = f"{folder} cannot be written ({problem.strerror})"
-        return Finding("disk", "warn", reason, "work in another folder, or give --run.folder")
-    kind = disk_kind(folder)
-    text = f"{format_bytes(free)} free at {folder}{f' ({kind})' if kind else ''}"
-    if free < LOW_DISK_BYTES:
-        return Finding("disk", "warn", text, "checkpoints of larger models will not fit; free some space, or give --run.folder")
-    if kind in ("tmpfs", "ramfs"):
-        return Finding("disk", "warn", text, "it is kept in memory and lost at a restart; give --run.folder on a disk")
-    if kind in NETWORK_DISKS:
-        return Finding(
-            "disk", "pass", f"{text}, a network disk: several hosts can share it; --data.folder is faster on a local one"
-        )
-    return Finding("disk", "pass", text)
-
-
-def disk_kind(folder: Path) -> str:
-    """The type of the file system of a folder, such as ext4; empty where it is not known."""
-    best, kind = "", ""
-    with suppress(OSError, IndexError):
-        for line in Path("/proc/self/mountinfo").read_text(encoding="utf-8").splitlines():
-            before, _, after = line.partition(" - ")
-            mount = before.split()[4].encode().decode("unicode_escape")
-            if folder.resolve().is_relative_to(mount) and len(mount) >= len(best):
-                best, kind = mount, after.split()[0]
-    return kind
-
-
-def _check_extras() -> Finding:
-    """Which optional parts are installed, and which are not."""
-    try:
-        requirements = [Requirement(each) for each in importlib.metadata.requires(PACKAGE) or ()]
-        extras = importlib.metadata.metadata(PACKAGE).get_all("Provides-Extra") or []
-    except importlib.metadata.PackageNotFoundError:
-        return Finding("extras", "pass", "unknown: lmforge is not installed")
-    missing = set()
-    for extra in extras:
-        for requirement in requirements:
-            if requirement.marker is None or requirement.marker.evaluate({"extra": ""}):
-                continue
-            if requirement.marker.evaluate({"extra": extra}) and not _is_installed(requirement):
-                missing.add(extra)
-    installed = [extra for extra in extras if extra not in missing]
-    todo = f"where you need them: {how_to_install(','.join(sorted(missing - {'dev'})))}" if missing - {"dev"} else ""
-    text = f"installed: {', '.join(installed) or 'none'}; not: {', '.join(sorted(missing)) or 'none'}"
-    return Finding("extras", "pass", text, todo)
-
-
-def _check_tools() -> Finding:
-    """Programs that lmforge can use."""
-    uses = {"git": "the commit is noted in each run", "stockfish": "for the chess recipe"}
-    path = f"{os.environ.get('PATH', '')}{os.pathsep}/usr/games"
-    tools = [f"{name} {'found' if shutil.which(name, path=path) else 'not found'} ({use})" for name, use in uses.items()]
-    return Finding("tools", "pass", ", ".join(tools))
-
-
-def _is_installed(requirement: Requirement) -> bool:
-    with suppress(importlib.metadata.PackageNotFoundError):
-        return requirement.specifier.contains(importlib.metadata.version(requirement.name), prereleases=True)
-    return False

@@ -14,8 +14,7 @@ from uuid import uuid4
 import xxhash
 
 from lmforge import checkpoint
-from lmforge.bench.doctor.finding import Finding
-from lmforge.bench.doctor.machine_checks import disk_kind
+from lmforge.bench.doctor.finding import Finding, Status
 from lmforge.config.align import AlignConfig
 from lmforge.config.stage import PretrainConfig, StageConfig
 from lmforge.config.tuning import TunedConfig
@@ -32,7 +31,7 @@ from lmforge.stages.run import open_pretrain_inputs
 from lmforge.stages.training_data import open_source
 
 BLOCK_BYTES, WRITE_BYTES, WRITE_SECONDS = 16 * 2**20, 256 * 2**20, 1.0
-SLOW_BYTES_PER_SECOND = 50e6
+SLOW_BYTES_PER_SECOND, LOW_DISK_BYTES = 50e6, 10 * 2**30
 # The number of parts of each split that are read, evenly spaced, and verified against their checksums.
 READS, READ_TOKENS = 8, 32_768
 
@@ -117,12 +116,8 @@ def _read_models(config: StageConfig, findings: list[Finding]) -> dict[str, str]
         described = [each for each in files if not Path(each[0]).name.startswith(".")]
         contents[str(source)] = xxhash.xxh3_64_hexdigest(repr(described).encode())
         size = sum(size for _, size in files)
-        findings.append(Finding("model", "pass", f"{source}: {format_bytes(size)} at {folder}, {_kind(folder)}"))
+        findings.append(Finding("model", "pass", f"{source}: {format_bytes(size)} at {folder}"))
     return contents
-
-
-def _kind(folder: Path) -> str:
-    return disk_kind(folder) or "a disk of unknown kind"
 
 
 def _checkpoint_bytes(config: StageConfig, world_size: int) -> int:
@@ -146,32 +141,27 @@ def _check_checkpoint_folder(config: StageConfig | None, needed: int) -> Iterato
         except UserError as problem:
             yield Finding("checkpoints", "fail", str(problem))
         return
-    existing = folder
     try:
         existing = existing_folder(folder)
         free = shutil.disk_usage(existing).free
         written, read = time_disk(existing)
     except OSError as problem:
-        yield Finding(
-            "checkpoints",
-            "fail",
-            f"{existing}: checkpoints cannot be written ({problem.strerror})",
-            "give another --run.folder",
-        )
+        text = f"{folder}: checkpoints cannot be written ({problem.strerror})"
+        yield Finding("checkpoints", "fail", text, "give another --run.folder")
         return
     kept = (config.checkpoint.keep_last + 1 if config else 1) * needed
-    text = f"{folder}: {format_bytes(free)} free, {_kind(existing)}, {written / 1e6:,.0f} MB/s written, {read / 1e6:,.0f} read"
+    text = f"{folder}: {format_bytes(free)} free, {written / 1e6:,.0f} MB/s written, {read / 1e6:,.0f} read"
     values = {"free_bytes": free, "write_bytes_per_second": round(written), "read_bytes_per_second": round(read)}
+    status: Status = "pass"
+    todo = ""
     if free < kept:
+        status, todo = "fail", "free some space, lower checkpoint.keep_last, or give --run.folder"
         text += f"; checkpoints take {format_bytes(kept)}"
-        yield Finding(
-            "checkpoints", "fail", text, "free some space, lower checkpoint.keep_last, or give --run.folder", values=values
-        )
+    elif free < LOW_DISK_BYTES:
+        status, todo = "warn", "checkpoints of larger models will not fit; free some space, or give --run.folder"
     elif written < SLOW_BYTES_PER_SECOND:
-        todo = "each checkpoint takes long; give --run.folder or --checkpoint.folder on a faster disk"
-        yield Finding("checkpoints", "warn", text, todo, values=values)
-    else:
-        yield Finding("checkpoints", "pass", text, values=values)
+        status, todo = "warn", "each checkpoint takes long; give --run.folder or --checkpoint.folder on a faster disk"
+    yield Finding("checkpoints", status, text, todo, values=values)
 
 
 def checkpoint_folder(config: StageConfig | None) -> Path:
