@@ -4,7 +4,6 @@ The module of a verb is imported when it is called, so that `--help` answers bef
 """
 
 import atexit
-import difflib
 import errno
 import os
 import re
@@ -35,7 +34,7 @@ from lmforge.config.stage import StageConfig
 from lmforge.config.verbs.bench import BenchConfig
 from lmforge.config.verbs.examine import DoctorOptions
 from lmforge.config.verbs.launch import LaunchVerbOptions, parse_launch
-from lmforge.errors import DISK_FULL_ERRNOS, RunFailed, UserError
+from lmforge.errors import DISK_FULL_ERRNOS, RunFailed, UserError, did_you_mean
 from lmforge.parallel.dims import plan_batches
 from lmforge.runs import Run
 from lmforge.untrusted import check_text, cut, describe_os_error
@@ -154,9 +153,7 @@ def _answer(name: str, arguments: list[str]) -> str | None:
     if name in ("-V", "--version"):
         return f"lmforge {__version__}"
     if name not in VERBS:
-        close = difflib.get_close_matches(cut(name), VERBS, n=1)
-        hint = f" did you mean {close[0]}?" if close else ""
-        raise UserError(f"{cut(name)}: no such verb;{hint} lmforge --help lists them")
+        raise UserError(f"{cut(name)}: no such verb{did_you_mean(name, VERBS) or ';'} lmforge --help lists them")
     at = next((at for at, word in enumerate(arguments) if word in ("-h", "--help")), None)
     if at is None:
         return None

@@ -1,16 +1,18 @@
 """The errors that end a command, and how messages format commands, sizes and numbers. Any other uncaught exception is a bug in
 lmforge (see `cli.run`)."""
 
+import difflib
 import errno
 import shlex
 import shutil
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
 # EX_TEMPFAIL of sysexits.h: what schedulers and scripts take as "try again".
 EXIT_PEER_LOST = 75
+MAX_TYPED = 80  # characters of a name that is compared with others
 # What a full disk, a used-up quota and a limit on the size of files answer.
 DISK_FULL_ERRNOS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
@@ -91,3 +93,9 @@ def format_duration(seconds: float) -> str:
     if total < 3600:
         return f"{total // 60}m{total % 60:02d}s"
     return f"{total // 3600}h{total % 3600 // 60:02d}m" if total < 86400 else f"{total // 86400}d{total % 86400 // 3600:02d}h"
+
+
+def did_you_mean(word: str, known: Iterable[str]) -> str:
+    """The end of a message about a name that is not known: the one that was probably meant; empty where none is like it."""
+    close = difflib.get_close_matches(word[:MAX_TYPED], list(known), n=1)
+    return f"; did you mean {close[0]}?" if close else ""

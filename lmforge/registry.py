@@ -5,7 +5,6 @@ any, a class of options. Nothing here imports torch or knows what an entry does:
 built-in names, `plugins.py` loads files and packages of users, `config/extend.py` puts their options into the config classes.
 """
 
-import difflib
 import importlib
 import re
 from collections.abc import Iterator
@@ -14,7 +13,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
 
-from lmforge.errors import UserError
+from lmforge.errors import UserError, did_you_mean
 from lmforge.foreign_code import describe_exception
 from lmforge.untrusted import cut, quoted
 
@@ -154,11 +153,6 @@ def unknown_name(kind: str, name: str) -> str:
     known = names(kind)
     expected = " or ".join(filter(None, [", ".join(known[:-1]), known[-1]])) if known else f"a registered {kind}"
     return f"expected {expected}, got {quoted(name)}{did_you_mean(name, known) or '; a plugin may add it (--plugins FILE.py)'}"
-
-
-def did_you_mean(name: str, known: Any) -> str:
-    close = difflib.get_close_matches(cut(name), list(known), n=2)
-    return f"; did you mean {' or '.join(close)}?" if close else ""
 
 
 def is_known(kind: str, name: str) -> bool:

@@ -12,9 +12,9 @@ from lmforge.config.options import Options, OptionsT, merge_options, parse_optio
 from lmforge.config.stage import PretrainConfig, StageConfig
 from lmforge.config.tuning import SftConfig
 from lmforge.config.verbs.plan import PLAN_OPTIONS
-from lmforge.errors import UserError
+from lmforge.errors import UserError, did_you_mean
 from lmforge.plugins import load_plugins, resolve_plugins
-from lmforge.registry import KINDS, did_you_mean, names_unchecked
+from lmforge.registry import KINDS, names_unchecked
 from lmforge.untrusted import quoted
 
 StageConfigT = TypeVar("StageConfigT", bound=StageConfig)

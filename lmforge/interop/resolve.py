@@ -3,12 +3,11 @@ only if transformers computes the model.
 """
 
 from dataclasses import fields
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
 from lmforge.config.sections import ModelOptions
-from lmforge.errors import UserError, prefix_errors
+from lmforge.errors import UserError, did_you_mean, prefix_errors
 from lmforge.hub import resolve_model_folder
 from lmforge.interop.config_json import REQUIRED_FIELDS, config_fields_from_json, is_supported_family, read_config_json
 from lmforge.manifests import Manifest
@@ -69,8 +68,7 @@ def _with_overrides(chosen: dict[str, Any], overrides: dict[str, Any]) -> dict[s
     known = [field.name for field in fields(ModelConfig)]
     for name in overrides:
         if name not in known:
-            close = get_close_matches(name, known, n=1)
-            raise UserError(f"model.{name}: no such field" + (f"; did you mean {close[0]}?" if close else ""))
+            raise UserError(f"model.{name}: no such field{did_you_mean(name, known)}")
     if "num_attention_heads" in overrides and chosen.get("num_key_value_heads") == chosen.get("num_attention_heads"):
         chosen = {**chosen, "num_key_value_heads": 0}  # as many, whatever their number
     # What depends on these is derived anew.

@@ -6,12 +6,11 @@ model costs is in flops.py.
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from difflib import get_close_matches
 from typing import Any, ClassVar
 
 from lmforge import registry
 from lmforge.config.ranges import MODEL_RANGES, ROPE_SCALING_RANGES, Range
-from lmforge.errors import UserError
+from lmforge.errors import UserError, did_you_mean
 from lmforge.model.family import Family, load_family
 from lmforge.model.presets import PRESETS
 from lmforge.untrusted import cut, quoted
@@ -204,9 +203,8 @@ def base_model_type(model_type: str) -> str:
 def get_preset(name: str) -> ModelConfig:
     """A ready-made config by its name in presets.py. Raises UserError, with the nearest name, when there is none."""
     if name not in PRESETS:
-        close = get_close_matches(cut(name), PRESETS, n=1, cutoff=0.3)
-        hint = f"did you mean {close[0]}? " if close else ""
-        raise UserError(f'"{cut(name)}" is neither a preset nor a folder; {hint}presets: {", ".join(PRESETS)}')
+        hint = did_you_mean(name, PRESETS) or ";"
+        raise UserError(f'"{cut(name)}" is neither a preset nor a folder{hint} presets: {", ".join(PRESETS)}')
     return ModelConfig(**PRESETS[name])
 
 

@@ -17,7 +17,6 @@ from lmforge.errors import UserError, prefix_errors
 from lmforge.parallel.dims import plan_batches
 from lmforge.parallel.validate import check_parallel
 from lmforge.runs import parse_location
-from lmforge.stages.check_model import check_model
 from lmforge.stages.pretrained import check_has_weights, find_pretrained, prefer_staged, resolve_model_config
 from lmforge.train.inputs import RunInputs
 
@@ -161,6 +160,8 @@ def open_pretrain_inputs(config: PretrainConfig, world_size: int) -> RunInputs:
         way = f"prepare it with --tokenizer {pretrained.folder}"
         raise UserError(f"{sources.location}: prepared with another tokenizer than {pretrained.folder} has; {way}")
     model_config = resolve_model_config(config, pretrained, tokenizer.vocab_size)
+    from lmforge.stages.check_model import check_model  # with torch, which `lmforge show` does not take
+
     check_model(config, model_config, batch_plan, tokenizer)
     load_weights = None
     if pretrained and config.model.load_weights:

@@ -22,7 +22,8 @@ from lmforge.data.chat.examples import hash_files
 from lmforge.data.shards.folder import TokenFolder
 from lmforge.data.shards.format import SHARDS_MANIFEST
 from lmforge.errors import UserError, format_bytes
-from lmforge.hub import find_cached, is_hub_name, parse_model_name
+from lmforge.hub import find_cached, parse_model_name
+from lmforge.interop.kinds import Kind, kind_of
 from lmforge.plan.memory import checkpoint_bytes
 from lmforge.plan.parameter_counts import count_parameters
 from lmforge.runs import Run, is_local
@@ -105,12 +106,13 @@ def _read_models(config: StageConfig, findings: list[Finding]) -> dict[str, str]
     contents = {}
     for source in sources:
         folder = source
-        if is_hub_name(source):
+        kind = kind_of(source)
+        if kind == Kind.HUB_NAME:
             cached = find_cached(*parse_model_name(str(source)), "weights" if config.model.load_weights else "config.json")
             if cached is None:
                 raise UserError(f"{source}: not in the cache of this host; lmforge download {source}, where there is a network")
             folder = cached
-        elif not source.exists():
+        elif kind == Kind.MISSING:
             raise UserError(f"{source}: no such folder on this host")
         files = sorted((str(path.relative_to(folder)), path.stat().st_size) for path in folder.rglob("*") if path.is_file())
         described = [each for each in files if not Path(each[0]).name.startswith(".")]

@@ -1,11 +1,10 @@
 """`--sweep`: every combination of values of several options."""
 
-import difflib
 import itertools
 import math
 
 from lmforge.config.options import Options, iter_options
-from lmforge.errors import UserError
+from lmforge.errors import UserError, did_you_mean
 from lmforge.untrusted import cut
 
 MAX_COMBINATIONS = 1000
@@ -27,8 +26,7 @@ def sweep_combinations(
             forms = " or ".join(["section.option=value,value…", *(f"{other}=value,value…" for other in others)])
             raise UserError(f"--sweep {cut(axis)}: expected {forms}")
         if name.replace("-", "_") not in known:
-            close = difflib.get_close_matches(cut(name), known, n=1)
-            raise UserError(f"--sweep {cut(name)}: no such option{f'; did you mean {close[0]}?' if close else ''}")
+            raise UserError(f"--sweep {cut(name)}: no such option{did_you_mean(name, known)}")
         if any(name.replace("-", "_") == other[0][0].replace("-", "_") for other in axes):
             raise UserError(f"--sweep {cut(name)}: given twice; write all of its values after one {cut(name)}=")
         axes.append([(name, value) for value in values.split(",")])

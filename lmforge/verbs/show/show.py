@@ -38,8 +38,7 @@ def run_show(options: ShowOptions) -> int:
 
 
 def _show_data(options: ShowOptions) -> str:
-    from lmforge.verbs.show.show_data import is_reported, report_data, show_samples
-    from lmforge.verbs.show.show_examples import show_examples
+    from lmforge.verbs.show.show_data import is_reported, report_data, show_examples, show_samples
 
     assert options.of is not None
     if options.tokenizer:
