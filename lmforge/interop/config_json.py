@@ -106,7 +106,8 @@ def config_fields_from_json(content: dict[str, Any]) -> dict[str, Any]:
     fields["final_logit_softcapping"] = content.get("final_logit_softcapping")
     for ours in (*_COMMON_FIELDS, *family.fields):
         theirs = family.names.get(ours, ours)
-        if theirs in content:
+        # Null is a field left out, except where it is a value.
+        if theirs in content and (content[theirs] is not None or getattr(ModelConfig, ours, None) is None):
             fields[ours] = content[theirs]
     for ours in REQUIRED_FIELDS:
         if fields.get(ours) is None:
