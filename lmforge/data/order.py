@@ -66,7 +66,10 @@ def permutation(n: int, key: int) -> Permutation:
     """
     if not 1 <= n <= 2**62:
         raise ValueError(f"a permutation of {n} items: expected 1 to 2**62")
-    return _table_permutation(n, key) if n <= MAX_TABLE_SIZE else _feistel_permutation(n, key)
+    if n > MAX_TABLE_SIZE:
+        return _feistel_permutation(n, key)
+    table = np.argsort(_random_uint64(key, 0, n), kind="stable").astype(np.uint16)  # of hashed positions
+    return lambda positions: table[positions].astype(np.int64)
 
 
 @dataclass(frozen=True)
@@ -156,12 +159,6 @@ def windowed_permutation(
         return values
 
     return permute
-
-
-def _table_permutation(n: int, key: int) -> Permutation:
-    """The order of hashed positions, as a table."""
-    table = np.argsort(_random_uint64(key, 0, n), kind="stable").astype(np.uint16)
-    return lambda positions: table[positions].astype(np.int64)
 
 
 def _feistel_permutation(n: int, key: int) -> Permutation:

@@ -49,8 +49,6 @@ def convert_sentencepiece(file: Path) -> tuple[str, dict[str, str]]:
         content = read_bounded(file, MAX_MODEL_BYTES)
     except FileNotFoundError:
         raise UserError(f"{file}: no such tokenizer; name a SentencePiece model or a tokenizer.json") from None
-    except OSError as problem:
-        raise UserError(f"{file}: cannot be read: {problem}") from None
     proto = ModelProto()
     try:
         proto.ParseFromString(content)
@@ -69,7 +67,8 @@ def convert_sentencepiece(file: Path) -> tuple[str, dict[str, str]]:
     ours = _build(proto, pieces)
     plain = tokenizers.Tokenizer.from_str(ours.to_str())
     plain.encode_special_tokens = True
-    for probe in (*PROBES, *_symbols_in_text(proto)):
+    symbols = [f"a{piece.piece} b{piece.piece}c" for piece in proto.pieces if piece.type == USER_DEFINED]
+    for probe in (*PROBES, *symbols[:100]):
         # In a unigram model two orders of the same pieces have the same score, so the last bits of a sum decide: 0+00 or 00+0.
         if sorted(plain.encode(probe, add_special_tokens=False).ids) != sorted(theirs.encode(probe)):
             raise UserError(f"{file}: converted, it would encode {quoted(probe)} differently; give a tokenizer.json")
@@ -93,10 +92,6 @@ def _unsupported(proto: Any) -> str | None:
     if len({piece.piece for piece in proto.pieces}) < len(proto.pieces):
         return "has a piece twice"
     return None
-
-
-def _symbols_in_text(proto: Any) -> list[str]:
-    return [f"a{piece.piece} b{piece.piece}c" for piece in proto.pieces if piece.type == USER_DEFINED][:100]
 
 
 def _build(proto: Any, ids: dict[str, int]) -> tokenizers.Tokenizer:

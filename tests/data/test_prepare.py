@@ -28,9 +28,8 @@ from tokenizers import processors
 
 from lmforge.cli import run
 from lmforge.data.prepare.prepare import prepare
-from lmforge.data.prepare.splits import TRAIN_SPLIT, VALIDATION_SPLIT
 from lmforge.data.shards.folder import TokenFolder
-from lmforge.data.shards.format import SHARDS_MANIFEST
+from lmforge.data.shards.format import SHARDS_MANIFEST, TRAIN_SPLIT, VALIDATION_SPLIT
 from lmforge.data.sources import text_sources
 from lmforge.data.tokenizer import Tokenizer
 from lmforge.errors import UserError

@@ -24,7 +24,7 @@ from lmforge.data.sources.records import find_record_files
 from lmforge.data.tokenizer import MAX_VOCAB_SIZE, Tokenizer
 from lmforge.errors import UserError
 from lmforge.manifests import EXAMPLES_MANIFEST, ExampleManifest, ExampleSplit
-from lmforge.untrusted import MAX_MANIFEST_BYTES, read_json
+from lmforge.untrusted import MAX_MANIFEST_BYTES, open_file, read_json
 
 SPLITS = ("train", "validation")
 # Incremented whenever the same files and options would give other sequences.
@@ -32,14 +32,11 @@ EXAMPLES_VERSION = 2
 
 
 def hash_files(files: Sequence[Path]) -> str:
-    """A hash of the contents of files, or of all in a folder, whatever their names. Raises UserError if one cannot be read."""
+    """A hash of the contents of files, or of all in a folder, whatever their names. Raises OSError if one cannot be read."""
     digest = xxhash.xxh3_128()
     for path in (file for each in files for file in find_record_files(each)):
-        try:
-            with open(path, "rb") as file:
-                hashlib.file_digest(file, lambda: digest)
-        except OSError as problem:
-            raise UserError(f"{path}: cannot be read: {problem.strerror}") from None
+        with open_file(path) as file:
+            hashlib.file_digest(file, lambda: digest)  # type: ignore[arg-type]
         digest.update(b"\0file")
     return digest.hexdigest()
 

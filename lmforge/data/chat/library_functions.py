@@ -42,16 +42,13 @@ def write_function_conversations(out: Path) -> dict[str, int]:
     # The training file is renamed last: where it exists, both do.
     with atomic_write(out / TRAIN_FILE) as train, atomic_write(out / VALIDATION_FILE) as validation:
         for conversation in _function_conversations():
-            file, split = (validation, "validation") if _is_for_validation(conversation["module"]) else (train, "train")
+            # By a hash of the package's name: the same for all its modules, and in every version of Python.
+            package = conversation["module"].partition(".")[0].encode()
+            is_validation = xxhash.xxh3_64_intdigest(package) / 2**64 < VALIDATION_RATIO
+            file, split = (validation, "validation") if is_validation else (train, "train")
             file.write((json.dumps(conversation, ensure_ascii=False) + "\n").encode())
             counts[split] += 1
     return counts
-
-
-def _is_for_validation(module: str) -> bool:
-    """By a hash of the package's name: the same for all its modules, and in every version of Python."""
-    package = module.partition(".")[0]
-    return xxhash.xxh3_64_intdigest(package.encode()) / 2**64 < VALIDATION_RATIO
 
 
 def _function_conversations() -> Iterator[dict[str, Any]]:

@@ -23,12 +23,12 @@ from lmforge.data.prepare.shard_jobs import (
     assemble_shard,
     part_path,
     token_dtype,
+    validation_threshold,
     write_part,
 )
-from lmforge.data.prepare.splits import split_documents
 from lmforge.data.prepare.tokenizer_sample import find_characters, sample_texts
 from lmforge.data.prepare.worker_pool import WorkerPool
-from lmforge.data.shards.format import hash_tokenizer_files
+from lmforge.data.shards.format import TRAIN_SPLIT, VALIDATION_SPLIT, hash_tokenizer_files
 from lmforge.data.sources.open_source import Source
 from lmforge.data.tokenizer import Tokenizer, character_tokenizer, train_tokenizer
 from lmforge.errors import UserError
@@ -242,3 +242,26 @@ def _is_one_document(source: str, readers: Sequence[UnitReader]) -> bool:
         )
         raise UserError(f"{source}: {reason}")
     return len(first) == 1
+
+
+def split_documents(hashes: np.ndarray, sizes: np.ndarray, ratio: float, one_document: bool) -> dict[str, np.ndarray]:
+    """The documents of each split, by the hashes and sizes of all.
+
+    Documents with hashes below a threshold are for validation. If there are none, or they are more than half of the text though
+    less was requested, it is the document with the smallest hash among those that leave half of the text to train on. The tail
+    of a single document is for validation, whatever its size. (Examples are fewer, and are chosen by rank:
+    `select_validation`.)
+    """
+    validation = hashes < np.uint64(validation_threshold(ratio))
+    too_much = not one_document and ratio < 0.5 and sizes[validation].sum() > sizes.sum() / 2
+    if ratio and (not validation.any() or too_much):
+        _, texts = np.unique(hashes, return_inverse=True)  # copies of a text stay together
+        small = np.bincount(texts, weights=sizes)[texts] <= sizes.sum() / 2
+        validation = hashes == (hashes[small] if small.any() else hashes).min()
+    if validation.all():
+        validation = hashes != hashes.max()
+    if not ratio:
+        return {TRAIN_SPLIT: np.flatnonzero(~validation)}
+    if not validation.any():
+        raise UserError("too few different texts to set any aside for validation; give more text")
+    return {TRAIN_SPLIT: np.flatnonzero(~validation), VALIDATION_SPLIT: np.flatnonzero(validation)}

@@ -60,16 +60,13 @@ def find_record_files(path: str | Path) -> list[Path]:
     """The file itself, or all files of records in a folder, sorted; `~` is expanded. Raises UserError if there are none, or for
     a single file of another kind; without a suffix it is taken for JSON lines."""
     root, known = expand_home(path), JSON_SUFFIXES | {".parquet"}
-    try:
-        if root.is_file():
-            if (suffix := content_suffix(root.name)) and suffix not in known:
-                raise UserError(f"{path}: {suffix} files are not read; convert the records to .jsonl or .parquet")
-            return [root]
-        if not root.is_dir():
-            raise UserError(f"{path}: no such file or folder")
-        files = sorted(file for file in root.iterdir() if file.is_file() and content_suffix(file.name) in known)
-    except OSError as problem:
-        raise UserError(f"{path}: cannot be read: {problem.strerror}") from None
+    if root.is_file():
+        if (suffix := content_suffix(root.name)) and suffix not in known:
+            raise UserError(f"{path}: {suffix} files are not read; convert the records to .jsonl or .parquet")
+        return [root]
+    if not root.is_dir():
+        raise UserError(f"{path}: no such file or folder")
+    files = sorted(file for file in root.iterdir() if file.is_file() and content_suffix(file.name) in known)
     if not files:
         raise UserError(f"{path}: holds no records: looked for .jsonl, .json, .parquet, and these with .gz or .zst")
     return files
