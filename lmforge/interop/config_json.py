@@ -51,6 +51,7 @@ class _ConfigJson(BaseModel, strict=True):
     n_positions: int | None = None
     layer_types: list[str] | None = None
     max_window_layers: int | None = None
+    sliding_window_pattern: int | None = None
     use_sliding_window: bool | None = None
     tie_word_embeddings: bool | None = None
     attention_bias: bool | None = None

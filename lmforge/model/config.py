@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 from lmforge import registry
 from lmforge.config.ranges import MODEL_RANGES, ROPE_SCALING_RANGES, Range
 from lmforge.errors import UserError, did_you_mean
-from lmforge.model.family import Family, load_family
+from lmforge.model.family import Family, load_family, name_layer_types
 from lmforge.model.presets import PRESETS
 from lmforge.untrusted import cut, quoted
 
@@ -113,11 +113,13 @@ class ModelConfig:
             ("attention_bias", family.attention_biases[0][0]),
             ("qk_norm", family.qk_norm is not None),
             ("rope_local_base_freq", family.local_rope_theta),
+            ("sliding_window", family.default_window),
             ("query_pre_attn_scalar", self.head_dim if family.scales_scores else None),
-            ("layer_types", self._default_layer_types()),
         ):
             if getattr(self, name) is None:
                 self._set(name, value)
+        if self.layer_types is None and self.sliding_window is not None and family.window_pattern:
+            self._set("layer_types", name_layer_types(self.num_hidden_layers, family.window_pattern))
         if self.attention_output_bias is None:
             self._set("attention_output_bias", self.attention_bias and (True, False) not in family.attention_biases)
         if self.reward:
@@ -132,13 +134,6 @@ class ModelConfig:
 
     def _set(self, name: str, value: Any) -> None:
         object.__setattr__(self, name, value)
-
-    def _default_layer_types(self) -> tuple[str, ...] | None:
-        every = self.family.window_pattern
-        if not every or self.sliding_window is None:
-            return None
-        layers = range(1, self.num_hidden_layers + 1)
-        return tuple("sliding_attention" if layer % every else "full_attention" for layer in layers)
 
     @property
     def family(self) -> Family:

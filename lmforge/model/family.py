@@ -81,7 +81,8 @@ class Family:
         intermediate_ratio: intermediate_size / hidden_size where it is not given; 0: it must be.
         grouped_heads: num_key_value_heads and head_dim may be chosen. heads_divide_width: transformers requires that.
         windows: sliding_window: none, one for all layers, or for those that layer_types names.
-        window_pattern: every how many layers one sees everything, where layer_types is not given; 0: none does.
+        default_window: of sliding_window. window_pattern: every how many layers one sees everything, where layer_types is not
+            given; 0: none does.
         local_rope_theta: the default of rope_local_base_freq; None: it has none. scales_scores: it has query_pre_attn_scalar.
         caps_logits: final_logit_softcapping is an option of transformers, too.
     config.json:
@@ -113,6 +114,7 @@ class Family:
     grouped_heads: bool = True
     heads_divide_width: bool = False
     windows: Literal["none", "all layers", "by layer"] = "none"
+    default_window: int | None = None
     window_pattern: int = 0
     local_rope_theta: float | None = None
     scales_scores: bool = False
@@ -139,6 +141,11 @@ class Family:
                 for name, count in heads.items()
             ),
         )
+
+
+def name_layer_types(num_layers: int, every: int) -> tuple[str, ...]:
+    """The layer_types of a model in which every `every`-th layer sees everything, and the others have a window."""
+    return tuple("sliding_attention" if layer % every else "full_attention" for layer in range(1, num_layers + 1))
 
 
 @cache

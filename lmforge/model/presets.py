@@ -17,6 +17,17 @@ _LLAMA31_SCALING = {
 }
 _LLAMA31 = {**_LLAMA3, "max_position_embeddings": 131072, "rope_scaling": _LLAMA31_SCALING}
 
+_GEMMA3 = {
+    "model_type": "gemma3_text",
+    "vocab_size": 262144,
+    "max_position_embeddings": 32768,
+    "head_dim": 256,
+    "query_pre_attn_scalar": 256,
+    "rope_theta": 1e6,
+    "sliding_window": 512,
+    "tie_word_embeddings": True,
+}
+
 
 def _sizes(
     hidden_size: int, intermediate_size: int, num_layers: int, num_heads: int, num_kv_heads: int | None = None
@@ -74,6 +85,15 @@ PRESETS: dict[str, dict[str, Any]] = {
         "sliding_window": 4096,
         **_sizes(4096, 14336, 32, 32, 8),
     },
+    "olmo2-1b": {
+        "model_type": "olmo2",
+        "vocab_size": 100352,
+        "max_position_embeddings": 4096,
+        "rope_theta": 5e5,
+        **_sizes(2048, 8192, 16, 16),
+    },
+    "gemma3-270m": {**_GEMMA3, **_sizes(640, 2048, 18, 4, 1)},
+    "gemma3-1b": {**_GEMMA3, **_sizes(1152, 6912, 26, 4, 1)},
     "codellama-7b": {**_CODELLAMA, "vocab_size": 32016, **_sizes(4096, 11008, 32, 32)},
     "codellama-34b": {**_CODELLAMA, **_sizes(8192, 22016, 48, 64, 8)},
     "llama2-7b": {**_LLAMA2, **_sizes(4096, 11008, 32, 32)},

@@ -44,6 +44,8 @@ def apply_tensor_parallel(model: LanguageModel, mesh: DeviceMesh) -> None:
     if by_vocabulary:
         split = RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(SEQUENCE_DIM))
         parallelize_module(embedding, mesh, split)
+        # A compiled block must not be given a tensor that is still being reduced: the gradient would be wrong (torch 2.13).
+        embedding.register_forward_hook(lambda module, args, hidden: hidden.clone())
     else:
         # Every rank has the full embedding, and looks up its own part of the sequence.
         to_shard = PrepareModuleInput(input_layouts=Replicate(), desired_input_layouts=Shard(SEQUENCE_DIM))

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lmforge.bench.parity import OPTIMIZER, ParityData, relative_differences, run_case, run_single
+from lmforge.bench.parity import OPTIMIZER, ParityCase, ParityData, ParityResult, relative_differences, run_case, run_single
 from lmforge.cluster import distributed as cluster
 from lmforge.parallel.precision import missing_for_compile
 from tests.distributed.shapes import SHAPES, select_cases
@@ -38,6 +38,12 @@ class CollectiveCounter(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
+def _with_norm_offset(result: ParityResult, case: ParityCase) -> ParityResult:
+    """With what norms multiply by instead of their weights, where that is more: the weights themselves begin at 0."""
+    offset = case.model_config.family.norm_offset or 0.0
+    return replace(result, weights={name: each + offset if each.ndim == 1 else each for name, each in result.weights.items()})
+
+
 if __name__ == "__main__":
     folder, seed, kind, which = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3], sys.argv[4]
     dist_ctx = cluster.init_distributed("cpu", threads=1)
@@ -47,13 +53,14 @@ if __name__ == "__main__":
         cases = [replace(case, model_config=SHAPES[shape]) for case in cases]
         reference = run_single(cases[0], data, dist_ctx) if cases and dist_ctx.is_rank0 else None
         if reference is not None:
+            reference = _with_norm_offset(reference, cases[0])
             still = OPTIMIZER.model_copy(update={"lr": 1e-30})
             untrained = run_single(replace(cases[0], optimizer=still), data, dist_ctx)
         for case in cases:
             if case.compile_model and missing_for_compile(dist_ctx.device):
                 continue  # its tests are skipped
             collectives = CollectiveCounter()
-            result = run_case(case, data, dist_ctx, collectives)
+            result = _with_norm_offset(run_case(case, data, dist_ctx, collectives), case)
             name = f"{shape} {case.name}"
             (folder / f"{name}-{dist_ctx.rank_info.rank}.json").write_text(json.dumps(result.memory_bytes))
             if reference is not None:

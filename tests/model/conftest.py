@@ -8,12 +8,13 @@ import pytest
 import torch
 from torch import nn
 
+from lmforge.config.builtin_names import FAMILIES
 from lmforge.model import build_model
 from lmforge.model.config import ModelConfig
 from lmforge.model.init_weights import init_weights
 from tests.seeds import fresh_seed
 
-MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3", "gpt2")
+MODEL_TYPES = tuple(FAMILIES)
 
 
 @pytest.fixture
@@ -51,16 +52,19 @@ def drawn_config(model_type: str, draw: random.Random, **fixed: Any) -> ModelCon
         "rope_theta": draw.choice([10000.0, 500000.0, 77.0]),
     }
     fields["rope_scaling"] = draw.choice([None, {"type": "linear", "factor": draw.uniform(1.5, 9)}, _llama3(draw)])
-    if model_type in ("llama", "qwen3"):
+    if model_type in ("llama", "qwen3", "olmo2", "gemma3_text"):
         fields["attention_bias"] = fields["attention_output_bias"] = draw.random() < 0.5
     if model_type == "llama":
         fields["mlp_bias"] = draw.random() < 0.5
+    if model_type in ("llama", "olmo2", "gemma3_text"):
         fields["hidden_size"] = fields["num_attention_heads"] * draw.choice([3, 5, 6])
     if model_type == "qwen2":
         fields["attention_bias"] = True
-    if model_type == "qwen3":
-        fields["qk_norm"] = True
-    if model_type != "llama" and draw.random() < 0.7:
+    if model_type == "gemma3_text":
+        fields["query_pre_attn_scalar"] = draw.choice([fields["head_dim"], 7])
+        fields["final_logit_softcapping"] = draw.choice([None, 2.0])
+        fields["rope_local_base_freq"] = draw.choice([10000.0, 55.0])
+    if model_type in ("mistral", "qwen2", "qwen3", "gemma3_text") and draw.random() < 0.7:
         fields["sliding_window"] = draw.randrange(2, 20)
         if model_type != "mistral":
             fields["layer_types"] = [draw.choice(["full_attention", "sliding_attention"]) for _ in range(layers)]

@@ -48,6 +48,9 @@ def test_published_sizes() -> None:
         "llama3-8b": 8.03,
         "llama3.1-405b": 405.85,
         "1b": 1.236,
+        "olmo2-1b": 1.4849,
+        "gemma3-270m": 0.2681,
+        "gemma3-1b": 0.99989,
         "gpt2-124m": 0.1244,
     }
     for name, size in billions.items():

@@ -82,8 +82,9 @@ def test_a_preset_has_as_many_parameters_as_transformers_gives_it(name: str) -> 
     }
 
 
-def test_bf16_logits_are_those_of_transformers_to_bf16_precision(draw: random.Random, tmp_path: Path) -> None:
-    config = drawn_config("qwen3", draw)
+@pytest.mark.parametrize("model_type", ["qwen3", "olmo2", "gemma3_text"])
+def test_bf16_logits_are_those_of_transformers_to_bf16_precision(model_type: str, draw: random.Random, tmp_path: Path) -> None:
+    config = drawn_config(model_type, draw)
     export_folder(built(config), config, tmp_path / "out", dtype=torch.bfloat16)
     theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     assert theirs.dtype == torch.bfloat16

@@ -14,7 +14,7 @@ from transformers import AutoConfig
 from lmforge.errors import UserError
 from lmforge.interop.config_json import to_config_json
 from lmforge.interop.resolve import model_config_from_json, resolve_model_config
-from lmforge.model.config import ModelConfig, RopeScaling, get_preset
+from lmforge.model.config import ModelConfig, Rope, RopeScaling, get_preset
 from lmforge.model.presets import PRESETS
 from tests.model.conftest import MODEL_TYPES, drawn_config
 
@@ -65,6 +65,40 @@ def test_the_spellings_of_transformers_4_and_5_mean_the_same() -> None:
     assert model_config_from_json(new, "b").rope_scaling == RopeScaling("llama3", 8.0, 1.0, 4.0, 64)
 
 
+def test_gemma_3_is_the_same_in_the_spelling_of_transformers_4_and_5() -> None:
+    scaling = {"rope_type": "linear", "factor": 8.0}
+    sizes = {**LLAMA, "model_type": "gemma3_text", "num_hidden_layers": 7, "sliding_window": 9}
+    old = {**sizes, "rope_theta": 2e6, "rope_local_base_freq": 5e3, "rope_scaling": scaling, "sliding_window_pattern": 3}
+    ropes = {"full_attention": {"rope_theta": 2e6, **scaling}, "sliding_attention": {"rope_type": "default", "rope_theta": 5e3}}
+    types = ["sliding_attention", "sliding_attention", "full_attention"] * 2 + ["sliding_attention"]
+    new = {**sizes, "rope_parameters": ropes, "layer_types": types}
+    config = model_config_from_json(old, "a")
+    assert config == model_config_from_json(new, "b")
+    assert config.layer_windows == (9, 9, None, 9, 9, None, 9)
+    assert config.layer_ropes[1:3] == (Rope(5e3), Rope(2e6, RopeScaling("linear", 8.0)))
+    assert (config.head_dim, config.query_pre_attn_scalar, config.tie_word_embeddings) == (256, 256, True)
+    by_default = model_config_from_json({**LLAMA, "model_type": "gemma3_text", "num_hidden_layers": 7}, "c")
+    assert by_default.layer_windows == (4096,) * 5 + (None, 4096)
+    assert by_default.layer_ropes[4:6] == (Rope(1e4), Rope(1e6))
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"attn_logit_softcapping": 50.0}, "attn_logit_softcapping: 50.0 is not supported; use a gemma3_text model with None"),
+        ({"use_bidirectional_attention": True}, "use_bidirectional_attention: True is not supported"),
+        ({"rope_parameters": {"sliding_attention": {"rope_type": "linear", "factor": 2}}}, "rope_parameters: "),
+        ({"rope_parameters": {"full_attention": "x"}}, "rope_parameters: "),
+        ({"query_pre_attn_scalar": 0}, "query_pre_attn_scalar: expected a number above zero, got 0"),
+        ({"hidden_activation": "gelu"}, 'hidden_act: "gelu" is not supported in a gemma3_text model'),
+    ],
+)
+def test_a_gemma_3_that_cannot_be_computed_is_refused(change: dict[str, Any], words: str) -> None:
+    with pytest.raises(UserError) as refused:
+        model_config_from_json({**LLAMA, "model_type": "gemma3_text", **change}, "here")
+    assert words in str(refused.value)
+
+
 def test_windows_name_the_layers_that_have_one() -> None:
     qwen = {**LLAMA, "model_type": "qwen2", "num_hidden_layers": 4, "sliding_window": 7, "max_window_layers": 3}
     assert model_config_from_json({**qwen, "use_sliding_window": False}, "here").layer_windows == (None,) * 4
@@ -110,7 +144,7 @@ def test_a_shape_can_be_given_field_by_field() -> None:
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"model_type": "mixtral"}, 'model_type: "mixtral" is not supported; lmforge reads gpt2, llama, mistral'),
+        ({"model_type": "mixtral"}, 'model_type: "mixtral" is not supported; lmforge reads gemma3_text, gpt2, llama'),
         ({"model_type": None}, "model_type"),
         ({"model_type": ["llama"]}, "model_type"),
         ({"rope_scaling": {"rope_type": ["linear"], "factor": 2.0}}, "rope_type"),

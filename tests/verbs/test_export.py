@@ -71,7 +71,7 @@ def test_nothing_is_overwritten_without_overwrite(tiny_run: Path, tmp_path: Path
 IN_BRIEF = ["qwen3", "gpt2", "mixtral"]
 FAMILIES = [
     *IN_BRIEF,
-    *(pytest.param(family, marks=pytest.mark.slow) for family in ("llama", "mistral", "qwen2", "gemma3_text")),
+    *(pytest.param(family, marks=pytest.mark.slow) for family in ("llama", "mistral", "qwen2", "olmo2", "gemma3_text")),
 ]
 
 
@@ -83,12 +83,14 @@ def test_every_family_goes_to_transformers_and_comes_back_with_equal_tensors(
     (tmp_path / "tokens" / "tokenizer" / "chat_template.jinja").write_text("{{ messages[0].content }}!")
     given = dict(zip(tiny_options[::2], tiny_options[1::2], strict=True))
     options = {name: value for name, value in given.items() if not name.startswith("--model.")}
-    if family in ("mixtral", "gemma3_text"):  # as transformers computes them
+    if family == "mixtral":  # as transformers computes them
         vocabulary = TokenFolder.open(tiny_tokens).tokenizer.vocab_size
         theirs_of(family, vocab_size=vocabulary).save_pretrained(tmp_path / "source")
         options |= {"--model.source": str(tmp_path / "source"), "--model.implementation": "transformers"}
     else:
         sizes = {name: value for name, value in given.items() if name.startswith("--model.")}
+        if family == "gemma3_text":
+            sizes["--model.sliding_window"] = "7"
         if family == "gpt2":
             sizes["--model.num_key_value_heads"] = sizes["--model.num_attention_heads"]
         options |= {**sizes, "--model.model_type": family}

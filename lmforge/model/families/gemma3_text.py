@@ -1,0 +1,58 @@
+"""Gemma 3, its text models (arXiv 2503.19786): norms on both sides of attention and feed-forward, whose weights are added to 1;
+scaled embeddings; five layers with a window and rotary positions of another base, then one that sees everything."""
+
+from typing import Any
+
+from lmforge.errors import UserError
+from lmforge.model.family import ROTARY_FIELDS, Family, name_layer_types
+from lmforge.untrusted import quoted
+
+
+def _read(content: dict[str, Any]) -> dict[str, Any]:
+    """layer_types, which may be given as a period; and what transformers 5 writes, tables of rotary positions for each type."""
+    types, every = content.get("layer_types"), content.get("sliding_window_pattern")
+    fields: dict[str, Any] = {
+        "layer_types": types or (name_layer_types(content["num_hidden_layers"], every) if every else None)
+    }
+    ropes = content.get("rope_parameters") or {}
+    if "full_attention" in ropes or "sliding_attention" in ropes:
+        full, local = (ropes.get(each) or {} for each in ("full_attention", "sliding_attention"))
+        if not isinstance(full, dict) or not isinstance(local, dict) or local.get("rope_type", "default") != "default":
+            raise UserError(f"rope_parameters: {quoted(ropes)} is not supported; use unscaled positions in sliding_attention")
+        fields |= {"rope_scaling": full, "rope_local_base_freq": local.get("rope_theta")}
+        fields |= {"rope_theta": full["rope_theta"]} if "rope_theta" in full else {}
+    return fields
+
+
+FAMILY = Family(
+    architecture="Gemma3ForCausalLM",
+    classifier="Gemma3TextForSequenceClassification",
+    attention_norms=("input_layernorm", "post_attention_layernorm"),
+    mlp_norms=("pre_feedforward_layernorm", "post_feedforward_layernorm"),
+    norm_offset=1.0,
+    qk_norm="heads",
+    activations=("gelu_pytorch_tanh",),
+    scaled_embeddings=True,
+    attention_biases=((False, False), (True, True)),
+    heads_divide_width=True,
+    windows="by layer",
+    default_window=4096,
+    window_pattern=6,
+    local_rope_theta=10_000.0,
+    scales_scores=True,
+    caps_logits=True,
+    fields=(*ROTARY_FIELDS, "attention_bias", "sliding_window", "rope_local_base_freq", "query_pre_attn_scalar"),
+    names={"hidden_act": "hidden_activation"},
+    defaults={
+        "intermediate_size": 9216,
+        "max_position_embeddings": 131072,
+        "num_key_value_heads": 4,
+        "head_dim": 256,
+        "rope_theta": 1e6,
+        "query_pre_attn_scalar": 256,
+        "tie_word_embeddings": True,
+    },
+    required_values={"attn_logit_softcapping": None, "use_bidirectional_attention": False},
+    read=_read,
+    write=lambda config: {"layer_types": config.written_layer_types},
+)
