@@ -40,8 +40,7 @@ from lmforge.stages.enter_run import enter_run
 from lmforge.stages.examples import open_example_inputs, prepare_examples
 from lmforge.stages.objectives import build_objective, check_objective
 from lmforge.stages.observers import Observers
-from lmforge.stages.pretrained import download_pretrained
-from lmforge.stages.training_data import open_pretrain_inputs
+from lmforge.stages.pretrained import download_pretrained, open_pretrain_inputs
 from lmforge.train.callbacks import BatchSource
 from lmforge.train.checkpoints import Checkpoints
 from lmforge.train.determinism import set_determinism

@@ -1,6 +1,6 @@
 """The samples that a pretraining recipe asks for: its sources opened, checked against each other, and mixed."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from fractions import Fraction
 from functools import cached_property
 
@@ -14,11 +14,7 @@ from lmforge.data.shards.format import SHARDS_MANIFEST
 from lmforge.data.shards.staged_copy import find_staged
 from lmforge.data.tokenizer import Tokenizer
 from lmforge.errors import UserError, prefix_errors
-from lmforge.parallel.dims import plan_batches
-from lmforge.parallel.validate import check_parallel
 from lmforge.runs import parse_location
-from lmforge.stages.pretrained import check_has_weights, find_pretrained, prefer_staged, resolve_model_config
-from lmforge.train.inputs import RunInputs
 
 
 @dataclass(frozen=True)
@@ -146,38 +142,4 @@ def open_source(data: PretrainDataOptions, source: TokenSourceOptions, *, staged
         quarantine=source.quarantine,
         cache_folder=data.cache_folder,
         cache_bytes=int(data.cache_gib * 2**30),
-    )
-
-
-def open_pretrain_inputs(config: PretrainConfig, world_size: int) -> RunInputs:
-    """Open the token shards and the model to begin from. Raises UserError where they do not fit together."""
-    batch_plan = plan_batches(config, world_size)
-    sources = TokenSources.open(config)
-    tokenizer = sources.tokenizer
-    pretrained = prefer_staged(config, find_pretrained(config.model.source)) if config.model.source else None
-    has_tokenizer = pretrained and (pretrained.folder / "tokenizer.json").exists()
-    if pretrained and has_tokenizer and pretrained.tokenizer().hash != tokenizer.hash:
-        way = f"prepare it with --tokenizer {pretrained.folder}"
-        raise UserError(f"{sources.location}: prepared with another tokenizer than {pretrained.folder} has; {way}")
-    model_config = resolve_model_config(config, pretrained, tokenizer.vocab_size)
-    from lmforge.stages.check_model import check_model  # with torch, which `lmforge show` does not take
-
-    check_model(config, model_config, batch_plan, tokenizer)
-    load_weights = None
-    if pretrained and config.model.load_weights:
-        check_has_weights(pretrained)
-        load_weights = pretrained.load_weights
-    for length in config.data.sequence_lengths:
-        check_parallel(config.parallel, model_config, replace(batch_plan, sequence_length=length))
-    train = sources.training(batch_plan.global_batch_size)
-    return RunInputs(
-        tokenizer,
-        train,
-        sources.validation(),
-        model_config,
-        batch_plan,
-        data_source=sources.location,
-        data_summary="\n           ".join([sources.describe(), *(train.describe_phases() if len(train.phases) > 1 else [])]),
-        load_weights=load_weights,
-        source_folders=sources.folders_by_name,
     )
