@@ -20,6 +20,7 @@ from typing import BinaryIO, Literal, NamedTuple
 
 from lmforge.atomic_files import PARTIAL_SUFFIX, atomic_write_json, atomic_write_text
 from lmforge.errors import DISK_FULL_ERRNOS, UserError
+from lmforge.locks import hold_lock
 from lmforge.untrusted import cut, is_inner_path, quoted, read_json
 
 MODEL_NAME_PATTERN = re.compile(r"(?P<name>[A-Za-z0-9][\w.-]*/[A-Za-z0-9_][\w.-]*)(@(?P<revision>[\w.][\w./-]*))?")
@@ -397,14 +398,15 @@ def _disk_errors_as_user_errors(folder: Path) -> Iterator[None]:
 @contextmanager
 def _download_lock(folder: Path, report: Report) -> Iterator[None]:
     """One process at a time downloads into a folder; the others wait for as long as that takes."""
-    from filelock import FileLock, Timeout
-
     folder.mkdir(parents=True, exist_ok=True)
-    lock = FileLock(folder / f"{OWN_FILES_PREFIX}lock")
-    try:
-        held = lock.acquire(timeout=0)
-    except Timeout:
-        report(f"{folder}: another process is downloading into it; waiting")
-        held = lock.acquire()
-    with held:
+    has_reported = False
+
+    def report_wait() -> bool:
+        nonlocal has_reported
+        if not has_reported:
+            has_reported = True
+            report(f"{folder}: another process is downloading into it; waiting")
+        return False
+
+    with hold_lock(folder / f"{OWN_FILES_PREFIX}lock", report_wait):
         yield

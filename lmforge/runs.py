@@ -19,10 +19,10 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import cache
 from pathlib import Path
 from typing import Any, Self, TypeVar, cast
 
@@ -32,7 +32,7 @@ from lmforge.config.mixture import is_remote
 from lmforge.config.options import to_toml
 from lmforge.config.stage import StageConfig
 from lmforge.errors import DISK_FULL_ERRNOS, UserError, how_to_install
-from lmforge.locks import is_at, remove_lock_alone, try_lock
+from lmforge.locks import try_lock
 from lmforge.run_records import COMPLETIONS_FOLDER, read_last_metrics, read_metrics
 from lmforge.untrusted import (
     cut,
@@ -126,7 +126,7 @@ def describe_storage_error(problem: Exception) -> str:
     return (getattr(problem, "strerror", None) or f"{type(problem).__name__}: {problem}").strip().splitlines()[-1]
 
 
-_held_locks: dict[Path, list[Callable[[], None]]] = {}  # how each is released; the system does so when its process ends
+_held_locks: dict[Path, tuple[Any, bool]] = {}  # with whether `lock` has made the directory
 
 
 @dataclass(frozen=True)
@@ -253,23 +253,12 @@ class Run:
         with storage_errors(self.path, "cannot be made a folder", "choose another --run.folder"):
             self.path.mkdir(parents=True, exist_ok=True)
         with storage_errors(lock, "cannot be written", "choose another --run.name"):
-            # Not through a link, to a file that would be emptied. Open as long as the lock is held.
-            descriptor = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW, 0o666)
-            file = os.fdopen(descriptor, "a+", encoding="utf-8", errors="replace")
-        with storage_errors(lock, "cannot be locked", "choose another --run.folder"):
-            release = try_lock(file.fileno(), lock.with_name(".lock.held"))
-        # A process that ends before its run has begun removes the file; others would not see this lock.
-        if release is None or not is_at(lock, file.fileno()):
-            if release:
-                release()
-            file.seek(0)
-            holder = file.read(MAX_HOLDER_CHARACTERS).strip() or "another process"
-            raise UserError(f"{self.path}: being trained by {holder}; wait for it, stop it, or choose another --run.name")
-        file.truncate(0)
-        file.write(f"process {os.getpid()} on {platform.node()}")
-        file.flush()
-        remove_if_new = [partial(remove_lock_alone, lock)] if is_new else []
-        _held_locks[self.path] = [release, *remove_if_new, file.close]
+            if (held := try_lock(lock)) is None:
+                with open(lock, encoding="utf-8", errors="replace") as file:
+                    holder = file.read(MAX_HOLDER_CHARACTERS).strip() or "another process"
+                raise UserError(f"{self.path}: being trained by {holder}; wait for it, stop it, or choose another --run.name")
+            lock.write_text(f"process {os.getpid()} on {platform.node()}")
+        _held_locks[self.path] = held, is_new
 
     def check_layout(self) -> None:
         """Raise UserError where a folder has the name of one of the run's files, or something else the name of a folder."""
@@ -285,8 +274,17 @@ class Run:
 
     def unlock(self) -> None:
         """Release the lock. If `lock` has made the directory of a run that has not begun, it is removed."""
-        for release in _held_locks.pop(self.path, ()):
-            release()
+        lock, is_new = _held_locks.pop(self.path, (None, False))
+        if lock is None:
+            return
+        is_unused = is_new and self.path.exists() and all(entry.name.startswith(".lock") for entry in self.path.iterdir())
+        with suppress(OSError):
+            if is_unused:
+                (self.path / ".lock").unlink()  # while it is locked
+        lock.release()
+        with suppress(OSError):
+            if is_unused:
+                self.path.rmdir()
 
     def delete(self) -> None:
         """Delete the run. Raises UserError for a directory that is not one."""

@@ -2,10 +2,13 @@
 
 import json
 import os
+import platform
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -18,7 +21,7 @@ from lmforge.atomic_files import atomic_write_text
 from lmforge.config.options import validate_options
 from lmforge.config.stage import PretrainConfig
 from lmforge.errors import UserError
-from lmforge.locks import STALE_AFTER_SECONDS, is_at, remove_lock_alone
+from lmforge.locks import hold_lock, try_lock
 from lmforge.report.run_data import read_events
 from lmforge.runs import MANIFEST, Run, describe_environment
 from tests.conftest import Refusal
@@ -34,12 +37,14 @@ sys.stdin.read()
 
 
 WITHOUT_FLOCK = ["-m", "tests.without_flock"]
+LEASE_SECONDS = 2.0
+HOLD_FOR_SECONDS = f"from lmforge import locks\nlocks.LEASE_SECONDS = {LEASE_SECONDS}\n{HOLD}"
 
 
 @contextmanager
-def another_process_trains(run: Run, how: Sequence[str] = ("-c",)) -> Iterator[subprocess.Popen[str]]:
+def another_process_trains(run: Run, how: Sequence[str] = ("-c",), program: str = HOLD) -> Iterator[subprocess.Popen[str]]:
     holder = subprocess.Popen(
-        [sys.executable, *how, HOLD, str(run.path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        [sys.executable, *how, program, str(run.path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     )
     try:
         assert holder.stdout is not None
@@ -112,20 +117,23 @@ def test_a_run_is_trained_by_one_process_at_a_time_and_free_again_however_that_e
 @pytest.mark.skipif(sys.platform != "linux", reason="the kernel is made to refuse a call as Linux's can be")
 def test_without_flock_too_one_process_trains_and_a_killed_one_loses_its_lock(tmp_path: Path) -> None:
     run, held = Run(tmp_path / "a"), tmp_path / "a" / ".lock.held"
-    command = [sys.executable, *WITHOUT_FLOCK, HOLD, str(run.path)]
+    command = [sys.executable, *WITHOUT_FLOCK, HOLD_FOR_SECONDS, str(run.path)]
 
     def second() -> subprocess.CompletedProcess[str]:
         return subprocess.run(command, capture_output=True, text=True, timeout=60)
 
-    with another_process_trains(run, WITHOUT_FLOCK) as holder:
+    with another_process_trains(run, WITHOUT_FLOCK, HOLD_FOR_SECONDS) as holder:
         assert f"a: being trained by process {holder.pid} on " in second().stderr
+        text = held.read_text()
+        assert platform.node() in text
         holder.send_signal(signal.SIGKILL)
         holder.wait()
-        assert "being trained" in second().stderr
-        long_ago = held.stat().st_mtime - STALE_AFTER_SECONDS
-        os.utime(held, (long_ago, long_ago))
-        assert second().stdout == "held\n"
-    assert sorted(path.name for path in run.path.iterdir() if path.name.startswith(".lock")) == [".lock", ".lock.held"]
+        assert second().stdout == "held\n", "of a process of this host that has ended"
+        held.write_text(text.replace(platform.node(), "gone-host"))
+        began = time.monotonic()
+        assert second().stdout == "held\n", "of a host that is gone"
+        assert time.monotonic() - began > LEASE_SECONDS
+    assert sorted(path.name for path in run.path.iterdir() if path.name.startswith(".lock")) == [".lock"]
     assert not run.is_not_a_run()
 
 
@@ -148,20 +156,19 @@ def test_nothing_is_left_of_a_run_that_is_refused_and_a_folder_that_was_there_st
     assert [path.name for path in tmp_path.iterdir()] == ["mine"]
 
 
-def test_a_lock_whose_file_its_holder_has_removed_is_not_the_lock_that_others_see(tmp_path: Path) -> None:
-    lock = tmp_path / "run" / ".lock"
-    lock.parent.mkdir()
-    with lock.open("w") as file:
-        assert is_at(lock, file.fileno())
-        remove_lock_alone(lock)
-        assert not lock.parent.exists()
-        assert not is_at(lock, file.fileno())
-        lock.parent.mkdir()
-        lock.touch()
-        (lock.parent / "recipe.toml").touch()
-        assert not is_at(lock, file.fileno())
-        remove_lock_alone(lock)
-        assert lock.exists()
+def test_who_waits_for_a_lock_whose_file_its_holder_removes_gets_the_one_that_others_see(tmp_path: Path) -> None:
+    lock = tmp_path / ".lock"
+    with ThreadPoolExecutor() as pool:
+        with hold_lock(lock) as is_held:
+            assert is_held
+            waiting = pool.submit(try_lock, lock, lambda: False)
+            time.sleep(0.1)
+            lock.unlink()
+        taken = waiting.result(timeout=10)
+    assert taken is not None
+    with hold_lock(lock) as is_held:
+        assert not is_held, "the lock is not the one that others see"
+    taken.release()
 
 
 def test_a_run_that_is_overwritten_stays_in_the_hands_of_who_overwrites_it(tmp_path: Path) -> None:

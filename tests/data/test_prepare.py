@@ -1,7 +1,6 @@
 """Preparation as users run it: real processes, killed and interrupted, full disks, invalid input."""
 
 import argparse
-import fcntl
 import gzip
 import hashlib
 import itertools
@@ -27,6 +26,7 @@ from tokenizers import Tokenizer as Library
 from tokenizers import processors
 
 from lmforge.cli import run
+from lmforge.data.prepare.output_folder import lock_folder
 from lmforge.data.prepare.prepare import prepare
 from lmforge.data.shards.folder import TokenFolder
 from lmforge.data.shards.format import SHARDS_MANIFEST, TRAIN_SPLIT, VALIDATION_SPLIT
@@ -611,13 +611,10 @@ def test_a_name_that_is_too_long_for_a_file_is_refused(tmp_path: Path, corpus: P
 
 
 def test_two_at_once_in_one_folder_are_refused(tmp_path: Path, corpus: Path) -> None:
-    (tmp_path / "out").mkdir()
-    other = os.open(tmp_path / "out", os.O_RDONLY)
-    fcntl.flock(other, fcntl.LOCK_EX)
-    with pytest.raises(UserError, match="another preparation is writing here"):
+    with lock_folder(tmp_path / "out"), pytest.raises(UserError, match="another preparation is writing here"):
         prepare(str(corpus), tmp_path / "out")
-    os.close(other)
     prepare(str(corpus), tmp_path / "out", vocab_size=300)
+    assert not list((tmp_path / "out").glob(".lock*"))
 
 
 # --- bad input -------------------------------------------------------------------------------------------------------

@@ -17,6 +17,7 @@ from lmforge.locks import hold_lock
 from lmforge.manifests import UNFINISHED
 from lmforge.untrusted import read_json
 
+LOCK = ".lock"
 EVALUATION_NGRAMS = "evaluation-ngrams.npz"  # in the unfinished folder, for the processes of the preparation
 
 
@@ -34,12 +35,15 @@ def lock_folder(out: Path) -> Iterator[None]:
     with ExitStack() as stack:
         try:
             out.mkdir(parents=True, exist_ok=True)
-            is_held = stack.enter_context(hold_lock(out, lambda: True, os.O_RDONLY))
+            is_held = stack.enter_context(hold_lock(out / LOCK))
         except OSError as error:
             raise UserError(f"{out}: cannot be created as a token folder: {error.strerror}; choose another folder") from None
         if not is_held:
             raise UserError(f"{out}: another preparation is writing here; wait for it, or name another folder")
-        yield
+        try:
+            yield
+        finally:
+            (out / LOCK).unlink(missing_ok=True)
 
 
 def _open_plan(out: Path, plan: dict[str, Any], overwrite: bool) -> bool:
@@ -54,7 +58,7 @@ def _open_plan(out: Path, plan: dict[str, Any], overwrite: bool) -> bool:
         # A preparation that ended before it wrote more than its plan, or while it was removed, leaves nothing usable.
         if _is_interrupted_preparation(out / UNFINISHED):
             _remove_preparation(out)
-        if os.listdir(out):
+        if set(os.listdir(out)) - {LOCK, f"{LOCK}.held"}:
             raise UserError(f"{out}: not empty, and no preparation; name another folder")
     if begun:
         written = TokenFolder.open(out).manifest.plan if finished else read_json(path, dict[str, Any], hint=RESTORE_HINT)
