@@ -107,7 +107,7 @@ def is_hub_name(source: str | Path) -> bool:
     In a folder that exists, or in one of LOCAL_FOLDERS, it is a path, if a misspelt one (runs/quikstart), unless a revision
     follows.
     """
-    parts, path = MODEL_NAME_PATTERN.fullmatch(str(source)), Path(source)
+    parts, path = MODEL_NAME_PATTERN.fullmatch(str(source)), Path(str(source))  # of an address, too
     if parts is None or path.exists():
         return False
     return parts["revision"] is not None or not (path.parent.exists() or str(path.parent) in LOCAL_FOLDERS)
