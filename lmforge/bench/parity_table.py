@@ -13,20 +13,15 @@ import torch
 from rich.table import Table
 
 from lmforge.bench import parity
+from lmforge.bench.bounds import bound_of_splits
 from lmforge.bench.parity import ParityCase, ParityData, ParityResult
 from lmforge.cluster.distributed import DistributedContext, init_distributed
 from lmforge.cluster.waiting import print_line
 from lmforge.config.verbs.examine import DoctorOptions
 from lmforge.errors import UserError, format_count, format_duration
-from lmforge.parallel.precision import DTYPES, missing_for_compile
+from lmforge.parallel.precision import DTYPES, dtype_name, missing_for_compile
 from lmforge.terminal.cells import page_console
 
-# For fp32 sums in another order, over ten steps. The kernels of a GPU also choose the order by the shapes of their inputs.
-TOLERANCES = {"cpu": 2e-6, "cuda": 5e-5}
-# bf16 rounds a number by up to 2^-9 of itself. Norms and embeddings have fp32 weights on one process and with DDP, and bf16
-# ones under FSDP: one rounding more. It shows least in a mean over all tokens, less than once in the norm of all gradients,
-# and most in the one element, of all weights, that ten steps moved most differently.
-BF16_TOLERANCES = {"loss": 2**-12, "gradient_norm": 2**-8, "weights": 2**-6}
 SEQUENCES_PER_RANK = 8
 MIB = 2**20
 STDERR_FILENO = 2
@@ -96,25 +91,21 @@ def _reported_if_late(strategy: str, seconds: float, rank: int) -> Iterator[None
 
 def _row(case: ParityCase, result: ParityResult, reference: ParityResult, dist_ctx: DistributedContext) -> dict[str, Any]:
     differences, device_type = parity.relative_differences(result, reference), dist_ctx.device.type
-    tolerances = _tolerances(case.dtype, device_type)
+    bound = bound_of_splits(dtype_name(case.dtype), device_type)
     return {
         "strategy": case.name,
         "ranks": dist_ctx.world_size,
         "loss": result.losses[-1],
         "reference": reference.losses[-1],
         "difference": differences,
-        # NaN is not within the tolerance. Compiled, the residual stream is not seen.
-        "wrong": not all(differences[name] <= tolerances[name] for name in differences)
+        # NaN is not within the bound. Compiled, the residual stream is not seen.
+        "wrong": not all(differences[name] <= getattr(bound, name) for name in differences)
         or result.hidden_dtypes != (set() if case.compile_model else {case.dtype}),
         "tokens_per_second": result.tokens_per_second,
         "mib": {name: size / MIB for name, size in result.memory_bytes.items()},
         "peak_gib": result.memory_gib if device_type == "cuda" else None,
         "options": case.options.model_dump(),
     }
-
-
-def _tolerances(dtype: torch.dtype, device_type: str) -> dict[str, float]:
-    return BF16_TOLERANCES if dtype == torch.bfloat16 else dict.fromkeys(BF16_TOLERANCES, TOLERANCES[device_type])
 
 
 def _print_table(rows: list[dict[str, Any]], dist_ctx: DistributedContext, dtype: str) -> None:
@@ -137,10 +128,11 @@ def _print_table(rows: list[dict[str, Any]], dist_ctx: DistributedContext, dtype
         table.add_row(*cells, style="bold red" if row["wrong"] else None)
     console = page_console(160)
     console.print(table)
-    tolerances = dict.fromkeys(f"{each:.2g}" for each in _tolerances(DTYPES[dtype], device_type).values())
-    wrong, within = [row["strategy"] for row in rows if row["wrong"]], ", ".join(tolerances)
+    bound = bound_of_splits(dtype, device_type)
+    bounds = dict.fromkeys(f"{each:.2g}" for each in (bound.loss, bound.gradient_norm, bound.weights))
+    wrong, within = [row["strategy"] for row in rows if row["wrong"]], ", ".join(bounds)
     verdict = f"{len(rows)} strategies agree with one process within {within}"
-    if len(tolerances) > 1:
+    if len(bounds) > 1:
         verdict += f" (loss, gradient, weights), with a residual stream in {dtype}"
     if wrong:
         verdict = f"WRONG, further than {within} from one process, or in another dtype: {', '.join(wrong)}"

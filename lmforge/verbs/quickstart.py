@@ -18,6 +18,7 @@ from rich.console import Console
 from rich.table import Table
 
 from lmforge.atomic_files import atomic_folder
+from lmforge.bench.bounds import bound_of_splits, relative_difference
 from lmforge.cluster.launch import launch_local
 from lmforge.config.load import STAGES, parse_config
 from lmforge.config.verbs.models import EvaluateOptions, GenerateOptions
@@ -25,7 +26,7 @@ from lmforge.config.verbs.pipeline import QuickstartOptions
 from lmforge.config.verbs.prepare import PrepareOptions
 from lmforge.data.chat.library_functions import TRAIN_FILE, VALIDATION_FILE
 from lmforge.errors import RunFailed, typed_command
-from lmforge.parallel.precision import choose_dtype
+from lmforge.parallel.precision import choose_dtype, dtype_name
 from lmforge.runs import Run
 from lmforge.verbs.prepare import run_prepare
 from lmforge.verbs.table import VERBS
@@ -55,9 +56,6 @@ TRAINING_STAGES = (
 )
 
 
-# Relative tolerance between the losses of FSDP2 on two processes and those of one process, from the same checkpoint: fp32 sums
-# are in another order, and bf16 rounds differently. tests/test_quickstart.py checks both.
-LOSS_BOUNDS = {torch.float32: 1e-6, torch.bfloat16: 2e-4}
 STEPS_CONTINUED = 50
 # With so few steps the purpose is to try all stages, so the batches of rollouts and the measurements are small.
 TRIAL_STEPS = 10
@@ -186,9 +184,9 @@ def _count_processes(processes: int) -> str:
 
 
 def _comparison_table(base: Path, sharded: Path, begun: int, processes: str) -> Table:
-    """The losses of both runs after their common checkpoint, and whether they differ by less than LOSS_BOUNDS."""
-    config = Run(base).load_config()
-    bound = LOSS_BOUNDS[choose_dtype(config.train.dtype, torch.device("cpu" if not torch.cuda.is_available() else "cuda"))[0]]
+    """The losses of both runs after their common checkpoint, and whether they differ by less than the bound of splits."""
+    config, device = Run(base).load_config(), torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    bound = bound_of_splits(dtype_name(choose_dtype(config.train.dtype, device)[0]), device.type).loss
     table = Table("step", "measured", processes, "FSDP2", "difference", "")
     metrics = {run: {record["step"]: record for record in Run(run).read_metrics()} for run in (base, sharded)}
     for step, record in metrics[base].items():
@@ -197,7 +195,7 @@ def _comparison_table(base: Path, sharded: Path, begun: int, processes: str) -> 
         for name in ("loss", "val/loss"):
             if name in record:
                 ours, theirs = record[name], metrics[sharded][step][name]
-                difference = abs(theirs / ours - 1)
+                difference = relative_difference(theirs, ours)
                 verdict = f"equal within {bound:g}" if difference <= bound else "NOT EQUAL"
                 table.add_row(str(step), name, f"{ours:.6f}", f"{theirs:.6f}", f"{difference:.1e}", verdict)
     return table

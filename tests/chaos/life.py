@@ -14,6 +14,7 @@ from random import Random
 from typing import Any
 
 from lmforge import checkpoint
+from lmforge.bench.bounds import FP32
 from lmforge.checkpoint import CorruptCheckpoint
 from lmforge.monitor.heartbeat import FINAL_PHASES
 from lmforge.runs import Run
@@ -23,8 +24,6 @@ from tests.chaos.plan import BY_COMMAND, Fault, Topology
 from tests.chaos.processes import Attempt, descendants, forked, gone, in_a_child, launched, stop_for
 from tests.chaos.undisturbed import EVERY, STALL_SECONDS, STEPS, distance, recipe, undisturbed
 
-# fp32 sums in another order: the house's bounds for losses, and for weights as a share of the largest of their tensor.
-LOSS_TOLERANCE, WEIGHT_TOLERANCE = 1e-6, 5e-6
 ENDING_SECONDS = 30.0
 ASKING = ("ask to stop", "kill the launcher", "ask the launcher")
 # What is sent here. A rank that ends by another signal has crashed.
@@ -321,7 +320,7 @@ class Life:
             for name in ("loss", "val/loss"):
                 if name in record:
                     mine, right = record[name], theirs[f"{name} {record['step']}"]
-                    if mine != right if same else abs(mine - right) > LOSS_TOLERANCE * abs(right):
+                    if mine != right if same else abs(mine - right) > FP32.loss * abs(right):
                         self.figures.wrong_losses += 1
                         self._find(f"{name} of step {record['step']} is {mine!r} and not {right!r}", "")
                         return
@@ -378,7 +377,7 @@ class Life:
         undisturbed(self._data, self._references, topology)
         figures.compared_bit_for_bit += same
         worst = in_a_child(distance, str(self.run.path), str(self._references / str(topology)))
-        if worst > (0.0 if same else WEIGHT_TOLERANCE):
+        if worst > (0.0 if same else FP32.weights):
             figures.wrong_weights += 1
             self._find(f"weights are {worst} from those of {topology}", "")
 

@@ -10,6 +10,8 @@ import torch
 from _pytest.mark import ParameterSet
 
 from lmforge import checkpoint
+from lmforge.bench.bounds import FP32
+from lmforge.bench.parity import weights_difference
 from lmforge.checkpoint import Manifest
 from lmforge.interop.resolve import stored_model_config
 from lmforge.model import build_model
@@ -99,6 +101,18 @@ def weights(run: Run, step: int | None = None) -> dict[str, torch.Tensor]:
     tensors = {name: parameter.detach() for name, parameter in model.named_parameters()}
     checkpoint.load(folder, {"model": tensors})
     return tensors
+
+
+def assert_agree(run: Run, reference: Run, *, validated: bool = True) -> None:
+    """Losses, gradient norms and the last weights are those of another split in fp32."""
+    bounds = {"loss": FP32.loss, "grad_norm": FP32.gradient_norm} | ({"val/loss": FP32.loss} if validated else {})
+    for name, largest in bounds.items():
+        expected = losses(reference, name)
+        assert expected, name
+        assert losses(run, name) == pytest.approx(expected, rel=largest, abs=0), name
+    tensors = weights(run)
+    for name, tensor in weights(reference).items():
+        assert weights_difference(name, tensors[name], tensor) <= FP32.weights, name
 
 
 @pytest.fixture(scope="session")

@@ -5,16 +5,14 @@ from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
-import torch
 from _pytest.mark import ParameterSet
 
+from lmforge.bench import bounds
 from lmforge.interop.export import export_folder
 from lmforge.interop.resolve import stored_model_config
 from lmforge.runs import Run
-from lmforge.verbs.quickstart import LOSS_BOUNDS
 from tests.distributed.conftest import Recipe, losses, newest_checkpoint, run_cases, weights
 
-LOSS_TOLERANCE = LOSS_BOUNDS[torch.float32]
 SCHEDULE = ["--train.steps", "6", "--checkpoint.every_steps", "3", "--validation.every_steps", "3"]
 SAMPLES = ["--sample.every_steps", "3", "--sample.max_tokens", "3"]
 TIED = ["--model.tie_word_embeddings", "true"]
@@ -116,10 +114,9 @@ def test_ranks_that_split_the_model_begin_from_a_folder_and_keep_their_masters_i
         lines = [recipe(tmp_path, begun, *SCHEDULE, *source, *own)]
         lines.append(recipe(tmp_path, f"bf16 {begun}", *SCHEDULE, *source, *BF16_MASTERS, *own))
         run_cases(ranks, lines, tmp_path)
-    assert losses(Run(tmp_path / name)) == pytest.approx(losses(Run(tmp_path / "single")), rel=LOSS_TOLERANCE)
-    # Sums in another order round to other bf16 numbers, which differ by 2^-8.
+    assert losses(Run(tmp_path / name)) == pytest.approx(losses(Run(tmp_path / "single")), rel=bounds.FP32.loss)
     narrow = losses(Run(tmp_path / "bf16 single"), "val/loss")
-    assert losses(Run(tmp_path / f"bf16 {name}"), "val/loss") == pytest.approx(narrow, rel=2e-3)
+    assert losses(Run(tmp_path / f"bf16 {name}"), "val/loss") == pytest.approx(narrow, rel=bounds.BF16_STATES.loss)
     assert losses(Run(tmp_path / "single"))[1] < losses(runs["single"])[1] - 0.05
 
 
@@ -129,15 +126,14 @@ def reference(runs: Runs, name: str) -> dict[int, float]:
 
 @pytest.mark.parametrize("name", cases(name for name in WRITERS if not name.endswith("single")))
 def test_a_run_is_the_same_run_under_every_strategy(runs: Runs, name: str) -> None:
-    assert losses(runs[name]) == pytest.approx(reference(runs, name), rel=LOSS_TOLERANCE)
+    assert losses(runs[name]) == pytest.approx(reference(runs, name), rel=bounds.FP32.loss)
 
 
 @pytest.mark.parametrize("name", cases(READERS))
 def test_a_checkpoint_continues_under_another_strategy_with_the_same_losses(runs: Runs, name: str) -> None:
     log = runs[name].log_path(2, 0).read_text()
     assert "from step 3" in log
-    tolerance = LOSS_BOUNDS[torch.bfloat16 if "bf16" in name else torch.float32]
-    assert losses(runs[name]) == pytest.approx(reference(runs, name), rel=tolerance)
+    assert losses(runs[name]) == pytest.approx(reference(runs, name), rel=(bounds.BF16 if "bf16" in name else bounds.FP32).loss)
 
 
 def test_the_losses_that_are_compared_change_with_each_step(runs: Runs) -> None:

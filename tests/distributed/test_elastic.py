@@ -8,13 +8,11 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-import torch
 
 from lmforge.runs import Run
 from tests.cluster.laboratory import HostProcess, Laboratory
 from tests.conftest import Command
-from tests.distributed.conftest import RECIPE_STEPS, Recipe, losses, weights
-from tests.distributed.test_same_result import LOSS_TOLERANCE, WEIGHT_TOLERANCE
+from tests.distributed.conftest import RECIPE_STEPS, Recipe, assert_agree, losses
 
 FAULTY_RANK = Path(__file__).parent / "faults" / "faulty_rank.py"
 # A checkpoint is saved after the first half of the steps; the fault is after the next ones.
@@ -25,14 +23,8 @@ PATIENCE_SECONDS = 200
 
 
 def assert_same(run: Run, reference: Run) -> None:
-    expected, computed = losses(reference), losses(run)
-    assert [*computed] == [*expected] == list(range(1, RECIPE_STEPS + 1))
-    for step, loss in expected.items():
-        assert computed[step] == pytest.approx(loss, rel=LOSS_TOLERANCE, abs=0), step
-    assert losses(run, "val/loss") == pytest.approx(losses(reference, "val/loss"), rel=LOSS_TOLERANCE, abs=0)
-    theirs = weights(reference)
-    for name, tensor in weights(run).items():
-        torch.testing.assert_close(tensor, theirs[name], rtol=0, atol=WEIGHT_TOLERANCE * float(theirs[name].abs().max()))
+    assert [*losses(run)] == [*losses(reference)] == list(range(1, RECIPE_STEPS + 1))
+    assert_agree(run, reference)
 
 
 @pytest.fixture(scope="module")

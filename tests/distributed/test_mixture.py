@@ -7,12 +7,12 @@ import shutil
 from pathlib import Path
 
 import pytest
-import torch
 
+from lmforge.bench.bounds import FP32
 from lmforge.data.prepare.prepare import prepare
 from lmforge.runs import Run
 from tests.conftest import Command, Refusal, only_line
-from tests.distributed.conftest import losses, weights
+from tests.distributed.conftest import assert_agree, losses
 
 WORDS = {"web": "the cat sat on a mat and saw dogs", "code": "def return self import class print", "math": "one two plus"}
 MODEL = ["--model.hidden_size", "32", "--model.intermediate_size", "48", "--model.num_hidden_layers", "1"]
@@ -62,11 +62,9 @@ def test_a_run_whose_phases_are_added_while_it_is_stopped_on_other_ranks_is_the_
     train("stopped", 6, 1, PHASE_1 + PHASE_2)  # in the middle of the second phase
     train("stopped", 12, 2, PHASE_1 + PHASE_2 + PHASE_3)
     whole, stopped = Run.open(tmp_path / "whole"), Run.open(tmp_path / "stopped")
-    assert losses(stopped) == pytest.approx(losses(whole), rel=1e-6)
+    assert_agree(stopped, whole, validated=False)
     tokens = [record["tokens"] for record in whole.read_metrics() if "loss" in record]
     assert [after - before for before, after in zip([0, *tokens], tokens, strict=False)] == [256] * 4 + [128] * 4 + [256] * 4
-    for name, tensor in weights(whole).items():
-        torch.testing.assert_close(weights(stopped)[name], tensor, rtol=0, atol=2e-6)
     shown = lmforge("show", tmp_path / "whole").stdout
     rows = {line.split()[0]: line.split()[1:4] for line in shown.splitlines() if re.match(r" *(web|code|math) ", line)}
     # 32 samples of 32 tokens, 32 of 16, and 32 of 32; the proportions are exact to a sample at each end of a phase.
@@ -236,7 +234,7 @@ def test_the_losses_of_the_sources_add_up_to_the_loss_on_any_ranks(
         assert done.returncode == 0, done.stderr
     alone, ranks_ = Run.open(tmp_path / "alone"), Run.open(tmp_path / "ranks")
     for name in ("loss", "loss/web", "loss/code"):
-        assert losses(ranks_, name) == pytest.approx(losses(alone, name), rel=2e-6)
+        assert losses(ranks_, name) == pytest.approx(losses(alone, name), rel=FP32.loss)
     for step, loss in losses(alone).items():
         web, code = losses(alone, "loss/web")[step], losses(alone, "loss/code")[step]
         assert min(web, code) < loss < max(web, code)
@@ -247,12 +245,12 @@ def test_the_losses_of_the_sources_add_up_to_the_loss_on_any_ranks(
         done = lmforge("evaluate", alone.path, "--data", corpora / name, "--output", "json")
         by_itself = json.loads(done.stdout)
         for rate in ("loss", "bits_per_byte"):
-            assert measured[f"val/{rate}/{name}"] == pytest.approx(by_itself[rate], rel=2e-6)
-            assert on_ranks[f"val/{rate}/{name}"] == pytest.approx(by_itself[rate], rel=2e-6)
+            assert measured[f"val/{rate}/{name}"] == pytest.approx(by_itself[rate], rel=FP32.loss)
+            assert on_ranks[f"val/{rate}/{name}"] == pytest.approx(by_itself[rate], rel=FP32.loss)
     result = lmforge("evaluate", alone.path, "--output", "json")
     whole = json.loads(result.stdout)
     for name in ("loss", "loss/web", "loss/code", "bits_per_byte", "bits_per_byte/web", "bits_per_byte/code"):
-        assert whole[name] == pytest.approx(measured[f"val/{name}"], rel=2e-6)
+        assert whole[name] == pytest.approx(measured[f"val/{name}"], rel=FP32.loss)
     assert whole["data"] == f"{corpora / 'web'}, {corpora / 'code'}"
     lines = lmforge("evaluate", alone.path, "--split", "train").stdout.splitlines()
     assert "(train, " in lines[0]

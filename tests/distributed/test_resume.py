@@ -18,6 +18,7 @@ import psutil
 import pytest
 import torch
 
+from lmforge.bench.bounds import FP32
 from lmforge.cli import run as lmforge_here
 from lmforge.runs import Run
 from tests.distributed.conftest import HERE, RECIPE_STEPS, Recipe, losses, run_cases, weights
@@ -29,8 +30,6 @@ STEPS = 20
 SCHEDULE = ["--train.steps", str(STEPS), "--checkpoint.every_steps", "4", "--checkpoint.keep_last", "20"]
 # A validation just before a checkpoint leaves sharded weights gathered, and must not show in what is saved.
 SCHEDULE += ["--validation.every_steps", "4"]
-# Sums in another order differ by some 1e-7 a step in fp32; 1e-6 of the loss is the house's bound.
-LOSS_TOLERANCE = 1e-6
 
 
 @dataclass(frozen=True)
@@ -236,7 +235,7 @@ def test_continued_on_other_ranks_and_strategies_losses_agree(history: History, 
     ours, theirs = losses(history.elsewhere[place]), losses(history.unbroken)
     assert ours.keys() == theirs.keys()
     for step, loss in theirs.items():
-        assert ours[step] == pytest.approx(loss, rel=LOSS_TOLERANCE), step
+        assert ours[step] == pytest.approx(loss, rel=FP32.loss), step
 
 
 def test_three_ranks_under_ddp_continue_to_the_same_bits(recipe: Recipe, tmp_path: Path) -> None:

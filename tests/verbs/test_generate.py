@@ -10,6 +10,7 @@ import torch
 from tokenizers import processors
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
+from lmforge.bench.bounds import FP32
 from lmforge.cli import run as command
 from lmforge.data.tokenizer import Tokenizer
 from lmforge.generate.engine import generate
@@ -79,8 +80,8 @@ def test_evaluate_measures_what_the_run_measured(capsys: Capture, tiny_run: Path
     printed, _ = run(capsys, "evaluate", tiny_run, "--sequences", 4, "--output", "json")
     measured = json.loads(printed)
     last = Run(tiny_run).read_metrics()[-1]
-    assert measured["loss"] == pytest.approx(last["val/loss"], rel=1e-6)
-    assert measured["bits_per_byte"] == pytest.approx(last["val/bits_per_byte"], rel=1e-6)
+    assert measured["loss"] == pytest.approx(last["val/loss"], rel=FP32.loss)
+    assert measured["bits_per_byte"] == pytest.approx(last["val/bits_per_byte"], rel=FP32.loss)
     assert measured["model"] == str(Run(tiny_run).checkpoint_path(6))
     assert (measured["data"], measured["split"], measured["sequence_length"]) == (str(tiny_tokens), "validation", 48)
 
@@ -122,7 +123,7 @@ def test_several_processes_evaluate_together_and_print_once(
     assert several.returncode == 0, several.stderr
     one, other = json.loads(alone), json.loads(several.stdout)
     for name in ("loss", "perplexity", "bits_per_byte"):
-        assert other.pop(name) == pytest.approx(one.pop(name), rel=1e-6)
+        assert other.pop(name) == pytest.approx(one.pop(name), rel=FP32.loss)
     assert other == one
 
 
