@@ -78,7 +78,7 @@ def read_run(run: Run, state: str | None = None) -> dict[str, Any]:
         "sources": _sources(config) if isinstance(config, PretrainConfig) else _files(config),
         "options": dict(flat_options(config)),
         "changed": list(_changed(config)),
-        "environment": _environment(run),
+        "environment": read_environment(run),
         "ranks": _ranks(status),
     }
 
@@ -260,7 +260,7 @@ def _changed(options: Options, prefix: str = "") -> Iterator[str]:
             yield f"{prefix}{name}"
 
 
-def _environment(run: Run) -> dict[str, str]:
+def read_environment(run: Run) -> dict[str, str]:
     """Versions, hardware and command of the last attempt, as text."""
     with suppress(OSError, UserError, AttributeError):
         table = read_json(run.path / "environment.json", dict[str, Any])

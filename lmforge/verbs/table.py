@@ -28,7 +28,7 @@ from lmforge.config.verbs.models import (
 from lmforge.config.verbs.pipeline import QuickstartOptions, RunPipelineOptions
 from lmforge.config.verbs.plan import PlanConfig
 from lmforge.config.verbs.prepare import PrepareOptions
-from lmforge.config.verbs.watch import LogsOptions, ReportOptions, RunsOptions, TopOptions
+from lmforge.config.verbs.watch import CompareOptions, LogsOptions, ReportOptions, RunsOptions, TopOptions
 
 
 @contextmanager
@@ -98,6 +98,7 @@ VERBS = {
     "logs": Verb(LogsOptions, "lmforge.verbs.running.logs:run_logs"),
     "top": Verb(TopOptions, "lmforge.verbs.running.top:run_top"),
     "runs": Verb(RunsOptions, "lmforge.verbs.running.list_runs:list_runs"),
+    "compare": Verb(CompareOptions, "lmforge.verbs.running.compare:run_compare"),
     "report": Verb(ReportOptions, "lmforge.verbs.running.report:run_report"),
     "show": Verb(ShowOptions, "lmforge.verbs.show.show:run_show"),
 }

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Literal
 
-from lmforge.config.options import Options, argument, option
+from lmforge.config.options import OUTPUT_FORMAT, Options, argument, option
 from lmforge.config.ranges import COUNT, RANKS
 from lmforge.untrusted import cut, words_problem
 
@@ -30,6 +30,18 @@ class RunsOptions(Options):
     def problems(self) -> Iterator[str]:
         if self.watch and self.output == "json":
             yield "--watch: not with --output json; call it again instead"
+
+
+class CompareOptions(Options):
+    """lmforge compare RUN RUN [RUN …]: where runs begin to differ by more than rounding, and what else differs in them."""
+
+    runs: tuple[Path, ...] = argument(..., "directories of runs; each is compared with the first")
+    weights: bool = option(False, "compare the checkpoints of the same steps too")
+    output: Literal["text", "json"] = OUTPUT_FORMAT
+
+    def problems(self) -> Iterator[str]:
+        if len(self.runs) < 2:
+            yield "runs: name two runs or more"
 
 
 class ReportOptions(Options):
