@@ -47,15 +47,16 @@ from lmforge.runs import Run
 from lmforge.stages.attempt import RunContext
 from lmforge.stages.build_model import BuiltModel, build_model_and_optimizer
 from lmforge.stages.dataset_batches import DatasetBatches
+from lmforge.stages.inputs import RunInputs
 from lmforge.stages.observers import Observers
 from lmforge.stages.records import RunEvents
 from lmforge.trackers.tracker_threads import TrackerThreads
 from lmforge.train.bad_steps import BadStepDetector
 from lmforge.train.checkpoints import Checkpoints
-from lmforge.train.inputs import ResumePoint, RunInputs
 from lmforge.train.loop import train
 from lmforge.train.metrics import Throughput, peak_memory_gib
 from lmforge.train.optimizers.schedules import build_schedule
+from lmforge.train.resume import ResumePoint
 
 WARM_UP_STEPS = 10
 LOG_EVERY_STEPS = 10
@@ -177,7 +178,7 @@ def run_lmforge(contest: Contest, turns: Turns, first_losses: list[float], *, co
     built = BuiltModel(parallel_model, optimizer, objective, detector, ResumePoint(), dtype, compiled)
     batches = DatasetBatches(ctx, inputs, built)
     throughput = Throughput(parallel_model, batches, partial(flops_per_token, contest.shape), None, ENDLESS_STEPS, {})
-    observers = Observers(ctx, inputs, (), built, batches, checkpointer, throughput, None)
+    observers = Observers(ctx, inputs, built, batches, checkpointer, throughput, None)
     try:
         train(
             parallel_model,

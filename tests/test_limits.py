@@ -24,7 +24,7 @@ from lmforge.interop.config_json import to_config_json
 from lmforge.interop.resolve import resolve_model_config
 from lmforge.model import build_model
 from lmforge.model.config import get_preset
-from lmforge.stages.check_model import check_model
+from lmforge.stages.inputs import check_model
 from lmforge.stages.run import _notes_on_ranks
 from lmforge.untrusted import parse_json, parse_toml, quoted
 from lmforge.verbs import generate

@@ -1,19 +1,26 @@
-"""The console of a run: lines for the reader, which rank 0 also logs, and on a terminal a panel (progress_panel.py)."""
+"""The console of a run: lines for the reader, which rank 0 also logs, and on a terminal a panel below them."""
 
+import os
+import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from rich.console import Console
 from rich.text import Text
 
 from lmforge.cluster.distributed import DistributedContext
 from lmforge.errors import format_duration
-from lmforge.monitor.captured_output import CapturedOutput
-from lmforge.monitor.progress_panel import ProgressPanel
+from lmforge.monitor.log_files import STAMP, printable
 from lmforge.monitor.rank_log import redirect_terminal, stamp_lines, terminal_stderr
-from lmforge.terminal.cells import format_metrics
+from lmforge.terminal.cells import METRIC_WORDS, QUIET, clean, fit_words, format_metrics, progress_line, sparkline
 from lmforge.terminal.live_area import LiveArea, can_redraw
+
+MAX_TEXT_LINES = 3
+MAX_POINTS = 1000  # of the curve; a terminal shows fewer
+# The curve is of the first of these that the run measures, and the others are on the line of numbers.
+CURVES = ("reward", "rewards/accuracy", "loss")
 
 
 class ConsoleLogger:
@@ -113,3 +120,110 @@ class ConsoleLogger:
         if self._log_file is not None:
             self._log_file.close()
             self._log_file = None
+
+
+class ProgressPanel:
+    """The panel of a run: progress, the curve of the loss, speed, validation and the last sample.
+
+    Values are set by the training, and drawn by another thread: only numbers that were logged anyway.
+    """
+
+    def __init__(self, step: int, steps: int) -> None:
+        self.step = step
+        self._steps = steps
+        self._record: dict[str, Any] = {}
+        self._logged_at = time.monotonic()
+        self._validation: tuple[int, str] | None = None
+        self._sample: tuple[int, str] | None = None
+        self._curves: dict[str, list[float | None]] = {name: [] for name in CURVES}
+
+    def add_record(self, record: dict[str, Any]) -> None:
+        """A record of metrics.jsonl."""
+        words = format_metrics({name: value for name, value in record.items() if name.startswith("val/")})
+        if words:
+            self._validation = record["step"], "  ".join(words.values())
+        if "step_seconds" not in record:
+            return  # a validation alone
+        self._record, self._logged_at = record, time.monotonic()
+        for name, points in self._curves.items():
+            if name in record:
+                points.append(record[name])
+                if len(points) > MAX_POINTS:
+                    del points[: MAX_POINTS // 10]
+
+    def add_sample(self, step: int, text: str) -> None:
+        self._sample = step, clean(text)
+
+    def draw(self, columns: int, lines: int) -> Sequence[Text]:
+        """The panel, the most important lines first."""
+        record = self._record
+        left = record.get("seconds_left")
+        if left is not None:
+            left = max(0.0, left - (time.monotonic() - self._logged_at))
+        drawn = [progress_line(self.step, self._steps, left, columns)]
+        curve = next((name for name in CURVES if any(value is not None for value in self._curves[name])), None)
+        if curve:
+            words = METRIC_WORDS[curve].format(record[curve]) if record.get(curve) is not None else f"{curve} not finite"
+            label = f"{words}  "
+            drawn.append(Text.assemble(label, (sparkline(self._curves[curve], columns - len(label)), "cyan")))
+        numbers = {name: word for name, word in format_metrics(record).items() if name != curve and not name.startswith("val/")}
+        drawn += map(Text, fit_words(list(numbers.values()), columns))
+        for what, shown in (("validation", self._validation), ("sample", self._sample)):
+            if shown is not None:
+                text = Text.assemble((f"{what} at step {shown[0]:,}: ", QUIET), shown[1])
+                drawn += text.divide(range(columns, len(text), columns))[:MAX_TEXT_LINES]
+        return drawn[:lines]
+
+
+class CapturedOutput:
+    """Standard output and error, where they are terminals, go to the log at `path` until `close`.
+
+    C libraries and child processes write to descriptors 1 and 2 directly, and the panel would overwrite it. So they are
+    redirected to the log, from which the lines to show are read. A pipe would lose the last words of a process that crashes,
+    and block a library that writes more than it holds, where the reader waits for the interpreter lock that the library has.
+
+    `sys.stdout` writes to the terminal all the same. `sys.stderr` is for the caller to redirect (`redirect_terminal`).
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._log = open(path, "rb")  # noqa: SIM115 - closed by `close`
+        self._log.seek(0, os.SEEK_END)
+        self._unfinished = b""
+        self._stdout, self._terminal = sys.stdout, sys.stdout
+        self._originals: dict[int, int] = {}
+        log = os.open(path, os.O_WRONLY | os.O_APPEND)
+        for descriptor, stream in ((1, sys.stdout), (2, sys.stderr)):
+            if _is_terminal(stream, descriptor):
+                stream.flush()
+                self._originals[descriptor] = os.dup(descriptor)
+                os.dup2(log, descriptor)
+        os.close(log)
+        if 1 in self._originals:
+            encoding, errors = self._stdout.encoding, self._stdout.errors
+            self._terminal = open(os.dup(self._originals[1]), "w", encoding=encoding, errors=errors, buffering=1)  # noqa: SIM115
+            sys.stdout = self._terminal
+
+    def take_lines(self) -> list[str]:
+        """The complete lines since the last call that have no time stamp yet, as text that is safe to print on a terminal."""
+        *lines, self._unfinished = (self._unfinished + self._log.read()).split(b"\n")
+        return [printable(line) for line in lines if not STAMP.match(line)]
+
+    def close(self) -> list[str]:
+        """Restore the descriptors and `sys.stdout`. Returns the lines that have not been taken yet, complete or not."""
+        for descriptor, original in self._originals.items():
+            os.dup2(original, descriptor)
+            os.close(original)
+        if self._terminal is not self._stdout:
+            if sys.stdout is self._terminal:
+                sys.stdout = self._stdout
+            self._terminal.close()
+        lines = self.take_lines()
+        self._log.close()
+        return lines + ([printable(self._unfinished)] if self._unfinished else [])
+
+
+def _is_terminal(stream: TextIO, descriptor: int) -> bool:
+    try:
+        return stream.fileno() == descriptor and os.isatty(descriptor)
+    except (OSError, ValueError, AttributeError):  # a stream in memory, or none
+        return False

@@ -2,7 +2,7 @@
 
 The first line says where the rank runs. Ranks other than 0 print to their log, also what libraries in C write. Rank 0 prints
 to the terminal; what it writes to standard error is in its log too, and beside a panel what libraries in C write
-(`captured_output.py`). `log_files.py` reads logs and `failures.py` says which rank failed first.
+(`console.py`). `log_files.py` reads logs and `failures.py` says which rank failed first.
 """
 
 import faulthandler

@@ -1,8 +1,8 @@
 """Losses. Each objective returns a sum over tokens, pairs or completions, never a mean.
 
 Begin with objective.py (the interface of every objective) and language.py (next-token prediction). Other packages use
-`NextTokenObjective` (language.py), `PreferenceObjective`, `RewardModelObjective` and the losses of pairs
-(preference.py), `KTOObjective` (kto.py), `PolicyObjective`, `PolicyLossConfig` and the advantages (policy.py), and
+`NextTokenObjective` (language.py), `PreferenceObjective`, `KTOObjective`, `RewardModelObjective` and the losses of
+pairs (preference.py), `PolicyObjective`, `PolicyLossConfig` and the advantages (policy.py), and
 `token_logprobs`, `score_text` and `document_sums` (logprobs.py). fused_passes.py has compiled passes over the logits, and
 sharded_head.py heads that are sharded over ranks. Where rewards come from is in rewards/; which objective a recipe selects is
 in stages/.

@@ -5,9 +5,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
+from typing import TypeVar
 
+from lmforge.atomic_files import atomic_write_json
 from lmforge.cluster import distributed as cluster
 from lmforge.cluster.distributed import DistributedContext
+from lmforge.cluster.rank_info import launcher_identity
 from lmforge.config.stage import StageConfig
 from lmforge.errors import DISK_FULL_ERRNOS, PeerLost, RunFailed, UserError
 from lmforge.monitor.console import ConsoleLogger
@@ -19,10 +22,36 @@ from lmforge.stages.custom_code import PluginCallbacks
 from lmforge.stages.records import RunEvents
 from lmforge.trackers.tracker_threads import TrackerThreads
 from lmforge.train.determinism import explain_nondeterministic_op
-from lmforge.train.resume import last_checkpoint_message, record_launchers
-from lmforge.untrusted import cut
+from lmforge.train.resume import last_checkpoint_message
+from lmforge.untrusted import cut, read_json
 
+ConfigT = TypeVar("ConfigT", bound=StageConfig)
+# In the run's directory: `launcher_identity` of every rank of the last attempt.
+LAUNCHERS = ".launchers.json"
 MAX_ERROR_CHARACTERS = 1000  # of an error in events.jsonl
+
+
+def again_if_restarted(config: ConfigT, run: Run, dist_ctx: DistributedContext) -> ConfigT:
+    """The recipe; after a restart by torchrun, without the options that apply only at the first start. Restarts are detected by
+    the recorded torchrun processes, since torchrun's own restart count is not set on all ranks after a host was lost or has
+    joined. Every rank calls it.
+    """
+    launchers = dist_ctx.all_gather(launcher_identity())
+
+    def choose() -> ConfigT:
+        with suppress(UserError, OSError):
+            if not set(read_json(run.path / LAUNCHERS, list[str])).isdisjoint(launchers):
+                return config.again()
+        return config
+
+    return dist_ctx.decide_on_rank0(choose)
+
+
+def record_launchers(run: Run, dist_ctx: DistributedContext) -> None:
+    """Record which torchrun processes started this attempt, for `again_if_restarted`. Every rank calls it."""
+    launchers = [each for each in dist_ctx.all_gather(launcher_identity()) if each]
+    if dist_ctx.is_rank0 and launchers:
+        atomic_write_json(run.path / LAUNCHERS, launchers)
 
 
 @dataclass(frozen=True)

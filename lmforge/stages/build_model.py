@@ -29,11 +29,11 @@ from lmforge.plan.parameter_counts import count_parameters, get_lora_config
 from lmforge.plan.run_prediction import RunPrediction
 from lmforge.plugins import describe_plugins
 from lmforge.stages.attempt import RunContext
+from lmforge.stages.inputs import RunInputs
 from lmforge.train.bad_steps import BadStepDetector
-from lmforge.train.inputs import ResumePoint, RunInputs
 from lmforge.train.metrics import describe_device
 from lmforge.train.optimizers.optimizer import build_optimizer
-from lmforge.train.resume import load_resume_point
+from lmforge.train.resume import ResumePoint, load_resume_point
 
 
 @dataclass(frozen=True)

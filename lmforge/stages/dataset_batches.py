@@ -20,7 +20,7 @@ from lmforge.objectives.logprobs import score_text
 from lmforge.parallel.dims import data_parallel_rank_and_size
 from lmforge.stages.attempt import RunContext
 from lmforge.stages.build_model import BuiltModel
-from lmforge.train.inputs import RunInputs
+from lmforge.stages.inputs import RunInputs
 from lmforge.train.metrics import MetricsAccumulator
 
 

@@ -1,28 +1,44 @@
 """How a run is entered: its directory is locked, and its inputs are opened and checked. attempt.py begins an attempt at it."""
 
 import sys
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from lmforge import checkpoint
+from lmforge.checkpoint import Manifest
 from lmforge.cluster.distributed import DistributedContext
 from lmforge.config.mixture import is_remote
 from lmforge.config.stage import PretrainConfig, StageConfig
+from lmforge.data.mixture import describe_plan_change
 from lmforge.data.shards.staged_copy import stage_folder
 from lmforge.errors import UserError
-from lmforge.evaluate.tasks import QuestionTask
+from lmforge.interop.resolve import stored_model_config
+from lmforge.model.config import ModelConfig
 from lmforge.parallel.dims import parallel_dims
 from lmforge.parallel.validate import choose_engine
+from lmforge.plugins import describe_changes, describe_plugins
 from lmforge.runs import Run, parse_location
+from lmforge.stages.attempt import again_if_restarted
+from lmforge.stages.inputs import RunInputs
 from lmforge.stages.pretrained import ConfigT, find_pretrained, pin_checkpoints, with_original_sources
 from lmforge.stages.validation import open_validation_tasks
 from lmforge.trackers.tracker import check_trackers
-from lmforge.train.inputs import ResumePoint, RunInputs
-from lmforge.train.resume import again_if_restarted, check_resumable, find_resume_point
+from lmforge.train.resume import ResumePoint, find_resume_point
 
+# Options in the plan hash, which identifies the sequences and their order. The hash also covers the files.
+DATA_OPTIONS = (
+    "data.",
+    "align.method",
+    "rollout.num_generations",
+    "rollout.max_completion_length",
+    "rollout.num_iterations",
+    "train.seed",
+)
+# Those options that may change for later batches.
+MIXTURE_OPTIONS = ("data.sources ", "data.phases ")
 # More passes over the data in one optimizer step are a mistake in the recipe, and would take too long.
 MAX_EPOCHS_A_STEP = 100
 
@@ -33,9 +49,9 @@ def enter_run(
     dist_ctx: DistributedContext,
     prepare_data: Callable[[Any, DistributedContext], None],
     open_inputs: Callable[[Any, int], RunInputs],
-) -> tuple[ConfigT, RunInputs, tuple[tuple[QuestionTask, int], ...], ResumePoint]:
+) -> tuple[ConfigT, RunInputs, ResumePoint]:
     """Lock the run, and open and check everything that it needs. Every rank calls it, and gets the recipe as it was
-    resolved, with the inputs, the tasks of its validation and where it resumes.
+    resolved, with the inputs and where it resumes.
 
     Raises UserError; the run is then unchanged except for its lock.
     """
@@ -58,12 +74,12 @@ def enter_run(
         sequences_per_epoch = inputs.sequences_per_sample * inputs.train_dataset.sequences_per_epoch
         _check_batch(inputs.batch_plan.global_batch_size, sequences_per_epoch)
         config = config.with_steps(sequences_per_epoch, inputs.batch_plan.global_batch_size)
-    tasks = dist_ctx.decide_on_rank0(partial(open_validation_tasks, config, inputs))
+    inputs = replace(inputs, tasks=dist_ctx.decide_on_rank0(partial(open_validation_tasks, config, inputs)))
     point = dist_ctx.decide_on_rank0(partial(find_resume_point, run, config.train.steps)) if resumes else ResumePoint()
     config, notes = with_original_sources(config, point.manifest)
     with dist_ctx.raise_on_all():
         check_resumable(point, config, inputs)
-    return config, inputs, tasks, replace(point, messages=(*point.messages, *notes))
+    return config, inputs, replace(point, messages=(*point.messages, *notes))
 
 
 def _stage_inputs(config: StageConfig, stage_to: Path) -> None:
@@ -113,3 +129,55 @@ def lock_run(run: Run, config: StageConfig) -> bool:
     if run.external_checkpoints is None:
         checkpoint.check_writable(run)
     return exists and not config.run.overwrite
+
+
+def check_resumable(point: ResumePoint, config: StageConfig, inputs: RunInputs) -> None:
+    """Raise UserError where the checkpoint belongs to another run than `config` describes."""
+    if (manifest := point.manifest) is None:
+        return
+    optimizer, batch_size = manifest.recipe.get("optimizer", {}).get("name"), inputs.batch_plan.global_batch_size
+    differs = ""
+    if stored_model_config(manifest) != inputs.model_config:
+        differs = f"another model config ({_model_difference(stored_model_config(manifest), inputs.model_config)})"
+    elif optimizer != config.optimizer.name:
+        differs = f"saved with optimizer.name = {optimizer}, here it is {config.optimizer.name}"
+    elif manifest.tokenizer_hash != inputs.tokenizer.hash:
+        differs = f"trained with another tokenizer than {inputs.data_source} was prepared with"
+    elif manifest.global_batch_size != batch_size:
+        differs = f"its global batch has {manifest.global_batch_size} sequences, this recipe's {batch_size}"
+    elif manifest.plan_hash != inputs.train_dataset.plan_hash_at(manifest.consumed_sequences):
+        change = describe_plan_change(manifest.data_plan, inputs.train_dataset.plan_at(manifest.consumed_sequences))
+        changes = [change for change in _changed_options(manifest, config) if change.startswith(DATA_OPTIONS)]
+        if changes and (change is None or not any(each.startswith(MIXTURE_OPTIONS) for each in changes)):
+            change = f"trained with other data options ({', '.join(changes)})"
+        differs = change or "trained on other data"
+    if differs:
+        ways = "use the recipe it was begun with, another --run.name, or --run.overwrite"
+        raise UserError(f"{point.checkpoint_folder}: {differs}; {ways}")
+
+
+def _model_difference(theirs: ModelConfig, ours: ModelConfig) -> str:
+    their_fields, our_fields = asdict(theirs), asdict(ours)
+    # A wrapped model is described only by its config.json.
+    for fields in (their_fields, our_fields):
+        fields |= fields.pop("config_dict", {})
+    names = [name for name in our_fields | their_fields if their_fields.get(name) != our_fields.get(name)]
+    differing = [f"{name} {their_fields.get(name)} there, {our_fields.get(name)} here" for name in names[:3]]
+    return "; ".join(differing) or f"computed by {theirs.implementation} there, by {ours.implementation} here"
+
+
+def describe_config_changes(point: ResumePoint, config: StageConfig) -> list[str]:
+    """A line that names the options that differ from the checkpoint's recipe."""
+    if point.manifest is None:
+        return []
+    changed = list(_changed_options(point.manifest, config))
+    plugins = describe_changes(point.manifest.written_by.get("plugins", {}), describe_plugins(config.plugins))
+    lines = [f"changed since that checkpoint: {', '.join(changed)}"] if changed else []
+    return lines + ([f"plugins differ from those of that checkpoint: {', '.join(plugins)}"] if plugins else [])
+
+
+def _changed_options(manifest: Manifest, config: StageConfig) -> Iterator[str]:
+    """Each option that differs from the checkpoint's recipe, as `section.name then → now`."""
+    for section, options in config.model_dump(mode="json", exclude={"plugins", "run", "launch", "watch"}).items():
+        then = manifest.recipe.get(section, {})
+        yield from (f"{section}.{name} {then.get(name)} → {now}" for name, now in options.items() if then.get(name) != now)

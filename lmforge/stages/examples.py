@@ -32,9 +32,8 @@ from lmforge.data.packing import TokenizedExample
 from lmforge.data.tokenizer import Tokenizer
 from lmforge.errors import UserError, prefix_errors
 from lmforge.parallel.dims import plan_batches
-from lmforge.stages.check_model import check_model
+from lmforge.stages.inputs import RunInputs, check_model
 from lmforge.stages.pretrained import download_pretrained, find_required_pretrained, open_tuned_model
-from lmforge.train.inputs import RunInputs
 
 # Options of the data section on which tokenized examples do not depend; files are hashed.
 NOT_OF_EXAMPLES = {"files", "validation_files", "sources", "weights_by", "folder", "packing", "stage_to"}

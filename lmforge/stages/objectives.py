@@ -15,11 +15,10 @@ from lmforge.config.mixture import AnySourceOptions
 from lmforge.config.stage import PretrainConfig, StageConfig
 from lmforge.config.tuning import SftConfig
 from lmforge.errors import UserError
-from lmforge.objectives.kto import KTOObjective
 from lmforge.objectives.language import NextTokenObjective
 from lmforge.objectives.objective import Objective
 from lmforge.objectives.policy import build_policy_loss_config
-from lmforge.objectives.preference import PreferenceObjective, RewardModelObjective, dpo, orpo, simpo
+from lmforge.objectives.preference import KTOObjective, PreferenceObjective, RewardModelObjective, dpo, orpo, simpo
 from lmforge.stages.alignment.rollouts import RolloutObjective, completion_metric_names
 
 

@@ -14,17 +14,16 @@ import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from lmforge.checkpoint import AsyncCheckpointer
-from lmforge.evaluate.tasks import QuestionTask
 from lmforge.parallel.precision import has_compiled_blocks
 from lmforge.plan.run_prediction import RunPrediction
 from lmforge.report.page import ReportThread
 from lmforge.stages.attempt import RunContext
 from lmforge.stages.build_model import BuiltModel
+from lmforge.stages.inputs import RunInputs
 from lmforge.stages.records import MetricsFile
 from lmforge.stages.validation import score_tasks, write_samples
 from lmforge.train.bad_steps import BadStep
 from lmforge.train.callbacks import BatchSource, LoopCallbacks
-from lmforge.train.inputs import RunInputs
 from lmforge.train.metrics import Throughput
 
 # By this step everything has been compiled once.
@@ -40,14 +39,13 @@ class Observers(LoopCallbacks):
         self,
         ctx: RunContext,
         inputs: RunInputs,
-        tasks: tuple[tuple[QuestionTask, int], ...],
         built: BuiltModel,
         batches: BatchSource,
         checkpointer: AsyncCheckpointer,
         throughput: Throughput,
         prediction: RunPrediction | str | None,
     ) -> None:
-        self._ctx, self._inputs, self._tasks, self._built, self._batches = ctx, inputs, tasks, built, batches
+        self._ctx, self._inputs, self._built, self._batches = ctx, inputs, built, batches
         self._checkpointer, self._throughput = checkpointer, throughput
         self._prediction_check = None
         if prediction is not None:
@@ -113,7 +111,7 @@ class Observers(LoopCallbacks):
         self._ctx.watch.set_phase("evaluate", step)
         with self._throughput.excluded("validation"):
             scores = self._batches.validate(step)
-            return scores | score_tasks(self._ctx, self._inputs, self._built.parallel_model, self._tasks, step)
+            return scores | score_tasks(self._ctx, self._inputs, self._built.parallel_model, step)
 
     def on_record(self, step: int, record: dict[str, Any]) -> None:
         if self._metrics_file is not None:

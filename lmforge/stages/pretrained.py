@@ -22,7 +22,7 @@ from lmforge.config.stage import PretrainConfig, StageConfig
 from lmforge.config.tuning import TunedConfig
 from lmforge.data.shards.staged_copy import find_staged
 from lmforge.data.tokenizer import Tokenizer
-from lmforge.errors import UserError
+from lmforge.errors import UserError, prefix_errors
 from lmforge.hub import cache_folder, resolve_model_folder
 from lmforge.interop.kinds import MODELS, Kind, kind_of, unexpected
 from lmforge.interop.peft_folder import base_model_of, load_peft_folder
@@ -34,9 +34,8 @@ from lmforge.model.presets import PRESETS
 from lmforge.parallel.dims import plan_batches
 from lmforge.parallel.validate import check_parallel
 from lmforge.rewards.functions import is_model_folder
-from lmforge.stages.check_model import check_model
+from lmforge.stages.inputs import RunInputs, check_model
 from lmforge.stages.training_data import TokenSources
-from lmforge.train.inputs import RunInputs
 
 ConfigT = TypeVar("ConfigT", bound=StageConfig)
 
@@ -215,6 +214,7 @@ def _with_sources(config: ConfigT, source: Path | None, replace_reward_model: Ca
     update: dict[str, Any] = {"model": config.model.model_copy(update={"source": source})}
     if isinstance(config, AlignConfig):
         specs = config.rollout.reward_functions
-        specs = tuple(str(replace_reward_model(Path(spec))) if is_model_folder(spec) else spec for spec in specs)
+        with prefix_errors("rollout.reward_functions"):
+            specs = tuple(str(replace_reward_model(Path(spec))) if is_model_folder(spec) else spec for spec in specs)
         update["rollout"] = config.rollout.model_copy(update={"reward_functions": specs})
     return config.model_copy(update=update)

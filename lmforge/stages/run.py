@@ -1,7 +1,7 @@
 """The stages of training, pretrain, sft and align, from beginning to end: enter the run, build the model, attach what observes
 it, train, and report how it ended.
 
-A stage is three functions (StageSpec). Those of pretraining are in training_data.py; examples.py, prompt_inputs.py and align.py
+A stage is three functions (StageSpec). Those of pretraining are in pretrained.py; examples.py, prompt_inputs.py and align.py
 have the others.
 """
 
@@ -23,7 +23,6 @@ from lmforge.config.align import AlignConfig
 from lmforge.config.stage import PretrainConfig, StageConfig
 from lmforge.config.tuning import SftConfig
 from lmforge.errors import RunFailed, UserError, format_duration, typed_command
-from lmforge.evaluate.tasks import QuestionTask
 from lmforge.objectives.objective import Objective
 from lmforge.plan.out_of_memory import MemoryEstimator, explain_out_of_memory
 from lmforge.plan.parameter_counts import training_flops_per_token
@@ -36,20 +35,20 @@ from lmforge.stages.attempt import RunContext, describe_failure, end_attempt, ex
 from lmforge.stages.build_model import BuiltModel, build, build_checkpointer, log_summary
 from lmforge.stages.custom_code import NO_CUSTOM_CODE, CustomCode, PluginCallbacks
 from lmforge.stages.dataset_batches import DatasetBatches
-from lmforge.stages.enter_run import enter_run
+from lmforge.stages.enter_run import describe_config_changes, enter_run
 from lmforge.stages.examples import open_example_inputs, prepare_examples
+from lmforge.stages.inputs import RunInputs
 from lmforge.stages.objectives import build_objective, check_objective
 from lmforge.stages.observers import Observers
 from lmforge.stages.pretrained import download_pretrained, open_pretrain_inputs
 from lmforge.train.callbacks import BatchSource
 from lmforge.train.checkpoints import Checkpoints
 from lmforge.train.determinism import set_determinism
-from lmforge.train.inputs import ResumePoint, RunInputs
 from lmforge.train.loop import train
 from lmforge.train.metrics import Throughput
 from lmforge.train.optimizers.optimizer import named_optimizer_state
 from lmforge.train.optimizers.schedules import build_schedule
-from lmforge.train.resume import describe_config_changes, last_checkpoint_message, verify_finished
+from lmforge.train.resume import ResumePoint, last_checkpoint_message, verify_finished
 
 
 @dataclass(frozen=True)
@@ -97,7 +96,7 @@ def run_stage(config: StageConfig, spec: StageSpec, custom: CustomCode) -> int:
     run = Run.from_config(config)
     try:
         with explain_failures(run):
-            config, inputs, tasks, point = enter_run(config, run, dist_ctx, spec.prepare_data, spec.open_inputs)
+            config, inputs, point = enter_run(config, run, dist_ctx, spec.prepare_data, spec.open_inputs)
             with dist_ctx.raise_on_all():
                 estimator = MemoryEstimator.of_run(
                     config,
@@ -115,7 +114,7 @@ def run_stage(config: StageConfig, spec: StageSpec, custom: CustomCode) -> int:
             final_phase, error = "failed", None
             try:
                 dist_ctx.decide_on_rank0(partial(freeze_plugins, config.plugins, run.path))
-                status = _train(ctx, spec, inputs, tasks, point, estimator, objective)
+                status = _train(ctx, spec, inputs, point, estimator, objective)
                 final_phase = "interrupted" if status else "done"
                 return status
             except BaseException as problem:
@@ -137,7 +136,6 @@ def _train(
     ctx: RunContext,
     spec: StageSpec,
     inputs: RunInputs,
-    tasks: tuple[tuple[QuestionTask, int], ...],
     point: ResumePoint,
     estimator: MemoryEstimator,
     objective: Objective,
@@ -181,7 +179,7 @@ def _train(
                     "sample": config.sample.every_steps,
                 }
                 throughput = Throughput(built.parallel_model, batches, flops_per_token, peak_flops, steps, intervals)
-                observers = Observers(ctx, inputs, tasks, built, batches, checkpointer, throughput, prediction)
+                observers = Observers(ctx, inputs, built, batches, checkpointer, throughput, prediction)
                 stack.callback(observers.close)
                 done, stopped_by = train(
                     built.parallel_model,

@@ -15,7 +15,7 @@ from lmforge.generate.model_loading import LoadedModel, prefix_and_stop_ids
 from lmforge.generate.sampling import SamplingParams
 from lmforge.parallel.parallel_model import ParallelModel, unsharded_for_decoding
 from lmforge.stages.attempt import RunContext
-from lmforge.train.inputs import RunInputs
+from lmforge.stages.inputs import RunInputs
 
 # Maximum sequences in a batch of a task. It does not depend on the number of ranks, or the last bits of scores would differ.
 MAX_TASK_BATCH_SIZE = 16
@@ -45,22 +45,16 @@ def open_validation_tasks(config: StageConfig, inputs: RunInputs) -> tuple[tuple
     return tuple(opened.values())
 
 
-def score_tasks(
-    ctx: RunContext,
-    inputs: RunInputs,
-    parallel_model: ParallelModel,
-    tasks: tuple[tuple[QuestionTask, int], ...],
-    step: int,
-) -> dict[str, float]:
+def score_tasks(ctx: RunContext, inputs: RunInputs, parallel_model: ParallelModel, step: int) -> dict[str, float]:
     """The scores of tasks, each with its batch size, by their names in metrics.jsonl. Every rank calls it."""
-    if not tasks:
+    if not inputs.tasks:
         return {}
     scores: dict[str, float] = {}
     options = ctx.config.validation
     with unsharded_for_decoding(parallel_model) as model:
         prefix_and_stop = prefix_and_stop_ids(inputs.tokenizer, ctx.config.of_stage)
         loaded = LoadedModel(model, inputs.model_config, inputs.tokenizer, ctx.run.path, None, *prefix_and_stop)
-        for task, batch_size in tasks:
+        for task, batch_size in inputs.tasks:
             settings = TaskSettings(
                 num_fewshot=options.num_fewshot,
                 limit=options.task_limit,

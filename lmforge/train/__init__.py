@@ -3,6 +3,6 @@
 What differs between stages, and what observes a run, is in stages/. Begin with loop.py, which reads from top to bottom, then
 callbacks.py, which says what a stage gives the loop.
 
-For other packages: `loop.train`; `callbacks.BatchSource` and `LoopCallbacks`; `inputs.RunInputs` and `ResumePoint`;
+For other packages: `loop.train`; `callbacks.BatchSource` and `LoopCallbacks`;
 `optimizers.optimizer.build_optimizer`; `checkpoints`, `metrics`, `resume`, `determinism`.
 """

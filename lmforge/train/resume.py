@@ -1,69 +1,34 @@
-"""Where a run resumes from: the newest checkpoint that can be used, checked against the recipe, and loaded."""
+"""Where a run resumes from: the newest checkpoint that can be used, and its weights."""
 
-from collections.abc import Callable, Iterator
-from contextlib import suppress
-from dataclasses import asdict, replace
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import TypeVar
+from pathlib import Path
 
 import torch
 
 from lmforge import checkpoint
-from lmforge.atomic_files import atomic_write_json
 from lmforge.checkpoint import CorruptCheckpoint, Manifest
-from lmforge.cluster.distributed import DistributedContext
-from lmforge.cluster.rank_info import launcher_identity
-from lmforge.config.stage import StageConfig
-from lmforge.data.mixture import describe_plan_change
 from lmforge.errors import UserError
-from lmforge.interop.resolve import stored_model_config
-from lmforge.model.config import ModelConfig
 from lmforge.parallel.parallel_model import ParallelModel
-from lmforge.plugins import describe_changes, describe_plugins
 from lmforge.runs import Run
-from lmforge.train.inputs import ResumePoint, RunInputs
 from lmforge.train.optimizers.optimizer import named_optimizer_state
-from lmforge.untrusted import read_json
 
-StageConfigT = TypeVar("StageConfigT", bound=StageConfig)
-
-# In the run's directory: `launcher_identity` of every rank of the last attempt.
-LAUNCHERS = ".launchers.json"
 NO_USABLE_CHECKPOINT = "{run}: none of its checkpoints can be used ({reason}); restore one, or begin again with --run.overwrite"
-# Options in the plan hash, which identifies the sequences and their order. The hash also covers the files.
-DATA_OPTIONS = (
-    "data.",
-    "align.method",
-    "rollout.num_generations",
-    "rollout.max_completion_length",
-    "rollout.num_iterations",
-    "train.seed",
-)
-# Those options that may change for later batches.
-MIXTURE_OPTIONS = ("data.sources ", "data.phases ")
 
 
-def again_if_restarted(config: StageConfigT, run: Run, dist_ctx: DistributedContext) -> StageConfigT:
-    """The recipe; after a restart by torchrun, without the options that apply only at the first start. Restarts are detected by
-    the recorded torchrun processes, since torchrun's own restart count is not set on all ranks after a host was lost or has
-    joined. Every rank calls it.
-    """
-    launchers = dist_ctx.all_gather(launcher_identity())
+@dataclass(frozen=True)
+class ResumePoint:
+    """The checkpoint that a run resumes from, None for a new run, and the lines to log about it."""
 
-    def choose() -> StageConfigT:
-        with suppress(UserError, OSError):
-            if not set(read_json(run.path / LAUNCHERS, list[str])).isdisjoint(launchers):
-                return config.again()
-        return config
+    checkpoint_folder: Path | None = None
+    manifest: Manifest | None = None
+    messages: tuple[str, ...] = ()
 
-    return dist_ctx.decide_on_rank0(choose)
-
-
-def record_launchers(run: Run, dist_ctx: DistributedContext) -> None:
-    """Record which torchrun processes started this attempt, for `again_if_restarted`. Every rank calls it."""
-    launchers = [each for each in dist_ctx.all_gather(launcher_identity()) if each]
-    if dist_ctx.is_rank0 and launchers:
-        atomic_write_json(run.path / LAUNCHERS, launchers)
+    @property
+    def step(self) -> int:
+        """Steps done at this point."""
+        return self.manifest.step if self.manifest else 0
 
 
 def find_resume_point(run: Run, steps: int, before_step: int | None = None) -> ResumePoint:
@@ -127,58 +92,6 @@ def load_resume_point(
                 log(line)
     parallel_model.load_state_dict(optimizer, state)
     return point
-
-
-def check_resumable(point: ResumePoint, config: StageConfig, inputs: RunInputs) -> None:
-    """Raise UserError where the checkpoint belongs to another run than `config` describes."""
-    if (manifest := point.manifest) is None:
-        return
-    optimizer, batch_size = manifest.recipe.get("optimizer", {}).get("name"), inputs.batch_plan.global_batch_size
-    differs = ""
-    if stored_model_config(manifest) != inputs.model_config:
-        differs = f"another model config ({_model_difference(stored_model_config(manifest), inputs.model_config)})"
-    elif optimizer != config.optimizer.name:
-        differs = f"saved with optimizer.name = {optimizer}, here it is {config.optimizer.name}"
-    elif manifest.tokenizer_hash != inputs.tokenizer.hash:
-        differs = f"trained with another tokenizer than {inputs.data_source} was prepared with"
-    elif manifest.global_batch_size != batch_size:
-        differs = f"its global batch has {manifest.global_batch_size} sequences, this recipe's {batch_size}"
-    elif manifest.plan_hash != inputs.train_dataset.plan_hash_at(manifest.consumed_sequences):
-        change = describe_plan_change(manifest.data_plan, inputs.train_dataset.plan_at(manifest.consumed_sequences))
-        changes = [change for change in _changed_options(manifest, config) if change.startswith(DATA_OPTIONS)]
-        if changes and (change is None or not any(each.startswith(MIXTURE_OPTIONS) for each in changes)):
-            change = f"trained with other data options ({', '.join(changes)})"
-        differs = change or "trained on other data"
-    if differs:
-        ways = "use the recipe it was begun with, another --run.name, or --run.overwrite"
-        raise UserError(f"{point.checkpoint_folder}: {differs}; {ways}")
-
-
-def _model_difference(theirs: ModelConfig, ours: ModelConfig) -> str:
-    their_fields, our_fields = asdict(theirs), asdict(ours)
-    # A wrapped model is described only by its config.json.
-    for fields in (their_fields, our_fields):
-        fields |= fields.pop("config_dict", {})
-    names = [name for name in our_fields | their_fields if their_fields.get(name) != our_fields.get(name)]
-    differing = [f"{name} {their_fields.get(name)} there, {our_fields.get(name)} here" for name in names[:3]]
-    return "; ".join(differing) or f"computed by {theirs.implementation} there, by {ours.implementation} here"
-
-
-def describe_config_changes(point: ResumePoint, config: StageConfig) -> list[str]:
-    """A line that names the options that differ from the checkpoint's recipe."""
-    if point.manifest is None:
-        return []
-    changed = list(_changed_options(point.manifest, config))
-    plugins = describe_changes(point.manifest.written_by.get("plugins", {}), describe_plugins(config.plugins))
-    lines = [f"changed since that checkpoint: {', '.join(changed)}"] if changed else []
-    return lines + ([f"plugins differ from those of that checkpoint: {', '.join(plugins)}"] if plugins else [])
-
-
-def _changed_options(manifest: Manifest, config: StageConfig) -> Iterator[str]:
-    """Each option that differs from the checkpoint's recipe, as `section.name then → now`."""
-    for section, options in config.model_dump(mode="json", exclude={"plugins", "run", "launch", "watch"}).items():
-        then = manifest.recipe.get(section, {})
-        yield from (f"{section}.{name} {then.get(name)} → {now}" for name, now in options.items() if then.get(name) != now)
 
 
 def last_checkpoint_message(run: Run) -> str:

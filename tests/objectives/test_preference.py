@@ -14,9 +14,9 @@ from lmforge.model import build_model
 from lmforge.model.config import ModelConfig
 from lmforge.model.init_weights import init_weights
 from lmforge.model.layers import LanguageModel
-from lmforge.objectives.kto import KTOObjective
 from lmforge.objectives.language import NextTokenObjective
 from lmforge.objectives.preference import (
+    KTOObjective,
     PreferenceObjective,
     RewardModelObjective,
     dpo,

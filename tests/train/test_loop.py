@@ -33,16 +33,17 @@ from lmforge.parallel.parallelize import parallelize
 from lmforge.runs import Run
 from lmforge.stages.attempt import RunContext
 from lmforge.stages.build_model import BuiltModel
+from lmforge.stages.inputs import RunInputs
 from lmforge.stages.observers import Observers
 from lmforge.stages.records import RunEvents
 from lmforge.trackers.tracker_threads import TrackerThreads
 from lmforge.train import metrics
 from lmforge.train.bad_steps import BadStepDetector
 from lmforge.train.checkpoints import Checkpoints
-from lmforge.train.inputs import ResumePoint, RunInputs
 from lmforge.train.loop import train
 from lmforge.train.metrics import Throughput
 from lmforge.train.optimizers.optimizer import build_optimizer
+from lmforge.train.resume import ResumePoint
 from tests.conftest import Command, Refusal
 
 Capture = pytest.CaptureFixture[str]
@@ -146,7 +147,7 @@ def run_loop(
     )
     built = BuiltModel(parallel_model, optimizer, objective, detector, ResumePoint(), torch.float32, compiled)
     throughput = Throughput(parallel_model, batches, lambda length: 1.0, None, steps, {})
-    observers = Observers(ctx, inputs, (), built, batches, checkpointer, throughput, None)
+    observers = Observers(ctx, inputs, built, batches, checkpointer, throughput, None)
     try:
         train(
             parallel_model,

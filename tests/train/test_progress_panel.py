@@ -20,8 +20,7 @@ from rich.cells import cell_len
 
 from lmforge.cluster.distributed import DistributedContext
 from lmforge.cluster.rank_info import RankInfo
-from lmforge.monitor.console import ConsoleLogger
-from lmforge.monitor.progress_panel import MAX_TEXT_LINES, ProgressPanel
+from lmforge.monitor.console import MAX_TEXT_LINES, ConsoleLogger, ProgressPanel
 from lmforge.monitor.rank_log import RankLog, write_to_terminal
 from lmforge.terminal.cells import sparkline
 from tests.terminal import Terminal, terminal, wait_for_screen  # noqa: F401 - a fixture

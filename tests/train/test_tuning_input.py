@@ -23,10 +23,11 @@ from lmforge.data.chat.examples import ExampleFolder
 from lmforge.errors import UserError
 from lmforge.runs import Run
 from lmforge.stages.alignment.prompt_inputs import PromptPacking, open_prompt_inputs, prepare_prompts
+from lmforge.stages.enter_run import check_resumable
 from lmforge.stages.examples import example_folder_paths, open_example_inputs, prepare_examples
+from lmforge.stages.inputs import RunInputs
 from lmforge.stages.pretrained import find_required_pretrained
-from lmforge.train.inputs import ResumePoint, RunInputs
-from lmforge.train.resume import check_resumable
+from lmforge.train.resume import ResumePoint
 from tests.conftest import Command, Refusal
 
 ALONE = DistributedContext(RankInfo(), torch.device("cpu"), None)
@@ -212,7 +213,7 @@ def test_it_is_refused_in_one_line_and_writes_no_file(
         (["--rollout.reward_functions", "rewards.py:left"], "left"),
         (["--rollout.reward_functions", "rewards:right"], "reward rewards:right: expected FILE.py:FUNCTION"),
         (["--rollout.reward_functions", "runs/gone"], "reward runs/gone: "),
-        (["--rollout.reward_functions", "."], "rollout.reward_functions: config.json: no such file"),
+        (["--rollout.reward_functions", "."], "rollout.reward_functions: .: a folder of no known kind"),
         (
             ["--rollout.reward_functions", "rewards.py:right", "rewards.py:column"],
             "prompts.jsonl: reward rewards.py:column: needs the column 'answer', which the data does not have",

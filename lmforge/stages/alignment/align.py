@@ -24,8 +24,8 @@ from lmforge.stages.alignment.rollouts import Rollouts
 from lmforge.stages.attempt import RunContext
 from lmforge.stages.build_model import BuiltModel
 from lmforge.stages.dataset_batches import DatasetBatches
+from lmforge.stages.inputs import RunInputs
 from lmforge.train.callbacks import BatchSource
-from lmforge.train.inputs import RunInputs
 from lmforge.train.metrics import MetricsAccumulator
 
 

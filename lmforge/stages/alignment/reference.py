@@ -36,8 +36,8 @@ from lmforge.parallel.precision import DTYPES
 from lmforge.parallel.validate import choose_engine
 from lmforge.stages.attempt import RunContext
 from lmforge.stages.build_model import BuiltModel
+from lmforge.stages.inputs import RunInputs
 from lmforge.stages.pretrained import find_required_pretrained
-from lmforge.train.inputs import RunInputs
 
 # The number of sequences that all ranks together compute and write at once, for any number of ranks.
 CHUNK_SEQUENCES = 64

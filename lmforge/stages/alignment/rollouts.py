@@ -38,7 +38,7 @@ from lmforge.stages.alignment.prompt_inputs import PromptPacking
 from lmforge.stages.alignment.reference import ReferenceModel, with_extras
 from lmforge.stages.attempt import RunContext
 from lmforge.stages.build_model import BuiltModel
-from lmforge.train.inputs import RunInputs
+from lmforge.stages.inputs import RunInputs
 
 # Tensors of a batch in a checkpoint.
 BATCH_TENSORS = {"tokens": torch.int64, "labels": torch.int64, "positions": torch.int64, "document_ids": torch.int32}
