@@ -16,6 +16,7 @@ from lmforge.data.sources.text_sources import open_text_source
 from lmforge.errors import UserError
 from lmforge.generate.model_loading import LoadedModel
 from lmforge.interop.kinds import Kind, kind_of
+from lmforge.runs import is_local
 
 ENCODE_BATCH_TEXTS = 256
 
@@ -47,7 +48,7 @@ def _open_prepared(loaded: LoadedModel, data: Path) -> ExampleFolder | TokenFold
         folder = ExampleFolder.open(data)
         if folder.manifest["plan"]["kind"] != "conversations":
             raise UserError(f"{data}: holds preferences, which have no language-modelling loss; name other data with --data")
-    elif kind == Kind.TOKENS or (kind == Kind.FOLDER and not any(data.iterdir())):
+    elif not is_local(data) or kind == Kind.TOKENS or (kind == Kind.FOLDER and not any(data.iterdir())):
         folder = TokenFolder.open(data)
     else:
         return None
