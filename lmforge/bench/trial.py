@@ -4,10 +4,11 @@ A trial builds what training would build, runs whole optimizer steps and times t
 the profiler, to time communication. Tokens come from the recipe's shards, or are random where there are none.
 """
 
+import gc
 import itertools
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -15,10 +16,10 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from lmforge.bench.live_memory import live_bytes, peak_bytes
-from lmforge.bench.random_batches import RandomBatches
 from lmforge.cluster.distributed import DistributedContext, init_distributed
+from lmforge.config.batch_plan import BatchPlan
 from lmforge.config.verbs.bench import BenchConfig
+from lmforge.data.batch import Batch
 from lmforge.data.loader import BatchLoader
 from lmforge.model.flops import FLOPS_CONVENTION, flops_per_token, parameter_count
 from lmforge.objectives.language import NextTokenObjective
@@ -78,11 +79,11 @@ class _Trial:
             load_weights,
         )
         self._step_number = itertools.count()
-        self.data: BatchLoader | RandomBatches
+        self.data: BatchLoader | _RandomBatches
         self._data_words = tokens.location if tokens else "random tokens"
         if tokens is None:
             rank, _ = data_parallel_rank_and_size(config.parallel, dist_ctx.rank_info.rank, dist_ctx.world_size)
-            self.data = RandomBatches(self._model_config.vocab_size, self._plan, self._device, seed=rank)
+            self.data = _RandomBatches(self._model_config.vocab_size, self._plan, self._device, seed=rank)
         else:
             self.data = build_loader(config, tokens.training(self._plan.global_batch_size), self._plan, dist_ctx)
 
@@ -170,7 +171,7 @@ class _Trial:
         on_gpu = self._device.type == "cuda"
         activities = [ProfilerActivity.CPU] + ([ProfilerActivity.CUDA] if torch.cuda.is_available() else [])
         self._synchronize()
-        live_before = 0 if on_gpu else live_bytes()
+        live_before = 0 if on_gpu else _live_bytes()
         if on_gpu:
             torch.cuda.reset_peak_memory_stats()
         with profile(activities=activities, profile_memory=not on_gpu) as profiled:
@@ -181,7 +182,7 @@ class _Trial:
             profiled.export_chrome_trace(str(trace_file))
         spans = [event.time_range for event in profiled.events() or [] if event.name.startswith(COLLECTIVE_NAMES)]
         results = profiled.profiler.kineto_results
-        live = torch.cuda.max_memory_allocated() if on_gpu else peak_bytes(results.events(), live_before)
+        live = torch.cuda.max_memory_allocated() if on_gpu else _peak_bytes(results.events(), live_before)
         communication_seconds = _union_length([(span.start, span.end) for span in spans]) / 1e6
         return {"communication_seconds": communication_seconds, "live_gib": live / 2**30}
 
@@ -193,3 +194,47 @@ def _union_length(spans: list[tuple[float, float]]) -> float:
         total += max(0.0, end - max(start, until))
         until = max(until, end)
     return total
+
+
+class _RandomBatches:
+    """A batch of random tokens, one document a sequence, for every step: used where the recipe's data is missing."""
+
+    def __init__(self, vocab_size: int, plan: BatchPlan, device: torch.device, seed: int) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        size = plan.micro_batch_size, plan.sequence_length
+        tokens = torch.randint(0, vocab_size, size, generator=generator)
+        positions = torch.arange(plan.sequence_length).expand(size).contiguous()
+        # Random too, and used only where the model has dropout.
+        keys = torch.randint(-(2**63), 2**63 - 1, size, generator=generator)
+        batch = Batch(tokens, tokens.roll(-1, dims=1), positions, torch.zeros(size, dtype=torch.int32), keys)
+        self._batches = [batch.to(device)] * plan.accumulation
+
+    def batches(self, step: int) -> list[Batch]:
+        return self._batches
+
+    def close(self) -> None: ...
+
+
+def _live_bytes() -> int:
+    """Bytes of all tensors on the CPU that Python can see between two steps.
+
+    The buckets of DDP are among them: its reducer keeps the gradients that are views of them, and a gradient that Python has
+    seen once, as optimizers do, stays visible.
+    """
+    tensors = (each for each in gc.get_objects() if issubclass(type(each), torch.Tensor))
+    storages = {}
+    for tensor in tensors:
+        if tensor.device.type == "cpu" and type(tensor) in (torch.Tensor, torch.nn.Parameter):
+            storage = tensor.untyped_storage()
+            storages[storage._cdata] = storage.nbytes()
+    return sum(storages.values())
+
+
+def _peak_bytes(events: Sequence[Any], live_before: int) -> int:
+    """The maximum of live bytes, from the events of a profiler that recorded memory; `live_before` bytes were live before."""
+    changes = sorted((event.start_ns(), event.nbytes()) for event in events if event.name() == "[memory]")
+    live = peak = live_before
+    for _, nbytes in changes:
+        live += nbytes
+        peak = max(peak, live)
+    return peak

@@ -58,7 +58,7 @@ def test_two_hosts_give_one_answer_and_the_slow_link_is_named(laboratory: Labora
     tools.need("tc")
     findings = examined(laboratory, tmp_path)
     assert findings["ranks"][0]["description"].startswith("2 on 2 hosts met at ")
-    for name in ("versions", "clocks", "shared folder", "checkpoints"):
+    for name in ("versions", "clocks", "checkpoints"):
         assert [finding["status"] for finding in findings[name]] == ["pass"], findings[name]
     assert set(findings["link"][0]["values"]["bytes_per_second"]) == {"node1 → node2", "node2 → node1"}
     assert "bus bandwidth" in findings["all-reduce"][0]["description"]
@@ -117,7 +117,7 @@ def test_every_launcher_examines_both_hosts_and_leaves_nothing(launcher: str, la
     assert done.returncode == 0, done.stdout + done.stderr
     findings = {finding["name"]: finding for finding in json.loads(done.stdout)}
     assert findings["ranks"]["description"].startswith("2 on 2 hosts met at ")
-    for name in ("versions", "equal data", "shared folder"):
+    for name in ("versions", "equal data"):
         assert findings[name]["status"] == "pass", findings[name]
     assert set(findings["link"]["values"]["bytes_per_second"]) == {"node1 → node2", "node2 → node1"}
     assert sorted(login.folder.iterdir()) == before

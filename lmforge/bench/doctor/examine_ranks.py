@@ -4,7 +4,6 @@ A phase that a rank does not finish in time ends without it: the rank is named, 
 """
 
 import os
-import platform
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
@@ -17,15 +16,13 @@ from lmforge.bench.doctor.finding import Finding
 from lmforge.bench.doctor.network_checks import check_network, measure_network
 from lmforge.bench.doctor.rank_checks import check_devices, compare_clocks, compare_versions, describe_host, measure_device
 from lmforge.bench.doctor.rank_reports import RankReports, run_bounded
-from lmforge.bench.doctor.storage_checks import check_storage, checkpoint_folder, compare_contents
+from lmforge.bench.doctor.storage_checks import check_storage, compare_contents
 from lmforge.cluster.distributed import choose_device
 from lmforge.cluster.environment import NODES_VARIABLE
-from lmforge.cluster.folder_marker import FolderMarker
 from lmforge.cluster.joining import allow_open_connections, choose_gloo_interface
 from lmforge.cluster.rank_info import RankInfo, threads_per_rank
 from lmforge.config.stage import StageConfig
 from lmforge.errors import UserError, format_count, name_some
-from lmforge.runs import is_local
 
 # Additional time for the answer of a rank to arrive after a phase.
 ANSWER_SECONDS = 2.0
@@ -49,24 +46,14 @@ class Examination:
         began = time.monotonic()
         self.reports = RankReports(self.info, self.timeout_seconds + ANSWER_SECONDS)
         torch.set_num_threads(threads_per_rank(self.info.local_world_size))
-        self._marker = FolderMarker(checkpoint_folder(self.config)) if self._marks_folder else None
-        try:
-            if not self.info.is_rank0:
-                return self._answer()
-            findings = list(self._ask(began))
-            status = int(any(finding.status == "fail" for finding in findings))
-            print_findings(findings)  # mpiexec ends this rank as soon as another one has ended with status 1
-            self.reports.publish(f"step-{self._steps}", {"phase": "end", "status": status})
-            self.reports.await_departures()
-            return status
-        finally:
-            if self._marker is not None:
-                self._marker.remove()
-
-    @property
-    def _marks_folder(self) -> bool:
-        several = self.info.local_world_size < self.info.world_size
-        return several and self.info.local_rank == 0 and is_local(checkpoint_folder(self.config))
+        if not self.info.is_rank0:
+            return self._answer()
+        findings = list(self._ask(began))
+        status = int(any(finding.status == "fail" for finding in findings))
+        print_findings(findings)  # mpiexec ends this rank as soon as another one has ended with status 1
+        self.reports.publish(f"step-{self._steps}", {"phase": "end", "status": status})
+        self.reports.await_departures()
+        return status
 
     def _answer(self) -> int:
         """On the other ranks: carry out phases until rank 0 ends them. Returns its status."""
@@ -106,15 +93,13 @@ class Examination:
             "device": device.type if device else "",
             "gpu": identity,
             "time": step["time"],
-            "marker": self._marker.shared_name if self._marker else None,
         }
 
     def _storage(self, step: dict[str, Any]) -> dict[str, Any]:
-        seen = [rank for rank, name in step["markers"].items() if self._marker and name and self._marker.sees(name)]
         if self.info.local_rank:
             return {}
         ranks = self.info.world_size if self.info.launched or self.config is None else self.config.launch.processes
-        return {**check_storage(self.config, ranks), "sees": [int(rank) for rank in seen]}
+        return check_storage(self.config, ranks)
 
     def _device(self, step: dict[str, Any]) -> dict[str, Any]:
         return measure_device(choose_device(self.device_name, self.info.local_rank))
@@ -143,14 +128,12 @@ class Examination:
         if several_hosts and usable.get(0):
             yield compare_clocks({rank: report["time"] for rank, report in usable.items()}, names)
         leaders = [rank for rank, report in usable.items() if report["local_rank"] == 0]
-        reports = self._carry_out("storage", markers={rank: usable[rank]["marker"] for rank in leaders})
+        reports = self._carry_out("storage")
         yield from self._failures("storage", reports, names)
         yield from merge_findings(reports, hosts)
         yield from compare_contents(
             {hosts[rank]: report["contents"] for rank, report in reports.items() if "contents" in report}
         )
-        if several_hosts:
-            yield from self._judge_sharing(reports, leaders, hosts)
         kinds = {report["device"] for report in usable.values()}
         if "" in kinds:
             return
@@ -203,18 +186,6 @@ class Examination:
             where = tuple(names[rank] for rank in new)
             yield Finding(phase, "fail", f"no answer within {self.timeout_seconds:g} s", "it stopped or was cut off", where)
         self._named.update(late)
-
-    def _judge_sharing(self, reports: Reports, leaders: Sequence[int], hosts: dict[int, str]) -> Iterator[Finding]:
-        """Whether all hosts see the same folder for runs."""
-        folder = checkpoint_folder(self.config)
-        if not is_local(folder):
-            return
-        unshared = tuple(hosts[rank] for rank in leaders if rank and rank not in reports[0].get("sees", ()))
-        if unshared:
-            todo = "a run is in one folder that all hosts share: give --run.folder on a shared file system"
-            yield Finding("shared folder", "fail", f"{folder} is another folder than on {platform.node()}", todo, unshared)
-        else:
-            yield Finding("shared folder", "pass", f"{folder} is the same for {format_count(len(leaders), 'host')}")
 
 
 def _check_devices_differ(usable: Reports, names: dict[int, str], kinds: set[str]) -> Iterator[Finding]:
