@@ -111,6 +111,11 @@ class BadStepDetector:
                 bad_steps.append(BadStep(step, batch, loss, norm))
         return bad_steps
 
+    @property
+    def counters(self) -> dict[str, float]:
+        """What metrics.jsonl has of it."""
+        return {"skipped_steps": self.skipped_steps, "batch_offset": self.batch_offset}
+
     def rolled_back_to(self, step: int, next_batch: int) -> None:
         """The run rolled back to `step` and goes on with batch `next_batch`."""
         self.batch_offset = next_batch - step

@@ -107,9 +107,8 @@ def train(
             record: dict[str, Any] = {}
             if log_is_due:
                 record = {**accumulator.reduce_and_reset(), "lr": lr, "grad_norm": float(grad_norm), **throughput.take(done)}
-                counters: dict[str, float] = {"skipped_steps": detector.skipped_steps, "batch_offset": detector.batch_offset}
-                counters["save_stall_seconds"] = checkpoints.blocking_seconds
-                record |= {name: value for name, value in counters.items() if value}
+                stalls = {"save_stall_seconds": checkpoints.blocking_seconds}
+                record |= {name: value for name, value in {**detector.counters, **stalls}.items() if value}
                 gc.collect()
                 callbacks.on_log(done, record)
             record |= callbacks.validate(done, required=is_last or (save_request != 0 and checkpoints.needs_validation))

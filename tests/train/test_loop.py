@@ -39,6 +39,7 @@ from lmforge.stages.records import RunEvents
 from lmforge.trackers.tracker_threads import TrackerThreads
 from lmforge.train import metrics
 from lmforge.train.bad_steps import BadStepDetector
+from lmforge.train.callbacks import LoopCallbacks
 from lmforge.train.checkpoints import Checkpoints
 from lmforge.train.loop import train
 from lmforge.train.metrics import Throughput
@@ -112,8 +113,9 @@ def run_loop(
     compiled: bool,
     hidden_from_compiler: bool = False,
     learning_rate: Callable[[int], float] = lambda step: 1e-3,
-) -> None:
-    """The loop by itself, with a small model, under the default options."""
+    observed: bool = True,
+) -> torch.nn.Module:
+    """The loop by itself, with a small model, under the default options. Returns the model."""
     dist_ctx = cluster.init_distributed(device, threads=1)
     objective, tokenizer = NextTokenObjective(), train_tokenizer(["some text"], 300)
     model_config = ModelConfig(vocab_size=512, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=2)
@@ -123,7 +125,7 @@ def run_loop(
     parallel_model = parallelize(
         model, objective.loss, dist_ctx=dist_ctx, dtype=torch.float32, options=ParallelOptions(), compile_model=compiled
     )
-    (tmp_path / "health").mkdir()
+    (tmp_path / "health").mkdir(exist_ok=True)
     never = {"every_steps": 1000}
     options = {"train": {"steps": steps}, "schedule": {"warmup_steps": 0}, "log": never, "checkpoint": never}
     ctx = RunContext(
@@ -158,7 +160,7 @@ def run_loop(
             detector,
             Checkpoints(checkpointer, ctx.config, parallel_model, optimizer, batches, detector),
             throughput,
-            observers,
+            observers if observed else LoopCallbacks(),
             start_step=0,
             steps=steps,
             max_grad_norm=1.0,
@@ -169,6 +171,16 @@ def run_loop(
         observers.close()
         ctx.watch.stop("done")
         ctx.console.close()
+    return model
+
+
+def test_what_observes_a_run_changes_no_bit_of_it(tmp_path: Path) -> None:
+    trained = []
+    for observed in (False, True):
+        torch.manual_seed(0)
+        trained.append(run_loop(RandomBatches(None), 4, tmp_path, device="cpu", compiled=False, observed=observed))
+    for (name, alone), watched in zip(trained[0].named_parameters(), trained[1].parameters(), strict=True):
+        assert torch.equal(alone, watched), name
 
 
 @pytest.mark.needs("a C++ compiler")
