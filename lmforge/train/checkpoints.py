@@ -56,7 +56,7 @@ class Checkpoints:
         self._batches, self._detector = batches, detector
         self._last_saved = dict.fromkeys((SaveRequest.REGULAR, SaveRequest.KEPT), time.monotonic())
         self._last_request, self._deferred_request = SaveRequest.REGULAR, SaveRequest.NONE
-        # Before tensors change, the device waits until a save in flight has copied them; and how long the host has waited.
+        # Before tensors change, the device waits until a save in flight has copied them.
         self.wait_for_staging, self.describe_failures = checkpointer.wait_for_staging, checkpointer.describe_failures
 
     @property
