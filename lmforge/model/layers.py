@@ -99,8 +99,8 @@ class HeadOptions:
     """Options of an output head besides its matrix product.
 
     bias: [vocab], added to the logits. softcap: logits become softcap · tanh(logits / softcap) (Gemma 2, arXiv 2408.00118).
-    passes: what computes losses from logits. "operators" are torch's; "fused" and "stored" are compiled, for GPUs and for CPUs
-        (objectives/fused_passes.py).
+    passes: what computes losses from logits. "operators" are torch's; others are compiled, those of a file NAME_passes.py in
+        objectives/.
     """
 
     bias: Tensor | None = None

@@ -1,33 +1,56 @@
 """Passes over the logits of a chunk that are compiled into one kernel each, by Triton on a GPU.
 
 Logits stay in the dtype of the head's product, bf16 in mixed precision, and are read twice and written once: by the
-statistics, with an online logsumexp in fp32, and by the gradient, which takes their place. language.py calls these
-functions on shards of the vocabulary too, and combines what they return.
-
-On a CPU exponentials cost more than anything else that is done to logits, and memory less: `store_exponentials` keeps them
-for `write_stored_gradient`.
+statistics, with an online logsumexp in fp32, and by the gradient, which takes their place.
 """
-
-from collections.abc import Callable
-from functools import cache
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from lmforge.model.layers import cap_logits
+from lmforge.model.attention import compiled
+from lmforge.objectives.language import HeadChunk, final_logits, softcap_slopes
+from lmforge.objectives.sharded_head import Scoring
 
 
-def final_logits(logits: Tensor, bias: Tensor | None, softcap: float | None, temperature: float) -> Tensor:
-    """What the softmax is taken of, in fp32 (fp64 if `logits` are), from the head's product [n, vocab] and `bias` [vocab]."""
-    values = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    values = cap_logits(values if bias is None else values + bias, softcap)
-    return values if temperature == 1 else values / temperature
+def chunk_class(scoring: Scoring) -> type[HeadChunk]:
+    """What scores a chunk with this head."""
+    return FusedHeadChunk
 
 
-def softcap_slopes(values: Tensor, softcap: float, temperature: float) -> Tensor:
-    """The derivative of soft-capping, from what `final_logits` returned."""
-    return 1 - (values * (temperature / softcap)).square()
+class FusedHeadChunk(HeadChunk):
+    """HeadChunk with compiled passes. They keep logits in the dtype of the hidden states, and compute exponentials twice."""
+
+    def _score(self, logits: Tensor) -> Tensor:
+        self._logits, scoring, vocab_shard = logits, self._scoring, self._scoring.vocab_shard
+        largest, sums, label_logits = compiled(logit_statistics)(
+            logits, self._bias, self._local_labels, scoring.softcap, scoring.temperature
+        )
+        self._largest = vocab_shard.all_reduce_max(largest.clone())
+        self._sums, label_logits = vocab_shard.all_reduce_sum(
+            sums * (largest - self._largest).exp(), label_logits * self._is_local
+        )
+        return label_logits
+
+    def _logit_gradient(self, softmax_scales: Tensor, label_scales: Tensor) -> Tensor:
+        scoring = self._scoring
+        compiled(write_logit_gradient)(
+            self._logits,
+            self._bias,
+            self._columns,
+            self.logsumexps,
+            softmax_scales,
+            label_scales,
+            scoring.softcap,
+            scoring.temperature,
+        )
+        return self._logits
+
+    def _negative_entropies(self) -> Tensor:
+        scoring = self._scoring
+        weighted: Tensor = compiled(negative_entropies)(
+            self._logits, self._bias, self._largest, scoring.softcap, scoring.temperature
+        )
+        return weighted
 
 
 def logit_statistics(
@@ -72,32 +95,3 @@ def write_logit_gradient(
     if softcap is not None:
         gradient = gradient * softcap_slopes(values, softcap, temperature)
     logits.copy_(gradient)
-
-
-def store_exponentials(
-    logits: Tensor, bias: Tensor | None, local_labels: Tensor, temperature: float, exponentials: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    """What `logit_statistics` returns; exp(logit − largest) goes to `exponentials` [n, vocab], which may be `logits`."""
-    values = final_logits(logits, bias, None, temperature)
-    largest = values.amax(-1, keepdim=True)
-    shifted = (values - largest).exp()
-    sums, label_logits = shifted.sum(-1, keepdim=True), values.gather(1, local_labels)
-    exponentials.copy_(shifted)
-    return largest, sums, label_logits
-
-
-def write_stored_gradient(
-    exponentials: Tensor, local_labels: Tensor, softmax_scales: Tensor, label_scales: Tensor, gradient: Tensor
-) -> None:
-    """softmax_scales · exponentials − label_scales · one-hot, to `gradient` [n, vocab], which may be `exponentials`.
-
-    `local_labels` and the scales are [n, 1]; a label below 0 is none.
-    """
-    columns = torch.arange(exponentials.shape[1], device=exponentials.device)
-    gradient.copy_(exponentials * softmax_scales - torch.where(columns == local_labels, label_scales, 0.0))
-
-
-@cache
-def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    """One of these functions, compiled when it is first called. A second number of tokens makes that dimension dynamic."""
-    return torch.compile(function)

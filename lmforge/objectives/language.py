@@ -4,29 +4,20 @@ Output head and cross-entropy are computed together, a chunk of tokens at a time
 vocabulary of 128,000, the fp32 logits of 8,192 tokens take 4 GiB, and their gradient as much again. Here the gradient of a
 chunk is computed while its logits exist, and both are freed before the next chunk. logprobs.py goes through the same chunks
 where the gradient of each token's log-probability is known only later. The passes over a chunk are torch's own operators, or
-those of fused_passes.py.
+compiled: on GPUs those of fused_passes.py, on CPUs those of stored_passes.py.
 """
 
 from collections.abc import Iterator, Sequence
 from functools import partial
+from importlib import import_module
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from lmforge.data.batch import Batch, Metrics
-from lmforge.data.labels import IGNORE_INDEX, loss_chunk_tokens, stores_exponentials
-from lmforge.model.layers import PLAIN_HEAD, HeadOptions, LanguageModel
-from lmforge.objectives.fused_passes import (
-    compiled,
-    final_logits,
-    logit_statistics,
-    negative_entropies,
-    softcap_slopes,
-    store_exponentials,
-    write_logit_gradient,
-    write_stored_gradient,
-)
+from lmforge.data.labels import IGNORE_INDEX, loss_chunk_tokens
+from lmforge.model.layers import PLAIN_HEAD, HeadOptions, LanguageModel, cap_logits
 from lmforge.objectives.sharded_head import Scoring, ShardedHead
 
 
@@ -172,6 +163,18 @@ class HeadGradients:
             self.weight += columns @ hidden
 
 
+def final_logits(logits: Tensor, bias: Tensor | None, softcap: float | None, temperature: float) -> Tensor:
+    """What the softmax is taken of, in fp32 (fp64 if `logits` are), from the head's product [n, vocab] and `bias` [vocab]."""
+    values = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    values = cap_logits(values if bias is None else values + bias, softcap)
+    return values if temperature == 1 else values / temperature
+
+
+def softcap_slopes(values: Tensor, softcap: float, temperature: float) -> Tensor:
+    """The derivative of soft-capping, from what `final_logits` returned."""
+    return 1 - (values * (temperature / softcap)).square()
+
+
 class HeadChunk:
     """The losses of n tokens, and what their gradients need, in `loss_dtype`.
 
@@ -237,66 +240,12 @@ class HeadChunk:
         gradients.add_chunk(self.tokens, self._logit_gradient(softmax_scales, scales), self._hidden, self._weight)
 
 
-class FusedHeadChunk(HeadChunk):
-    """The same with compiled passes, which keep the logits in the dtype of the hidden states and compute exponentials twice."""
-
-    def _score(self, logits: Tensor) -> Tensor:
-        self._logits, scoring, vocab_shard = logits, self._scoring, self._scoring.vocab_shard
-        largest, sums, label_logits = compiled(logit_statistics)(
-            logits, self._bias, self._local_labels, scoring.softcap, scoring.temperature
-        )
-        self._largest = vocab_shard.all_reduce_max(largest.clone())
-        self._sums, label_logits = vocab_shard.all_reduce_sum(
-            sums * (largest - self._largest).exp(), label_logits * self._is_local
-        )
-        return label_logits
-
-    def _logit_gradient(self, softmax_scales: Tensor, label_scales: Tensor) -> Tensor:
-        scoring = self._scoring
-        compiled(write_logit_gradient)(
-            self._logits,
-            self._bias,
-            self._columns,
-            self.logsumexps,
-            softmax_scales,
-            label_scales,
-            scoring.softcap,
-            scoring.temperature,
-        )
-        return self._logits
-
-    def _negative_entropies(self) -> Tensor:
-        scoring = self._scoring
-        weighted: Tensor = compiled(negative_entropies)(
-            self._logits, self._bias, self._largest, scoring.softcap, scoring.temperature
-        )
-        return weighted
-
-
-class StoredHeadChunk(HeadChunk):
-    """The same with two compiled passes that compute the exponentials of all logits once, without soft-capping."""
-
-    def _score(self, logits: Tensor) -> Tensor:
-        dtype = loss_dtype(logits)
-        self._logits, self._exponentials = logits, logits if logits.dtype == dtype else torch.empty_like(logits, dtype=dtype)
-        self._largest, self._sums, label_logits = compiled(store_exponentials)(
-            logits, self._bias, self._local_labels, self._scoring.temperature, self._exponentials
-        )
-        return label_logits
-
-    def _logit_gradient(self, softmax_scales: Tensor, label_scales: Tensor) -> Tensor:
-        compiled(write_stored_gradient)(
-            self._exponentials, self._columns, softmax_scales / self._sums, label_scales, self._logits
-        )
-        return self._logits
-
-
 def _chunk_class(scoring: Scoring) -> type[HeadChunk]:
-    if scoring.passes == "fused":
-        return FusedHeadChunk
-    group = scoring.vocab_shard.group
-    stores = scoring.passes == "stored" and stores_exponentials(scoring.softcap, 1 if group is None else group.size())
-    return StoredHeadChunk if stores else HeadChunk
+    """What scores a chunk: torch's operators, or what a file of compiled passes has for this head."""
+    if scoring.passes == "operators":
+        return HeadChunk
+    chosen: type[HeadChunk] = import_module(f"lmforge.objectives.{scoring.passes}_passes").chunk_class(scoring)
+    return chosen
 
 
 def head_chunks(hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, scoring: Scoring) -> Iterator[HeadChunk]:

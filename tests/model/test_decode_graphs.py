@@ -16,8 +16,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from lmforge.model import build_model
 from lmforge.model.config import ModelConfig
-from lmforge.model.decode_graphs import DecodeGraphs, is_plain
-from lmforge.model.incremental import IncrementalDecoder
+from lmforge.model.incremental import DecodeGraphs, IncrementalDecoder, is_plain
 from lmforge.model.init_weights import init_weights
 from lmforge.model.layers import LanguageModel
 from lmforge.parallel.activation_checkpointing import apply_activation_checkpointing
