@@ -34,17 +34,15 @@ GENERATION_START, GENERATION_END = "\U0010fff0", "\U0010fff1"
 MAX_RENDERED_CHARACTERS = 1 << 23
 TOO_LONG = f"wrote more than {MAX_RENDERED_CHARACTERS:,} characters"
 MAX_MESSAGE_CHARACTERS = 200
-# The bounds of a request to the child, which renders so many prefixes: of several conversations, or the first of a long one,
-# for which the time is longer in proportion.
+# A request to the child has conversations with so many prefixes, or one with more, whose time is longer in proportion.
 PREFIXES_PER_REQUEST = 64
 CPU_SECONDS = 5
 WALL_SECONDS = 30.0  # longer, for a busy machine
+START_SECONDS = 120.0  # in addition, for an interpreter on a network's file system that many ranks start at once
 MEMORY_BYTES = 2 << 30
 
 # How many of the messages are rendered, and whether the assistant is then prompted for its answer.
 Prefix = tuple[int, bool]
-
-
 # For each prefix how much of the text before it begins its text, and the rest; at last (None, error) if there is one.
 _Answer = list[tuple[int | None, str]]
 
@@ -170,6 +168,7 @@ class _Renderer:
             try:
                 if self._process is None or self._process.closed:
                     self._process = JsonLineProcess(python_command(__name__, str(MEMORY_BYTES)), capture_stderr=True)
+                    wall_seconds += START_SECONDS
                 request = [cpu_seconds, template, conversations]
                 answers: list[_Answer] = self._process.request(request, wall_seconds, default=str)["answers"]
                 return answers
