@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from rich.console import Console
 from rich.table import Table
 
 from lmforge.bench import parity
@@ -51,20 +52,17 @@ def _run_cases(dist_ctx: DistributedContext, options: DoctorOptions) -> list[dic
         with _reported_if_late("one process", options.timeout_seconds, 0):
             reference = parity.run_single(cases[0], data, dist_ctx)
     gc.freeze()  # cases and the compiler run garbage collection often, which need not traverse lasting objects each time
-    shows_progress = dist_ctx.is_rank0 and sys.stderr.isatty()
     rows = []
-    for case in cases:
-        if shows_progress:
-            print(f"\r\033[K{case.name} …", end="", file=sys.stderr, flush=True)
-        if dist_ctx.device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats()
-        with _reported_if_late(case.name, options.timeout_seconds, dist_ctx.rank_info.rank):
-            result = parity.run_case(case, data, dist_ctx)
-        if reference is not None:
-            rows.append(_row(case, result, reference, dist_ctx))
-        torch.compiler.reset()
-    if shows_progress:
-        print("\r\033[K", end="", file=sys.stderr)
+    with Console(stderr=True, quiet=not (dist_ctx.is_rank0 and sys.stderr.isatty())).status("") as status:
+        for case in cases:
+            status.update(case.name)
+            if dist_ctx.device.type == "cuda":
+                torch.cuda.reset_peak_memory_stats()
+            with _reported_if_late(case.name, options.timeout_seconds, dist_ctx.rank_info.rank):
+                result = parity.run_case(case, data, dist_ctx)
+            if reference is not None:
+                rows.append(_row(case, result, reference, dist_ctx))
+            torch.compiler.reset()
     return rows
 
 

@@ -67,7 +67,7 @@ def find_failures(run: Run, attempt: int, status: RunStatus | None = None) -> li
         known = {failure.rank for failure in failures if failure.kind != "stalled"}
         states = ("gone", "silent") if status.state in RUN_ENDED else ("gone",)
         failures += [_vanished(rank) for rank in status.ranks if rank.state in states and rank.rank not in known]
-    return sorted(failures, key=lambda failure: (_order(failure), _latest_time(failure), failure.rank))
+    return sorted(failures, key=_order)
 
 
 def _bytes_from_first_mark(path: Path) -> int:
@@ -82,13 +82,10 @@ def _bytes_from_first_mark(path: Path) -> int:
     return len(content) - max(0, min(offsets) - CONTEXT_BYTES) if offsets else 0
 
 
-def _order(failure: Failure) -> int:
-    return 0 if failure.kind in CAUSES else 1 if failure.kind == "stalled" else 2
-
-
-def _latest_time(failure: Failure) -> float:
-    # A rank that is killed has written its last heartbeat before.
-    return failure.time + (MAX_HEARTBEAT_SECONDS if failure.kind == "vanished" else 0.0)
+def _order(failure: Failure) -> tuple[int, float, int]:
+    """By cause, then by the latest time at which it can have failed: a rank that is killed has written its heartbeat before."""
+    cause = 0 if failure.kind in CAUSES else 1 if failure.kind == "stalled" else 2
+    return cause, failure.time + (MAX_HEARTBEAT_SECONDS if failure.kind == "vanished" else 0.0), failure.rank
 
 
 def _failures_in(lines: Sequence[LogLine], rank: int, host: str) -> Iterator[Failure]:
@@ -101,7 +98,9 @@ def _failures_in(lines: Sequence[LogLine], rank: int, host: str) -> Iterator[Fai
         if at is not None:
             by_peer = texts[0].startswith(PEER_FAILED)
         else:
-            by_peer, texts = _names_peer(lines[: begin + MAX_LINES]), _crashed_thread_first(texts)
+            texts, before = _crashed_thread_first(texts), lines[: begin + MAX_LINES]
+            # NCCL ends a rank that waits too long for another.
+            by_peer = any(PEER_LOST_PATTERN.search(line.text) or TIMED_OUT_PATTERN.search(line.text) for line in before)
         yield Failure("lost another rank" if by_peer else "failed", lines[begin].time, rank, host, texts)
     stalls = [at for at, line in enumerate(lines) if line.text.startswith(STALL)]
     if stalls:
@@ -119,11 +118,6 @@ def _crashed_thread_first(texts: list[str]) -> list[str]:
         return texts
     end = next((at for at in range(current, len(texts)) if not texts[at].strip()), len(texts))
     return [*texts[:first], *texts[current:end], *texts[first:current]]
-
-
-def _names_peer(lines: Sequence[LogLine]) -> bool:
-    """Whether the output of a crash says that another rank is lost or did not join: NCCL ends a rank that waits too long."""
-    return any(PEER_LOST_PATTERN.search(line.text) or TIMED_OUT_PATTERN.search(line.text) for line in lines)
 
 
 def _vanished(rank: RankStatus) -> Failure:

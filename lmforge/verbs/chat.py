@@ -1,7 +1,6 @@
 """`lmforge chat`: a conversation with a model in the terminal, or over pipes with one line a turn."""
 
 import json
-import os
 import re
 import secrets
 import signal
@@ -12,6 +11,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
+
+from rich.console import Console
 
 from lmforge.atomic_files import create_file
 from lmforge.config.verbs.models import ChatOptions
@@ -172,7 +173,7 @@ class ChatSession:
         if self._to_terminal:
             count, seconds = len(streamer.token_ids), time.perf_counter() - start
             note = f"({count} tokens, {count / seconds:.1f} tokens/s{', stopped' if interrupted.is_set() else ''})"
-            print(note if "NO_COLOR" in os.environ else f"\x1b[2m{note}\x1b[0m", file=sys.stderr)
+            Console(stderr=True, highlight=False).print(note, style="dim")
         return streamer.text
 
     def _print(self, text: str) -> None:
