@@ -2,29 +2,17 @@
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Protocol, TypeVar
+from typing import TYPE_CHECKING, TypeVar, Union
 
 from lmforge.cluster.rank_info import RankInfo
 
 T = TypeVar("T")
 
 
-class DistContext(Protocol):
-    """The part of `DistributedContext` that a preparation needs, without torch."""
+if TYPE_CHECKING:  # it imports torch
+    from lmforge.cluster.distributed import DistributedContext
 
-    rank_info: RankInfo
-
-    def all_gather(self, value: T) -> list[T]: ...
-
-    def gather(self, value: T) -> list[T] | None: ...
-
-    def scatter(self, values: list[T] | None) -> T: ...
-
-    def broadcast(self, value: T) -> T: ...
-
-    def raise_on_all(self) -> AbstractContextManager[None]: ...
-
-    def decide_on_rank0(self, fn: Callable[[], T]) -> T: ...
+DistContext = Union["DistributedContext", "SingleProcessContext"]  # as texts: the first is not there at run time
 
 
 class SingleProcessContext:
