@@ -1,4 +1,4 @@
-"""The speed of communication between ranks: collectives of all ranks by size, and each pair of hosts in both directions."""
+"""The speed of communication between ranks: collectives of all ranks by size, and each host and the next in both directions."""
 
 import statistics
 import time
@@ -18,8 +18,6 @@ REPETITIONS = 3
 BUDGET_SECONDS = 3.0
 # The first connects. A link of 10 Mbit/s takes 6 s for the second on a CPU.
 PAIR_BYTES = {"cpu": (256 * KIB, 8 * MIB), "cuda": (4 * MIB, 256 * MIB)}
-# With thousands of hosts not every pair is measured, but each host with this many others.
-MAX_ROUNDS = 32
 SLOW_BELOW = 0.5  # of the median
 # Gigabit Ethernet. Gradients of a small model take seconds over less.
 SLOW_BYTES_PER_SECOND = 100e6
@@ -87,30 +85,21 @@ def time_collectives(world_size: int, device: torch.device, sizes: Sequence[int]
 
 
 def _time_links(leaders: Sequence[int], rank: int, device: torch.device) -> list[list[float]]:
-    """[sender, receiver, bytes per second] of what this rank sends to the leaders of other hosts."""
+    """[sender, receiver, bytes per second] of what this rank sends to the leaders of the hosts before and after its own."""
     links = []
-    own = leaders.index(rank)
-    for pairs in rounds_of_pairs(len(leaders))[:MAX_ROUNDS]:
-        for pair in pairs:
-            if own in pair:
-                first, second = (leaders[each] for each in pair)
-                for sender, receiver in ((first, second), (second, first)):
-                    speed = _time_link(sender, receiver, rank, device)
-                    if rank == sender:
-                        links.append([float(sender), float(receiver), speed])
+    for first, second in neighbours(leaders):
+        for sender, receiver in ((first, second), (second, first)):
+            if rank in (first, second):
+                speed = _time_link(sender, receiver, rank, device)
+                links += [[float(sender), float(receiver), speed]] if rank == sender else []
     return links
 
 
-def rounds_of_pairs(count: int) -> list[list[tuple[int, int]]]:
-    """All pairs of `count` hosts in rounds, in each of which a host is in one pair at most (the circle method)."""
-    seats: list[int] = [*range(count), *([-1] if count % 2 else [])]
-    rounds = []
-    for _ in range(len(seats) - 1):
-        half = len(seats) // 2
-        pairs = zip(seats[:half], reversed(seats[half:]), strict=True)
-        rounds.append([(min(pair), max(pair)) for pair in pairs if -1 not in pair])
-        seats = [seats[0], seats[-1], *seats[1:-1]]
-    return rounds
+def neighbours(leaders: Sequence[int]) -> list[tuple[int, int]]:
+    """The pairs of a ring: every second one, which are measured at once, then the others."""
+    pairs = list(zip(leaders, [*leaders[1:], leaders[0]], strict=True))[: None if len(leaders) > 2 else 1]
+    last = pairs[-1:] if len(pairs) % 2 and len(pairs) > 1 else []  # beside the first
+    return [*pairs[: len(pairs) - len(last) : 2], *pairs[1::2], *last]
 
 
 def _time_link(sender: int, receiver: int, rank: int, device: torch.device) -> float:
