@@ -103,6 +103,7 @@ LINES: dict[str, tuple[str, str]] = {
     "doctor": ("", "--steps 1"),
     "show": ("RUN", ""),
     "runs": ("", "--output json"),
+    "compare": ("RUN RUN", ""),
     "report": ("RUN", "--out out.html"),
     "launch": ("nothing.toml", "--dry-run"),
     "jobs": ("", "--folder nothing"),
@@ -220,6 +221,7 @@ def command_on(tiny_run: Path, tiny_options: list[str]) -> CommandOn:
         again = [*onwards, "--run.folder", str(thing.parent), "--run.name", thing.name]
         commands = [["show", str(thing)], ["show", str(newest)], ["show", "data", str(thing)], generate, again]
         commands += [["evaluate", str(newest), *short], ["export", str(thing), str(thing.parent / "out")]]
+        commands += [["compare", str(tiny_run), str(thing), "--weights"]]
         return rng.choice(commands)
 
     return command

@@ -15,7 +15,7 @@ from lmforge.bench.bounds import BOUND_STEPS, EQUAL_BITS, Bound, bound_of_splits
 from lmforge.config.load import flat_options
 from lmforge.config.verbs.watch import CompareOptions
 from lmforge.errors import UserError, format_count, name_some, prefix_errors
-from lmforge.manifests import Manifest, read_manifest
+from lmforge.manifests import Manifest, check_sizes, read_manifest
 from lmforge.report.run_data import read_environment, read_events
 from lmforge.runs import Run
 from lmforge.untrusted import cut
@@ -221,6 +221,7 @@ def _weight_rows(first: ComparedRun, other: ComparedRun) -> Iterator[Row]:
         models = []
         for run in (first, other):
             with prefix_errors(str(folder := run.run.checkpoint_path(step))):
+                check_sizes(folder, run.checkpoints[step])
                 models.append(StoredModel(folder, run.checkpoints[step]))
         names = sorted(models[0].tensors.keys() | models[1].tensors.keys())
         for name in names:
