@@ -23,7 +23,6 @@ from lmforge.config.verbs.bench import BenchConfig
 from lmforge.errors import UserError, format_duration
 from lmforge.model.attention import attend, create_attention_mask
 from lmforge.parallel.precision import DTYPES, FLOAT8_MIN_CAPABILITY, has_native_bf16
-from lmforge.plan.activations import num_mask_elements
 from lmforge.plan.calibration import COLLECTIVES, UNITS, VERSION, Calibration, Measurement
 from lmforge.runs import describe_environment, is_local, processor_name
 
@@ -271,7 +270,7 @@ class _Stopwatch:
             mask = create_attention_mask(ids, None, document_starts=starts, dtype=DTYPES[dtype], head_dim=head_dim)
             gradient = self._random(*size, dtype=DTYPES[dtype])
             # A GPU computes the causal half; a CPU computes chunks of queries with all keys up to their end.
-            scores = length * length / 2 if self._on_gpu else num_mask_elements(length)
+            scores = length * length / 2 if self._on_gpu else _num_chunked_scores(length)
             flops = 4.0 * heads * head_dim * scores
             with torch.no_grad():
                 seconds = self._time(lambda q=q, k=k, v=v, mask=mask: attend(q, k, v, mask))  # type: ignore[misc]
@@ -307,3 +306,9 @@ class _Stopwatch:
             to_device = self._time(lambda: part.copy_(pinned, non_blocking=True))
             yield _measurement("host to device", grid.copy_bytes / to_device)
             yield _measurement("device to host", grid.copy_bytes / self._time(lambda: pinned.copy_(part, non_blocking=True)))
+
+
+def _num_chunked_scores(length: int) -> int:
+    """How many scores attention on a CPU computes for a sequence: chunks of queries, each with all keys up to its end."""
+    chunk = max(256, -(-length // 8))
+    return sum((min(start + chunk, length) - start) * min(start + chunk, length) for start in range(0, length, chunk))

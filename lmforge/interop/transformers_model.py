@@ -45,7 +45,7 @@ class TransformersConfig(ModelConfig):
     A field that a family does not have (head_dim, intermediate_size) is estimated from its other numbers.
     """
 
-    config_dict: dict[str, Any] = field(default_factory=dict)
+    config_dict: dict[str, Any] = field(default_factory=dict, hash=False)
     # That of learned positions.
     max_sequence_length: int | None = None
     implementation = "transformers"

@@ -28,12 +28,11 @@ from lmforge.cluster.memory import (
 from lmforge.config.batch_plan import BatchPlan
 from lmforge.config.stage import StageConfig
 from lmforge.errors import RunFailed, UserError
-from lmforge.model.attention_backend import stores_attention_weights
 from lmforge.model.config import ModelConfig
 from lmforge.parallel.precision import choose_compile, choose_dtype, dtype_name
 from lmforge.plan.advice import suggest_what_fits
 from lmforge.plan.memory import DTYPE_BYTES, ParameterCounts, checkpoint_bytes
-from lmforge.plan.parameter_counts import adapter_shapes, count_parameters
+from lmforge.plan.parameter_counts import count_parameters, get_lora_config
 from lmforge.plan.planning import build_step_config
 from lmforge.plan.prediction.predict import CONTEXT_BYTES, MEMORY_INTERVAL, OVERHEAD, peak_memory
 from lmforge.plan.prediction.step_config import StepConfig
@@ -66,14 +65,12 @@ class MemoryEstimator:
         plan: BatchPlan,
         dist_ctx: DistributedContext,
         *,
-        has_reference: bool = False,
         step: int = 0,
     ) -> Self:
         """The estimator of a recipe on these ranks, for a run that continues from `step`."""
         on_gpu = dist_ctx.device.type == "cuda"
         dtype, _ = choose_dtype(config.train.dtype, dist_ctx.device)
         compiled, _ = choose_compile(config, dist_ctx.device, config.train.steps - step)
-        stores_weights = stores_attention_weights(dtype, plan.sequence_length, on_gpu=on_gpu, compiled=compiled)
         step_config = build_step_config(
             config,
             model_config,
@@ -83,14 +80,11 @@ class MemoryEstimator:
             on_gpu=on_gpu,
             dtype=dtype_name(dtype),
             compiled=compiled,
-            adapters=adapter_shapes(config, model_config),
-            has_reference=has_reference,
-            stores_weights=stores_weights,
         )
-        return cls(step_config, plan, count_parameters(config, model_config), peak_resident_bytes())
+        return cls(step_config, plan, count_parameters(model_config, get_lora_config(config)), peak_resident_bytes())
 
     def required_bytes(self, step_config: StepConfig) -> float:
-        """All memory that a rank needs for a step, including margins. `step_config` is of a model that has formulas."""
+        """All memory that a rank needs for a step, including margins."""
         margin = MARGIN if step_config.on_gpu else step_config.checkpointing.host_margin
         kinds = {name: count for name, count in peak_memory(step_config).items() if name != OVERHEAD}
         return sum(count * (margin if name in ACTIVATION_KINDS else MARGIN) for name, count in kinds.items())
@@ -104,7 +98,7 @@ class MemoryEstimator:
         """The estimate of what this run will need, or the reason why there is none, which does not end the run."""
         name = torch.cuda.get_device_name(device) if device.type == "cuda" else None
         try:
-            most = self.required_bytes(self.step_config) + self.overhead_bytes if self.step_config.has_formulas else 0
+            most = self.required_bytes(self.step_config) + self.overhead_bytes
             return predict_run(self.step_config, config, name, (self.resident_bytes, self.resident_bytes + most))
         except UserError as problem:
             return str(problem)
@@ -116,7 +110,7 @@ class MemoryEstimator:
         step_config, counts = self.step_config, self.counts
         master, options = DTYPE_BYTES[step_config.master_dtype], step_config.options
         state_bytes = checkpoint_bytes(step_config.optimizer, step_config.master_dtype, counts)
-        state_bytes += (counts.trained + (counts.total if step_config.has_reference else 0)) * master
+        state_bytes += (counts.trained + (counts.total if step_config.reference == "copy" else 0)) * master
         if options.cpu_offload and step_config.on_gpu:
             state_bytes = 0
         working = 0
@@ -145,13 +139,14 @@ class MemoryEstimator:
     def suggest_what_fits(self, available_bytes: float) -> str:
         """Advice after the run did not fit into `available_bytes` on each rank: only what fits by estimate."""
         step_config = self.step_config
-        if not step_config.has_formulas:
-            return f"there is no estimate of what would fit a {step_config.model.model_type} model"
-        # The run did not fit, even if the prediction says so.
-        scale = max(1.0, (available_bytes - self.overhead_bytes) / self.required_bytes(step_config))
-        return suggest_what_fits(
-            step_config, lambda other: self.required_bytes(other) * scale + self.overhead_bytes, available_bytes
-        )
+        try:
+            # The run did not fit, even if the prediction says so.
+            scale = max(1.0, (available_bytes - self.overhead_bytes) / self.required_bytes(step_config))
+            return suggest_what_fits(
+                step_config, lambda other: self.required_bytes(other) * scale + self.overhead_bytes, available_bytes
+            )
+        except UserError as problem:
+            return f"there is no estimate of what would fit: {problem}"
 
 
 @contextmanager

@@ -1,15 +1,19 @@
-"""From a recipe and options of `lmforge plan` to a prediction. No torch."""
+"""From a recipe and options of `lmforge plan` to a prediction."""
 
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Literal
 
+from torch import nn
+
+from lmforge.config.align import AlignConfig
 from lmforge.config.batch_plan import BatchPlan
 from lmforge.config.mixture import tokens_by_length
 from lmforge.config.stage import PretrainConfig, StageConfig
-from lmforge.config.tuning import TunedConfig
 from lmforge.config.verbs.plan import AnyPlanConfig, PlanOptions
 from lmforge.errors import UserError, format_bytes
 from lmforge.model.config import ModelConfig
+from lmforge.objectives.policy import build_policy_loss_config
 from lmforge.parallel.dims import plan_batches
 from lmforge.parallel.validate import (
     check_compiled,
@@ -19,10 +23,11 @@ from lmforge.parallel.validate import (
     check_parallel,
     choose_engine,
 )
-from lmforge.plan.activations import has_formulas
 from lmforge.plan.advice import suggest_what_fits
 from lmforge.plan.calibration import Calibration, read_calibration
 from lmforge.plan.hardware import GB, GPU, Hardware, Network, read_hardware
+from lmforge.plan.head_trace import LossKind
+from lmforge.plan.parameter_counts import block_adapters, build_meta_model, get_lora_config
 from lmforge.plan.prediction.predict import Prediction, can_reduce_once, peak_memory, predict
 from lmforge.plan.prediction.rates import CONSTANTS, Rates
 from lmforge.plan.prediction.step_config import StepConfig
@@ -159,9 +164,6 @@ def build_step_config(
     on_gpu: bool,
     dtype: str,
     compiled: bool,
-    adapters: tuple[tuple[int, int], ...],
-    has_reference: bool = False,
-    stores_weights: bool = False,
 ) -> StepConfig:
     """The StepConfig of a recipe on these ranks; arguments are as its fields. Raises UserError for an impossible engine."""
     engine = choose_engine(config.parallel, world_size, "cuda" if on_gpu else "cpu")
@@ -179,44 +181,50 @@ def build_step_config(
         compiled=compiled,
         float8=config.train.float8,
         on_gpu=on_gpu,
-        adapters=adapters,
-        has_reference=has_reference,
+        lora=block_adapters(model, get_lora_config(config)),
+        loss=_loss_kind(config),
+        reference=_reference(config),
         has_dropout=config.model.dropout > 0,
-        stores_weights=stores_weights,
     )
+
+
+def _loss_kind(config: StageConfig) -> LossKind:
+    if not isinstance(config, AlignConfig):
+        return "tokens"
+    return "rewards" if config.align.method == "reward" else "logprobs"
+
+
+def _reference(config: StageConfig) -> Literal["none", "copy", "policy"]:
+    """What scores batches while a recipe trains: not a reference whose log-probabilities were computed before."""
+    if not isinstance(config, AlignConfig) or config.reference in (None, "precomputed"):
+        return "none"
+    if config.align.method == "grpo" and build_policy_loss_config(config.rollout).kl_estimator == "none":
+        return "none"
+    return "copy" if config.reference == "copy" else "policy"
+
+
+def check_predictable(config: StageConfig) -> None:
+    """Raise UserError for a recipe whose step is not one update on given batches."""
+    if isinstance(config, AlignConfig) and config.align.method == "grpo":
+        raise UserError("align.method = grpo is not predicted: most of its step samples completions and rewards them")
 
 
 def make_step_config(config: StageConfig, model: ModelConfig, gpus: int, machine: Machine) -> StepConfig:
     """The StepConfig of a recipe on this number of GPUs. Raises UserError where it does not fit the ranks, the model or the
     device."""
-    if not has_formulas(model):
-        raise UserError(f"lmforge plan: there are no formulas for a {model.model_type} model")
+    check_predictable(config)
     if config.train.epochs is not None:
         raise UserError(f"train.epochs = {config.train.epochs:g}: a plan does not read the data; give --train.steps instead")
     plan = plan_batches(config, gpus)
     check_parallel(config.parallel, model, plan)
-    adapters: tuple[tuple[int, int], ...] = ()
-    if isinstance(config, TunedConfig) and config.lora.rank is not None:
-        from lmforge.plan.parameter_counts import adapter_shapes  # with torch, which knows the layers
-
+    if get_lora_config(config) is not None:
         check_lora(config.parallel, config.train.float8)
-        adapters = adapter_shapes(config, model)
     model.check_length(config.data.sequence_length)
     dtype, compiled = choose_dtypes(config, machine.gpu, machine.calibration)
     if config.train.float8:
-        # Transposed linear layers are not nn.Linear modules.
-        linears = () if model.family.transposed else model.family.linears(model)
-        sizes = {each.name.rpartition(".")[2]: (each.inputs, each.outputs) for each in linears}
-        check_float8_sizes(model.model_type, sizes)
+        check_float8(model)
     if compiled:
         check_compiled(config.parallel, "cpu" if machine.gpu.is_cpu else "cuda")
-    stores_weights = False
-    if machine.gpu.is_cpu and compiled and dtype == "bf16":
-        import torch  # blocks that are compiled on a CPU are not planned without it
-
-        from lmforge.model.attention_backend import stores_attention_weights
-
-        stores_weights = stores_attention_weights(torch.bfloat16, plan.sequence_length, on_gpu=False, compiled=True)
     step_config = build_step_config(
         config,
         model,
@@ -226,11 +234,17 @@ def make_step_config(config: StageConfig, model: ModelConfig, gpus: int, machine
         on_gpu=not machine.gpu.is_cpu,
         dtype=dtype,
         compiled=compiled,
-        adapters=adapters,
-        stores_weights=stores_weights,
     )
     _ = step_config.dims  # refused here where the ranks do not fill the mesh
     return step_config
+
+
+def check_float8(model: ModelConfig) -> None:
+    """Raise UserError where the linear layers of blocks cannot be multiplied in float8."""
+    block = build_meta_model(replace(model, num_hidden_layers=1, layer_types=None), None).blocks[0]
+    layers = {name: each for name, each in block.named_modules() if isinstance(each, nn.Linear)}
+    sizes = {name.rpartition(".")[2]: (each.in_features, each.out_features) for name, each in layers.items()}
+    check_float8_sizes(model.model_type, sizes)
 
 
 def predict_step(step_config: StepConfig, machine: Machine) -> Prediction:

@@ -9,7 +9,7 @@ from lmforge.config.stage import StageConfig
 from lmforge.errors import UserError, format_bytes
 from lmforge.plan.calibration import read_calibration
 from lmforge.plan.hardware import data_sheets
-from lmforge.plan.planning import Machine, calibrated_gpu, check_dtype, predict_step
+from lmforge.plan.planning import Machine, calibrated_gpu, check_dtype, check_predictable, predict_step
 from lmforge.plan.prediction.predict import MEMORY_INTERVAL, OVERHEAD, peak_memory
 from lmforge.plan.prediction.step_config import StepConfig
 
@@ -75,10 +75,7 @@ def predict_run(
 
     Raises UserError, in words for the reader, where nothing can be predicted.
     """
-    if config.of_stage == "align":
-        raise UserError("alignment is not predicted: a step is more than one forward and backward pass")
-    if not step_config.has_formulas:
-        raise UserError(f"nothing: there are no formulas for a {step_config.model.model_type} model")
+    check_predictable(config)
     kinds = peak_memory(step_config)
     memory = sum(kinds.values()) - kinds[OVERHEAD] - kinds["allocator"]
     interval = memory * MEMORY_INTERVAL[0], memory * MEMORY_INTERVAL[1]

@@ -130,7 +130,7 @@ def _fill_weights(
 
 def build_checkpointer(ctx: RunContext, inputs: RunInputs, built: BuiltModel) -> AsyncCheckpointer:
     """What writes the checkpoints of a run, with what their manifests say of it."""
-    options, counts = ctx.config.checkpoint, count_parameters(ctx.config, inputs.model_config)
+    options, counts = ctx.config.checkpoint, count_parameters(inputs.model_config, get_lora_config(ctx.config))
     return AsyncCheckpointer(
         ctx.run,
         ctx.dist_ctx,
@@ -166,7 +166,7 @@ def log_summary(
 ) -> None:
     """Log the model, the data and how it will be trained; `prediction` on rank 0."""
     log, config, model_config, dist_ctx = ctx.console.info, ctx.config, inputs.model_config, ctx.dist_ctx
-    counts = count_parameters(config, model_config)
+    counts = count_parameters(model_config, get_lora_config(config))
     kind = model_config.model_type
     ctx.events.add("model", built.point.step, model_type=kind, parameters=counts.total, trained=counts.trained)
     partly = "" if counts.trained == counts.total else f", {counts.trained:,} of them trained"

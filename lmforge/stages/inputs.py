@@ -69,7 +69,7 @@ def check_model(config: StageConfig, model_config: ModelConfig, batch_plan: Batc
     _check_samples(config, model_config, tokenizer)
     check_parallel(config.parallel, model_config, batch_plan)
     if config.optimizer.groups or get_lora_config(config) is not None:
-        parameters = build_meta_model(config, model_config).named_parameters()
+        parameters = build_meta_model(model_config, get_lora_config(config)).named_parameters()
         assign_groups([name for name, each in parameters if each.requires_grad], config.optimizer.groups)
 
 

@@ -29,7 +29,7 @@ from lmforge.plan.parameter_counts import training_flops_per_token
 from lmforge.plan.peak_flops import rank_peak_flops
 from lmforge.plugins import freeze_plugins
 from lmforge.runs import Run
-from lmforge.stages.alignment.align import build_preference_batches, build_rollouts, has_frozen_reference
+from lmforge.stages.alignment.align import build_preference_batches, build_rollouts
 from lmforge.stages.alignment.prompt_inputs import open_prompt_inputs, prepare_prompts
 from lmforge.stages.attempt import RunContext, describe_failure, end_attempt, explain_failures, start_attempt
 from lmforge.stages.build_model import BuiltModel, build, build_checkpointer, log_summary
@@ -103,7 +103,6 @@ def run_stage(config: StageConfig, spec: StageSpec, custom: CustomCode) -> int:
                     inputs.model_config,
                     inputs.batch_plan,
                     dist_ctx,
-                    has_reference=has_frozen_reference(config),
                     step=point.step,
                 )
                 if point.step < config.train.steps:

@@ -16,7 +16,6 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lmforge.bench.activation_tracker import ActivationTracker
 from lmforge.bench.parity import SMALL_MODEL, ParityData
 from lmforge.checkpoint.async_save import _HostStaging
 from lmforge.cluster.distributed import DistributedContext, destroy_distributed
@@ -36,6 +35,7 @@ from lmforge.parallel.dims import parallel_dims
 from lmforge.parallel.parallel_model import ParallelModel, train_step
 from lmforge.parallel.parallelize import parallelize
 from lmforge.parallel.precision import compiled_graph_count
+from lmforge.plan.activation_tracker import ActivationTracker
 from lmforge.plan.memory import count_all, optimizer_state_bytes
 from lmforge.plan.prediction.step_config import StepConfig
 from lmforge.runs import Run

@@ -26,7 +26,7 @@ from lmforge.parallel.dims import plan_batches
 from lmforge.parallel.precision import MIN_STEPS_TO_COMPILE, choose_compile
 from lmforge.plan.hardware import data_sheets
 from lmforge.plan.out_of_memory import MemoryEstimator
-from lmforge.plan.parameter_counts import adapter_shapes, count_parameters
+from lmforge.plan.parameter_counts import count_parameters, get_lora_config
 from lmforge.plan.planning import Machine, build_step_config, make_step_config
 from lmforge.plan.prediction.predict import HOST_BYTES, peak_memory
 from tests.seeds import fresh_random
@@ -57,12 +57,11 @@ import sys
 from lmforge.config.load import parse_config
 from lmforge.config.stage import PretrainConfig
 from lmforge.config.verbs.plan import USABLE_FRACTION
-from lmforge.stages import setup, run as stages
+from lmforge.stages import build_model, run as stages
 def print_status(*arguments, **options):
     print(open("/proc/self/status").read())
     sys.exit()
-for module in (setup, stages):
-    module.build_model_and_optimizer = print_status
+build_model.build_model_and_optimizer = print_status
 stages.pretrain(parse_config(PretrainConfig, sys.argv[1:]))
 """
 
@@ -86,9 +85,8 @@ def estimator_of(
         on_gpu=on_gpu,
         dtype=dtype,
         compiled=on_gpu and config.train.compile != "off",
-        adapters=adapter_shapes(config, model_config),
     )
-    return MemoryEstimator(step_config, plan, count_parameters(config, model_config))
+    return MemoryEstimator(step_config, plan, count_parameters(model_config, get_lora_config(config)))
 
 
 def pretrain_within(limit: int, *words: str) -> subprocess.CompletedProcess[str]:
@@ -203,6 +201,7 @@ def drawn_estimator(draw: random.Random, ranks: int) -> MemoryEstimator:
         "data.sequence_length": 2 ** draw.randint(5, 13),
         "train.global_batch_size": ranks * 2 ** draw.randint(0, 9),
         "optimizer.name": draw.choice(["adamw", "muon", "sgd"]),
+        "train.compile": draw.choice(["auto", *["off"] * 5]),
     }
     config = parse_config(PretrainConfig, [word for name, value in options.items() for word in (f"--{name}", str(value))])
     return estimator_of(config, ranks, 5000, draw.choice(["fp32", "bf16"]), draw.random() < 0.5)

@@ -39,7 +39,7 @@ def test_adapters_cost_what_torch_counts(method: str, targets: list[str]) -> Non
     lora = get_lora_config(config)
     assert lora is not None
     add_lora(model, lora)
-    counts = count_parameters(config, shape)
+    counts = count_parameters(shape, lora)
     total, trained = counts.total, counts.trained
     assert total == sum(parameter.numel() for parameter in model.parameters())
     assert trained == sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)

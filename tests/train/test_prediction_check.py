@@ -135,8 +135,10 @@ def test_speed_is_predicted_for_known_hardware_only(tmp_path: Path) -> None:
     assert prediction(step_config, *lengths).speed_source == "data.phases has several sequence lengths"
 
 
-def test_what_has_no_formulas_gets_no_prediction() -> None:
-    assert prediction(step_config_of(), stage="align").startswith("alignment is not predicted: ")
+def test_a_run_of_preferences_is_predicted_and_one_that_samples_is_not() -> None:
+    assert prediction(step_config_of(), stage="align").tokens_per_second > 0
+    sampled = prediction(step_config_of(), "--align.method", "grpo", stage="align")
+    assert sampled.startswith("align.method = grpo is not predicted: ")
 
 
 def test_memory_of_tensors_is_what_a_gpu_counts_as_allocated() -> None:

@@ -25,7 +25,7 @@ from lmforge.errors import UserError, format_bytes
 from lmforge.hub import find_cached, parse_model_name
 from lmforge.interop.kinds import Kind, kind_of
 from lmforge.plan.memory import checkpoint_bytes
-from lmforge.plan.parameter_counts import count_parameters
+from lmforge.plan.parameter_counts import count_parameters, get_lora_config
 from lmforge.runs import Run, is_local
 from lmforge.stages.pretrained import find_required_pretrained
 from lmforge.stages.run import open_pretrain_inputs
@@ -129,7 +129,9 @@ def _checkpoint_bytes(config: StageConfig, world_size: int) -> int:
     else:
         assert isinstance(config, TunedConfig)
         model_config = find_required_pretrained(config).resolve_model_config(config.model)
-    return checkpoint_bytes(config.optimizer, config.train.master_dtype, count_parameters(config, model_config))
+    return checkpoint_bytes(
+        config.optimizer, config.train.master_dtype, count_parameters(model_config, get_lora_config(config))
+    )
 
 
 def _check_checkpoint_folder(config: StageConfig | None, needed: int) -> Iterator[Finding]:

@@ -4,6 +4,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import ClassVar, Literal
 
+from lmforge.config.align import AlignConfig
 from lmforge.config.options import OUTPUT_FORMAT, Options, option, section
 from lmforge.config.ranges import DURATION, GB_PER_SECOND, HOURS, NONZERO_FRACTION, RANKS, SCALE_OR_0, Range
 from lmforge.config.stage import PretrainConfig, StageConfig
@@ -82,13 +83,21 @@ class SftPlanConfig(SftConfig):
     plan: PlanOptions = PLAN
 
 
+class AlignPlanConfig(AlignConfig):
+    """lmforge plan RECIPE.toml: the same for a recipe of `lmforge align`: preferences or a reward model."""
+
+    of_verb: ClassVar[str | None] = "plan"
+    ESSENTIAL: ClassVar[tuple[str, ...]] = (*ESSENTIAL, "align.method", "lora.rank")
+    plan: PlanOptions = PLAN
+
+
 class PlanConfig(PretrainConfig):
     """lmforge plan [RECIPE.toml] --gpus N --gpu_type NAME: memory, speed and cost of a run before it starts."""
 
     of_verb: ClassVar[str | None] = "plan"
-    FOR_STAGE: ClassVar[Mapping[str, type[StageConfig]]] = {"sft": SftPlanConfig}
+    FOR_STAGE: ClassVar[Mapping[str, type[StageConfig]]] = {"sft": SftPlanConfig, "align": AlignPlanConfig}
     ESSENTIAL: ClassVar[tuple[str, ...]] = ESSENTIAL
     plan: PlanOptions = PLAN
 
 
-AnyPlanConfig = PlanConfig | SftPlanConfig
+AnyPlanConfig = PlanConfig | SftPlanConfig | AlignPlanConfig

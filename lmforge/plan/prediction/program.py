@@ -6,16 +6,18 @@ the backward pass the unit before is gathered while this one computes, and a uni
 reduce-scatter. FSDP1 does the same with one flat tensor.
 """
 
+from lmforge.plan.block_trace import Shapes
 from lmforge.plan.memory import DTYPE_BYTES, ParameterCounts, optimizer_state_bytes
+from lmforge.plan.operators import Work
 from lmforge.plan.prediction.block import (
     COMPILED_KERNELS,
     EAGER_KERNELS,
     BlockCost,
-    block_shapes,
     count_block,
     embedded_bytes,
     is_checkpointed,
     mask_bytes,
+    shapes_of,
 )
 from lmforge.plan.prediction.head import count_head
 from lmforge.plan.prediction.rates import HOST_OPTIMIZER_BYTES, LAUNCH_SECONDS, UNIT_SECONDS, Rates, make_group
@@ -26,6 +28,8 @@ from lmforge.plan.prediction.units import Stage, Unit, make_unit
 FP32 = 4
 # Arrays [tokens, width] and [tokens, intermediate_size] that the backward pass of half a block holds besides what was kept.
 BACKWARD_WIDE, BACKWARD_STREAM = 2.0, 3.0
+# FLOPs of the backward pass of attention for one of its forward pass: five products for two.
+BACKWARD_ATTENTION = 2.5
 
 
 class StepProgram:
@@ -48,30 +52,26 @@ class StepProgram:
         self.unit_seconds, self.launch_seconds = (0.0, 0.0) if rates.is_cpu else (UNIT_SECONDS, kernels * LAUNCH_SECONDS)
         plain, saving = (count_block(step_config, checkpointed=each) for each in (False, True))
         self.costs = [saving if is_checkpointed(step_config, number) else plain for number in range(1, stage.blocks + 1)]
-        by_vocabulary = tensor if model.vocab_size % tensor == 0 else 1
-        width, flat = model.hidden_size, options.engine == "fsdp1"
-        tables = [(model.vocab_size // by_vocabulary, width)]
-        tables += [(model.max_position_embeddings, width)] if model.family.learned_positions else []
-        head = [(model.num_outputs // by_vocabulary, width)] if stage.has_head else []
+        shapes, flat = shapes_of(step_config), options.engine == "fsdp1"
+        tables, head = shapes.tables, shapes.head if stage.has_head else ()
         self.tied = model.tie_word_embeddings and stage.has_embedding and stage.has_head
         # A tied embedding, or one that is not a separate unit, is gathered with the last norm for the whole step.
         self.in_root = self.tied or (stage.has_embedding and not options.wrap_embedding)
 
-        def unit(name: str, shapes: list[tuple[int, int]], *, trained: bool = step_config.trains_all) -> Unit:
-            if trained:
-                return make_unit(name, shapes, step_config.shards, flat=flat)
-            adapters = step_config.adapters if name.startswith("block") else ()
-            return make_unit(name, adapters, step_config.shards, flat=flat, frozen=shapes)
+        def unit(name: str, trained: Shapes, frozen: Shapes = ()) -> Unit:
+            return make_unit(name, trained, step_config.shards, flat=flat, frozen=frozen)
 
-        self.root = unit("root", [*(tables if self.in_root else []), (width, 1)])
-        self.embedding = unit("embedding", tables if stage.has_embedding and not self.in_root else [])
-        trains_head = step_config.trains_all or model.reward
-        self.head = unit("head", [] if self.tied else head, trained=trains_head)
-        head_parameters = sum(rows * columns for rows, columns in head)
-        if stage.has_head:  # whose gradient is in fp32, from the forward pass on
-            self.head_cost = count_head(step_config, rates, head_parameters, float(FP32 * head_parameters * trains_head))
-        shapes = block_shapes(model, tensor)
-        self.units = [unit(f"block {number}", shapes) for number in range(1, stage.blocks + 1)]
+        def outer(name: str, shapes: Shapes) -> Unit:
+            """A unit outside of the blocks, which is frozen beside adapters."""
+            return unit(name, shapes) if step_config.trains_all else unit(name, (), shapes)
+
+        self.root = outer("root", (*(tables if self.in_root else ()), *shapes.rest))
+        self.embedding = outer("embedding", tables if stage.has_embedding and not self.in_root else ())
+        own_head = () if self.tied else head
+        self.head = unit("head", own_head) if step_config.trains_head else outer("head", own_head)
+        if stage.has_head:
+            self.head_cost = count_head(step_config, rates, sum(rows * columns for rows, columns in head))
+        self.units = [unit(f"block {number}", shapes.trained, shapes.frozen) for number in range(1, stage.blocks + 1)]
         every_unit = (self.embedding, *self.units, self.head, self.root)
         self.parameters, self.trained = sum(each.padded for each in every_unit), sum(each.padded_trained for each in every_unit)
         self.starts: list[int] = []  # of each micro-batch, in `operations`
@@ -93,7 +93,7 @@ class StepProgram:
         counts = ParameterCounts(*(round(each / shards) for each in (self.parameters, self.trained, matrices)))
         held = {"weights": self.parameters / shards * self.master_bytes}
         held["optimizer states"] = float(optimizer_state_bytes(step_config.optimizer, step_config.master_dtype, counts))
-        if step_config.has_reference:
+        if step_config.reference == "copy":
             held["reference"] = held["weights"]
         if step_config.options.cpu_offload and step_config.on_gpu:
             held = {}
@@ -115,6 +115,8 @@ class StepProgram:
             self._add("working weights", allocate=copies, seconds=seconds, kind="element-wise")
         for number in range(1, micro_batches + 1):
             self.starts.append(len(self.operations))
+            if step_config.reference != "none":
+                self._score_by_reference()
             self._forward()
             self._backward(is_first=number == 1, is_last=number == micro_batches)
         self._optimizer()
@@ -190,33 +192,45 @@ class StepProgram:
         for unit, cost in zip(self.units, self.costs, strict=True):
             self._gather(unit, after=self._after_copy(in_forward=True))
             self._wait(unit, in_forward=True)
-            for name, seconds, kind in self._forward_parts(cost):
+            for name, seconds, kind in self._work_parts(cost.forward, cost.input_bytes):
                 self._add(f"forward, {unit.name}{name}", seconds=seconds, kind=kind,
                           host_seconds=0.0 if name else self.launch_seconds)  # fmt: skip
-            feed_forward_copies = 3.0 if cost.recomputed_bytes else 1.0
+            copies = 3.0 if cost.recomputed_bytes else 1.0
             self._add(f"forward, {unit.name}", allocate={"activations": float(cost.saved_bytes)},
-                      transient={"temporary": feed_forward_copies * cost.feed_forward_bytes},
+                      transient={"temporary": copies * cost.widest_bytes},
                       free=self._free(unit) if self.reshards else {})  # fmt: skip
         if self.stage.has_head:
             self._head_forward()
 
-    def _forward_parts(self, cost: BlockCost, only_dropped: bool = False) -> list[tuple[str, float, str]]:
-        """(suffix, seconds, kind) of a block's forward pass; or of what a backward pass computes again."""
-        rates, rows = self.rates, self.step_config.tokens
-        selects = only_dropped and self.step_config.checkpointing.keeps_operators
-        # No recomputed operation needs the last product's output.
-        chosen = [each for each in cost.products[: -1 if only_dropped else None] if not (selects and each.kept)]
-        parts = [("", sum(self._product(rows, each.inputs, each.outputs) for each in chosen), "matrix products")]
-        if not selects:
-            parts.append((" attention", self._attention(cost), "attention"))
-        parts.append((" element-wise", rates.element_wise_seconds(cost.forward_bytes, cost.input_bytes), "element-wise"))
+    def _score_by_reference(self) -> None:
+        """The forward pass of the reference, which is distributed like the policy and keeps nothing."""
+        for unit, cost in zip(self.units, self.costs, strict=True):
+            gathered, after = dict[str, float](), tuple[int, ...]()
+            if self.step_config.is_fsdp:
+                gathered = {"gathered weights": float(unit.padded * self.number_bytes)}
+                seconds = self.rates.gather_seconds(gathered["gathered weights"], self.shard_group)
+                after = self._add(f"reference, gather {unit.name}", NETWORK, seconds=seconds, kind="all-gather",
+                                  host_seconds=self.unit_seconds)  # fmt: skip
+            for name, seconds, kind in self._work_parts(cost.forward, cost.input_bytes):
+                self._add(f"reference, {unit.name}{name}", seconds=seconds, kind=kind, after=after,
+                          transient=gathered | {"temporary": 3.0 * cost.widest_bytes},
+                          host_seconds=0.0 if name else self.launch_seconds)  # fmt: skip
+        if self.stage.has_head:
+            self._add("reference, head and loss", seconds=self.head_cost.scoring_seconds, kind="head and loss",
+                      transient={"loss": self.head_cost.forward_transient}, host_seconds=self.launch_seconds)  # fmt: skip
+
+    def _work_parts(self, work: Work, input_bytes: float) -> list[tuple[str, float, str]]:
+        """(suffix, seconds, kind) of a block's forward pass, or of what a backward pass computes again."""
+        rates = self.rates
+        parts = [("", sum(self._product(*size) for size in work.products), "matrix products")]
+        parts.append((" attention", self._attention(work.attention_flops), "attention"))
+        parts.append((" element-wise", rates.element_wise_seconds(work.moved_bytes, input_bytes), "element-wise"))
         return parts + self._block_collectives()
 
     def _product(self, rows: int, inner: int, columns: int, *, backward: bool = False) -> float:
         return self.rates.product_seconds(rows, inner, columns, self.number_bytes, self.step_config.float8, backward)
 
-    def _attention(self, cost: BlockCost, *, backward: bool = False) -> float:
-        flops = cost.attention_flops * (2.5 if backward else 1)
+    def _attention(self, flops: float, *, backward: bool = False) -> float:
         step_config = self.step_config
         return self.rates.attention_seconds(flops, step_config.model.head_dim, step_config.sequence_length, backward=backward)
 
@@ -278,30 +292,30 @@ class StepProgram:
         self._reduce(self.head, is_first=is_first, is_last=is_last)
 
     def _block_backward(self, unit: Unit, cost: BlockCost) -> None:
-        rates, step_config, rows = self.rates, self.step_config, self.step_config.tokens
+        rates, step_config = self.rates, self.step_config
         if cost.recomputed_bytes:
-            recomputed = self._forward_parts(cost, only_dropped=True)
-            for name, seconds, kind in recomputed:
+            for name, seconds, kind in self._work_parts(cost.recomputed, cost.input_bytes):
                 self._add(f"backward, {unit.name}: recompute{name}", seconds=seconds, kind=kind, after=self._reduction,
                           host_seconds=0.0 if name else self.launch_seconds)  # fmt: skip
             self._add(f"backward, {unit.name}: recompute", allocate={"recomputed": float(cost.recomputed_bytes)})
-        feed_forward = (3 if step_config.compiled else 4) * cost.feed_forward_bytes + 2 * cost.input_bytes
+        feed_forward = (3 if step_config.compiled else 4) * cost.widest_bytes + 2 * cost.input_bytes
         total = cost.saved_bytes + cost.recomputed_bytes
         part = min(0.9, feed_forward / total) if total else 0.5
         half = {kind: 0.5 * count for kind, count in self._unreduced(unit).items()}
         stream = BACKWARD_STREAM * cost.input_bytes
-        products = sum(self._product(rows, each.inputs, each.outputs, backward=True) for each in cost.products)
-        products *= 1 if step_config.trains_all else 0.5  # else only the gradients of inputs
+        products = sum(self._product(*size, backward=True) for size in cost.forward.products)
+        products *= cost.backward.product_flops / (2 * cost.forward.product_flops)  # frozen weights need no gradients
         extra = {"recomputed": cost.recomputed_bytes * part, "activations": 0.0 if cost.recomputed_bytes else total * part}
         self._add(f"backward, {unit.name}: feed-forward", seconds=products, kind="matrix products", after=self._reduction,
-                  transient={"temporary": BACKWARD_WIDE * cost.feed_forward_bytes + stream}, allocate=half, free=extra,
+                  transient={"temporary": BACKWARD_WIDE * cost.widest_bytes + stream}, allocate=half, free=extra,
                   host_seconds=2 * self.launch_seconds)  # fmt: skip
         rest = {"recomputed": cost.recomputed_bytes - extra["recomputed"],
                 "activations": cost.saved_bytes - extra["activations"]}  # fmt: skip
-        self._add(f"backward, {unit.name}: attention", seconds=self._attention(cost, backward=True),
+        flops = BACKWARD_ATTENTION * cost.forward.attention_flops
+        self._add(f"backward, {unit.name}: attention", seconds=self._attention(flops, backward=True),
                   kind="attention", allocate=half, transient={"temporary": stream}, free=rest)  # fmt: skip
         self._add(f"backward, {unit.name}: element-wise", kind="element-wise",
-                  seconds=rates.element_wise_seconds(cost.backward_bytes, cost.input_bytes))  # fmt: skip
+                  seconds=rates.element_wise_seconds(cost.backward.moved_bytes, cost.input_bytes))  # fmt: skip
         for name, seconds, kind in self._block_collectives():
             self._add(f"backward, {unit.name}{name}", seconds=seconds, kind=kind)
 

@@ -2,14 +2,16 @@
 
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, Literal
 
 from lmforge.config.activation_checkpointing import CHECKPOINTING_MODES, NoCheckpointing
 from lmforge.config.sections import OptimizerOptions, ParallelOptions
 from lmforge.model.config import ModelConfig
+from lmforge.model.lora import LoraConfig
 from lmforge.parallel.dims import ParallelDims, parallel_dims
-from lmforge.plan.activations import has_formulas
-from lmforge.plan.memory import DTYPE_BYTES, ParameterCounts, count_all
+from lmforge.plan.head_trace import LossKind
+from lmforge.plan.memory import DTYPE_BYTES, ParameterCounts
+from lmforge.plan.parameter_counts import count_parameters
 
 
 @dataclass(frozen=True)
@@ -22,10 +24,10 @@ class StepConfig:
     logit_bytes: None where head and loss go through the tokens in chunks, as in lmforge. Other programs, whose published
         figures predictions are compared with, keep so many bytes of each logit, and their backward pass holds so many more.
     reduce_dtype_bytes: of a number of a gradient while FSDP reduces it.
-    adapters: (rows, columns) of the adapters of a block, beside which all other weights are frozen, but for the head of a
-        reward model; empty where all weights are trained.
-    has_reference: whether a frozen copy of the model's first weights is kept too.
-    has_dropout: whether dropout of the model keeps masks. stores_weights: whether blocks keep the weights of attention.
+    lora: the adapters of each block, beside which all other weights are frozen, but for the head of a reward model.
+    loss: what the loss reads of the head. reference: what scores each batch before the policy: nothing, a frozen copy of the
+        model's first weights, or the policy without its adapters.
+    has_dropout: whether the model drops activations.
     """
 
     model: ModelConfig
@@ -43,10 +45,10 @@ class StepConfig:
     on_gpu: bool = True
     logit_bytes: tuple[int, int] | None = None
     reduce_dtype_bytes: int = 4
-    adapters: tuple[tuple[int, int], ...] = ()
-    has_reference: bool = False
+    lora: LoraConfig | None = None
+    loss: LossKind = "tokens"
+    reference: Literal["none", "copy", "policy"] = "none"
     has_dropout: bool = False
-    stores_weights: bool = False
 
     def with_options(self, **changes: Any) -> "StepConfig":
         return replace(self, options=self.options.model_copy(update=changes))
@@ -69,23 +71,17 @@ class StepConfig:
         return CHECKPOINTING_MODES[self.options.activation_checkpointing]
 
     @property
-    def has_formulas(self) -> bool:
-        """Whether activations can be counted: not those of a wrapped model."""
-        return has_formulas(self.model)
+    def trains_all(self) -> bool:
+        return self.lora is None
 
     @property
-    def trains_all(self) -> bool:
-        return not self.adapters
+    def trains_head(self) -> bool:
+        return self.trains_all or self.model.reward
 
     @property
     def parameters(self) -> ParameterCounts:
         """The parameters of the whole model, adapters included."""
-        counts = count_all(self.model)
-        if self.trains_all:
-            return counts
-        adapters = self.model.num_hidden_layers * sum(rows * columns for rows, columns in self.adapters)
-        head = self.model.num_outputs * self.model.hidden_size if self.model.reward else 0
-        return ParameterCounts(counts.total + adapters, adapters + head, adapters)
+        return count_parameters(self.model, self.lora)
 
     @property
     def is_fsdp(self) -> bool:

@@ -11,7 +11,6 @@ import torch
 
 from lmforge import checkpoint
 from lmforge.config.align import AlignConfig
-from lmforge.config.stage import StageConfig
 from lmforge.data.chat.templates import ChatTemplate
 from lmforge.errors import UserError
 from lmforge.objectives.policy import build_policy_loss_config
@@ -27,13 +26,6 @@ from lmforge.stages.dataset_batches import DatasetBatches
 from lmforge.stages.inputs import RunInputs
 from lmforge.train.callbacks import BatchSource
 from lmforge.train.metrics import MetricsAccumulator
-
-
-def has_frozen_reference(config: StageConfig) -> bool:
-    """Whether a run keeps a frozen copy of its initial weights besides the policy."""
-    if not isinstance(config, AlignConfig) or config.reference != "copy":
-        return False
-    return config.align.method != "grpo" or build_policy_loss_config(config.rollout).kl_estimator != "none"
 
 
 def build_preference_batches(ctx: RunContext, inputs: RunInputs, built: BuiltModel) -> BatchSource:

@@ -58,7 +58,7 @@ def describe_recipe(config: StageConfig, everything: bool = False) -> str:
     if isinstance(config, TunedConfig) and config.lora.rank is not None:
         from lmforge.plan import parameter_counts  # with torch, which knows the layers
 
-        counts = parameter_counts.count_parameters(config, model)
+        counts = parameter_counts.count_parameters(model, parameter_counts.get_lora_config(config))
         flops = parameter_counts.training_flops_per_token(config, model, config.data.sequence_length)
         state_bytes = checkpoint_bytes(optimizer, master_dtype, counts)
         added = counts.total - parameter_count(model).total

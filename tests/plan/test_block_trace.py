@@ -1,0 +1,223 @@
+"""What a traced block computes and keeps, compared with real blocks on real tensors and with what a family states."""
+
+import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch._dynamo.backends.common import aot_autograd
+from torch._functorch.aot_autograd import make_boxed_func
+from torch._functorch.partitioners import min_cut_rematerialization_partition
+from torch._inductor.decomposition import select_decomp_table
+from torch.distributed.device_mesh import init_device_mesh
+from torch.profiler import ProfilerActivity, profile
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from lmforge.config.activation_checkpointing import CHECKPOINTING_MODES
+from lmforge.model import build_model
+from lmforge.model.attention import AttentionMask, create_attention_mask
+from lmforge.model.config import ModelConfig
+from lmforge.model.flops import block_parameters, flops_per_token, parameter_count
+from lmforge.model.lora import LoraConfig, add_lora
+from lmforge.model.rope import rotary_embedding
+from lmforge.parallel.activation_checkpointing import apply_activation_checkpointing
+from lmforge.parallel.tensor_parallel import apply_tensor_parallel
+from lmforge.plan.block_trace import TracedModel, model_shapes, trace_block
+
+# No dimension of a parameter is their product, or the first.
+SEQUENCES, LENGTH = 2, 96
+SIZES = {"vocab_size": 512, "hidden_size": 256, "num_hidden_layers": 1, "num_attention_heads": 8}
+GROUPED = {**SIZES, "num_key_value_heads": 2, "intermediate_size": 896}
+CONFIGS = {
+    "llama": ModelConfig(**GROUPED),
+    "qwen2": ModelConfig(model_type="qwen2", attention_bias=True, **GROUPED),
+    "qwen3": ModelConfig(model_type="qwen3", head_dim=32, **GROUPED),
+    "gpt2": ModelConfig(model_type="gpt2", **SIZES),
+}
+LORA = LoraConfig(4, 8.0, target_modules=("q_proj", "down_proj"))
+MODES = tuple(CHECKPOINTING_MODES)
+
+
+@pytest.fixture(autouse=True)
+def _new_graphs() -> Iterator[None]:
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+@contextmanager
+def real_block(
+    config: ModelConfig, mode: str, ranks: int = 1, lora: LoraConfig | None = None
+) -> Iterator[tuple[nn.Module, Any]]:
+    """A block in bf16 and its arguments, with zeros; of rank 0 of a fake group with tensor parallelism."""
+    dist.init_process_group("fake", rank=0, world_size=ranks, store=FakeStore())
+    try:
+        model = build_model(config, "cpu")
+        if lora is not None:
+            add_lora(model, lora)
+        model.to(torch.bfloat16)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.zero_()
+        if ranks > 1:
+            apply_tensor_parallel(model, init_device_mesh("cpu", (ranks,)))
+        apply_activation_checkpointing(model, mode, every=1)
+        positions = torch.arange(LENGTH).expand(SEQUENCES, LENGTH)
+        rotary = rotary_embedding(positions, config.layer_ropes[0], config.head_dim)
+        shape = (SEQUENCES, LENGTH // ranks, config.hidden_size)
+        hidden = torch.zeros(shape, dtype=torch.bfloat16, requires_grad=True)
+        yield model.blocks[0], [hidden, rotary, AttentionMask(), None, None]
+    finally:
+        dist.destroy_process_group()
+
+
+def allocated_bytes(block: nn.Module, args: list[Any]) -> int:
+    """Bytes that the forward pass of a block allocates and does not free, with its input and without its output."""
+    block(*args).sum().backward()  # what is made once
+    hidden, *rest = args
+    gc.collect()
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
+        made = hidden + 0
+        output = block(made, *rest)
+        del made
+        gc.collect()
+    results = profiled.profiler.kineto_results
+    changes = sum(event.nbytes() for event in results.events() if event.name() == "[memory]")
+    return changes - int(output.nbytes)
+
+
+def partitioned_bytes(block: nn.Module, args: list[Any]) -> int:
+    """Bytes of activations that the compiled forward pass of a block hands to its backward pass, each storage once."""
+    kept: dict[str, Any] = {}
+
+    def partition(joint: Any, inputs: Any, *, num_fwd_outputs: int, **options: Any) -> Any:
+        forward, backward = min_cut_rematerialization_partition(
+            joint, inputs, compiler="inductor", num_fwd_outputs=num_fwd_outputs, **options
+        )
+        output = next(node for node in forward.graph.nodes if node.op == "output")
+        kept["nodes"] = output.args[0][num_fwd_outputs:]
+        return forward, backward
+
+    def run_as_it_is(graph: Any, inputs: Any) -> Any:
+        return make_boxed_func(graph.forward)
+
+    backend = aot_autograd(fw_compiler=run_as_it_is, partition_fn=partition, decompositions=select_decomp_table())
+    torch.compile(block, backend=backend, dynamic=False)(*args)
+    sizes = dict[Any, int]()
+    for node in kept["nodes"]:
+        node = _source(node)
+        value = node.meta.get("val")
+        if not isinstance(value, torch.Tensor) or value.shape[:1] not in ((SEQUENCES,), (SEQUENCES * LENGTH,)):
+            continue  # parameters, which are there in any case, and what flash attention keeps of random numbers
+        if value.dim() == 4 and value.shape[-1] == args[1].cos.shape[-1] if args[1] is not None else False:
+            continue  # the angles, which all blocks share
+        sizes[node] = value.numel() * value.element_size()
+    return sum(sizes.values())
+
+
+def _source(node: Any) -> Any:
+    """The node whose memory this one shows."""
+    views = ("view", "permute", "alias", "transpose", "reshape", "expand", "unsqueeze", "squeeze")
+    while node.op == "call_function" and any(f"aten.{name}." in str(node.target) for name in views):
+        node = node.args[0]
+    return node
+
+
+def traced_bytes(config: ModelConfig, mode: str, ranks: int = 1, *, compiled: bool, lora: LoraConfig | None = None) -> int:
+    model = TracedModel(config, torch.bfloat16, lora, ranks, ranks)
+    return SEQUENCES * trace_block(model, LENGTH, mode, compiled=compiled, on_gpu=True).saved_bytes
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("family", CONFIGS)
+def test_a_block_keeps_what_its_trace_keeps(family: str, mode: str) -> None:
+    with real_block(CONFIGS[family], mode) as (block, args):
+        assert traced_bytes(CONFIGS[family], mode, compiled=False) == allocated_bytes(block, args)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_block_with_adapters_keeps_what_its_trace_keeps(mode: str) -> None:
+    with real_block(CONFIGS["llama"], mode, lora=LORA) as (block, args):
+        scalars = allocated_bytes(block, args) - traced_bytes(CONFIGS["llama"], mode, compiled=False, lora=LORA)
+        assert scalars in (0, 8 * len(LORA.target_modules))  # their scaling
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_rank_of_tensor_parallelism_keeps_what_its_trace_keeps(mode: str) -> None:
+    with real_block(CONFIGS["llama"], mode, ranks=2) as (block, args):
+        assert traced_bytes(CONFIGS["llama"], mode, 2, compiled=False) == allocated_bytes(block, args)
+
+
+FAST = [("llama", mode) for mode in ("none", "selective-ops", "full")] + [("gpt2", "none")]
+MORE = [
+    pytest.param(family, mode, marks=pytest.mark.slow) for family in CONFIGS for mode in MODES if (family, mode) not in FAST
+]
+
+
+@pytest.mark.parametrize(("family", "mode"), [*FAST, *MORE])
+def test_a_compiled_block_keeps_what_its_trace_keeps(family: str, mode: str) -> None:
+    with real_block(CONFIGS[family], mode) as (block, args):
+        assert traced_bytes(CONFIGS[family], mode, compiled=True) == partitioned_bytes(block, args)
+
+
+@pytest.mark.parametrize("mode", ["none", "selective-ops"])  # on a CPU the others cannot be compiled with it
+def test_a_compiled_rank_of_tensor_parallelism_keeps_what_its_trace_keeps(mode: str) -> None:
+    with real_block(CONFIGS["llama"], mode, ranks=2) as (block, args):
+        assert traced_bytes(CONFIGS["llama"], mode, 2, compiled=True) == partitioned_bytes(block, args)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("family", CONFIGS)
+def test_a_family_states_the_products_and_parameters_that_are_traced(family: str, compiled: bool) -> None:
+    config = CONFIGS[family]
+    traced = TracedModel(config, torch.float32)
+    trace = trace_block(traced, LENGTH, "none", compiled=compiled, on_gpu=True)
+    stated = [(LENGTH, each.inputs, each.outputs) for each in config.family.linears(config)]
+    assert [*trace.forward.products] == stated
+    assert trace.backward.product_flops == 2 * trace.forward.product_flops
+    shapes = model_shapes(traced)
+    assert sum(rows * columns for rows, columns in shapes.trained) == block_parameters(config)
+    total = sum(rows * columns for part in (shapes.tables, shapes.trained, shapes.head, shapes.rest) for rows, columns in part)
+    tied = config.tie_word_embeddings * config.vocab_size * config.hidden_size
+    assert total - tied == parameter_count(config).total
+
+
+@pytest.mark.parametrize("family", CONFIGS)
+def test_flops_by_the_convention_are_those_of_the_trace(family: str) -> None:
+    config = CONFIGS[family]
+    forward = trace_block(TracedModel(config, torch.float32), LENGTH, "none", compiled=False, on_gpu=True).forward
+    head = 2 * config.hidden_size * config.num_outputs
+    # The convention has no causal discount, counts vectors as matrices, and a backward pass as twice the forward pass.
+    vectors = (
+        parameter_count(config).active_matmul - parameter_count(config).block_matrices - config.hidden_size * config.vocab_size
+    )
+    traced = 3 * ((forward.product_flops + 2 * forward.attention_flops) / LENGTH + head + 2 * vectors)
+    assert traced == flops_per_token(config, LENGTH)
+
+
+@pytest.mark.parametrize(("mode", "again"), [("none", 0), ("selective-ops", 3), ("selective-blocks", 6), ("full", 6)])
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_trace_has_what_a_mode_computes_again(mode: str, again: int, compiled: bool) -> None:
+    traced = TracedModel(CONFIGS["llama"], torch.bfloat16)
+    plain, trace = (trace_block(traced, LENGTH, each, compiled=compiled, on_gpu=True) for each in ("none", mode))
+    recomputed = trace.backward.beyond(plain.backward)
+    assert len(recomputed.products) == again
+    assert recomputed.attention_flops == (plain.forward.attention_flops if again > 3 else 0)
+    assert (recomputed.moved_bytes > 0) == (again > 0)
+
+
+@pytest.mark.parametrize("length", [96, 600])
+def test_attention_on_a_cpu_has_the_scores_of_its_chunks(length: int) -> None:
+    config = CONFIGS["llama"]
+    trace = trace_block(TracedModel(config, torch.float32), length, "none", compiled=False, on_gpu=False)
+    chunk = max(256, -(-length // 8))
+    ends = [(start, min(start + chunk, length)) for start in range(0, length, chunk)]
+    scores = sum((end - start) * end for start, end in ends)
+    assert trace.forward.attention_flops == 4 * config.num_attention_heads * config.head_dim * scores
+    mask = partial(create_attention_mask, torch.zeros(1, length, dtype=torch.int32))
+    assert mask(None).dense_mask is not None
