@@ -69,6 +69,7 @@ class AttentionMask:
     block_mask: the same for FlexAttention on CUDA, which skips blocks of scores that are masked throughout.
     cu_seqlens: for variable-length flash attention, as of `cumulative_lengths`; a token sees at most `window` of its document.
     context_parallel: set where only the keys and values of this rank's tokens are local.
+    groups: (sequences, slots) of the keys that are read for them, where those of other slots are masked; () reads all.
     """
 
     dense_mask: Tensor | None = None
@@ -76,6 +77,7 @@ class AttentionMask:
     cu_seqlens: Tensor | None = None
     window: int | None = None
     context_parallel: ContextParallel | None = None
+    groups: tuple[tuple[slice, slice], ...] = ()
 
 
 def create_attention_mask(
@@ -170,6 +172,14 @@ def attend(queries: Tensor, keys: Tensor, values: Tensor, mask: AttentionMask, s
         # Without compilation FlexAttention materializes all scores; compiled blocks inline the plain function.
         compute = flex_attention if torch.compiler.is_compiling() else compiled(flex_attention)
         return compute(queries, keys, values, block_mask=mask.block_mask, scale=scale, enable_gqa=grouped)
+    if mask.groups and mask.dense_mask is not None:
+        parts = (
+            attend(
+                queries[part], keys[part, :, slots], values[part, :, slots], AttentionMask(mask.dense_mask[part, ..., slots])
+            )
+            for part, slots in mask.groups
+        )
+        return torch.cat([*parts])
     if grouped and queries.shape[2] == 1 and mask.dense_mask is not None:
         folded = fold_heads(queries, keys.shape[1])  # decoding: each key is read once and none is copied
         seen = mask.dense_mask.expand(-1, -1, folded.shape[2], -1)
@@ -203,15 +213,25 @@ def compiled(function: Callable[..., Any]) -> Any:
     return torch.compile(function)
 
 
+@dataclass(frozen=True)
+class DecodeGroup:
+    """Sequences start … stop − 1, which have `shortest` to `longest` tokens before this step."""
+
+    start: int
+    stop: int
+    shortest: int
+    longest: int
+
+
 class LayerKVCache:
     """One layer's keys and values of the sequences of a forward pass: a view [2, sequences, key_value_heads, slots, head_dim].
 
     A plain object: FSDP's mixed precision casts the tensors of dataclasses, and `update` must write into the cache itself.
     """
 
-    def __init__(self, key_values: Tensor, sequences: Tensor, positions: Tensor) -> None:
+    def __init__(self, key_values: Tensor, sequences: Tensor, positions: Tensor, groups: Sequence[DecodeGroup]) -> None:
         self._keys, self._values = key_values
-        self._sequences, self._positions = sequences, positions
+        self._sequences, self._positions, self._groups = sequences, positions, groups
 
     def update(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         """Store keys and values of new tokens, [sequences, key_value_heads, length, head_dim]. Returns views of all tokens so
@@ -226,7 +246,12 @@ class LayerKVCache:
         if window is None and self._positions.shape[1] == num_slots:  # new sequences have no earlier tokens
             return AttentionMask()
         slots = torch.arange(num_slots, device=self._keys.device)
-        return AttentionMask(dense_mask=causal_mask(self._positions, slots, window)[:, None])
+        first_slots = (0 if window is None else max(0, each.shortest + 1 - window) for each in self._groups)
+        groups = tuple(
+            (slice(each.start, each.stop), slice(first, each.longest + 1))
+            for each, first in zip(self._groups, first_slots, strict=True)
+        )
+        return AttentionMask(dense_mask=causal_mask(self._positions, slots, window)[:, None], groups=groups)
 
 
 class KVCache:
@@ -256,17 +281,18 @@ class KVCache:
         self.key_values = [torch.zeros(shape, device=device, dtype=dtype) for _ in range(config.num_hidden_layers)]
         self.max_length = max_length
 
-    def view(self, first: int, positions: Tensor, end: int) -> list[LayerKVCache]:
+    def view(self, first: int, positions: Tensor, end: int, groups: Sequence[DecodeGroup] = ()) -> list[LayerKVCache]:
         """For a forward pass over tokens at `positions` int64 [sequences, length] of the sequences from `first` on.
 
         One LayerKVCache for each block. `end` is one more than the largest position. The positions of a sequence are
-        consecutive; what pads a shorter one at the right is written to slots that its later tokens overwrite.
+        consecutive; what pads a shorter one at the right is written to slots that its later tokens overwrite. `groups`, if any,
+        are all sequences: attention reads the keys of each up to its longest only.
         """
         if end > self.max_length:
             raise ValueError(f"the cache has {self.max_length} slots and {end} tokens")
         part = slice(first, first + len(positions))
         sequences = torch.arange(len(positions), device=positions.device)[:, None]
-        return [LayerKVCache(key_values[:, part, :, :end], sequences, positions) for key_values in self.key_values]
+        return [LayerKVCache(key_values[:, part, :, :end], sequences, positions, groups) for key_values in self.key_values]
 
     def copy_sequences(self, sources: Sequence[int], targets: Sequence[int]) -> None:
         """Copy sequences over other sequences."""

@@ -18,12 +18,14 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.nn.utils.rnn import pad_sequence
 
-from lmforge.model.attention import KVCache
+from lmforge.model.attention import DecodeGroup, KVCache
 
 # Sequences are computed together where the shortest has at least this fraction of the longest one's tokens.
 MIN_LENGTH_RATIO = 0.75
 # With more tokens at once, activations take more memory than keys and values, and the speed does not increase.
 MAX_GROUP_TOKENS = 1 << 14
+# Attention in more groups than this is slower than attention over empty slots, on a CPU.
+MAX_GROUPS = 8
 # (tokens int64 [sequences], positions int64 [sequences], slots) → hidden states [sequences, hidden_size].
 DecodeStep = Callable[[Tensor, Tensor, int], Tensor]
 Recorder = Callable[[Callable[[], Tensor]], Callable[[], Tensor]]
@@ -73,7 +75,10 @@ class IncrementalDecoder:
         if self._graphs is not None and self._sees_all(self._graphs.shape(len(tokens), longest)[1]):
             hidden = self._graphs.step(self._padded_step, tokens, self._positions, longest)
         else:
-            hidden = self._forward(0, tokens[:, None], self._positions[:, None], longest + 1)[:, 0]
+            groups = [*group_by_length(self._lengths)] if self._device.type == "cpu" else []
+            parts = [(group, self._lengths[slice(*group)]) for group in groups if 1 < len(groups) <= MAX_GROUPS]
+            decode_groups = [DecodeGroup(*group, min(lengths), max(lengths)) for group, lengths in parts]
+            hidden = self._forward(0, tokens[:, None], self._positions[:, None], longest + 1, decode_groups)[:, 0]
         self._lengths = [length + 1 for length in self._lengths]
         self._positions = self._positions + 1
         return hidden
@@ -88,8 +93,8 @@ class IncrementalDecoder:
         lengths."""
         return self._forward(0, tokens[:, None], positions[:, None], slots)[:, 0]
 
-    def _forward(self, first: int, tokens: Tensor, positions: Tensor, end: int) -> Tensor:
-        cache = self._cache.view(first, positions, end)
+    def _forward(self, first: int, tokens: Tensor, positions: Tensor, end: int, groups: Sequence[DecodeGroup] = ()) -> Tensor:
+        cache = self._cache.view(first, positions, end, groups)
         with torch.inference_mode(not self._is_sharded), self._autocast:
             hidden: Tensor = self._model(tokens, positions, torch.zeros_like(tokens, dtype=torch.int32), cache)
         return hidden
