@@ -175,7 +175,11 @@ def attend(queries: Tensor, keys: Tensor, values: Tensor, mask: AttentionMask, s
     if mask.groups and mask.dense_mask is not None:
         parts = (
             attend(
-                queries[part], keys[part, :, slots], values[part, :, slots], AttentionMask(mask.dense_mask[part, ..., slots])
+                queries[part],
+                keys[part, :, slots],
+                values[part, :, slots],
+                AttentionMask(mask.dense_mask[part, ..., slots]),
+                scale,
             )
             for part, slots in mask.groups
         )
