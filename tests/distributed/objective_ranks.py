@@ -86,7 +86,7 @@ def in_fp32(objective: Any, model: LanguageModel, batch: Batch) -> tuple[Tensor,
 
 
 def has_bias(shape: ModelConfig) -> bool:
-    return shape.family == "transformers"
+    return shape.implementation == "transformers"
 
 
 def whole(gradient: Tensor) -> Tensor:
