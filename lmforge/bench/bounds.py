@@ -32,9 +32,9 @@ BF16_STATES = Bound(
     "the split, with weights or moments kept in bf16", 2e-4, 2**-6, 2**-4, "what is kept in bf16 is rounded at each step"
 )
 BOUNDS = (EQUAL_BITS, FP32, MUON, GPU, BF16, BF16_STATES)
-# Of weights where epsilon is smaller: 2e-4 was measured. A gradient that is zero but for rounding then becomes a whole step of
-# AdamW, in a direction that the order of a sum decides.
-LARGE_EPSILON, WEIGHTS_OF_SMALL_EPSILON = 1e-3, 1e-3
+# Of weights where epsilon is smaller, by norms: 7e-6 was measured. A gradient that is zero but for rounding then becomes a
+# whole step of AdamW, in a direction that the order of a sum decides, so single elements have no bound.
+LARGE_EPSILON, WEIGHTS_OF_SMALL_EPSILON = 1e-3, 1e-4
 
 
 def bound_of_splits(

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
+from math import inf
 from typing import Any
 
 import torch
@@ -215,16 +216,17 @@ def relative_differences(result: ParityResult, reference: ParityResult) -> dict[
     }
 
 
-def weights_difference(name: str, ours: Tensor, theirs: Tensor) -> float:
-    """The largest difference of a tensor of weights, relative to the largest of `theirs`.
+def weights_difference(name: str, ours: Tensor, theirs: Tensor, order: float = inf) -> float:
+    """The norm of this order of a tensor's difference, relative to that of `theirs`: by default of the largest elements.
 
     Biases on keys are left out, which softmax ignores: their gradient is rounding, of which AdamW makes whole steps.
     """
-    difference = (ours.float() - theirs.float()).abs()
+    difference = ours.float() - theirs.float()
     if name.endswith("c_attn.bias"):
         queries, _, values = difference.chunk(3)
         difference = torch.cat([queries, values])
-    return 0.0 if name.endswith("k_proj.bias") else float(difference.max() / theirs.abs().max().clamp(min=1e-12))
+    norm = partial(torch.linalg.vector_norm, ord=order)
+    return 0.0 if name.endswith("k_proj.bias") else float(norm(difference) / norm(theirs.float()).clamp(min=1e-12))
 
 
 def run_single(case: ParityCase, data: ParityData, dist_ctx: DistributedContext) -> ParityResult:

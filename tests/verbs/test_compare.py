@@ -173,5 +173,5 @@ def test_the_bounds_that_the_page_gives_are_those_of_the_table() -> None:
         numbers = [f"{value:.2g}" if value else "0" for value in (bound.loss, bound.gradient_norm, bound.weights)]
         assert [bound.setup, *numbers, bound.reason] in rows
     text = " ".join(page.split())
-    assert f"epsilon below 1e-3, as by default, the bound of weights is {WEIGHTS_OF_SMALL_EPSILON:g}" in text
+    assert f"epsilon below 1e-3, as by default, the bound of weights is {WEIGHTS_OF_SMALL_EPSILON:.4f}" in text
     assert f"The bounds are of the first {BOUND_STEPS} steps" in text

@@ -229,8 +229,9 @@ def _weight_rows(first: ComparedRun, other: ComparedRun) -> Iterator[Row]:
                 yield Row(step, inf, tensor=name)
                 continue
             theirs, ours = (model.read(name) for model in models)
-            # Where bits are to be equal, biases on keys are too.
-            difference = 0.0 if torch.equal(theirs, ours) else max(1e-300, weights_difference(name, ours, theirs))
+            # Biases begin at zero: they are nothing but updates, and only whether their bits are equal tells something.
+            difference = 0.0 if name.endswith(".bias") else weights_difference(name, ours, theirs, order=2)
+            difference = 0.0 if torch.equal(theirs, ours) else max(1e-300, difference)
             yield Row(step, difference, tensor=name)
 
 
