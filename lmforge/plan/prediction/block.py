@@ -2,9 +2,13 @@
 times a block, and a head."""
 
 from dataclasses import dataclass, replace
+from functools import cache
 
 import torch
 
+from lmforge.config.activation_checkpointing import FullCheckpointing, NoCheckpointing
+from lmforge.model.config import ModelConfig
+from lmforge.model.lora import LoraConfig
 from lmforge.plan.block_trace import BlockTrace, ModelShapes, TracedModel, model_shapes, trace_block
 from lmforge.plan.operators import Work
 from lmforge.plan.prediction.step_config import StepConfig
@@ -36,9 +40,13 @@ class BlockCost:
 
 def traced_model(step_config: StepConfig) -> TracedModel:
     """The part of the model on a rank, whose trace serves every depth."""
-    model, tensor = replace(step_config.model, num_hidden_layers=1, layer_types=None), step_config.tensor
+    return _rank_part(step_config.model, DTYPES[step_config.dtype], step_config.lora, step_config.tensor)
+
+
+@cache  # a search asks often
+def _rank_part(model: ModelConfig, dtype: torch.dtype, lora: LoraConfig | None, tensor: int) -> TracedModel:
     vocabulary = tensor if model.vocab_size % tensor == 0 else 1
-    return TracedModel(model, DTYPES[step_config.dtype], step_config.lora, tensor, vocabulary)
+    return TracedModel(replace(model, num_hidden_layers=1, layer_types=None), dtype, lora, tensor, vocabulary)
 
 
 def shapes_of(step_config: StepConfig) -> ModelShapes:
@@ -56,11 +64,15 @@ def traced_length(step_config: StepConfig) -> int:
 
 
 def block_trace(step_config: StepConfig, *, checkpointed: bool) -> BlockTrace:
-    mode = step_config.options.activation_checkpointing if checkpointed else "none"
+    mode = step_config.checkpointing
+    if not checkpointed:
+        mode = NoCheckpointing()
+    elif not mode.keeps_operators:  # which blocks it recomputes makes no difference to a block
+        mode = FullCheckpointing()
     return trace_block(
         traced_model(step_config),
         traced_length(step_config),
-        mode,
+        mode.name,
         compiled=step_config.compiled,
         on_gpu=step_config.on_gpu,
         has_dropout=step_config.has_dropout,
