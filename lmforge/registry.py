@@ -22,7 +22,7 @@ NAME = re.compile(r"[a-z0-9][a-z0-9_-]{0,63}")
 
 
 @dataclass(frozen=True)
-class Kind:
+class RegistryKind:
     """What can be registered. `section` holds the options of its entries, each in a section of its own name: that section of a
     recipe where the kind is chosen, or "" for the options of `lmforge prepare`."""
 
@@ -34,14 +34,14 @@ class Kind:
 KINDS = {
     kind.name: kind
     for kind in (
-        Kind("objective", "objective", "objective.name"),
-        Kind("optimizer", "optimizer", "optimizer.name"),
-        Kind("schedule", "schedule", "schedule.name"),
-        Kind("model_family", "model", "model.model_type"),
-        Kind("document_source", "", "the suffix of a file"),
-        Kind("reward", "rollout", "rollout.reward_functions"),
-        Kind("tracker", "log", "log.trackers"),
-        Kind("callback", "train", "train.callbacks"),
+        RegistryKind("objective", "objective", "objective.name"),
+        RegistryKind("optimizer", "optimizer", "optimizer.name"),
+        RegistryKind("schedule", "schedule", "schedule.name"),
+        RegistryKind("model_family", "model", "model.model_type"),
+        RegistryKind("document_source", "", "the suffix of a file"),
+        RegistryKind("reward", "rollout", "rollout.reward_functions"),
+        RegistryKind("tracker", "log", "log.trackers"),
+        RegistryKind("callback", "train", "train.callbacks"),
     )
 }
 

@@ -118,7 +118,7 @@ class ModelConfig:
         ):
             if getattr(self, name) is None:
                 self._set(name, value)
-        if self.layer_types is None and self.sliding_window is not None and family.window_pattern:
+        if self.layer_types is None and self.sliding_window is not None and family.windows == "by layer":
             self._set("layer_types", name_layer_types(self.num_hidden_layers, family.window_pattern))
         if self.attention_output_bias is None:
             self._set("attention_output_bias", self.attention_bias and (True, False) not in family.attention_biases)

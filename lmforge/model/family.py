@@ -144,8 +144,10 @@ class Family:
 
 
 def name_layer_types(num_layers: int, every: int) -> tuple[str, ...]:
-    """The layer_types of a model in which every `every`-th layer sees everything, and the others have a window."""
-    return tuple("sliding_attention" if layer % every else "full_attention" for layer in range(1, num_layers + 1))
+    """The layer_types of a model in which every `every`-th layer sees everything (0: none does); the others have a window."""
+    return tuple(
+        "full_attention" if every and layer % every == 0 else "sliding_attention" for layer in range(1, num_layers + 1)
+    )
 
 
 @cache

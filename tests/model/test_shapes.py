@@ -113,6 +113,13 @@ def test_windows_name_the_layers_that_have_one() -> None:
     assert model_config_from_json({**LLAMA, "model_type": "mistral", "sliding_window": 5}, "here").layer_windows == (5, 5)
 
 
+@pytest.mark.parametrize("model_type", ["mistral", "qwen2", "qwen3", "gemma3_text"])
+def test_a_window_without_layer_types_comes_back_from_a_config_json_as_it_was(model_type: str) -> None:
+    config = ModelConfig(90, 32, 3, 4, intermediate_size=40, head_dim=8, model_type=model_type, sliding_window=7)
+    assert config.layer_windows == (7, 7, 7)
+    assert model_config_from_json(to_config_json(config), "here") == config
+
+
 def test_an_override_of_the_width_gives_the_heads_a_new_size() -> None:
     assert (
         resolve_model_config("nano", {"hidden_size": 384}).head_dim
