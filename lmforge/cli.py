@@ -81,9 +81,15 @@ def limit_spinning() -> None:
 def exit_process(status: int) -> NoReturn:
     """End the process. With torch loaded, the interpreter is not finalized, which takes up to a second. After ranks have
     communicated, finalization could also crash: threads of torch that free a tensor then take a lock that no longer exists, and
-    sometimes a rank died of it (SIGABRT) after everything was saved. A rank does not wait for threads.
+    sometimes a rank died of it (SIGABRT) after everything was saved. A rank does not wait for threads; another process waits
+    EXIT_SECONDS for them and for what is registered at exit, since a client of a tracker may hang in either.
     """
     if "torch" in sys.modules:
+        # The second timer is for a flush that hangs: a thread that is stuck in a write holds the stream.
+        for seconds, end in ((EXIT_SECONDS, _end), (EXIT_SECONDS + 1.0, os._exit)):
+            timer = threading.Timer(seconds, end, (status,))
+            timer.daemon = True
+            timer.start()
         if "RANK" in os.environ:  # set when ranks join, whatever started them
             _leave(status)
         atexit.register(_leave, status)  # the function registered last is called first
@@ -91,13 +97,14 @@ def exit_process(status: int) -> NoReturn:
 
 
 def _leave(status: int) -> NoReturn:
-    timer = threading.Timer(EXIT_SECONDS, os._exit, (status,))
-    timer.daemon = True
-    timer.start()
     atexit.unregister(_leave)
     atexit._run_exitfuncs()
+    _end(status)
+
+
+def _end(status: int) -> NoReturn:
     for stream in (sys.stdout, sys.stderr):
-        with suppress(OSError, ValueError):
+        with suppress(OSError, ValueError, AttributeError):  # None where it was closed before
             stream.flush()
     os._exit(status)
 

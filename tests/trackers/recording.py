@@ -6,6 +6,7 @@ import os
 import sys
 import time
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -56,6 +57,8 @@ def fault(place: str) -> None:
         atexit.register(time.sleep, 600)
     if kind in ("hang", "exit-hang"):
         time.sleep(600)
+    if kind == "pool-hang":
+        ThreadPoolExecutor(1).submit(time.sleep, 600).result()
 
 
 def open_run(run: TrackedRun) -> Recording:

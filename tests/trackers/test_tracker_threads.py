@@ -116,8 +116,9 @@ def test_what_a_tracker_is_too_slow_for_is_dropped_and_counted(
     assert capsys.readouterr().err == first + UNSENT.format("", f"{40 - num_sent} of 40 records")
 
 
-def test_the_process_of_a_run_ends_though_a_client_waits_at_its_exit(
-    tiny_options: list[str], plugin: Path, tmp_path: Path
+@pytest.mark.parametrize("kind", ["exit-hang", "pool-hang"])
+def test_the_process_of_a_run_ends_though_a_client_waits_at_its_exit_or_in_a_pool_of_threads(
+    tiny_options: list[str], plugin: Path, tmp_path: Path, kind: str
 ) -> None:
     where = ["--run.folder", str(tmp_path), "--run.name", "a", "--log.trackers", "recording", "--plugins", str(plugin)]
     program = (
@@ -125,7 +126,7 @@ def test_the_process_of_a_run_ends_though_a_client_waits_at_its_exit(
         "tracker_threads.FINISH_SECONDS = cli.EXIT_SECONDS = 1.0\ncli.main()\n"
     )
     words = [sys.executable, "-c", program, "pretrain", *tiny_options, *where, "--train.steps", "2"]
-    variables = os.environ | {"LMFORGE_TEST_TRACKER": "exit-hang close"}
+    variables = os.environ | {"LMFORGE_TEST_TRACKER": f"{kind} close"}
     ended = subprocess.run(words, env=variables, capture_output=True, text=True, timeout=120)
     assert ended.stderr == UNSENT.format(" within 1 s", "the end of the run")
     assert ended.returncode == 0
