@@ -74,6 +74,14 @@ def python_command(module: str, argument: str, *flags: str) -> list[str]:
     return [sys.executable, "-P", *flags, "-c", code, argument]
 
 
+def encode_line(message: object, default: Callable[[Any], str] | None = None) -> bytes:
+    """A line of JSON for `json.loads`, with lone surrogates as they are. Raises TypeError, ValueError or RecursionError.
+
+    An escape takes up to three times the bytes of its character, of which a line may have only so many.
+    """
+    return json.dumps(message, default=default, ensure_ascii=False).encode("utf-8", "surrogatepass") + b"\n"
+
+
 class ProcessLost(Exception):
     """The process ended, or sent something that is not a response. It has to be closed."""
 
@@ -106,6 +114,7 @@ class JsonLineProcess:
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         self._stdin, self._stdout = self._process.stdin, self._process.stdout
+        os.set_blocking(self._stdin.fileno(), False)  # the process may hang before it reads
         self._close_grace_seconds = close_grace_seconds
         self.closed = False
 
@@ -121,20 +130,23 @@ class JsonLineProcess:
         heartbeat: Callable[[], None] = lambda: None,
         default: Callable[[Any], str] | None = None,
     ) -> dict[str, Any]:
-        """Send a message and return its response. `default` makes text of what JSON lacks.
+        """Send a message and return its response, both within `timeout_seconds`. `default` makes text of what JSON lacks.
 
-        Raises TypeError or ValueError if the message is not JSON, and as `receive` does.
+        Raises TypeError, ValueError or RecursionError if the message is not JSON, and as `receive` does.
         """
-        line = json.dumps(message, default=default).encode() + b"\n"
+        rest, deadline = memoryview(encode_line(message, default)), time.monotonic() + timeout_seconds
+        poll = select.poll()
+        poll.register(self._stdin, select.POLLOUT)
         try:
-            while line:
-                line = line[os.write(self._stdin.fileno(), line) :]
+            while rest:
+                if _wait(poll, deadline, heartbeat):
+                    rest = rest[os.write(self._stdin.fileno(), rest) :]
         except BrokenPipeError:
             pass  # the process died, as `receive` will find
         except BaseException:
             self.close()
             raise
-        return self.receive(timeout_seconds, heartbeat)
+        return self.receive(deadline - time.monotonic(), heartbeat)
 
     def receive(self, timeout_seconds: float, heartbeat: Callable[[], None] = lambda: None) -> dict[str, Any]:
         """The next response. `heartbeat` is called every second while it is awaited.
@@ -157,10 +169,7 @@ class JsonLineProcess:
         poll.register(self._stdout, select.POLLIN)
         line, deadline = bytearray(), time.monotonic() + timeout_seconds
         while not line.endswith(b"\n"):
-            heartbeat()
-            if not poll.poll(1000 * max(0.0, min(HEARTBEAT_CALL_SECONDS, deadline - time.monotonic()))):
-                if time.monotonic() >= deadline:
-                    raise TimeoutError
+            if not _wait(poll, deadline, heartbeat):
                 continue
             piece = os.read(self._stdout.fileno(), 1 << 16)
             if not piece:
@@ -190,3 +199,13 @@ class JsonLineProcess:
             with suppress(ProcessLookupError):
                 os.killpg(self._process.pid, signal.SIGKILL)
             self._process.wait()
+
+
+def _wait(poll: select.poll, deadline: float, heartbeat: Callable[[], None]) -> bool:
+    """Call `heartbeat` and wait for at most a second. Returns whether there is something; raises TimeoutError at the end."""
+    heartbeat()
+    if poll.poll(1000 * max(0.0, min(HEARTBEAT_CALL_SECONDS, deadline - time.monotonic()))):
+        return True
+    if time.monotonic() >= deadline:
+        raise TimeoutError
+    return False

@@ -50,6 +50,13 @@ def test_what_is_not_a_response_of_bounded_size_loses_the_process(
         process.close()
 
 
+def test_a_request_that_nobody_reads_ends_in_a_timeout_however_long_it_is() -> None:
+    process = started("import time\ntime.sleep(1000)")
+    with pytest.raises(TimeoutError):
+        process.request("x" * 1_000_000, 0.1)
+    assert process.closed
+
+
 def test_a_response_that_takes_too_long_ends_in_a_timeout() -> None:
     process = started("import time\ntime.sleep(1000)")
     try:

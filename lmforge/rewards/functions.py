@@ -242,7 +242,7 @@ class _RewardProcess:
             call = {**request, "functions": specs, "timeout_seconds": timeout_seconds}
             try:
                 responses = self._process.request(call, timeout_seconds + GRACE_SECONDS, self._heartbeat)
-            except (TypeError, ValueError) as error:
+            except (TypeError, ValueError, RecursionError) as error:
                 raise UserError(f"rewards: a column is not plain data: {error}") from None
             except TimeoutError:
                 failure = FunctionResult(error=f"no answer in {timeout_seconds:g} seconds", error_type="timeout")

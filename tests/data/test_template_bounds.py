@@ -222,6 +222,21 @@ def test_a_long_conversation_is_within_the_bounds() -> None:
         list(rendered)
 
 
+def test_messages_that_are_nested_too_deeply_are_refused_and_others_are_rendered_as_before() -> None:
+    nested: list[Any] = []
+    for _ in range(100_000):
+        nested = [nested]
+    child = renderer()
+    message = refusal("{{ 1 }}", [{"role": "user", "content": "Well?", "parts": nested}])
+    assert message == "T: the messages of a conversation are nested too deeply: correct the data"
+    assert renderer() == child
+
+
+def test_a_character_is_as_good_as_another_within_the_bounds() -> None:
+    long = "\U0001f600" * 6_000_000 + "\ud800"
+    assert texts(ForeignTemplate("{{ messages[0].content }}", {}, "T"), [{"role": "user", "content": long}]) == long
+
+
 def test_what_the_interpreter_says_when_it_ends_is_in_the_message(monkeypatch: pytest.MonkeyPatch) -> None:
     close()
     monkeypatch.setattr(jinja_sandbox, "MEMORY_BYTES", "much")

@@ -25,7 +25,7 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from lmforge.errors import UserError
-from lmforge.foreign_code import JsonLineProcess, ProcessLost, python_command
+from lmforge.foreign_code import JsonLineProcess, ProcessLost, encode_line, python_command
 
 # Markers around what the template tags as generated. Texts that contain one must be escaped first.
 GENERATION_START, GENERATION_END = "\U0010fff0", "\U0010fff1"
@@ -174,6 +174,8 @@ class _Renderer:
                 return answers
             except TimeoutError:
                 reason = f"needs more than {wall_seconds:g} seconds for a conversation: correct the template"
+            except RecursionError:
+                reason = "the messages of a conversation are nested too deeply: correct the data"
             except OSError as error:
                 reason = f"no process can be started to render it: {error.strerror}"
             except ProcessLost as lost:
@@ -202,7 +204,9 @@ def main() -> None:
     for line in sys.stdin.buffer:
         cpu_seconds, template, conversations = json.loads(line)
         _set_soft_limit(resource.RLIMIT_CPU, int(sum(resource.getrusage(resource.RUSAGE_SELF)[:2])) + 1 + cpu_seconds)
-        print(json.dumps({"answers": [_answer(template, Conversation(*each)) for each in conversations]}), flush=True)
+        answers = [_answer(template, Conversation(*each)) for each in conversations]
+        sys.stdout.buffer.write(encode_line({"answers": answers}))
+        sys.stdout.buffer.flush()
 
 
 @lru_cache(maxsize=16)
