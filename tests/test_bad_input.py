@@ -37,6 +37,7 @@ from lmforge.manifests import BLOCK_BYTES, checkpoint_checksum
 from lmforge.model import build_model
 from lmforge.model.config import get_preset
 from lmforge.model.init_weights import init_weights
+from lmforge.parallel import precision
 from lmforge.runs import MANIFEST, Run
 from tests.conftest import Command, Refusal, only_line, without_shape
 from tests.distributed.conftest import weights
@@ -235,6 +236,18 @@ def test_a_damaged_checkpoint_is_skipped_with_a_message_and_the_one_before_it_is
     for name, tensor in weights(Run(tiny_run)).items():
         assert torch.equal(weights(trained)[name], tensor), name
     assert not list(trained.checkpoints_folder.glob(f"*{PARTIAL_SUFFIX}"))
+
+
+@pytest.mark.needs("a C++ compiler")
+def test_why_blocks_are_not_compiled_is_what_decided_it_though_an_older_checkpoint_is_used_then(
+    trained: Run, onwards: list[str], capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flip_a_bit(tensors(trained.checkpoint_path(6)), 5000)
+    monkeypatch.setattr(precision, "MIN_STEPS_TO_COMPILE", 4)
+    assert run([*onwards, "--train.steps", "8", "--train.compile", "auto"]) == 0
+    printed = capfd.readouterr().out
+    assert f"continuing {trained.path} from step 4\n" in printed
+    assert "compile off (fewer than 4 steps would not repay the compilation)" in printed
 
 
 @pytest.mark.parametrize(

@@ -38,7 +38,7 @@ from lmforge.train.resume import ResumePoint, load_resume_point
 
 @dataclass(frozen=True)
 class BuiltModel:
-    """The model of a run, ready to train from `point` on: in `dtype`, its blocks `compiled` or not."""
+    """The model of a run, ready to train from `point` on: in `dtype`, its blocks `compiled` or not, and why."""
 
     parallel_model: ParallelModel
     optimizer: torch.optim.Optimizer
@@ -47,6 +47,7 @@ class BuiltModel:
     point: ResumePoint
     dtype: torch.dtype
     compiled: bool
+    compile_reason: str
 
 
 def build(ctx: RunContext, inputs: RunInputs, point: ResumePoint, objective: Objective) -> BuiltModel:
@@ -58,7 +59,7 @@ def build(ctx: RunContext, inputs: RunInputs, point: ResumePoint, objective: Obj
     ctx.watch.set_phase("building", point.step)
     dtype, _ = choose_dtype(config.train.dtype, dist_ctx.device)
     with dist_ctx.raise_on_all():
-        compiled, _ = choose_compile(config, dist_ctx.device, config.train.steps - point.step)
+        compiled, compile_reason = choose_compile(config, dist_ctx.device, config.train.steps - point.step)
     resumes = point.manifest is not None
     parallel_model, optimizer = build_model_and_optimizer(
         config, inputs.model_config, objective, dist_ctx, dtype, compiled, inputs.load_weights, resumes
@@ -71,7 +72,7 @@ def build(ctx: RunContext, inputs: RunInputs, point: ResumePoint, objective: Obj
         point = load_resume_point(ctx.run, config.train.steps, point, parallel_model, optimizer, ctx.console.info)
         assert point.manifest is not None
         detector.load_state_dict(point.manifest.bad_step_detector, point.manifest.batch_offset)
-    return BuiltModel(parallel_model, optimizer, objective, detector, point, dtype, compiled)
+    return BuiltModel(parallel_model, optimizer, objective, detector, point, dtype, compiled, compile_reason)
 
 
 def build_model_and_optimizer(
@@ -188,8 +189,7 @@ def log_summary(
             dist_ctx.device, built.dtype, model_config.head_dim, context_parallel=context_parallel
         )
     _, dtype_reason = choose_dtype(config.train.dtype, dist_ctx.device)
-    _, compile_reason = choose_compile(config, dist_ctx.device, config.train.steps - built.point.step)
-    compile_words = f"compile {'on' if built.compiled else 'off'} ({compile_reason})"
+    compile_words = f"compile {'on' if built.compiled else 'off'} ({built.compile_reason})"
     float8 = ", products of the blocks in float8 (the MFU is of the bf16 peak)" if config.train.float8 else ""
     log(
         f"compute    {str(built.dtype).removeprefix('torch.')} ({dtype_reason}){float8},"
