@@ -2,7 +2,7 @@
 
 `flock` where the file system has it: the kernel releases it with the process, however that ends. Lustre and NFS may be mounted
 without it. There the lock is a second file, which its holder touches repeatedly; one that has not been touched for a while
-belongs to a host that is gone.
+belongs to a host that is gone. A holder that was only suspended, or cut off, learns that it has lost the lock (`is_lost`).
 """
 
 import errno
@@ -20,6 +20,7 @@ NO_LOCKS_ERRNOS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP, errno.EINVAL)
 POLL_SECONDS = 0.02
 # Hosts see changes of a network file system seconds late.
 LEASE_SECONDS = 90.0
+HEARTBEATS = 18  # in that time; after two that fail a lock is lost
 
 
 def try_lock(path: Path, is_done: Callable[[], bool] | None = None) -> "BaseFileLock | None":
@@ -35,9 +36,16 @@ def try_lock(path: Path, is_done: Callable[[], bool] | None = None) -> "BaseFile
     except OSError as problem:
         if problem.errno not in NO_LOCKS_ERRNOS:
             raise
-    lease = SoftFileLease(f"{path}.held", lease_duration=LEASE_SECONDS, thread_local=False)
+    lease = SoftFileLease(
+        f"{path}.held", lease_duration=LEASE_SECONDS, heartbeat_interval=LEASE_SECONDS / HEARTBEATS, thread_local=False
+    )
     deadline = time.monotonic() + 1.1 * LEASE_SECONDS
     return _acquire(lease, is_done or (lambda: time.monotonic() > deadline))
+
+
+def is_lost(lock: "BaseFileLock") -> bool:
+    """Whether a lock that `try_lock` gave may have another holder by now. Only one without `flock` can be lost."""
+    return getattr(lock, "compromise", None) is not None
 
 
 def _acquire(lock: "BaseFileLock", is_done: Callable[[], bool] | None) -> "BaseFileLock | None":

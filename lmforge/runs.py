@@ -31,8 +31,8 @@ from lmforge.config.load import read_record
 from lmforge.config.mixture import is_remote
 from lmforge.config.options import to_toml
 from lmforge.config.stage import StageConfig
-from lmforge.errors import DISK_FULL_ERRNOS, UserError, how_to_install
-from lmforge.locks import try_lock
+from lmforge.errors import DISK_FULL_ERRNOS, RunFailed, UserError, how_to_install
+from lmforge.locks import is_lost, try_lock
 from lmforge.run_records import COMPLETIONS_FOLDER, read_last_metrics, read_metrics
 from lmforge.untrusted import (
     cut,
@@ -259,6 +259,14 @@ class Run:
                 raise UserError(f"{self.path}: being trained by {holder}; wait for it, stop it, or choose another --run.name")
             lock.write_text(f"process {os.getpid()} on {platform.node()}")
         _held_locks[self.path] = held, is_new
+
+    def check_lock(self) -> None:
+        """Raise RunFailed where this process had the lock, and another may have taken it over (see `locks.is_lost`)."""
+        if self.path in _held_locks and is_lost(_held_locks[self.path][0]):
+            raise RunFailed(
+                f"{self.path}: this process could not keep its lock, so another may train the run; it was suspended or cut"
+                " off from the file system for long"
+            )
 
     def check_layout(self) -> None:
         """Raise UserError where a folder has the name of one of the run's files, or something else the name of a folder."""

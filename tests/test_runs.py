@@ -138,6 +138,26 @@ def test_without_flock_too_one_process_trains_and_a_killed_one_loses_its_lock(tm
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the kernel is made to refuse a call as Linux's can be")
+def test_without_flock_a_run_whose_lock_was_taken_over_stops(tmp_path: Path, tiny_options: list[str]) -> None:
+    program = f"from lmforge import cli, locks\nlocks.LEASE_SECONDS = {LEASE_SECONDS}\ncli.main()"
+    place = ["--run.folder", str(tmp_path), "--run.name", "a", "--train.steps", "1000000"]
+    words = [sys.executable, *WITHOUT_FLOCK, program, "pretrain", *tiny_options, *place]
+    run = Run(tmp_path / "a")
+    with subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as training:
+        try:
+            while training.poll() is None and not run.checkpoint_steps():
+                time.sleep(0.1)
+            atomic_write_text(run.path / ".lock.held", "of another")  # as who takes it over does
+            _, printed = training.communicate(timeout=60)
+        finally:
+            training.kill()
+    lines = [line for line in printed.splitlines() if line.startswith("lmforge: ")]
+    assert [line.startswith(f"lmforge: {run.path}: this process could not keep its lock") for line in lines] == [True], printed
+    assert training.returncode == 1
+    assert (run.path / ".lock.held").read_text() == "of another"
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the kernel is made to refuse a call as Linux's can be")
 def test_without_flock_a_lock_that_is_released_is_gone(tmp_path: Path) -> None:
     program = HOLD.replace('print("held", flush=True)\nsys.stdin.read()', "Run(Path(sys.argv[1])).unlock()")
     command = [sys.executable, *WITHOUT_FLOCK, program, str(tmp_path / "a")]

@@ -7,6 +7,7 @@ and the console (monitor/), the comparison with a prediction (plan/), tasks and 
 
 import statistics
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -114,6 +115,7 @@ class Observers(LoopCallbacks):
             return scores | score_tasks(self._ctx, self._inputs, self._built.parallel_model, step)
 
     def on_record(self, step: int, record: dict[str, Any]) -> None:
+        self._ctx.run.check_lock()
         if self._metrics_file is not None:
             self._metrics_file.write(record)
             self._report.write_if_due()
@@ -121,6 +123,7 @@ class Observers(LoopCallbacks):
         self._ctx.trackers.report(record)
 
     def on_save(self, step: int, kept: bool) -> None:
+        self._ctx.run.check_lock()
         self._ctx.events.add("checkpoint", step, kept=kept)
 
     def on_step_end(self, step: int, record: dict[str, Any], is_stopping: bool) -> None:
@@ -135,12 +138,13 @@ class Observers(LoopCallbacks):
                 write_samples(ctx, self._built.parallel_model, self._inputs.tokenizer, step)
 
     def close(self) -> None:
-        """Finish what is being written, and close what was opened."""
-        self._ctx.console.stop_progress()
-        self._profiler.close()
-        if self._metrics_file is not None:
-            self._metrics_file.close()
-        self._report.close()
+        """Finish what is being written, and close what was opened: all of it, whatever fails."""
+        with ExitStack() as stack:
+            stack.callback(self._report.close)
+            if self._metrics_file is not None:
+                stack.callback(self._metrics_file.close)
+            stack.callback(self._profiler.close)
+            stack.callback(self._ctx.console.stop_progress)
 
 
 def _is_due(every_steps: int | None, step: int) -> bool:

@@ -1,10 +1,12 @@
 """The loop: the dtypes of its tensors, its message about recompilation, and that it never waits for a GPU."""
 
+import errno
 import math
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -30,12 +32,13 @@ from lmforge.monitor.console import ConsoleLogger
 from lmforge.monitor.watchdog import Watchdog
 from lmforge.objectives.language import NextTokenObjective
 from lmforge.parallel.parallelize import parallelize
+from lmforge.report.page import ReportThread
 from lmforge.runs import Run
 from lmforge.stages.attempt import RunContext
 from lmforge.stages.build_model import BuiltModel
 from lmforge.stages.inputs import RunInputs
-from lmforge.stages.observers import Observers
-from lmforge.stages.records import RunEvents
+from lmforge.stages.observers import Observers, StepProfiler
+from lmforge.stages.records import MetricsFile, RunEvents
 from lmforge.trackers.tracker_threads import TrackerThreads
 from lmforge.train import metrics
 from lmforge.train.bad_steps import BadStepDetector
@@ -147,7 +150,7 @@ def run_loop(
         build_optimizer(model, OptimizerOptions()),
         BadStepDetector(dist_ctx, spike_sigmas=6.0, window_steps=4),
     )
-    built = BuiltModel(parallel_model, optimizer, objective, detector, ResumePoint(), torch.float32, compiled)
+    built = BuiltModel(parallel_model, optimizer, objective, detector, ResumePoint(), torch.float32, compiled, "")
     throughput = Throughput(parallel_model, batches, lambda length: 1.0, None, steps, {})
     observers = Observers(ctx, inputs, built, batches, checkpointer, throughput, None)
     try:
@@ -168,10 +171,21 @@ def run_loop(
             log_every_steps=1000,
         )
     finally:
-        observers.close()
         ctx.watch.stop("done")
+        observers.close()
         ctx.console.close()
     return model
+
+
+def test_what_cannot_be_closed_leaves_nothing_else_open(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    closed = []
+    for observer in (MetricsFile, ReportThread):
+        monkeypatch.setattr(observer, "close", lambda self: closed.append(type(self)))
+    for observer, name, number in ((StepProfiler, "close", errno.ENOSPC), (ConsoleLogger, "stop_progress", errno.EIO)):
+        monkeypatch.setattr(observer, name, Mock(side_effect=OSError(number, "")))
+    with pytest.raises(OSError, match="Errno"):
+        run_loop(RandomBatches(None), 1, tmp_path, device="cpu", compiled=False)
+    assert closed == [MetricsFile, ReportThread]
 
 
 def test_what_observes_a_run_changes_no_bit_of_it(tmp_path: Path) -> None:
