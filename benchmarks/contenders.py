@@ -175,7 +175,7 @@ def run_lmforge(contest: Contest, turns: Turns, first_losses: list[float], *, co
     checkpointer = AsyncCheckpointer(ctx.run, ranks, RetentionPolicy(1), metadata={}, tokenizer=tokenizer, log=ctx.console.info)
     inputs = RunInputs(tokenizer, contest.stream(), None, contest.shape, plan, "", "", None)
     detector = BadStepDetector(ranks, spike_sigmas=None, window_steps=1)
-    built = BuiltModel(parallel_model, optimizer, objective, detector, ResumePoint(), dtype, compiled)
+    built = BuiltModel(parallel_model, optimizer, objective, detector, ResumePoint(), dtype, compiled, "")
     batches = DatasetBatches(ctx, inputs, built)
     throughput = Throughput(parallel_model, batches, partial(flops_per_token, contest.shape), None, ENDLESS_STEPS, {})
     observers = Observers(ctx, inputs, built, batches, checkpointer, throughput, None)
