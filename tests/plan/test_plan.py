@@ -15,7 +15,7 @@ from lmforge.cli import run
 from lmforge.config.activation_checkpointing import CHECKPOINTING_MODES
 from lmforge.config.load import read_config
 from lmforge.config.sections import ParallelOptions
-from lmforge.model.config import get_preset
+from lmforge.model.config import ModelConfig, get_preset
 from lmforge.model.flops import parameter_count
 from lmforge.plan.hardware import HARDWARE_FILE, data_sheets
 from lmforge.plan.planning import Machine
@@ -142,6 +142,26 @@ def test_an_estimate_of_a_search_is_near_the_prediction() -> None:
         )
         assert estimated.step_seconds == pytest.approx(whole.step_seconds, rel=0.02)
         assert estimated.device_bytes == pytest.approx(whole.device_bytes, rel=0.05)
+
+
+def test_each_block_costs_what_its_own_window_makes_it_cost() -> None:
+    long = step_config_of("gemma3-1b", gpus=8, micro_batch_size=1, sequence_length=32768)
+
+    def attention(model: ModelConfig) -> float:
+        return prediction_of(replace(long, model=model)).parts["attention"]
+
+    layers = long.model.num_hidden_layers
+    kinds = ("sliding_attention", "full_attention")
+    windowed, full = (attention(replace(long.model, layer_types=(kind,) * layers)) for kind in kinds)
+    assert full > 10 * windowed
+    num_full = long.model.layer_windows.count(None)
+    assert (num_full, layers) == (4, 26)
+    assert attention(long.model) == pytest.approx((num_full * full + (layers - num_full) * windowed) / layers)
+    machine = Machine(data_sheets().gpu("h100-80"), data_sheets().network("infiniband-ndr"), 8)
+    estimated, whole = estimate(long, machine.gpu, machine.rates("bf16"), 0.0), prediction_of(long)
+    assert estimated.parts["attention"] == pytest.approx(whole.parts["attention"])
+    assert estimated.step_seconds == pytest.approx(whole.step_seconds, rel=0.02)
+    assert estimated.device_bytes == pytest.approx(whole.device_bytes, rel=0.05)
 
 
 def test_every_entry_of_the_hardware_file_can_be_planned_for_and_names_its_source() -> None:

@@ -1,5 +1,5 @@
-"""The cost of one block for one micro-batch on one rank, from its trace. Blocks are identical, so a model is an embedding, many
-times a block, and a head."""
+"""The cost of one block for one micro-batch on one rank, from its trace. Blocks differ only in their windows, so a model is an
+embedding, many times a block, and a head."""
 
 from dataclasses import dataclass, replace
 from functools import cache
@@ -79,11 +79,11 @@ def block_trace(step_config: StepConfig, *, checkpointed: bool) -> BlockTrace:
     )
 
 
-def count_block(step_config: StepConfig, *, checkpointed: bool) -> BlockCost:
-    """The costs of a block; `checkpointed` says whether `activation_checkpointing` applies to this one."""
+def count_block(step_config: StepConfig, window: int | None, *, checkpointed: bool) -> BlockCost:
+    """The costs of a block whose attention reaches `window` tokens back (None: all); `checkpointed` says whether
+    `activation_checkpointing` applies to this one."""
     plain, trace = (block_trace(step_config, checkpointed=each) for each in (False, checkpointed))
     sequences, length = step_config.tokens / traced_length(step_config), step_config.sequence_length
-    window = step_config.model.layer_windows[0]
     # On a GPU the trace has the causal half, which a window may shorten.
     keys = min(length, 2 * window) if window is not None and step_config.on_gpu else length
     span = keys / traced_length(step_config)

@@ -6,6 +6,8 @@ the backward pass the unit before is gathered while this one computes, and a uni
 reduce-scatter. FSDP1 does the same with one flat tensor.
 """
 
+from itertools import product
+
 from lmforge.plan.block_trace import Shapes
 from lmforge.plan.memory import DTYPE_BYTES, ParameterCounts, optimizer_state_bytes
 from lmforge.plan.operators import Work
@@ -50,8 +52,12 @@ class StepProgram:
         kernels = COMPILED_KERNELS if step_config.compiled else EAGER_KERNELS
         # The seconds of the host for a unit, and for the forward pass of a block.
         self.unit_seconds, self.launch_seconds = (0.0, 0.0) if rates.is_cpu else (UNIT_SECONDS, kernels * LAUNCH_SECONDS)
-        plain, saving = (count_block(step_config, checkpointed=each) for each in (False, True))
-        self.costs = [saving if is_checkpointed(step_config, number) else plain for number in range(1, stage.blocks + 1)]
+        windows = model.layer_windows[: stage.blocks] if stage.has_embedding else model.layer_windows[-stage.blocks :]
+        costs = {
+            (window, checkpointed): count_block(step_config, window, checkpointed=checkpointed)
+            for window, checkpointed in product(set(windows), (False, True))
+        }
+        self.costs = [costs[window, is_checkpointed(step_config, number)] for number, window in enumerate(windows, start=1)]
         shapes, flat = shapes_of(step_config), options.engine == "fsdp1"
         tables, head = shapes.tables, shapes.head if stage.has_head else ()
         self.tied = model.tie_word_embeddings and stage.has_embedding and stage.has_head

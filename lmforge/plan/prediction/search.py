@@ -1,11 +1,12 @@
 """Which configuration of a run is the fastest that fits: all are estimated, and the best of them predicted in full.
 
-The estimate extrapolates linearly from two models with few blocks, since all blocks are identical. The global batch, the model
-and the numbers that training computes stay what they are; float8, which changes numbers, is tried only on request. fsdp1 does
-what fsdp2 does, and is not tried.
+The estimate extrapolates linearly from two models with few blocks, since all blocks with one window are identical. The global
+batch, the model and the numbers that training computes stay what they are; float8, which changes numbers, is tried only on
+request. fsdp1 does what fsdp2 does, and is not tried.
 """
 
 import math
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cache
@@ -154,8 +155,8 @@ def check_step_config(step_config: StepConfig) -> None:
 
 
 @cache
-def _shorter(model: ModelConfig, layers: int) -> ModelConfig:
-    return replace(model, num_hidden_layers=layers, layer_types=None)
+def _shorter(model: ModelConfig, layers: int, layer_type: str | None) -> ModelConfig:
+    return replace(model, num_hidden_layers=layers, layer_types=layer_type and (layer_type,) * layers)
 
 
 def estimate(step_config: StepConfig, gpu: GPU, rates: Rates, budget: float) -> Candidate:
@@ -168,20 +169,29 @@ def estimate(step_config: StepConfig, gpu: GPU, rates: Rates, budget: float) -> 
 
 
 def _on_straight_line(step_config: StepConfig, gpu: GPU, rates: Rates) -> Candidate:
-    """Memory and time, extrapolated linearly from two models of few blocks."""
+    """Memory and time, extrapolated linearly from two models of few blocks for each type of layers, whose results count as
+    often as the model has such layers."""
     layers = step_config.model.num_hidden_layers
     few, more = (count * step_config.pipeline for count in FEW_BLOCKS)
     if layers <= more:
         prediction = predict(step_config, gpu, rates)
         return Candidate(step_config, prediction.device_bytes, prediction.step_seconds, prediction.parts)
-    low, high = (predict(replace(step_config, model=_shorter(step_config.model, count)), gpu, rates) for count in (few, more))
+    types = step_config.model.layer_types or (None,)
 
     def line(below: float, above: float) -> float:
         return above + (layers - more) / (more - few) * (above - below)
 
-    low_parts = low.parts
-    parts = {name: line(low_parts.get(name, 0.0), seconds) for name, seconds in high.parts.items()}
-    memory, seconds = line(low.device_bytes, high.device_bytes), line(low.step_seconds, high.step_seconds)
+    memory, seconds, parts = 0.0, 0.0, dict[str, float]()
+    for layer_type, count in Counter[str | None](types).items():
+        low, high = (
+            predict(replace(step_config, model=_shorter(step_config.model, blocks, layer_type)), gpu, rates)
+            for blocks in (few, more)
+        )
+        share, low_parts = count / len(types), low.parts
+        memory += share * line(low.device_bytes, high.device_bytes)
+        seconds += share * line(low.step_seconds, high.step_seconds)
+        for name, above in high.parts.items():
+            parts[name] = parts.get(name, 0.0) + share * line(low_parts.get(name, 0.0), above)
     return Candidate(step_config, memory, seconds, parts)
 
 
