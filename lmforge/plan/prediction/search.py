@@ -156,7 +156,7 @@ def check_step_config(step_config: StepConfig) -> None:
 
 @cache
 def _shorter(model: ModelConfig, layers: int, layer_type: str | None) -> ModelConfig:
-    return replace(model, num_hidden_layers=layers, layer_types=layer_type and (layer_type,) * layers)
+    return replace(model, num_hidden_layers=layers, layer_types=None if layer_type is None else (layer_type,) * layers)
 
 
 def estimate(step_config: StepConfig, gpu: GPU, rates: Rates, budget: float) -> Candidate:
