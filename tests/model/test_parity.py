@@ -16,13 +16,19 @@ from lmforge.model.config import get_preset
 from lmforge.model.presets import PRESETS
 from tests.model.conftest import MODEL_TYPES, built, drawn_config, logits, one_document, shaken
 
-# fp32 sums of a few dozen terms of size one, in another order.
-TOLERANCE = 1e-4
+# Of the largest logit: fp32 sums of a few dozen terms, in another order. Of 175 models, 25 of each family, the farthest was
+# 8e-7 away.
+TOLERANCE = 1e-5
 
 
 def their_logits(model: torch.nn.Module, tokens: torch.Tensor) -> torch.Tensor:
     with torch.no_grad():
         return model(tokens).logits
+
+
+def assert_equal_to_fp32_precision(ours: torch.Tensor, theirs: torch.Tensor) -> None:
+    assert ours.dtype == theirs.dtype == torch.float32
+    torch.testing.assert_close(ours, theirs, atol=TOLERANCE * theirs.abs().max().item(), rtol=0)
 
 
 @pytest.mark.parametrize("shards", ["100GB", "20KB"])
@@ -41,7 +47,7 @@ def test_a_folder_saved_by_transformers_gives_its_logits(
     ours = build_model(opened)
     load_folder(tmp_path, ours)
     rows = one_document(2, draw.randrange(25, 60), config.vocab_size)
-    torch.testing.assert_close(logits(ours, rows), their_logits(theirs, rows.tokens), atol=TOLERANCE, rtol=TOLERANCE)
+    assert_equal_to_fp32_precision(logits(ours, rows), their_logits(theirs, rows.tokens))
 
 
 @pytest.mark.parametrize("shard_bytes", [5_000_000_000, 9_000])
@@ -56,7 +62,7 @@ def test_transformers_opens_an_exported_folder_with_equal_logits(
     assert not any(report[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
     assert theirs.dtype == torch.float32
     rows = one_document(2, draw.randrange(25, 60), config.vocab_size)
-    torch.testing.assert_close(logits(ours, rows), their_logits(theirs, rows.tokens), atol=TOLERANCE, rtol=TOLERANCE)
+    assert_equal_to_fp32_precision(logits(ours, rows), their_logits(theirs, rows.tokens))
 
 
 @pytest.mark.parametrize("model_type", MODEL_TYPES)
