@@ -3,6 +3,7 @@ Its status says whether the machine is usable, and whether the strategies agree.
 
 import importlib.metadata
 import json
+import math
 import platform
 import shutil
 import subprocess
@@ -13,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 
+from lmforge.bench import parity
 from lmforge.bench.doctor import machine_checks
 from lmforge.bench.doctor.network_checks import check_network, neighbours
 from lmforge.bench.doctor.rank_checks import check_devices, compare_clocks, compare_versions, describe_host
@@ -67,6 +69,29 @@ def test_a_strategy_with_other_results_is_reported_and_sets_the_status(
     printed = capsys.readouterr().out
     assert "WRONG, further than 1e-06 from one process, or in another dtype: fsdp2 full-shard, " in printed
     assert "one process, 2 micro-batches," not in printed.partition("WRONG")[2]
+
+
+@pytest.mark.parametrize("wrong", ["losses", "grad_norms", "weights"])
+def test_a_strategy_that_becomes_nan_after_equal_values_is_wrong(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, wrong: str
+) -> None:
+    few, run_case = strategy_cases(1, False)[:1], parity.run_case
+
+    def run_wrong(case: parity.ParityCase, *arguments: Any) -> parity.ParityResult:
+        result = run_case(case, *arguments)
+        if case.accumulation == 2 and wrong == "weights":
+            [*result.weights.values()][-1].view(-1)[-1] = math.nan
+        elif case.accumulation == 2:
+            getattr(result, wrong)[-1] = math.nan
+        return result
+
+    monkeypatch.setattr(parity, "strategy_cases", lambda *arguments: few)
+    monkeypatch.setattr(parity, "run_case", run_wrong)
+    assert run(["doctor", "--parity", "--steps", "2", "--device", "cpu", "--output", "json"]) == 1
+    printed = capsys.readouterr().out
+    assert json.loads(printed)[0]["wrong"]
+    assert "NaN" not in printed
+    assert "Infinity" not in printed
 
 
 def test_a_strategy_that_does_not_end_is_named_with_its_rank_and_stacks_while_it_waits(program: Command) -> None:

@@ -5,6 +5,7 @@ results are to those of other libraries.
 """
 
 from dataclasses import dataclass, replace
+from math import inf, isnan
 
 # The bounds are of so many steps. Later, training amplifies rounding: slowly, or at once where a loss spikes.
 BOUND_STEPS = 20
@@ -51,5 +52,6 @@ def bound_of_splits(
 
 
 def relative_difference(ours: float, theirs: float) -> float:
-    """How far apart two numbers are, as a part of the second."""
-    return abs(ours - theirs) / max(abs(theirs), 1e-12)
+    """How far apart two numbers are, as a part of the second; infinite where one is not finite."""
+    difference = abs(ours - theirs) / max(abs(theirs), 1e-12)
+    return inf if isnan(difference) else difference

@@ -13,6 +13,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
+from lmforge.atomic_files import without_non_finite
 from lmforge.bench import parity
 from lmforge.bench.bounds import bound_of_splits
 from lmforge.bench.parity import ParityCase, ParityData, ParityResult
@@ -37,7 +38,7 @@ def check_parity(options: DoctorOptions) -> int:
             raise UserError(f"--compile: {missing} on this machine; install it, or leave the option out")
         rows = _run_cases(dist_ctx, options)
         if dist_ctx.is_rank0 and options.output == "json":
-            print(json.dumps(rows, indent=1))
+            print(json.dumps(without_non_finite(rows), indent=1))
         elif dist_ctx.is_rank0:
             _print_table(rows, dist_ctx, options.dtype)
         return dist_ctx.broadcast(int(any(row["wrong"] for row in rows)))
@@ -96,7 +97,7 @@ def _row(case: ParityCase, result: ParityResult, reference: ParityResult, dist_c
         "loss": result.losses[-1],
         "reference": reference.losses[-1],
         "difference": differences,
-        # NaN is not within the bound. Compiled, the residual stream is not seen.
+        # What is not finite is infinitely far. Compiled, the residual stream is not seen.
         "wrong": not all(differences[name] <= getattr(bound, name) for name in differences)
         or result.hidden_dtypes != (set() if case.compile_model else {case.dtype}),
         "tokens_per_second": result.tokens_per_second,

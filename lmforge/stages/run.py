@@ -15,6 +15,8 @@ from datetime import timedelta
 from functools import cache, partial
 from typing import Any
 
+import torch
+
 from lmforge.cluster.distributed import CONTROL_TIMEOUT, DistributedContext, destroy_distributed, init_distributed
 from lmforge.cluster.memory import record_memory, write_memory_snapshot
 from lmforge.cluster.rank_info import threads_per_rank
@@ -146,7 +148,11 @@ def _train(
     for line in [*point.messages, *describe_config_changes(point, config), *_notes_on_ranks(dist_ctx)]:
         log(line)
     hosts = dist_ctx.world_size // dist_ctx.rank_info.local_world_size
-    ctx.events.add("start", point.step, ranks=dist_ctx.world_size, hosts=hosts, device=dist_ctx.device.type)
+    device = dist_ctx.device
+    hardware = {"device": device.type, "threads": torch.get_num_threads()}
+    if device.type == "cuda":
+        hardware["gpu"] = torch.cuda.get_device_name(device)
+    ctx.events.add("start", point.step, ranks=dist_ctx.world_size, hosts=hosts, **hardware)
     if point.step >= steps:
         log(f"{ctx.run.path}: trained to step {point.step} already; give a larger --train.steps to continue")
         return 0

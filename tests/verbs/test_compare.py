@@ -3,12 +3,15 @@
 import json
 import re
 import shutil
+from math import inf, nan
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-from lmforge.bench.bounds import BOUND_STEPS, BOUNDS, EQUAL_BITS, FP32, WEIGHTS_OF_SMALL_EPSILON
+from lmforge.bench.bounds import BOUND_STEPS, BOUNDS, EQUAL_BITS, FP32, GPU, WEIGHTS_OF_SMALL_EPSILON
+from lmforge.checkpoint import StoredModel
 from lmforge.cli import run as command
 from lmforge.runs import Run
 from tests.conftest import Command, Refusal
@@ -24,6 +27,8 @@ RUNS: dict[str, list[tuple[int, str]]] = {
     "seed": [(1, "--train.seed 5")],
     "rare": [(1, "--log.every_steps 2")],
     "longer": [(1, "--train.steps 8")],
+    "biased": [(1, "--model.attention_bias true")],
+    "biased-parts": [(1, "--model.attention_bias true --train.micro_batch_size 1")],
 }
 Runs = dict[str, Path]
 
@@ -147,6 +152,113 @@ def test_a_bit_is_a_difference_where_nothing_differs(runs: Runs, tmp_path: Path,
     assert status == 1
     assert " from step 5 on: loss " in result["verdict"]
     assert "where bits are to be equal: every sum is added in the same order" in result["verdict"]
+
+
+@pytest.fixture
+def add_to_weight(runs: Runs, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """`add_to_weight(value, name, "two")`: an element of a tensor is larger by `value` in all checkpoints of the named runs."""
+    init, read = StoredModel.__init__, StoredModel.read
+    folders: dict[int, Path] = {}
+
+    def note(model: StoredModel, folder: Path, *rest: Any) -> None:
+        folders[id(model)] = folder
+        init(model, folder, *rest)
+
+    def add(value: float, name: str, *names: str) -> None:
+        def changed(model: StoredModel, tensor: str) -> torch.Tensor:
+            found = read(model, tensor)
+            if tensor == name and any(folders[id(model)].is_relative_to(runs[each]) for each in names):
+                found.view(-1)[1] += value
+            return found
+
+        monkeypatch.setattr(StoredModel, "__init__", note)
+        monkeypatch.setattr(StoredModel, "read", changed)
+
+    return add
+
+
+@pytest.mark.parametrize("value", [nan, inf])
+@pytest.mark.parametrize(
+    ("other", "with_it", "status"),
+    [
+        ("again", ["again"], 1),
+        ("again", ["one"], 1),
+        ("again", ["one", "again"], 0),
+        ("two", ["two"], 1),
+        ("two", ["one", "two"], 1),
+    ],
+)
+def test_a_weight_that_is_not_finite_is_beyond_every_bound_and_equals_only_its_own_bits(
+    compared: Any, add_to_weight: Any, value: float, other: str, with_it: list[str], status: int
+) -> None:
+    add_to_weight(value, "model.norm.weight", *with_it)
+    actual, result = compared("one", other, "--weights")
+    assert actual == status
+    if status:
+        assert " from step 2 on: weights model.norm.weight, by inf" in result["verdict"]
+
+
+QUERY, KEY = (f"model.layers.0.self_attn.{name}_proj.bias" for name in "qk")
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "status"), [(QUERY, 0, 0), (QUERY, 0.01, 1), (QUERY, nan, 1), (KEY, 0.01, 0), (KEY, nan, 1)]
+)
+def test_a_bias_is_compared_relative_to_its_weight_and_one_on_keys_is_only_to_be_finite(
+    compared: Any, add_to_weight: Any, name: str, value: float, status: int
+) -> None:
+    add_to_weight(value, name, "biased-parts")
+    actual, result = compared("biased", "biased-parts", "--weights")
+    assert (actual, result["bound"]["setup"]) == (status, FP32.setup)
+    if status:
+        assert f" from step 2 on: weights {name}, by " in result["verdict"]
+
+
+def test_where_nothing_says_how_the_dtype_auto_was_decided_there_is_no_bound_but_equal_bits(
+    runs: Runs, tmp_path: Path, compared: Any
+) -> None:
+    for name in ("one", "again", "two"):
+        shutil.copytree(runs[name], tmp_path / name, ignore=shutil.ignore_patterns("step-*"))
+        recipe = tmp_path / name / "recipe.toml"
+        text = recipe.read_text()
+        assert 'dtype = "fp32"' in text
+        recipe.write_text(text.replace('dtype = "fp32"', 'dtype = "auto"', 1))
+    status, result = compared(str(tmp_path / "one"), str(tmp_path / "again"))
+    assert (status, result["bound"]["setup"]) == (0, EQUAL_BITS.setup)
+    status, result = compared(str(tmp_path / "one"), str(tmp_path / "two"))
+    assert (status, result["bound"]) == (1, None)
+    assert (
+        "; no bound applies, as no checkpoint that can be read says which dtype train.dtype = auto was in" in result["verdict"]
+    )
+    status, result = compared("one", str(tmp_path / "two"))
+    assert (status, result["bound"]) == (1, None)
+    assert f"auto was in {tmp_path / 'two'}, and bounds differ (" in result["verdict"]
+
+
+def on_hardware(run: Path, copy: Path, **fields: Any) -> str:
+    """A copy of a run whose starts recorded these fields; None: nothing."""
+    shutil.copytree(run, copy)
+    events = [json.loads(line) for line in (copy / "events.jsonl").read_text().splitlines()]
+    for event in events:
+        if event["kind"] == "start":
+            event.update(fields)
+            for name in [name for name in fields if fields[name] is None]:
+                del event[name]
+    (copy / "events.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events))
+    return str(copy)
+
+
+def test_another_gpu_or_number_of_threads_is_another_split_and_is_named(runs: Runs, tmp_path: Path, compared: Any) -> None:
+    status, result = compared("one", on_hardware(runs["again"], tmp_path / "threads", threads=7))
+    assert (status, result["differs"], result["bound"]["setup"]) == (0, {"threads": [[1], [7]]}, FP32.setup)
+    assert result["reason"].endswith("(threads [1] and [7])")
+    gpus = [on_hardware(runs["again"], tmp_path / name, device="cuda", gpu=name) for name in ("A", "B")]
+    status, result = compared(*gpus)
+    assert (status, result["differs"], result["bound"]["setup"]) == (0, {"gpu": [["A"], ["B"]]}, GPU.setup)
+    assert result["reason"].endswith('(gpu ["A"] and ["B"])')
+    before = on_hardware(runs["again"], tmp_path / "before", threads=None)
+    status, result = compared("one", before)
+    assert (status, result["differs"], result["bound"]["setup"]) == (0, {}, EQUAL_BITS.setup)
 
 
 def test_what_is_no_run_or_has_nothing_in_common_is_refused_in_one_line(runs: Runs, tmp_path: Path, refused: Refusal) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from math import inf
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from lmforge.atomic_files import without_non_finite
 from lmforge.bench.bounds import BOUND_STEPS, EQUAL_BITS, Bound, bound_of_splits, relative_difference
@@ -20,13 +20,17 @@ from lmforge.report.run_data import read_environment, read_events
 from lmforge.runs import Run
 from lmforge.untrusted import cut
 
+if TYPE_CHECKING:
+    from torch import Tensor
+
 # Options that change no step.
 NO_STEP = ("run.", "launch.", "watch.", "log.", "checkpoint.", "sample.", "data.stage_to", "data.cache_")
 OF_SPLIT = ("parallel.", "train.micro_batch_size", "train.compile", "train.threads", "optimizer.implementation")
 # They matter where the learning rate that was used differs, or the plan of the data.
 OF_LR, OF_PLAN = ("schedule.", "train.steps", "train.epochs"), ("data.folder", "data.files", "data.sources", "data.phases")
-# Of environment.json, what decides the last bits.
+# What decides the last bits: of environment.json, and of each start in events.jsonl.
 VERSIONS = ("packages", "python", "processor", "cores", "git_commit")
+HARDWARE = {"threads": int, "gpu": str}
 DTYPES = {"torch.float32": "fp32", "torch.bfloat16": "bf16"}
 METRICS = {"loss": "loss", "val/loss": "loss", "grad_norm": "gradient_norm"}
 
@@ -75,20 +79,26 @@ class ComparedRun:
         self.environment = read_environment(run)
         starts = [event for event in read_events(run)[0] if event["kind"] == "start"]
         self.ranks = sorted({event["ranks"] for event in starts if isinstance(event.get("ranks"), int)})
+        # Empty of a run that did not record it, and of a GPU where there is none.
+        self.hardware: dict[str, list[Any]] = {
+            name: sorted({event[name] for event in starts if isinstance(event.get(name), kind)})
+            for name, kind in HARDWARE.items()
+        }
         self.device = next((event.get("device") for event in reversed(starts)), self.options["train.device"])
         self.records = {record["step"]: record for record in run.read_metrics()}
         self.checkpoints: dict[int, Manifest] = {}
         for step in run.checkpoint_steps():
             with suppress(UserError):  # a damaged one
                 self.checkpoints[step] = read_manifest(run.checkpoint_path(step))
-        # `auto` is decided where a run begins.
+        # `auto` is decided where a run begins, and only its checkpoints say how.
         written = next((DTYPES.get(str(each.written_by.get("dtype"))) for each in self.checkpoints.values()), None)
         self.dtype = written or self.options["train.dtype"]
         # Resuming may have changed the split.
         recipes = [each.recipe for each in self.checkpoints.values()]
         then = [(f"{section}.{name}", value) for each in recipes for section in each for name, value in each[section].items()]
         changed = any(name.startswith(OF_SPLIT) and value != self.options.get(name) for name, value in then)
-        self.has_one_split = len(self.ranks) == 1 and not changed
+        mixed = any(len(each) > 1 for each in self.hardware.values())
+        self.has_one_split = len(self.ranks) == 1 and not changed and not mixed
         self._windows = dict(self._log_windows([event["step"] or 0 for event in starts]))
 
     def _log_windows(self, starts: Sequence[int]) -> Iterator[tuple[int, int]]:
@@ -134,7 +144,7 @@ def compare_runs(first: ComparedRun, other: ComparedRun, *, weights: bool = Fals
     if not compared:
         raise UserError(f"{other.run.path}: no log step in common with {first.run.path}; set log.every_steps alike")
     if weights:
-        compared["weights"] = _find_differences(_weight_rows(first, other), limits.weights)
+        compared["weights"] = _find_differences(_weight_rows(first, other, limits.weights), limits.weights)
     same = not any(each.first for each in compared.values())
     verdict = _describe(first, other, bound, reason, compared)
     return Comparison(str(other.run.path), differs, bound, reason, compared, verdict, same)
@@ -150,6 +160,7 @@ def _differences(first: ComparedRun, other: ComparedRun) -> Iterator[tuple[str, 
         ("ranks", [first.ranks, other.ranks]),
         ("device", [first.device, other.device]),
         ("dtype", [first.dtype, other.dtype]),
+        *((name, pair) for name in HARDWARE if all(pair := [run.hardware[name] for run in (first, other)])),
         *((name, [run.environment.get(name) for run in (first, other)]) for name in VERSIONS),
     ):
         if pair[0] != pair[1]:
@@ -167,21 +178,28 @@ def _choose_bound(first: ComparedRun, other: ComparedRun, differs: dict[str, lis
     """The bound between the runs and why it is this one; None where they do not compute the same."""
     unlike_plan = any(" at step " in name for name in differs)
     lr = [run.values("lr") for run in (first, other)]
-    ignored: tuple[str, ...] = (*OF_SPLIT, *VERSIONS, "validation.", "ranks", "train.device", "train.deterministic")
+    ignored: tuple[str, ...] = (*OF_SPLIT, *VERSIONS, *HARDWARE, "validation.", "ranks")
+    ignored += ("train.device", "train.deterministic")
     if all(lr[0][step] == lr[1][step] for step in lr[0].keys() & lr[1].keys()):
         ignored += OF_LR
     if not unlike_plan and first.checkpoints.keys() & other.checkpoints.keys():
         ignored += OF_PLAN
-    if first.dtype == other.dtype:
-        ignored += ("train.dtype",)
+    unknown = [str(run.run.path) for run in (first, other) if run.dtype == "auto"]
+    if first.dtype == other.dtype or unknown:
+        ignored += ("train.dtype", "dtype")
     if names := [name for name in differs if not name.startswith(ignored)]:
         return None, f"they do not compute the same ({_name_differences(differs, names)})"
     options = first.options
-    split = [name for name in differs if name.startswith((*OF_SPLIT, *VERSIONS[:-1], "ranks"))]
+    split = [name for name in differs if name.startswith((*OF_SPLIT, *VERSIONS[:-1], *HARDWARE, "ranks"))]
+    if unknown and options["train.dtype"] != other.options["train.dtype"]:
+        split.append("train.dtype")
     if not split and not (first.has_one_split and other.has_one_split):
         split.append("ranks")
     if not split and (first.device == "cpu" or (options["train.deterministic"] and other.options["train.deterministic"])):
         return EQUAL_BITS, EQUAL_BITS.reason
+    if unknown:
+        why = f"no checkpoint that can be read says which dtype train.dtype = auto was in {' and '.join(unknown)}"
+        return None, f"{why}, and bounds differ ({_name_differences(differs, split) if split else 'not --deterministic'})"
     if options["train.float8"] or first.options.get("align.method") == "grpo":
         what = "float8" if options["train.float8"] else "sampled completions"
         return None, f"there is no bound for {what} with another split ({_name_differences(differs, split)})"
@@ -207,8 +225,9 @@ def _row(step: int, begin: int, theirs: float | None, ours: float | None) -> Row
     return Row(step, relative_difference(ours, theirs), (theirs, ours))
 
 
-def _weight_rows(first: ComparedRun, other: ComparedRun) -> Iterator[Row]:
-    """The tensors of the checkpoints of both, one after the other. Raises UserError."""
+def _weight_rows(first: ComparedRun, other: ComparedRun, limit: float) -> Iterator[Row]:
+    """The tensors of the checkpoints of both, one after the other. What is not finite is infinitely far from everything, but
+    where the limit is 0 from what has the same bits. Raises UserError."""
     import torch
 
     from lmforge.bench.parity import weights_difference
@@ -229,10 +248,23 @@ def _weight_rows(first: ComparedRun, other: ComparedRun) -> Iterator[Row]:
                 yield Row(step, inf, tensor=name)
                 continue
             theirs, ours = (model.read(name) for model in models)
-            # Biases begin at zero: they are nothing but updates, and only whether their bits are equal tells something.
-            difference = 0.0 if name.endswith(".bias") else weights_difference(name, ours, theirs, order=2)
-            difference = 0.0 if torch.equal(theirs, ours) else max(1e-300, difference)
-            yield Row(step, difference, tensor=name)
+            same_bits = theirs.dtype == ours.dtype and torch.equal(_bits(theirs), _bits(ours))
+            if same_bits and not limit:  # NaN too
+                yield Row(step, 0.0, tensor=name)
+                continue
+            # A bias may be zero but for its updates. It is added to the product of its weight, whose norm is the weight's for
+            # inputs of size 1.
+            weight = name.removesuffix("bias") + "weight"
+            is_bias = name.endswith(".bias") and weight in models[0].tensors
+            scale = float(torch.linalg.vector_norm(models[0].read(weight).float())) if is_bias else 0.0
+            difference = weights_difference(name, ours, theirs, order=2, at_least=max(scale, 1e-12))
+            yield Row(step, difference if same_bits else max(1e-300, difference), tensor=name)
+
+
+def _bits(tensor: "Tensor") -> "Tensor":
+    import torch
+
+    return tensor.reshape(-1).view(torch.uint8)
 
 
 def _find_differences(rows: Iterable[Row], limit: float) -> Compared:
@@ -243,9 +275,8 @@ def _find_differences(rows: Iterable[Row], limit: float) -> Compared:
         if first and row.step > first.step and row.tensor:
             break
         steps.add(row.step)
-        # NaN, of weights, is beyond every limit.
         first = first or (None if row.difference <= limit else row)
-        largest = row if largest is None or not row.difference <= largest.difference else largest
+        largest = row if largest is None or row.difference > largest.difference else largest
     assert largest is not None
     return Compared(limit, len(steps), largest, first)
 
