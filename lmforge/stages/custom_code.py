@@ -30,8 +30,8 @@ class CallbackPoints:
         """Before the first step of an attempt. `model` is this rank's, as it is trained: sharded, its blocks wrapped."""
 
     def on_step_end(self, run: "RunContext", step: int, metrics: dict[str, Any]) -> None:
-        """After each step, unless it ends in a rollback. At log steps `metrics` has the values of metrics.jsonl. At other steps
-        it is empty, so that the host does not wait for the device."""
+        """After each step, unless it ends in a rollback. At log steps `metrics` has the values of metrics.jsonl, at other
+        steps those of a validation, if there was one: the host does not wait for the device."""
 
     def on_validation_end(self, run: "RunContext", step: int, metrics: dict[str, float]) -> None:
         """After a validation, except that of `validation.at_start`, with its metrics, such as val/loss."""

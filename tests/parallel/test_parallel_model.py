@@ -16,6 +16,7 @@ from lmforge.data.batch import Metrics
 from lmforge.errors import UserError
 from lmforge.model import build_model
 from lmforge.objectives.language import NextTokenObjective
+from lmforge.parallel.parallel_model import _norm_by_rows
 from lmforge.parallel.parallelize import parallelize
 from lmforge.train.bad_steps import BadStepDetector
 
@@ -67,3 +68,12 @@ def test_a_model_that_does_not_fit_unsharded_is_refused_before_it_is_gathered_fo
     finally:
         resource.setrlimit(resource.RLIMIT_DATA, limits)
         cluster.destroy_distributed()
+
+
+@pytest.mark.parametrize("size", [1, 1023, 1024, 131_072, 300_001])
+def test_the_norm_of_a_gradient_on_a_cpu_is_exact_whatever_its_size(size: int) -> None:
+    numbers = torch.randn(size, generator=torch.Generator().manual_seed(size)) * 1e-3
+    numbers[::7] *= 30
+    exact = float(torch.linalg.vector_norm(numbers, dtype=torch.float64))
+    assert float(_norm_by_rows(numbers)) == pytest.approx(exact, rel=3e-7)
+    assert float(_norm_by_rows(numbers[:, None].expand(-1, 2).contiguous())) == pytest.approx(exact * 2**0.5, rel=3e-7)
