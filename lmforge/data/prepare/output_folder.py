@@ -18,6 +18,7 @@ from lmforge.manifests import UNFINISHED
 from lmforge.untrusted import read_json
 
 LOCK = ".lock"
+LOCKS = {LOCK, f"{LOCK}.held"}  # the second on a file system without flock
 EVALUATION_NGRAMS = "evaluation-ngrams.npz"  # in the unfinished folder, for the processes of the preparation
 
 
@@ -58,7 +59,7 @@ def _open_plan(out: Path, plan: dict[str, Any], overwrite: bool) -> bool:
         # A preparation that ended before it wrote more than its plan, or while it was removed, leaves nothing usable.
         if _is_interrupted_preparation(out / UNFINISHED):
             _remove_preparation(out)
-        if set(os.listdir(out)) - {LOCK, f"{LOCK}.held"}:
+        if set(os.listdir(out)) - LOCKS:
             raise UserError(f"{out}: not empty, and no preparation; name another folder")
     if begun:
         written = TokenFolder.open(out).manifest.plan if finished else read_json(path, dict[str, Any], hint=RESTORE_HINT)
@@ -87,7 +88,7 @@ def _is_preparation(out: Path) -> bool:
 def _has_results(out: Path) -> bool:
     """Whether a folder holds anything but the plan of a preparation, such as a tokenizer or parts."""
     return any(
-        each.name not in (UNFINISHED, "plan.json", EVALUATION_NGRAMS)
+        each.name not in (UNFINISHED, "plan.json", EVALUATION_NGRAMS, *LOCKS)
         for each in (*out.iterdir(), *(out / UNFINISHED).iterdir())
     )
 
