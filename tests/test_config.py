@@ -143,7 +143,7 @@ def test_every_option_has_a_meaning_in_one_line_and_a_default_that_its_own_rules
         assert field.description, path
         assert "\n" not in field.description, path
     required = [(path[0], field.annotation) for path, field in iter_options(options_class) if field.is_required()]
-    given: dict[str, Any] = {name: ["x"] if get_origin(kind) is tuple else "x" for name, kind in required}
+    given: dict[str, Any] = {name: ["x", "y"] if get_origin(kind) is tuple else "x" for name, kind in required}
     if options_class is PipelineOptions:
         given["stages"] = [{"verb": "x"}]
     # Epochs, by default, become steps before a recipe is recorded.

@@ -12,7 +12,7 @@ from lmforge.errors import UserError
 from lmforge.hub import is_hub_name
 from lmforge.manifests import EXAMPLES_MANIFEST, UNFINISHED, is_of_checkpoint
 from lmforge.runs import MANIFEST, Run, checkpoint_step
-from lmforge.untrusted import CHUNK_BYTES, cut, open_file
+from lmforge.untrusted import CHUNK_BYTES, MAX_LISTED, cut, open_file
 
 HF_CONFIG, ADAPTER_CONFIG = "config.json", "adapter_config.json"
 
@@ -73,4 +73,4 @@ def unexpected(name: str | Path, expected: Sequence[Kind | str], hint: str = "")
         hint = f"{hint}; `lmforge import` makes a Hugging Face folder of it"
     *most, last = expected
     words = f"{', '.join(most)} or {last}" if most else last
-    return UserError(f"{cut(str(name))}: {kind}; give {words}{hint}")
+    return UserError(f"{cut(str(name), MAX_LISTED)}: {kind}; give {words}{hint}")

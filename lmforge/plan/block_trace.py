@@ -121,6 +121,9 @@ def trace_block(
     such as one whose work depends on its data.
     """
     with fake_model(traced) as model:
+        if any(parameter.dim() > 2 for parameter in model.blocks.parameters()):
+            words = "its blocks have stacked weights, such as experts, of which a token uses some"
+            raise UserError(f"a {traced.config.model_type} model cannot be traced without data: {words}")
         model.dropout = DROPOUT_RATE * has_dropout
         apply_activation_checkpointing(model, mode, every=1)
         block = model.blocks[0]
