@@ -221,6 +221,7 @@ def _live_bytes() -> int:
     The buckets of DDP are among them: its reducer keeps the gradients that are views of them, and a gradient that Python has
     seen once, as optimizers do, stays visible.
     """
+    gc.collect()  # what only reference cycles hold is not needed
     tensors = (each for each in gc.get_objects() if issubclass(type(each), torch.Tensor))
     storages = {}
     for tensor in tensors:
