@@ -11,9 +11,10 @@ import json
 import math
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import Any, BinaryIO, TextIO
 from uuid import uuid4
 
@@ -21,6 +22,31 @@ from lmforge.errors import DISK_FULL_ERRNOS, UserError
 
 PARTIAL_SUFFIX = ".partial"
 DELETED_SUFFIX = ".deleted"
+
+
+def check_output(
+    path: Path,
+    option: str = "",
+    *,
+    kind: str = "",
+    is_of_kind: Callable[[Path], bool] = lambda path: False,
+    other: str = "file",
+) -> None:
+    """Decides for every path that a user names and a command writes: what is there stays, unless it is what the command writes.
+
+    Call it before the work begins. Raises UserError where there is something of another kind than `kind`, or its folder cannot
+    be there; `option`, such as "--out", begins the message, and `other` ends it.
+    """
+    where = f"{option}: {path}" if option else f"{path}:"
+    if os.path.lexists(path) and not is_of_kind(path):
+        what = f"exists and is not {kind}" if kind else "exists already"
+        raise UserError(f"{where} {what}; name another {other}")
+    above = next(each for each in path.absolute().parents if os.path.lexists(each))
+    try:
+        with TemporaryFile(dir=above):
+            pass
+    except OSError as problem:
+        raise UserError(f"{where} cannot be written ({above}: {problem.strerror}); name another {other}") from None
 
 
 def partial_path(path: Path) -> Path:
@@ -85,6 +111,7 @@ def atomic_write_json(path: Path, value: Any) -> None:
 def create_file(path: Path) -> Iterator[TextIO]:
     """A new text file to write, which is deleted again if the block fails. Raises UserError where `path` exists or cannot be
     written; the file is created at once, so that a command can fail before its work."""
+    check_output(path)
     try:
         with open(path, "x", encoding="utf-8") as file:
             try:
@@ -93,10 +120,8 @@ def create_file(path: Path) -> Iterator[TextIO]:
             except BaseException:
                 path.unlink()
                 raise
-    except FileExistsError:
-        raise UserError(f"{path}: exists already; name another file") from None
     except OSError as problem:
-        raise UserError(f"{path}: cannot be written ({problem.strerror}); choose another file") from None
+        raise UserError(f"{path}: cannot be written ({problem.strerror}); name another file") from None
 
 
 @contextmanager

@@ -18,7 +18,7 @@ from functools import partial
 from pathlib import Path
 from typing import BinaryIO, Literal, NamedTuple
 
-from lmforge.atomic_files import PARTIAL_SUFFIX, atomic_write_json, atomic_write_text
+from lmforge.atomic_files import PARTIAL_SUFFIX, atomic_write_json, atomic_write_text, check_output
 from lmforge.errors import DISK_FULL_ERRNOS, UserError
 from lmforge.locks import hold_lock
 from lmforge.untrusted import cut, is_inner_path, quoted, read_json
@@ -265,7 +265,11 @@ class _Destination:
     def has(self, file: HubFile) -> bool:
         path = self.path_of(file)
         verified = self._blobs or self._verified.get(file.name) == file
-        return path.is_file() and (path.stat().st_size == file.size if verified else file.matches(path))
+        if path.is_file() and (path.stat().st_size == file.size if verified else file.matches(path)):
+            return True
+        if not self._blobs and file.name not in self._verified:
+            check_output(path, other="folder")
+        return False
 
     def mark_complete(self, file: HubFile) -> None:
         """Record at once that this file was verified, so that it need not be checked again after an interruption."""

@@ -5,6 +5,7 @@ import faulthandler
 import io
 import json
 import os
+import pickle
 import random
 import re
 import shlex
@@ -20,7 +21,10 @@ from typing import Any
 import pytest
 import xxhash
 
+from lmforge.checkpoint.storage import BLOCK_BYTES
 from lmforge.cli import MAX_LINE, run
+from lmforge.manifests import read_manifest
+from lmforge.runs import MANIFEST
 
 # Nothing here needs more than two seconds; a busy machine may take longer.
 LIMIT_SECONDS = 60
@@ -66,6 +70,18 @@ RAW_JSON = [
     "9" * 6000,
     "[" * 3000 + "]" * 3000,
     '{"a":' * 3000 + "1" + "}" * 3000,
+]
+
+
+# Pickles that no unpickler can load: one that asks for 2^48 bytes, one for more than there are addresses, one that refers to
+# what it does not hold, one of another thing, and half of one.
+DAMAGED_PICKLES = [
+    b"\x80\x04\x96" + (2**48).to_bytes(8, "little"),
+    b"\x80\x04\x8d" + b"\xff" * 8,
+    b"\x80\x04h\x05.",
+    pickle.dumps({}),
+    pickle.dumps(["x" * 400])[:-40],
+    b"",
 ]
 
 
@@ -155,6 +171,15 @@ def _mutate_a_field(rng: random.Random, value: Any) -> None:
     else:
         value[key] = copy.deepcopy(rng.choice(JSON_VALUES))
     return None
+
+
+def put_sealed(file: Path, content: bytes) -> None:
+    """Other content of a file of a checkpoint, with the manifest that goes with it."""
+    file.write_bytes(content)
+    manifest = read_manifest(file.parent)
+    blocks = [content[at : at + BLOCK_BYTES] for at in range(0, len(content), BLOCK_BYTES)]
+    manifest.files[file.name] = {"bytes": len(content), "xxh3": [xxhash.xxh3_64_hexdigest(block) for block in blocks]}
+    (file.parent / MANIFEST).write_text(manifest.json_text)
 
 
 def contents(folder: Path) -> dict[str, str]:

@@ -23,7 +23,7 @@ import torch
 import xxhash
 
 from lmforge import checkpoint
-from lmforge.atomic_files import PARTIAL_SUFFIX, atomic_write_text
+from lmforge.atomic_files import PARTIAL_SUFFIX
 from lmforge.cli import run
 from lmforge.data.dataset import TokenDataset
 from lmforge.data.shards.folder import TokenFolder
@@ -41,6 +41,7 @@ from lmforge.parallel import precision
 from lmforge.runs import MANIFEST, Run
 from tests.conftest import Command, Refusal, only_line, without_shape
 from tests.distributed.conftest import weights
+from tests.fuzzing import DAMAGED_PICKLES, put_sealed
 from tests.preloaded import preloaded
 from tests.tools import need
 
@@ -345,6 +346,22 @@ def test_a_run_with_no_intact_checkpoint_left_is_not_silently_restarted(
     assert contents(trained.checkpoints_folder) == before
 
 
+@pytest.mark.parametrize(("name", "content"), [*((".metadata", each) for each in DAMAGED_PICKLES), ("tensors", b"no archive")])
+def test_what_torch_cannot_read_is_skipped_in_a_line_although_its_digest_is_right(
+    trained: Run, onwards: list[str], capfd: pytest.CaptureFixture[str], name: str, content: bytes
+) -> None:
+    newest = trained.checkpoint_path(6)
+    put_sealed(tensors(newest) if name == "tensors" else newest / name, content)
+    words = ["--sequences", "2", "--sequence_length", "16", "--device", "cpu", "--output", "json"]
+    assert run(["evaluate", str(trained.path), *words]) == 0
+    printed = capfd.readouterr()
+    assert json.loads(printed.out)["model"] == str(trained.checkpoint_path(4))
+    [line] = [line for line in printed.err.splitlines() if line.startswith(str(newest))]
+    assert re.search(r" cannot be read \(.{1,160}\); copy it again; skipped$", line)
+    assert run(["evaluate", str(newest), *words]) == 2
+    assert only_line(capfd.readouterr().err).startswith(f"{newest}: ")
+
+
 class Malice:
     """Pickles as a command that leaves a mark."""
 
@@ -361,10 +378,7 @@ def test_a_checkpoint_that_carries_a_program_is_refused_and_does_not_run(
     """With a valid manifest, as an attacker would write it."""
     folder, mark = trained.checkpoint_path(6), tmp_path / "mark"
     program = pickle.dumps(Malice(mark))
-    (folder / ".metadata").write_bytes(program)
-    manifest = checkpoint.read_manifest(folder)
-    manifest.files[".metadata"] = {"bytes": len(program), "xxh3": [xxhash.xxh3_64_hexdigest(program)]}
-    atomic_write_text(folder / MANIFEST, manifest.json_text)
+    put_sealed(folder / ".metadata", program)
     for words in ([*onwards, "--train.steps", "8"], ["generate", folder, "To be"]):
         message = refused(*words)
         assert message.startswith(f"{folder / '.metadata'}: cannot be read as checkpoint metadata: it asks for "), message

@@ -1,4 +1,4 @@
-"""Hostile input of seven kinds, drawn from the seed of each test run: every case ends in time, with one line, and without data
+"""Hostile input of ten kinds, drawn from the seed of each test run: every case ends in time, with one line, and without data
 loss.
 
 A failure lists the cases that broke the contract (`Contract` in fuzzing.py) with their command lines. The same seed, which it
@@ -25,6 +25,7 @@ from lmforge.runs import MANIFEST
 from lmforge.verbs.table import VERBS
 from tests.conftest import without_shape
 from tests.fuzzing import (
+    DAMAGED_PICKLES,
     JSON_VALUES,
     RAW_JSON,
     TEXTS,
@@ -35,6 +36,7 @@ from tests.fuzzing import (
     mutated_bytes,
     mutated_json,
     pieces,
+    put_sealed,
 )
 from tests.generate.conftest import byte_tokenizer, models, one_thread, scripted  # noqa: F401 - fixtures
 from tests.seeds import fresh_random
@@ -257,6 +259,74 @@ def test_manifests(part: int, carry_out: CarryOut, tiny_run: Path, tiny_tokens: 
     carry_out(draw, 15)
 
 
+# --- what torch serialised -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("part", range(2))
+def test_serialised(part: int, carry_out: CarryOut, tiny_run: Path, command_on: CommandOn) -> None:
+    """Files of tensors and their metadata, of a checkpoint with the digests that they have now, or of a folder to import."""
+
+    def draw(rng: random.Random, case: Path) -> tuple[list[str], str]:
+        thing = Path(shutil.copytree(tiny_run, case / "tiny"))
+        newest = max(thing.glob("checkpoints/step-*"))
+        path = rng.choice([newest / ".metadata", next(newest.glob("*.distcp"))])
+        content = path.read_bytes()
+        content = rng.choice(DAMAGED_PICKLES) if rng.random() < 0.3 else mutated_bytes(rng, content)
+        put_sealed(path, content)
+        if rng.random() < 0.7:
+            return command_on(rng, thing), f"{path.name}, mutated: {content[:300]!r}"
+        (newest / MANIFEST).unlink()
+        told = ["--num_attention_heads", "2", "--rope_theta", "10000", "--layout", rng.choice(["auto", "torchtitan", "fms"])]
+        return ["import", str(newest), str(case / "out"), *told], f"{path.name}, mutated: {content[:300]!r}"
+
+    carry_out(draw, 12)
+
+
+# --- what a command writes -------------------------------------------------------------------------------------------
+
+WRITING = {
+    "trace": "bench --model.preset nano --data.sequence_length 16 --train.global_batch_size 1 --train.compile off"
+    " --bench.steps 1 --train.device cpu --bench.trace OUT",
+    "calibration": "bench --calibrate --bench.calibrate_seconds 1 --train.device cpu --bench.out OUT",
+    "recipe": "plan --search --gpus 8 --configurations 3 --write OUT",
+    "report": "report RUN --out OUT",
+    "answers": "evaluate RUN --device cpu --tasks questions.jsonl --answers OUT",
+    "model": "export RUN OUT --overwrite",
+    "tokens": "prepare text.txt OUT --vocab_size 301 --workers 1 --overwrite",
+}
+
+
+def test_outputs(carry_out: CarryOut, tiny_run: Path) -> None:
+    """Whatever is there under the name that a command is to write, and is not its own, stays."""
+
+    def draw(rng: random.Random, case: Path) -> tuple[list[str], str]:
+        (case / "text.txt").write_text(TEXT)
+        (case / "questions.jsonl").write_text('{"prompt": "a", "answer": "b"}\n')
+        (case / "link.html").symlink_to(neighbour(case / "x") / "notes.txt")
+        (case / "gone").symlink_to("nowhere")
+        taken = [neighbour(case / "x") / "notes.txt", neighbour(case / "x"), case, "link.html", "gone", "text.txt", "/dev/null"]
+        taken += [tiny_run, tiny_run / "recipe.toml", tiny_run / "metrics.jsonl", "text.txt/below", "/proc/nothing", "/"]
+        words = rng.choice(list(WRITING.values())).replace("RUN", str(tiny_run)).split()
+        out = str(rng.choice(taken))
+        return [word.replace("OUT", out) for word in words], f"writes {out}"
+
+    carry_out(draw, 20)
+
+
+# --- prompts ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "text",
+    [b"To be. " * 10**6, b"<|end|>" * 10**5, b"\xff" * 99, b"", b"x" * (2**24 + 1), "漢\n".encode() * 9],
+    ids=["megabytes", "special", "binary", "empty", "endless", "short"],
+)
+@pytest.mark.parametrize("verb", ["generate", "chat"])
+def test_prompts(verb: str, text: bytes, carry_out: CarryOut, models: Path) -> None:  # noqa: F811
+    words = [verb, str(models / "hello"), "--max_tokens", "2", "--device", "cpu", "--temperature", "0"]
+    carry_out(lambda rng, case: (words, f"a text of {len(text):,} bytes"), 1, stdin=text)
+
+
 # --- model folders ---------------------------------------------------------------------------------------------------
 
 
@@ -431,9 +501,11 @@ def test_templates(part: int, carry_out: CarryOut, models: Path, command_on: Com
 
 BODIES: list[dict[str, Any]] = [
     {"prompt": "a", "n": 1, "stop": ["b"], "logprobs": 1, "top_k": 3, "top_p": 0.5, "seed": 1},
+    {"prompt": ["a <|end|>", "b"], "echo": True, "logprobs": 1, "stop": "<|end|>", "min_p": 0, "top_k": -1},
     {"prompt": [[1, 2], [3]], "stream": True, "stream_options": {"include_usage": True}},
     {**CONVERSATION, "temperature": 0, "logprobs": True, "top_logprobs": 2},
     {"messages": [{"role": "user", "content": "Hi"}], "max_completion_tokens": 2, "stop": "x", "stream": False},
+    {"messages": [*CONVERSATION["messages"]], "continue_final_message": True, "chat_template_kwargs": {"enable_thinking": 0}},
     {"messages": [{"role": "user", "content": [{"type": "text", "text": "Hi"}]}], "n": 2},
 ]
 ROUTES = ["/v1/completions", "/v1/chat/completions"]

@@ -515,8 +515,8 @@ def test_the_current_folder_is_prepared_into_and_another_in_use_is_refused(
     assert Path("manifest.json").is_file()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["here", "text.txt"]
     monkeypatch.chdir(tmp_path)
-    assert refused(*words[:2], ".", *words[3:]) == ".: not empty, and no preparation; name another folder"
-    assert refused(*words[:2], "/", *words[3:]) == "/: not empty, and no preparation; name another folder"
+    assert refused(*words[:2], ".", *words[3:]) == ".: exists and is not a preparation; name another folder"
+    assert refused(*words[:2], "/", *words[3:]) == "/: exists and is not a preparation; name another folder"
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from lmforge.atomic_files import atomic_write_json
+from lmforge.atomic_files import atomic_write_json, check_output
 from lmforge.bench.doctor.network_checks import time_collectives
 from lmforge.bench.doctor.storage_checks import checkpoint_folder, existing_folder, time_disk
 from lmforge.cluster.distributed import DistributedContext, init_distributed
@@ -93,8 +93,8 @@ def calibrate(config: BenchConfig) -> int:
     began = time.perf_counter()
     with init_distributed(config.train.device, config.train.threads) as dist_ctx:
         with dist_ctx.raise_on_all():
-            if dist_ctx.is_rank0 and out.exists():
-                raise UserError(f"--out: {out} exists; name another file")
+            if dist_ctx.is_rank0:
+                check_output(out, "--out")
         calibration = measure_calibration(dist_ctx, config)
         with dist_ctx.raise_on_all():
             if dist_ctx.is_rank0:

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, profile
 
+from lmforge.atomic_files import check_output
 from lmforge.cluster.distributed import DistributedContext, init_distributed
 from lmforge.config.batch_plan import BatchPlan
 from lmforge.config.verbs.bench import BenchConfig
@@ -62,6 +63,8 @@ class _Trial:
         self._model_config = resolve_model_config(config, pretrained, tokens.tokenizer.vocab_size if tokens else None)
         check_parallel(config.parallel, self._model_config, self._plan)
         with dist_ctx.raise_on_all():
+            if config.bench.trace and self._is_rank0:
+                check_output(config.bench.trace, "--trace")
             estimator = MemoryEstimator.of_run(config, self._model_config, self._plan, dist_ctx)
             estimator.check(dist_ctx)
         self._prediction = estimator.predict_run(config, self._device)
@@ -179,7 +182,9 @@ class _Trial:
             self._synchronize()
         if trace_file is not None:
             trace_file.parent.mkdir(parents=True, exist_ok=True)
-            profiled.export_chrome_trace(str(trace_file))
+            partial = trace_file.with_name(f".partial-{trace_file.name}")  # the suffix says whether to compress
+            profiled.export_chrome_trace(str(partial))
+            partial.rename(trace_file)
         spans = [event.time_range for event in profiled.events() or [] if event.name.startswith(COLLECTIVE_NAMES)]
         results = profiled.profiler.kineto_results
         live = torch.cuda.max_memory_allocated() if on_gpu else _peak_bytes(results.events(), live_before)

@@ -8,18 +8,16 @@ import warnings
 from collections.abc import Collection
 from functools import cached_property
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from lmforge.checkpoint.async_save import StateDict
 from lmforge.checkpoint.storage import VerifyingFileSystem
 from lmforge.config.tuning import LoraOptions
 from lmforge.errors import UserError
 from lmforge.interop.resolve import stored_model_config
-from lmforge.interop.torch_checkpoints import METADATA_FILE, SafeReader, flatten_names, load_tensors
+from lmforge.interop.torch_checkpoints import METADATA_FILE, SafeReader, flatten_names
 from lmforge.interop.weights import merge_adapters
 from lmforge.manifests import CorruptCheckpoint, Manifest, read_manifest
 from lmforge.model.init_weights import LORA_SUFFIXES
@@ -40,22 +38,22 @@ def load(folder: Path, state: StateDict) -> None:
     half-filled.
     """
     reader = _open_reader(folder)
-    stored: dict[str, Any] = reader.metadata.state_dict_metadata
+    stored = reader.tensors
     for name, tensor in flatten_names(state).items():
         if name not in stored:
             of_optimizer = name.startswith("optimizer.")
             reason = "it was saved with other optimizer options" if of_optimizer else "the model is of another shape"
             raise UserError(f"{folder}: it has no tensor {name}; {reason}")
-        size, expected = list(stored[name].size), list(tensor.shape)
+        size, expected = list(stored[name].shape), list(tensor.shape)
         if size != expected:
             raise UserError(f"{folder}: {name} is {size} there and {expected} here; the model is of another shape")
-    load_tensors(state, reader)
+    reader.load(state)
 
 
 def _open_reader(folder: Path) -> SafeReader:
     """A reader that verifies the files of our checkpoint. Raises CorruptCheckpoint, or UserError for other objects in it."""
-    reader = SafeReader(folder, VerifyingFileSystem(read_manifest(folder).files))
-    if not all(isinstance(stored, TensorStorageMetadata) for stored in reader.metadata.state_dict_metadata.values()):
+    reader = SafeReader(folder, VerifyingFileSystem(read_manifest(folder).files), CorruptCheckpoint)
+    if len(reader.tensors) < len(reader.metadata.state_dict_metadata):
         raise UserError(f"{folder / METADATA_FILE}: holds pickled objects; a checkpoint of lmforge has tensors only")
     return reader
 
@@ -91,7 +89,7 @@ class StoredModel:
         self._reader = _open_reader(folder)
         self.lora = stored_lora_config(manifest)
         self._conv1d_layout = stored_model_config(manifest).family.transposed
-        stored = self._reader.meta_tensors()
+        stored = self._reader.tensors
         tensors = {name.removeprefix("model."): each for name, each in stored.items() if name.startswith("model.")}
         self._adapters = {name: tensor for name, tensor in tensors.items() if name.endswith(LORA_SUFFIXES)}
         self.tensors = {name: tensor for name, tensor in tensors.items() if name not in self._adapters}
@@ -112,5 +110,5 @@ class StoredModel:
 
     def _read(self, name: str, like: Tensor) -> Tensor:
         value = torch.empty_like(like, device="cpu")
-        load_tensors({"model": {name: value}}, self._reader)
+        self._reader.load({"model": {name: value}}, name)
         return value

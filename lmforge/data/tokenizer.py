@@ -216,10 +216,19 @@ class Tokenizer:
         canonical = json.dumps([self._json, self.eos_token_id], sort_keys=True, separators=(",", ":"))
         return xxhash.xxh3_128_hexdigest(canonical.encode())
 
-    def encode(self, text: str) -> list[int]:
-        """The ids of a text, without additional ones; a special token's spelling is encoded as text."""
+    def encode(self, text: str, *, parse_special_tokens: bool = False) -> list[int]:
+        """The ids of a text, without additional ones; a special token's spelling is encoded as text, unless
+        `parse_special_tokens`, as transformers encodes."""
+        encoder = self._parsing_encoder if parse_special_tokens else self._encoder
         with self._library_errors("cannot encode a text"):
-            return self._encoder.encode(text, add_special_tokens=False).ids
+            return encoder.encode(text, add_special_tokens=False).ids
+
+    @cached_property
+    def _parsing_encoder(self) -> tokenizers.Tokenizer:
+        """The same tokenizer, for texts that may spell special tokens."""
+        encoder = tokenizers.Tokenizer.from_str(self._backend.to_str())
+        encoder.encode_special_tokens = False
+        return encoder
 
     @cached_property
     def prefix_ids(self) -> list[int]:

@@ -9,13 +9,10 @@ from typing import NamedTuple, TypeVar
 import torch
 
 from lmforge.cluster.distributed import DistributedContext
-from lmforge.data.batch import Batch
-from lmforge.data.labels import CHUNK_TOKENS
 from lmforge.data.tokenizer import Tokenizer
 from lmforge.errors import UserError
 from lmforge.generate.model_loading import LoadedModel
-from lmforge.generate.text_streamer import default_prefix_id
-from lmforge.model.config import ModelConfig
+from lmforge.generate.prompts import encode_prompt, max_input_length, scored_logits
 from lmforge.model.layers import LanguageModel
 
 TokenPair = tuple[list[int], list[int]]
@@ -36,16 +33,11 @@ def encode_pair(tokenizer: Tokenizer, prefix_ids: list[int], context: str, conti
     continuation, as tokenizers have them. lm-evaluation-harness does the same.
     """
     stripped = context.rstrip()
-    context_ids = tokenizer.encode(stripped)
-    continuation_ids = tokenizer.encode(context + continuation)[len(context_ids) :]
+    context_ids = tokenizer.encode(stripped, parse_special_tokens=True)
+    continuation_ids = tokenizer.encode(context + continuation, parse_special_tokens=True)[len(context_ids) :]
     if not continuation_ids:  # the end of the context and the continuation are one token
-        continuation_ids = tokenizer.encode(context[len(stripped) :] + continuation)
-    return [*prefix_ids, *context_ids] or [default_prefix_id(tokenizer)], continuation_ids
-
-
-def max_input_length(config: ModelConfig) -> int:
-    """The maximum number of tokens in evaluation: the length that the model was trained for."""
-    return config.max_sequence_length or config.max_position_embeddings
+        continuation_ids = tokenizer.encode(context[len(stripped) :] + continuation, parse_special_tokens=True)
+    return encode_prompt(tokenizer, context_ids, prefix_ids), continuation_ids
 
 
 def loglikelihoods(
@@ -96,19 +88,10 @@ def run_in_batches(
     return [results[number] for number in range(len(lengths))]
 
 
-@torch.no_grad()
 def _score_batch(model: LanguageModel, sequences: Sequence[tuple[list[int], int]]) -> list[Likelihood]:
     """Each sequence: its tokens, and how many of the last ones are scored."""
-    batch = Batch.from_token_lists([tokens[:-1] for tokens, _ in sequences]).to(model.embeddings[0].weight.device)
-    hidden = model(batch.tokens, batch.positions, batch.document_ids, document_starts=batch.document_starts)
-    scored = torch.cat(
-        [hidden[row, len(tokens) - 1 - count : len(tokens) - 1] for row, (tokens, count) in enumerate(sequences)]
-    )
-    labels = torch.cat([torch.tensor(tokens[-count:]) for tokens, count in sequences]).to(hidden.device)
     logprobs, is_greedy = [], []
-    # Logits of CHUNK_TOKENS tokens exist at once.
-    for part, ids in zip(scored.split(CHUNK_TOKENS), labels.split(CHUNK_TOKENS), strict=True):
-        logits = model.lm_head(part).float()
+    for logits, ids in scored_logits(model, sequences):
         logprobs.append(logits.log_softmax(-1).gather(1, ids[:, None])[:, 0])
         is_greedy.append(logits.argmax(-1) == ids)
     counts = [count for _, count in sequences]

@@ -14,11 +14,11 @@ import xxhash
 
 from lmforge.cluster.distributed import DistributedContext
 from lmforge.errors import UserError, how_to_install
-from lmforge.evaluate.likelihood import TokenPair, loglikelihoods, max_input_length
+from lmforge.evaluate.likelihood import TokenPair, loglikelihoods
 from lmforge.evaluate.tasks import TaskSettings, generate_in_batches
 from lmforge.generate.model_loading import LoadedModel
+from lmforge.generate.prompts import default_prefix_id, max_input_length, with_prefix
 from lmforge.generate.sampling import SamplingParams
-from lmforge.generate.text_streamer import default_prefix_id
 
 try:
     import lm_eval
@@ -56,8 +56,18 @@ class LMEvalModel(TemplateLM):
         return max_input_length(self._loaded.config)
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: Any) -> list[int]:
-        prefix_ids = [] if add_special_tokens is False else self._loaded.prefix_ids
-        return [*prefix_ids, *self._loaded.tokenizer.encode(string)]
+        ids = self._loaded.tokenizer.encode(string, parse_special_tokens=True)
+        return ids if add_special_tokens is False else with_prefix(ids, self._loaded.prefix_ids)
+
+    @property
+    def tokenizer_name(self) -> str:
+        return str(self._loaded.path).replace("/", "__")
+
+    def chat_template(self, chat_template: bool | str = False) -> str:
+        return self._loaded.chat_template.jinja_source
+
+    def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
+        return self._loaded.chat_template.render_prompt(chat_history, continue_final_message=not add_generation_prompt)
 
     def _loglikelihood_tokens(
         self, requests: Sequence[tuple[Any, list[int], list[int]]], **kwargs: Any
@@ -130,14 +140,18 @@ def run_lm_eval(
     num_fewshot: int | None,
     limit: int | None,
     batch_size: int,
+    apply_chat_template: bool = False,
 ) -> dict[str, dict[str, Any]]:
     """The metrics of the harness's tasks by name: those it comes with, and those of the YAML files in `include_path`.
 
     Every rank calls it with the full model. Rank 0 gets the metrics, the same for any number of ranks; the others get an
-    empty dict and print nothing. `num_fewshot` None leaves the number of examples to the task. Raises UserError for an
-    unknown task.
+    empty dict and print nothing. `num_fewshot` None leaves the number of examples to the task. With `apply_chat_template` a
+    question is a user's message, and each example a turn before it. Raises UserError for an unknown task, and for a model
+    without a chat template.
     """
     with dist_ctx.raise_on_all():
+        if apply_chat_template:
+            loaded.chat_template  # noqa: B018 - raises where it has none
         manager = _task_manager(tasks, dist_ctx, include_path)
     with ExitStack() as stack:
         if not dist_ctx.is_rank0:  # whose progress bars and messages are enough
@@ -149,6 +163,7 @@ def run_lm_eval(
             tasks=list(tasks),
             num_fewshot=num_fewshot,
             limit=limit,
+            apply_chat_template=apply_chat_template,
             bootstrap_iters=0,
             task_manager=manager,
             log_samples=False,

@@ -1,19 +1,30 @@
-"""The loss of a loaded model on documents given by name, as `lmforge evaluate` prints it."""
+"""The loss of a loaded model on documents given by name: token shards, tokenized examples, files of text or conversations."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from lmforge.cluster.distributed import DistributedContext
 from lmforge.cluster.memory import check_fits
+from lmforge.data.chat.conversations import detect_format, read_conversations
+from lmforge.data.chat.examples import ExampleFolder, ExamplePacking, TokenizedExamples, example_dataset
+from lmforge.data.dataset import PackedDataset, TokenDataset, join_datasets
+from lmforge.data.packing import ConcatPacking
+from lmforge.data.shards.folder import TokenFolder
+from lmforge.data.sources.records import JSON_SUFFIXES, content_suffix, read_records
+from lmforge.data.sources.text_sources import open_text_source
 from lmforge.errors import UserError
-from lmforge.evaluate.evaluation_data import open_evaluation_dataset
 from lmforge.evaluate.perplexity import evaluate_loss
 from lmforge.generate.model_loading import LoadedModel
+from lmforge.interop.kinds import Kind, kind_of
 from lmforge.objectives.logprobs import score_text
+from lmforge.runs import is_local
 
+ENCODE_BATCH_TEXTS = 256
 DEFAULT_SEQUENCE_LENGTH = 1024
 MIN_BATCH_LIMIT = 16  # sequences; batches up to this size are as they were requested, so that results do not depend on the data
 
@@ -66,3 +77,117 @@ def measure_loss(
     where = ", ".join(map(str, sources.values()))
     counts = {name: int(value) for name, value in result.items() if name.startswith(("tokens", "bytes"))}
     return {"model": str(loaded.path), "data": where, "split": split, "sequence_length": length, **result, **counts}
+
+
+def open_evaluation_dataset(
+    loaded: LoadedModel, sources: Mapping[str, Path], split: str, sequence_length: int
+) -> tuple[PackedDataset, str]:
+    """Sequences of `sequence_length` tokens of one or more sources, by name, and the name of the split. Raises UserError.
+
+    A token folder gives `split`. Several folders are joined, without those that lack it. Files give all of their content (split
+    "all"), tokenized with the model's tokenizer; attention stays within a document or conversation.
+    """
+    if len(sources) == 1:
+        data = next(iter(sources.values()))
+        if folder := _open_prepared(loaded, data):
+            return _open_split(folder, split, sequence_length), split
+        return _open_files(loaded, data, split, sequence_length), "all"
+    # Opening raises where a folder is no longer there.
+    folders = {name: _open_prepared(loaded, data) or TokenFolder.open(data) for name, data in sources.items()}
+    with_split = {name: folder for name, folder in folders.items() if _has_split(folder, split)} or folders
+    return join_datasets({name: _open_split(each, split, sequence_length) for name, each in with_split.items()}), split
+
+
+def _open_prepared(loaded: LoadedModel, data: Path) -> ExampleFolder | TokenFolder | None:
+    """A token folder, whose tokenizer is the model's; None for files."""
+    folder: ExampleFolder | TokenFolder
+    kind = kind_of(data)
+    if kind == Kind.EXAMPLES:
+        folder = ExampleFolder.open(data)
+        if folder.manifest["plan"]["kind"] != "conversations":
+            raise UserError(f"{data}: holds preferences, which have no language-modelling loss; name other data with --data")
+    elif not is_local(data) or kind == Kind.TOKENS or (kind == Kind.FOLDER and not any(data.iterdir())):
+        folder = TokenFolder.open(data)
+    else:
+        return None
+    if folder.tokenizer.hash != loaded.tokenizer.hash:
+        raise UserError(f"{data}: prepared with another tokenizer than the model's; prepare it with --tokenizer {loaded.path}")
+    return folder
+
+
+def _has_split(folder: ExampleFolder | TokenFolder, split: str) -> bool:
+    return split in folder.splits if isinstance(folder, TokenFolder) else folder.num_examples(split) > 0
+
+
+def _open_split(folder: ExampleFolder | TokenFolder, split: str, sequence_length: int) -> PackedDataset:
+    if isinstance(folder, TokenFolder):
+        return TokenDataset(folder, split=split, sequence_length=sequence_length, shuffle=False)
+    if not folder.num_examples(split):
+        raise UserError(f"{folder.path}: no {split} examples; choose the other --split, or name other data with --data")
+    return example_dataset(folder, split, sequence_length=sequence_length, pack=True, shuffle=False)
+
+
+def _open_files(loaded: LoadedModel, data: Path, split: str, sequence_length: int) -> PackedDataset:
+    if split != "validation":
+        raise UserError(f"--split {split}: {data} is not a token folder, and all of it is measured; leave --split out")
+    packing: ExamplePacking | ConcatPacking
+    if _has_conversations(data):
+        packing = _pack_conversations(loaded, data, sequence_length)
+    else:
+        packing = ConcatPacking(_TokenizedTexts(loaded, data), sequence_length)
+    if not packing.num_sequences:
+        raise UserError(f"{data}: holds nothing that can be scored; name other data with --data")
+    return PackedDataset(
+        packing, name="measured", location=str(data), plan=[str(data)], sequence_length=sequence_length, shuffle=False
+    )
+
+
+def _has_conversations(data: Path) -> bool:
+    """Whether `data` is a file of conversations, by its first record."""
+    if data.is_dir() or content_suffix(data.name) not in {*JSON_SUFFIXES, ".parquet"}:
+        return False
+    record, first = next(iter(read_records(data)), ("", {"text": ""}))
+    try:
+        return detect_format(first) != "text"
+    except UserError:
+        raise UserError(
+            f"{record}: neither a conversation nor a text: its fields are {', '.join(sorted(first))}; rename them as"
+            " docs/sft-data.md has them, or prepare the file with `lmforge prepare --text_field`"
+        ) from None
+
+
+def _pack_conversations(loaded: LoadedModel, data: Path, sequence_length: int) -> ExamplePacking:
+    examples = [each for each in read_conversations(data, loaded.tokenizer) if each.loss_mask[1:].any()]
+    if overlong := sum(len(each.tokens) - 1 > sequence_length for each in examples):
+        limit = loaded.config.max_sequence_length
+        most = "" if limit is None else f" of at most {limit}, which the model reads"
+        raise UserError(
+            f"{data}: {overlong} conversations are longer than {sequence_length} tokens; give a larger --sequence_length{most}"
+        )
+    starts = np.cumsum([0, *(len(each.tokens) for each in examples)]).astype(np.int64)
+    tokens = np.concatenate([np.zeros(0, np.int32), *(each.tokens for each in examples)])
+    loss_mask = np.concatenate([np.zeros(0, bool), *(each.loss_mask for each in examples)])
+    return ExamplePacking(TokenizedExamples(tokens, loss_mask, starts, {}, 1, ""), sequence_length, pack=True)
+
+
+class _TokenizedTexts:
+    """The tokens of all documents in memory, each after the model's prefix ids and before its end-of-text token."""
+
+    def __init__(self, loaded: LoadedModel, data: Path) -> None:
+        tokenizer, documents = loaded.tokenizer, [np.zeros(0, np.int32)]
+        texts = (text for unit in open_text_source(str(data)).units() for text in unit.read() if text.strip())
+        while batch := [list(tokenizer.split_long_text(text)) for text in islice(texts, ENCODE_BATCH_TEXTS)]:
+            encoded = iter(tokenizer.encode_batch([piece for pieces in batch for piece in pieces]))
+            for pieces in batch:
+                ids = [id for _ in pieces for id in next(encoded)]
+                documents.append(np.array([*loaded.prefix_ids, *ids, tokenizer.eos_token_id], np.int32))
+        self._ids = np.concatenate(documents)
+        self._starts = np.cumsum([len(document) for document in documents])[1:-1]
+        self.num_tokens = len(self._ids)
+
+    def read(self, start: int, stop: int) -> np.ndarray:
+        return self._ids[start:stop]
+
+    def document_starts(self, start: int, stop: int) -> np.ndarray:
+        first, last = np.searchsorted(self._starts, [start + 1, stop])
+        return self._starts[first:last]

@@ -22,9 +22,10 @@ from lmforge.cluster.distributed import DistributedContext
 from lmforge.data.sources.records import read_records
 from lmforge.data.tokenizer import Tokenizer
 from lmforge.errors import UserError
-from lmforge.evaluate.likelihood import TokenPair, encode_pair, loglikelihoods, max_input_length, run_in_batches
+from lmforge.evaluate.likelihood import TokenPair, encode_pair, loglikelihoods, run_in_batches
 from lmforge.generate.engine import generate
 from lmforge.generate.model_loading import LoadedModel
+from lmforge.generate.prompts import encode_prompt, max_input_length
 from lmforge.generate.sampling import SamplingParams
 from lmforge.model.config import ModelConfig
 from lmforge.untrusted import check_content, compile_pattern
@@ -184,7 +185,7 @@ def check_task(
             # The last token is not an input.
             tokens = max(sum(map(len, pair)) - 1 for pair in _choice_pairs(tokenizer, prefix_ids, question, prompt))
         else:
-            tokens = len(prefix_ids) + len(tokenizer.encode(prompt)) + settings.max_tokens
+            tokens = len(encode_prompt(tokenizer, prompt, prefix_ids)) + settings.max_tokens
         if tokens > limit:
             raise UserError(
                 f"{task.path}, record {question.record}: prompt and answer take {tokens} tokens, and the model reads at most"
@@ -266,11 +267,11 @@ def generate_in_batches(
 ) -> list[str]:
     """The text that the model generates after each prompt, on every rank. A prompt that leaves no room for `max_tokens`
     loses its beginning. Raises UserError where `max_tokens` alone leave no room for a prompt."""
-    limit = max_input_length(loaded.config) - len(loaded.prefix_ids)
-    max_prompt_tokens = limit - settings.max_tokens
+    prefix_ids, limit = loaded.prefix_ids, max_input_length(loaded.config)
+    max_prompt_tokens = limit - len(prefix_ids) - settings.max_tokens
     if max_prompt_tokens < 1:
         raise UserError(f"{settings.max_tokens} tokens to generate leave no room for a prompt in the {limit} the model reads")
-    encoded = [loaded.tokenizer.encode(prompt) for prompt in prompts]
+    encoded = [encode_prompt(loaded.tokenizer, prompt, prefix_ids)[len(prefix_ids) :] for prompt in prompts]
 
     def complete(numbers: list[int]) -> list[str]:
         completions = generate(
@@ -281,7 +282,7 @@ def generate_in_batches(
             sampling=sampling,
             seed=numbers[0],
             stop_strings=settings.stop_strings,
-            prefix_ids=loaded.prefix_ids,
+            prefix_ids=prefix_ids,
             stop_token_ids=loaded.stop_token_ids,
         )
         return [completion.text for completion in completions]

@@ -15,8 +15,9 @@ from torch import Tensor
 from lmforge.data.order import derive_key
 from lmforge.data.tokenizer import Tokenizer
 from lmforge.errors import RunFailed, UserError
+from lmforge.generate.prompts import check_room, encode_prompt, scored_logits, stop_string_ids
 from lmforge.generate.sampling import SamplingParams, draw_uniforms, sample_tokens
-from lmforge.generate.text_streamer import TextStreamer, encode_prompt
+from lmforge.generate.text_streamer import TextStreamer
 from lmforge.model.layers import LanguageModel
 
 
@@ -24,7 +25,8 @@ from lmforge.model.layers import LanguageModel
 class GenerationRequest:
     """Generate at most `max_tokens` tokens after `prompt_ids`, up to one of `stop_token_ids`, sampled with `seed`.
 
-    `top_logprobs` is how many of the likeliest tokens are reported with each.
+    `top_logprobs` is how many of the likeliest tokens are reported with each. With `score_prompt` those of the prompt are
+    reported too.
     """
 
     prompt_ids: Sequence[int]
@@ -33,6 +35,16 @@ class GenerationRequest:
     seed: int
     stop_token_ids: frozenset[int]
     top_logprobs: int = 0
+    score_prompt: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class PromptToken:
+    """A token of a prompt after the first: as in GeneratedToken, under the model's own distribution."""
+
+    token_id: int
+    logprob: float
+    top_logprobs: list[tuple[int, float]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +55,7 @@ class GeneratedToken:
         greedy decoding that is the model's own distribution.
     top_logprobs: (id, logprob) of the likeliest tokens of that distribution, as many as were requested or can be drawn.
     finish_reason: "stop" (a stop token of the request) or "length" with the last token, None before.
+    prompt: with the first token, those of a prompt that is scored, all but its first.
     """
 
     request_id: int
@@ -50,6 +63,7 @@ class GeneratedToken:
     logprob: float
     top_logprobs: list[tuple[int, float]] = field(default_factory=list)
     finish_reason: str | None = None
+    prompt: list[PromptToken] = field(default_factory=list)
 
 
 @dataclass
@@ -57,6 +71,7 @@ class _RunningRequest:
     request_id: int
     request: GenerationRequest
     num_generated: int = 0
+    prompt: list[PromptToken] = field(default_factory=list)
 
 
 class Engine:
@@ -140,6 +155,9 @@ class Engine:
     def _prefill(self) -> Tensor:
         """Read the pending prompts. Returns the hidden states of their last tokens."""
         added = sorted(self._pending, key=lambda each: len(each.request.prompt_ids))
+        for each in added:
+            if each.request.score_prompt and len(each.request.prompt_ids) > 1:
+                each.prompt = self._score_prompt(each.request)
         hidden: Tensor = self._decoder.prefill([each.request.prompt_ids for each in added])
         uniforms = torch.zeros(len(added), self._max_length, dtype=torch.float64)
         for row, each in zip(uniforms, added, strict=True):
@@ -150,6 +168,16 @@ class Engine:
         self._running += added
         self._pending = []
         return hidden
+
+    def _score_prompt(self, request: GenerationRequest) -> list[PromptToken]:
+        scored = []
+        for logits, ids in scored_logits(self._model, [(request.prompt_ids, len(request.prompt_ids) - 1)]):
+            logprobs = logits.log_softmax(-1)
+            values = logprobs.gather(1, ids[:, None])[:, 0].tolist()
+            likeliest = logprobs[:, : self._vocab_size].topk(min(request.top_logprobs, self._vocab_size), dim=1)
+            tops = map(zip, likeliest.indices.tolist(), likeliest.values.tolist())
+            scored += [PromptToken(*each) for each in zip(ids.tolist(), values, map(list, tops), strict=True)]
+        return scored
 
     def _sample(self, logits: Tensor) -> Tensor:
         """fp64 [batch, 2 + 2 * top]: the sampled token and its logprob, then the likeliest tokens and theirs."""
@@ -182,7 +210,9 @@ class Engine:
         half = len(likeliest) // 2
         pairs = list(zip(map(int, likeliest[:half]), likeliest[half:], strict=True))[: request.top_logprobs]
         reason = "stop" if id in request.stop_token_ids else "length" if running.num_generated == request.max_tokens else None
-        return GeneratedToken(running.request_id, int(id), logprob, [pair for pair in pairs if pair[1] > -torch.inf], reason)
+        likely = [pair for pair in pairs if pair[1] > -torch.inf]
+        prompt = running.prompt if running.num_generated == 1 else []
+        return GeneratedToken(running.request_id, int(id), logprob, likely, reason, prompt)
 
     def _compact(self, unfinished: list[bool]) -> None:
         """Keep the unfinished requests. The last ones move into the slots that became free, so that few are moved."""
@@ -218,28 +248,31 @@ def generate(
     stop_strings: Sequence[str] = (),
     prefix_ids: Sequence[int] = (),
     stop_token_ids: frozenset[int] = frozenset(),
+    max_length: int | None = None,
     on_text: Callable[[int, str], None] = lambda index, text: None,
 ) -> list[Completion]:
     """Complete each prompt, a text or token ids.
 
     Each prompt is put after `prefix_ids`. A completion ends at the tokenizer's end-of-text token or one of `stop_token_ids`,
-    before the first of `stop_strings`, or after `max_tokens`. `on_text(index, text)` is called with text as soon as it will not
-    change; `index` counts completions. Raises UserError where prompt and new tokens exceed what the model reads.
+    before the first of `stop_strings`, which may spell a special token, or after `max_tokens`; with `max_length` also where it
+    and its prompt have so many. `on_text(index, text)` is called with text as soon as it will not change; `index` counts
+    completions. Raises UserError where prompt and new tokens exceed what the model reads, or a prompt `max_length`.
     """
     if not prompts:
         return []
-    stop_token_ids |= {tokenizer.eos_token_id}
-    encoded = [encode_prompt(tokenizer, prompt, prefix_ids) for prompt in prompts]
+    stop_token_ids |= {tokenizer.eos_token_id, *stop_string_ids(tokenizer, stop_strings)}
+    encoded = [encode_prompt(tokenizer, prompt, prefix_ids, max_length) for prompt in prompts]
+    rooms = [max_tokens if max_length is None else min(max_tokens, check_room(len(each), max_length)) for each in encoded]
     engine = Engine(
         model,
         vocab_size=tokenizer.vocab_size,
         max_batch_size=len(prompts),
-        max_length=max(map(len, encoded)) + max_tokens,
+        max_length=max(len(each) + room for each, room in zip(encoded, rooms, strict=True)),
     )
     indices: dict[int, int] = {}
-    for number, prompt_ids in enumerate(encoded):
+    for number, (prompt_ids, room) in enumerate(zip(encoded, rooms, strict=True)):
         own_seed = derive_key(seed, "completion", number, 0)
-        request = GenerationRequest(prompt_ids, max_tokens, sampling, own_seed, stop_token_ids)
+        request = GenerationRequest(prompt_ids, room, sampling, own_seed, stop_token_ids)
         indices[engine.add_request(request)] = number
     continued = [isinstance(prompt, str) and prompt != "" for prompt in prompts]
     streamers = [TextStreamer(tokenizer, stop_strings, is_continuation) for is_continuation in continued]

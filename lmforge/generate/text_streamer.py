@@ -5,17 +5,6 @@ from collections.abc import Sequence
 from lmforge.data.tokenizer import Tokenizer
 
 
-def encode_prompt(tokenizer: Tokenizer, prompt: str | Sequence[int], prefix_ids: Sequence[int]) -> list[int]:
-    """The ids of a prompt, a text or ids, after `prefix_ids`. An empty one becomes `default_prefix_id`."""
-    ids = tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
-    return [*prefix_ids, *ids] or [default_prefix_id(tokenizer)]
-
-
-def default_prefix_id(tokenizer: Tokenizer) -> int:
-    """The id before a text without prefix: the tokenizer's bos, or its eos where it has none."""
-    return tokenizer.eos_token_id if tokenizer.bos_token_id is None else tokenizer.bos_token_id
-
-
 class TextStreamer:
     """The text of one completion. It holds back incomplete characters and text that may be the beginning of a stop string.
 

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from lmforge.atomic_files import atomic_folder
+from lmforge.atomic_files import atomic_folder, check_output
 from lmforge.errors import UserError
 from lmforge.hub import SAFE_WEIGHTS_INDEX_NAME
 from lmforge.interop.config_json import to_config_json
@@ -81,7 +81,7 @@ def export_folder(
         tensors = {**tensors}
         tensors[CLASSIFIER_HEAD_WEIGHT] = tensors.pop(LM_HEAD_WEIGHT)
         ours, value_of = value_of, lambda name: ours(LM_HEAD_WEIGHT if name == CLASSIFIER_HEAD_WEIGHT else name)
-    with new_folder(folder, overwrite, marker="config.json", content="model") as partial:
+    with new_folder(folder, overwrite, marker="config.json", content="a model") as partial:
         for path in _tokenizer_files(tokenizer_folder):
             shutil.copyfile(path, partial / path.name)
         files = dict(extra_files or {})
@@ -103,10 +103,10 @@ def new_folder(folder: Path, overwrite: bool, *, marker: str, content: str) -> I
     With `overwrite`, a folder that holds the file `marker`, and so a `content`, is replaced; any other one is a UserError, and
     so is an error of the disk.
     """
-    if folder.exists() and not overwrite:
-        raise UserError(f"{folder}: exists already; choose another folder, or add --overwrite")
-    if folder.exists() and not (folder / marker).is_file():
-        raise UserError(f"{folder}: holds no {content}, so it is not overwritten; choose another folder")
+    if overwrite:
+        check_output(folder, kind=content, is_of_kind=lambda path: (path / marker).is_file(), other="folder")
+    else:
+        check_output(folder, other="folder, or add --overwrite")
     try:
         with atomic_folder(folder, replace=True) as partial:
             yield partial

@@ -74,7 +74,7 @@ def save_peft_folder(
         "fan_in_fan_out": any(name.startswith("transformer.h.") for name in layers),
         "inference_mode": True,
     }
-    with new_folder(Path(folder), overwrite, marker=ADAPTER_CONFIG, content="adapters") as partial:
+    with new_folder(Path(folder), overwrite, marker=ADAPTER_CONFIG, content="a folder of adapters") as partial:
         (partial / ADAPTER_CONFIG).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
         renamed = {_PREFIX + name: tensor for name, tensor in tensors.items()}
         write_safetensors(partial / ADAPTER_WEIGHTS_FILE, renamed, renamed.__getitem__, None)

@@ -8,7 +8,8 @@ nothing that is stored is executed.
 import io
 import pickle
 import zipfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, redirect_stderr
 from dataclasses import dataclass
 from enum import Enum, EnumType
 from functools import cached_property
@@ -20,77 +21,98 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemBase
-from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, StorageMeta, TensorStorageMetadata
 
 from lmforge.errors import UserError
-from lmforge.untrusted import read_stream
+from lmforge.untrusted import cut, read_stream
 
 METADATA_FILE = ".metadata"
 MAX_METADATA_BYTES = 2**30
-# The exceptions that torch and the standard library raise for a damaged file.
-_READ_ERRORS = (
-    OSError,
-    RuntimeError,
-    EOFError,
-    ValueError,
-    KeyError,
-    AttributeError,
-    pickle.UnpicklingError,
-    zipfile.BadZipFile,
-)
+MAX_REASON = 120  # characters of what torch says
+
+
+@contextmanager
+def opened_safely(what: str, error: Callable[[str], Exception] = UserError) -> Iterator[None]:
+    """A block that reads what torch serialised; `what` names it. Whatever torch, pickle or a value in it raises is raised as
+    `error`, with one line: a damaged archive or pickle can make them raise anything, and ask for any amount of memory."""
+    try:
+        yield
+    except (Exception, CheckpointException) as problem:
+        cause: Any = problem
+        if isinstance(problem, CheckpointException):  # PyTorch's wrapper of whatever a rank has raised
+            cause = next(iter(problem.failures.values()))
+            cause = cause[0] if isinstance(cause, tuple) else cause
+        if isinstance(cause, UserError) or not isinstance(cause, Exception):
+            raise cause from None
+        raise error(f"{what} cannot be read ({_reason(cause)}); copy it again") from None
+
+
+def _reason(problem: BaseException) -> str:
+    if isinstance(problem, MemoryError):
+        return "it asks for more memory than there is"
+    text = str(problem)
+    if "GLOBAL" in text:  # PyTorch advises to execute it
+        words = [word for word in text.replace("`", " ").split() if "." in word and word[0].isalpha() and word[-1] != "."]
+        named = f", {words[0]}," if words else ""
+        return f"it holds more than tensors and numbers{named} which would have to be executed; save its state alone"
+    # Of the unpickler for weights the last line says what is wrong, and the others how to do without it.
+    lines = text.partition("WeightsUnpickler error: ")[2] or text
+    return cut(next(iter(lines.strip().splitlines()), type(problem).__name__), MAX_REASON)
 
 
 class SafeReader(dcp.FileSystemReader):
     """PyTorch's reader for the checkpoint in `folder`, with metadata that is read once and safely.
 
-    file_system: opens its files; by default they are those of a local folder.
+    file_system: opens its files; by default they are those of a local folder. error: raised with one line, without the folder,
+    where something in it is damaged; by default a UserError that names the folder.
     """
 
-    def __init__(self, folder: Path, file_system: FileSystemBase | None = None) -> None:
+    def __init__(
+        self, folder: Path, file_system: FileSystemBase | None = None, error: Callable[[str], Exception] | None = None
+    ) -> None:
         super().__init__(folder.name)
         self.path = folder
         self.fs = file_system or self.fs  # type: ignore[assignment]
+        self._error = error or (lambda problem: UserError(f"{folder}: {problem}"))
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         return self.metadata
 
     @cached_property
     def metadata(self) -> Metadata:
-        """Where each tensor lies. Raises UserError where the metadata is damaged, or holds anything else."""
-        path = self.path / METADATA_FILE  # type: ignore[operator]
-        with self.fs.create_stream(path, "rb") as file:
-            content = read_stream(cast(BinaryIO, file), str(path), MAX_METADATA_BYTES)
-        try:
-            metadata: Metadata = _MetadataUnpickler(io.BytesIO(content)).load()
+        """Where each tensor lies. Raises `error` where the metadata is damaged, or holds anything else."""
+        with (
+            opened_safely(METADATA_FILE, self._error),
+            self.fs.create_stream(self.path / METADATA_FILE, "rb") as file,  # type: ignore[operator]
+        ):
+            content = read_stream(cast(BinaryIO, file), METADATA_FILE, MAX_METADATA_BYTES, cast(Any, self._error))
+            # The interpreter prints a line of its own where it cannot reserve what the content asks for.
+            with redirect_stderr(io.StringIO()):
+                metadata: Metadata = _MetadataUnpickler(io.BytesIO(content), self.path / METADATA_FILE).load()  # type: ignore[operator]
             files = {str(info.relative_path) for info in metadata.storage_data.values()}
-        except (pickle.UnpicklingError, EOFError, AttributeError, ImportError, IndexError, TypeError, ValueError) as problem:
-            raise UserError(f"{path}: cannot be read as checkpoint metadata: {problem}") from None
-        if outside := sorted(name for name in files if Path(name).name != name):
-            raise UserError(f"{path}: says that tensors are in {outside[0]}, outside of the checkpoint")
-        if getattr(metadata, "storage_meta", None) is None:
-            metadata.storage_meta = StorageMeta()
+            if outside := sorted(name for name in files if Path(name).name != name):
+                raise ValueError(f"it says that tensors are in {outside[0]}, outside of the checkpoint")
+            for name, stored in metadata.state_dict_metadata.items():
+                if not isinstance(name, str) or not isinstance(stored, TensorStorageMetadata | BytesStorageMetadata):
+                    raise ValueError(f"it has no description of {name}")
+            if getattr(metadata, "storage_meta", None) is None:
+                metadata.storage_meta = StorageMeta()
         return metadata
 
-    def meta_tensors(self) -> dict[str, Tensor]:
-        """The stored tensors by name, on the meta device; other objects are left out."""
-        return {
-            name: torch.empty(stored.size, dtype=stored.properties.dtype, device="meta")
-            for name, stored in self.metadata.state_dict_metadata.items()
-            if isinstance(stored, TensorStorageMetadata)
-        }
+    @cached_property
+    def tensors(self) -> dict[str, Tensor]:
+        """The stored tensors by name, on the meta device; other objects are left out. Raises as `metadata` does."""
+        with opened_safely(METADATA_FILE, self._error):
+            return {
+                name: torch.empty(stored.size, dtype=stored.properties.dtype, device="meta")
+                for name, stored in self.metadata.state_dict_metadata.items()
+                if isinstance(stored, TensorStorageMetadata)
+            }
 
-
-def load_tensors(state: dict[str, Any], reader: SafeReader) -> None:
-    """Fill the tensors of `state` in place, without communication. Raises the first error itself, not PyTorch's wrapper."""
-    try:
-        with torch.no_grad():
-            dcp.load(state, storage_reader=reader, no_dist=True)
-    except CheckpointException as failed:
-        for failure in failed.failures.values():
-            cause = failure[0] if isinstance(failure, tuple) else failure
-            if isinstance(cause, Exception):
-                raise cause from None
-        raise
+    def load(self, state: dict[str, Any], what: str = "a tensor") -> None:
+        """Fill the tensors of `state` in place, without communication. Raises `error` where they are damaged."""
+        with opened_safely(what, self._error), torch.no_grad():
+            dcp.load(state, storage_reader=self, no_dist=True)
 
 
 class _MetadataUnpickler(pickle.Unpickler):
@@ -115,12 +137,26 @@ class _MetadataUnpickler(pickle.Unpickler):
         "datetime": {"timedelta"},
     }
 
+    def __init__(self, content: BinaryIO, path: Path) -> None:
+        super().__init__(content)
+        self._path = path
+
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) == ("builtins", "getattr"):  # how Python 3.11.0 to 3.11.3 pickles a member of an enum
-            return _enum_member
+            return self._enum_member
         if name not in self.ALLOWED.get(module, ()):
-            raise pickle.UnpicklingError(f"it asks for {module}.{name}")
+            raise self._refusal(f"{module}.{name}")
         return super().find_class(module, name)
+
+    def _enum_member(self, enum: object, name: object) -> Enum:
+        if not (isinstance(enum, EnumType) and isinstance(name, str) and name in enum.__members__):
+            raise self._refusal(f"the attribute {cut(str(name))} of {cut(str(enum))}")
+        member: Enum = enum.__members__[name]
+        return member
+
+    def _refusal(self, what: str) -> UserError:
+        # Not damage: no older checkpoint is to be tried instead.
+        return UserError(f"{self._path}: cannot be read as checkpoint metadata: it asks for {what}")
 
 
 @dataclass(frozen=True)
@@ -148,39 +184,25 @@ def open_tensor_source(path: Path) -> TensorSource:
 
 def _open_dcp(folder: Path) -> TensorSource:
     reader = SafeReader(folder)
-    tensors = reader.meta_tensors()
 
     def read(name: str) -> Tensor:
-        value = torch.empty_like(tensors[name], device="cpu")
-        try:
-            load_tensors({name: value}, reader)
-        except (*_READ_ERRORS, CheckpointException) as problem:
-            reason = str(problem).strip().splitlines()[-1] if str(problem).strip() else type(problem).__name__
-            raise UserError(f"{folder}: {name} cannot be read ({reason}); copy the checkpoint again") from None
+        with opened_safely(f"{folder}: {name}"):
+            value = torch.empty_like(reader.tensors[name], device="cpu")
+        reader.load({name: value}, name)
         return value
 
-    return TensorSource(tensors, read, {})
+    return TensorSource(reader.tensors, read, {})
 
 
 def _open_torch_save(path: Path) -> TensorSource:
-    try:
+    with opened_safely(f"{path}:"):
         content = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
-    except pickle.UnpicklingError as problem:
-        raise UserError(f"{path}: {_explain_unpickling_error(str(problem))}") from None
-    except _READ_ERRORS:
-        raise UserError(f"{path}: damaged or not a file of torch.save; copy it again") from None
-    if not isinstance(content, Mapping):
-        raise UserError(f"{path}: holds a {type(content).__name__} instead of tensors by name")
-    flat = flatten_names(content)
-    values = {name: value for name, value in flat.items() if isinstance(value, Tensor)}
-    tensors = {name: value.to("meta") for name, value in values.items()}
+        if not isinstance(content, Mapping):
+            raise UserError(f"{path}: holds a {type(content).__name__} instead of tensors by name")
+        flat = flatten_names(content)
+        values = {name: value for name, value in flat.items() if isinstance(value, Tensor)}
+        tensors = {name: value.to("meta") for name, value in values.items()}
     return TensorSource(tensors, values.__getitem__, {name: value for name, value in flat.items() if name not in values})
-
-
-def _explain_unpickling_error(problem: str) -> str:
-    words = [word for word in problem.replace("`", " ").split() if "." in word and word[0].isalpha() and not word.endswith(".")]
-    what = f" ({words[0]})" if "GLOBAL" in problem and words else ""
-    return f"holds more than tensors and numbers{what}, which would have to be executed to be opened; save its state alone"
 
 
 def flatten_names(content: Mapping[Any, Any], prefix: str = "") -> dict[str, Any]:
@@ -192,10 +214,3 @@ def flatten_names(content: Mapping[Any, Any], prefix: str = "") -> dict[str, Any
         else:
             flat[f"{prefix}{name}"] = value
     return flat
-
-
-def _enum_member(enum: object, name: object) -> Enum:
-    if not (isinstance(enum, EnumType) and isinstance(name, str) and name in enum.__members__):
-        raise pickle.UnpicklingError(f"it asks for the attribute {name} of {enum}")
-    member: Enum = enum.__members__[name]
-    return member

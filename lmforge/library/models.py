@@ -15,6 +15,7 @@ from lmforge.errors import UserError
 from lmforge.evaluate.measure_loss import measure_loss
 from lmforge.generate import engine, model_loading
 from lmforge.generate.model_loading import LoadedModel, resolve_device_and_dtype
+from lmforge.generate.prompts import max_input_length
 from lmforge.generate.sampling import SamplingParams
 from lmforge.interop.export import export_folder
 from lmforge.interop.resolve import resolve_model_config
@@ -83,6 +84,7 @@ def generate_text(
         seed=seed,
         prefix_ids=model.prefix_ids,
         stop_token_ids=model.stop_token_ids,
+        max_length=max_input_length(model.config),
     )
     return [completion.text for completion in completions]
 

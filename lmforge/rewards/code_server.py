@@ -1,7 +1,7 @@
 """The process that runs programs that a model wrote: it forks a confined child for each program and watches it.
 
-sandbox.py starts it as a bare interpreter and sends it lines of JSON, one program at a time. Besides confinement.py
-and disk_usage.py, only the standard library is imported.
+sandbox.py starts it as a bare interpreter and sends it lines of JSON, one program at a time. Besides
+confinement.py, only the standard library is imported.
 """
 
 import fcntl
@@ -21,7 +21,6 @@ from dataclasses import dataclass
 from typing import Any, NoReturn
 
 from lmforge.rewards import confinement
-from lmforge.rewards.disk_usage import deleted_bytes, folder_bytes
 
 POLL_SECONDS = 0.05
 ERROR_CHARACTERS = 500
@@ -235,7 +234,8 @@ def _excess(pid: int, folder: str) -> str:
         tasks = []
     if len(tasks) > MAX_THREADS:
         return "threads"
-    return "files" if folder_bytes(folder) + deleted_bytes(pid, tasks, folder) > MAX_FOLDER_BYTES else ""
+    taken = confinement.folder_bytes(folder) + confinement.deleted_bytes(pid, tasks, folder)
+    return "files" if taken > MAX_FOLDER_BYTES else ""
 
 
 def _remove(folder: str) -> None:
@@ -310,7 +310,10 @@ def main() -> None:
     first response, without a request, tells what programs cannot do here.
     """
     scratch = sys.argv[1]
-    del sys.path[0]  # the package's folder: a program gets the standard library only
+    # A program gets the standard library only: neither the package's folder nor what was imported of it.
+    del sys.path[0]
+    for name in [name for name in sys.modules if name.partition(".")[0] == "lmforge"]:
+        del sys.modules[name]
     # Objects created before the first fork are the same for every program, and never scanned by the garbage collector.
     gc.collect()
     gc.freeze()

@@ -8,7 +8,7 @@ import os
 import queue
 import sys
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
 from types import ModuleType
 from typing import Any
@@ -48,10 +48,10 @@ def main() -> None:
     except UserError as error:
         print(json.dumps({"user_error": str(error)}), file=responses, flush=True)
         return
-    together = [spec for spec, function in functions.items() if inspect.iscoroutinefunction(function)]
+    together = [spec for spec, function in functions.items() if function.is_async]
     description = {
-        "required_columns": {spec: _required_columns(function) for spec, function in functions.items()},
-        "accepted_columns": {spec: _accepted_columns(function) for spec, function in functions.items()},
+        "required_columns": {spec: function.required_columns for spec, function in functions.items()},
+        "accepted_columns": {spec: function.accepted_columns for spec, function in functions.items()},
         "call_groups": [[spec] for spec in functions if spec not in together] + ([together] if together else []),
     }
     print(json.dumps(description), file=responses, flush=True)
@@ -59,6 +59,40 @@ def main() -> None:
         request = json.loads(requests.get())
         results = _call_functions({spec: functions[spec] for spec in request["functions"]}, request)
         print(json.dumps(results), file=responses, flush=True)
+
+
+class _RewardFunction:
+    """A function, and what it takes by name.
+
+    required_columns: those that it cannot be called without. accepted_columns: those that it is given if the data has them,
+    None for all of them.
+    """
+
+    def __init__(self, function: Callable[..., Any], spec: str) -> None:
+        """Raises UserError where it cannot be called with prompts and completions by name."""
+        self.function, self.is_async = function, inspect.iscoroutinefunction(function)
+        signature = inspect.signature(function)
+        parameters = signature.parameters.values()
+        self._options = getattr(function, "keywords", {})  # which it has been given
+        self._takes_all = any(each.kind is each.VAR_KEYWORD for each in parameters)
+        by_name = [each for each in parameters if each.kind in (each.POSITIONAL_OR_KEYWORD, each.KEYWORD_ONLY)]
+        self._names = [each.name for each in by_name if each.name not in self._options]
+        if not self._takes_all and not {"prompts", "completions"} <= {*self._names}:
+            given = "prompts, completions and the data's columns"
+            raise UserError(f"reward {spec}: takes {signature}, but is called by name with {given}")
+        required = [each.name for each in by_name if each.default is each.empty]
+        self.required_columns = [name for name in required if name not in RESERVED_NAMES]
+        columns = [name for name in self._names if name not in ("prompts", "completions")]
+        self.accepted_columns = None if self._takes_all else columns
+
+    def arguments(self, request: dict[str, Any]) -> dict[str, Any]:
+        given = {**request["columns"], "prompts": request["prompts"], "completions": request["completions"]}
+        names = given.keys() - self._options if self._takes_all else given.keys() & self._names
+        given = {name: value for name, value in given.items() if name in names}
+        # Only a function that names this parameter gets it: to others, with **columns, it would look like a column.
+        if "reward_timeout_seconds" in self._names:
+            given["reward_timeout_seconds"] = request["timeout_seconds"]
+        return given
 
 
 def _listen(request_fd: int, requests: "queue.SimpleQueue[bytes]") -> None:
@@ -69,86 +103,45 @@ def _listen(request_fd: int, requests: "queue.SimpleQueue[bytes]") -> None:
     os._exit(0)
 
 
-def _get_registered(name: str, options: str) -> Callable[..., Any]:
+def _get_registered(name: str, options: str) -> _RewardFunction:
     """A function that is registered, with its options where it has some. Raises UserError."""
     entry = registry.get("reward", name)
-    function = _checked(entry.load(), name)
+    function = entry.load()
     if entry.options is None:
-        return function
-    if "options" not in _parameters(function):
+        return _RewardFunction(function, name)
+    if "options" not in inspect.signature(function).parameters:
         raise UserError(f"{entry.origin}: reward {name}: has options, but takes {inspect.signature(function)}; add options")
-    return partial(function, options=entry.options(**json.loads(options)))
+    return _RewardFunction(partial(function, options=entry.options(**json.loads(options))), name)
 
 
-def _get_function(module: ModuleType, spec: str, name: str) -> Callable[..., Any]:
+def _get_function(module: ModuleType, spec: str, name: str) -> _RewardFunction:
     function = getattr(module, name, None)
     if not inspect.isfunction(function) or name.startswith("_"):
         own = [each for each in vars(module).values() if inspect.isfunction(each) and each.__module__ == module.__name__]
         public = sorted(each.__name__ for each in own if not each.__name__.startswith("_"))
         raise UserError(f"reward {spec}: no function {name!r}: there are {', '.join(public) or 'none'}")
-    return _checked(function, spec)
+    return _RewardFunction(function, spec)
 
 
-def _checked(function: Callable[..., Any], spec: str) -> Callable[..., Any]:
-    by_name = {name for name, parameter in _parameters(function).items() if parameter.kind is not parameter.POSITIONAL_ONLY}
-    if not {"prompts", "completions"} <= by_name and not _accepts_any_column(function):
-        given = "prompts, completions and the data's columns"
-        raise UserError(f"reward {spec}: takes {inspect.signature(function)}, but is called by name with {given}")
-    return function
-
-
-def _parameters(function: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
-    return inspect.signature(function).parameters
-
-
-def _required_columns(function: Callable[..., Any]) -> list[str]:
-    """The columns that a function cannot be called without."""
-    optional = (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
-    required = [p.name for p in _parameters(function).values() if p.default is p.empty and p.kind not in optional]
-    return [name for name in required if name not in RESERVED_NAMES]
-
-
-def _accepted_columns(function: Callable[..., Any]) -> list[str] | None:
-    """The columns that a function is given if the data has them; None for all of them."""
-    if _accepts_any_column(function):
-        return None
-    not_columns = ("prompts", "completions", *getattr(function, "keywords", ()))
-    return [name for name in _parameters(function) if name not in not_columns]
-
-
-def _accepts_any_column(function: Callable[..., Any]) -> bool:
-    return any(parameter.kind is parameter.VAR_KEYWORD for parameter in _parameters(function).values())
-
-
-def _call_functions(functions: dict[str, Callable[..., Any]], request: dict[str, Any]) -> dict[str, dict[str, Any]]:
+def _call_functions(functions: dict[str, _RewardFunction], request: dict[str, Any]) -> dict[str, dict[str, Any]]:
     """What each function returned, or how it failed. Several functions are all async, and wait at the same time."""
 
-    def arguments(function: Callable[..., Any]) -> dict[str, Any]:
-        given = {**request["columns"], "prompts": request["prompts"], "completions": request["completions"]}
-        given = {name: value for name, value in given.items() if name not in getattr(function, "keywords", ())}
-        if not _accepts_any_column(function):
-            given = {name: given[name] for name in _parameters(function) if name in given}
-        # Only a function that names this parameter gets it: to others, with **columns, it would look like a column.
-        if "reward_timeout_seconds" in _parameters(function):
-            given["reward_timeout_seconds"] = request["timeout_seconds"]
-        return given
-
-    async def awaited(function: Callable[..., Any]) -> dict[str, Any]:
+    async def awaited(each: _RewardFunction) -> dict[str, Any]:
         try:
-            return _to_response(await asyncio.wait_for(function(**arguments(function)), request["timeout_seconds"]))
+            return _to_response(await asyncio.wait_for(each.function(**each.arguments(request)), request["timeout_seconds"]))
         except TimeoutError:
             return {"error": f"no answer in {request['timeout_seconds']:g} seconds", "error_type": "timeout"}
         except Exception as error:
             return _error_response(error)
 
     async def together() -> list[dict[str, Any]]:
-        return await asyncio.gather(*(awaited(function) for function in functions.values()))
+        return await asyncio.gather(*map(awaited, functions.values()))
 
-    if all(map(inspect.iscoroutinefunction, functions.values())):
+    if all(each.is_async for each in functions.values()):
         return dict(zip(functions, asyncio.run(together()), strict=True))
-    [(spec, function)] = functions.items()
+    [(spec, each)] = functions.items()
     try:
-        return {spec: _to_response(function(**arguments(function)))}
+        return {spec: _to_response(each.function(**each.arguments(request)))}
     except BaseException as error:  # sys.exit() in a reward function is a failure of that function only
         return {spec: _error_response(error)}
 

@@ -1,7 +1,7 @@
 """The routes of the OpenAI-compatible API: a request is parsed, its prompts go to a batcher, and the text goes back.
 
 Responses are sent as one JSON object or as a stream of server-sent events. The wire format is in protocol.py, generation in
-batching.py, loading in model_registry.py; auth.py checks requests before they come here.
+batching.py, loading in model_registry.py; server.py checks keys and hosts before requests come here.
 """
 
 import asyncio
@@ -12,6 +12,7 @@ import re
 import secrets
 from collections.abc import AsyncIterator, Coroutine
 from dataclasses import dataclass
+from functools import partial
 from importlib.resources import files
 from typing import Any
 
@@ -28,9 +29,8 @@ from lmforge.config.ranges import SEED
 from lmforge.data.order import derive_key
 from lmforge.errors import UserError
 from lmforge.generate.engine import GenerationRequest
+from lmforge.generate.prompts import PromptTooLong, check_room, encode_prompt, stop_string_ids
 from lmforge.generate.sampling import SamplingParams
-from lmforge.generate.text_streamer import encode_prompt
-from lmforge.serve.auth import read_json_body
 from lmforge.serve.batching import EngineStopped, GenerationStream, QueueFull, TextDelta
 from lmforge.serve.model_registry import ModelInfo, ModelRegistry, ServedModel
 from lmforge.serve.protocol import (
@@ -42,8 +42,12 @@ from lmforge.serve.protocol import (
     no_such_model,
     parse_request,
 )
-from lmforge.untrusted import cut
+from lmforge.untrusted import cut, parse_json
 
+# How long a body may take to arrive; and how much of a body that is too large is read, in multiples of the limit, so that
+# the client reads the refusal instead of a closed connection.
+BODY_TIMEOUT_SECONDS = 30
+MAX_DISCARDED_BODIES = 16
 STOPPING_ERROR = ApiError(
     503, "the server is stopping, or unloaded this model; try again", error_type="server_error", code="stopping"
 )
@@ -79,7 +83,10 @@ def create_app(registry: ModelRegistry, max_body_bytes: int) -> Starlette:
             template = served.loaded.chat_template
         except UserError as problem:
             raise ApiError(400, f"{body.model}: {problem}; use /v1/completions to continue a text", param="model") from None
-        prompt = await asyncio.to_thread(template.encode_prompt, body.messages)
+        if not (body.add_generation_prompt or body.continue_final_message):
+            raise ApiError(400, "add_generation_prompt: false only with continue_final_message", param="add_generation_prompt")
+        encode = partial(template.encode_prompt, variables=body.template_variables)
+        prompt = await asyncio.to_thread(encode, body.messages, continue_final_message=body.continue_final_message)
         return await _respond(request, body, served, [prompt])
 
     return Starlette(
@@ -97,6 +104,27 @@ def create_app(registry: ModelRegistry, max_body_bytes: int) -> Starlette:
     )
 
 
+async def read_json_body(request: Request, max_bytes: int) -> dict[str, Any]:
+    """The JSON object in the body of a request. Raises ApiError where it is too large, too late, or not a JSON object."""
+    # Browsers let web pages elsewhere send other content types without asking the server first.
+    if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
+        raise ApiError(415, "expected a body with the header Content-Type: application/json")
+    content, seen = bytearray(), 0
+    try:
+        async with asyncio.timeout(BODY_TIMEOUT_SECONDS):
+            async for chunk in request.stream():
+                seen += len(chunk)
+                if seen <= max_bytes:
+                    content += chunk
+                elif seen > MAX_DISCARDED_BODIES * max_bytes:
+                    break
+    except TimeoutError:
+        raise ApiError(408, f"the body did not arrive within {BODY_TIMEOUT_SECONDS} seconds") from None
+    if seen > max_bytes:
+        raise ApiError(413, f"the body is larger than {max_bytes:,} bytes", code="body_too_large")
+    return parse_json(bytes(content), dict[str, Any], "the body", max_bytes=max_bytes, error=partial(ApiError, 400))
+
+
 def _model_object(info: ModelInfo) -> dict[str, Any]:
     return {"id": info.name, "object": "model", "created": info.created, "owned_by": "lmforge"}
 
@@ -107,7 +135,7 @@ def _encode_prompts(served: ServedModel, body: CompletionRequest) -> list[list[i
     prompts = []
     for prompt in body.prompts:
         if isinstance(prompt, str):
-            prompt = encode_prompt(tokenizer, prompt, served.loaded.prefix_ids)
+            prompt = encode_prompt(tokenizer, prompt, served.loaded.prefix_ids, served.max_length)
         elif any(id >= tokenizer.vocab_size for id in prompt):
             raise ApiError(400, f"prompt: expected token ids below {tokenizer.vocab_size}", param="prompt")
         prompts.append(prompt)
@@ -123,9 +151,17 @@ async def _respond(
     if len(requests) > served.batcher.max_batch_size:
         message = f"n: {len(requests)} texts in one request, and this server generates at most {served.batcher.max_batch_size}"
         raise ApiError(400, message, param="n")
+    tokenizer, echoes = served.loaded.tokenizer, None
+    if isinstance(body, CompletionRequest):
+        continued = "" not in body.prompts
+        if body.echo:
+            decode = partial(tokenizer.decode, include_special_tokens=True)
+            texts = [prompt if isinstance(prompt, str) else decode(prompt) for prompt in body.prompts]
+            echoes = [text for text in texts for _ in range(body.n)]
+    else:
+        continued = body.continue_final_message
     try:
-        continued = isinstance(body, CompletionRequest) and "" not in body.prompts
-        stream = GenerationStream(served.batcher, served.loaded.tokenizer, requests, body.stop_strings, continued)
+        stream = GenerationStream(served.batcher, tokenizer, requests, body.stop_strings, continued, echoes)
     except QueueFull:
         message = "too many requests: the batch and the queue are full; try again later"
         raise ApiError(429, message, error_type="rate_limit_error", code="too_many_requests") from None
@@ -148,22 +184,21 @@ async def _respond(
 def _generation_requests(
     body: ChatCompletionRequest | CompletionRequest, served: ServedModel, prompts: list[list[int]]
 ) -> list[GenerationRequest]:
-    """`n` requests for each prompt, each with its own seed. Raises ApiError where a prompt is too long."""
+    """`n` requests for each prompt, each with its own seed. Raises PromptTooLong."""
     chat = isinstance(body, ChatCompletionRequest)
     max_tokens = getattr(body, "max_completion_tokens", None) or body.max_tokens
     seed = secrets.randbelow(SEED["le"]) if body.seed is None else body.seed
-    sampling = SamplingParams(body.temperature, body.top_k, body.top_p)
+    sampling = SamplingParams(body.temperature, max(0, body.top_k), body.top_p)
     stop_ids = served.loaded.chat_stop_ids if chat else served.loaded.text_stop_ids
+    stop_ids |= stop_string_ids(served.loaded.tokenizer, body.stop_strings)
+    top, echo = body.num_top_logprobs, isinstance(body, CompletionRequest) and body.echo
     requests: list[GenerationRequest] = []
     for prompt in prompts:
-        available = served.max_length - len(prompt)
-        if available < (max_tokens or 1):
-            requested = f" and max_tokens = {max_tokens}" if max_tokens else ", which leaves no room for an answer"
-            message = f"this model takes at most {served.max_length} tokens, and got {len(prompt)} in the prompt{requested}"
-            raise ApiError(400, message, param="messages" if chat else "prompt", code="context_length_exceeded")
+        room = check_room(len(prompt), served.max_length, max_tokens)
         for _ in range(body.n):
-            own_seed, top = derive_key(seed, "choice", len(requests)), body.num_top_logprobs or 0
-            requests.append(GenerationRequest(prompt, max_tokens or available, sampling, own_seed, stop_ids, top))
+            own_seed = derive_key(seed, "choice", len(requests))
+            scored = echo and top is not None
+            requests.append(GenerationRequest(prompt, room, sampling, own_seed, stop_ids, top or 0, scored))
     return requests
 
 
@@ -267,6 +302,9 @@ async def _on_error(request: Request, error: Exception) -> Response:
             refusal = error
         case EngineStopped():
             refusal = STOPPING_ERROR
+        case PromptTooLong():
+            param = "messages" if "/chat/" in request.url.path else "prompt"
+            refusal = ApiError(400, str(error), param=param, code="context_length_exceeded")
         case UserError():
             refusal = ApiError(400, str(error))
         case HTTPException(status_code=status):

@@ -7,13 +7,15 @@ import asyncio
 import sys
 import threading
 import traceback
+from codecs import getincrementaldecoder
 from collections import deque
 from collections.abc import AsyncIterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import accumulate
 
 from lmforge.data.tokenizer import Tokenizer
-from lmforge.generate.engine import Engine, GeneratedToken, GenerationRequest
+from lmforge.generate.engine import Engine, GeneratedToken, GenerationRequest, PromptToken
 from lmforge.generate.text_streamer import TextStreamer
 from lmforge.serve.protocol import TokenLogprob
 
@@ -165,13 +167,18 @@ class GenerationStream:
         requests: Sequence[GenerationRequest],
         stop_strings: Sequence[str],
         is_continuation: bool = False,
+        echoes: Sequence[str] | None = None,
     ) -> None:
-        """Submit the requests. `is_continuation`: the prompts are texts to be continued. Raises QueueFull or EngineStopped."""
+        """Submit the requests. `is_continuation`: the prompts are texts to be continued. `echoes`: texts of the prompts, with
+        which the choices begin. Raises QueueFull or EngineStopped."""
         self._batcher = batcher
         self._token_queue: asyncio.Queue[tuple[int, GeneratedToken | Exception]] = asyncio.Queue()
         self._queued_requests = [QueuedRequest(request, index, self._token_queue) for index, request in enumerate(requests)]
         self._unfinished = set(range(len(requests)))
-        self._choices = [_ChoiceStream(tokenizer, stop_strings, is_continuation) for _ in requests]
+        self._choices = [
+            _ChoiceStream(tokenizer, stop_strings, is_continuation, request, None if echoes is None else echoes[index])
+            for index, request in enumerate(requests)
+        ]
         batcher.submit(self._queued_requests)
 
     @property
@@ -206,21 +213,28 @@ class GenerationStream:
 class _ChoiceStream:
     """One choice, and its tokens whose text may still change."""
 
-    def __init__(self, tokenizer: Tokenizer, stop_strings: Sequence[str], is_continuation: bool) -> None:
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        stop_strings: Sequence[str],
+        is_continuation: bool,
+        request: GenerationRequest,
+        echo: str | None,
+    ) -> None:
         self.streamer = TextStreamer(tokenizer, stop_strings, is_continuation)
-        self._tokenizer = tokenizer
+        self._tokenizer, self._request, self._echo = tokenizer, request, echo
         self._pending_logprobs: list[TokenLogprob] = []
         self._num_emitted = 0
 
     def add(self, choice_index: int, token: GeneratedToken) -> TextDelta:
-        offset = len(self.streamer.text)
+        offset = len(self.streamer.text) + len(self._echo or "")
         text = self.streamer.add(token.token_id, is_stop=token.finish_reason == "stop")
-        if token.finish_reason != "stop":
-            (token_bytes, logprob), *top = (
-                (self._tokenizer.id_to_bytes(id), max(logprob, MIN_LOGPROB))
-                for id, logprob in [(token.token_id, token.logprob), *token.top_logprobs]
-            )
-            self._pending_logprobs.append(TokenLogprob(token_bytes, logprob, top, offset))
+        if self._echo and len(self.streamer.token_ids) == 1:
+            text = self._echo + text
+            self._pending_logprobs += self._prompt_logprobs(token.prompt) if self._request.score_prompt else []
+        # Clients that echo the prompt count on an entry for each token.
+        if token.finish_reason != "stop" or self._echo is not None:
+            self._pending_logprobs.append(self._logprob(token, offset))
         reason = self.streamer.finish_reason
         if reason is None and token.finish_reason:
             text, reason = text + self.streamer.finish(), "length"
@@ -231,3 +245,22 @@ class _ChoiceStream:
         certain = [each for each in self._pending_logprobs if complete or each.text_offset < self._num_emitted]
         self._pending_logprobs = self._pending_logprobs[len(certain) :]
         return TextDelta(choice_index, text, certain, reason)
+
+    def _logprob(self, token: GeneratedToken | PromptToken, offset: int) -> TokenLogprob:
+        (token_bytes, logprob), *top = (
+            (self._tokenizer.id_to_bytes(id), max(logprob, MIN_LOGPROB))
+            for id, logprob in [(token.token_id, token.logprob), *token.top_logprobs]
+        )
+        return TokenLogprob(token_bytes, logprob, top, offset)
+
+    def _prompt_logprobs(self, scored: Sequence[PromptToken]) -> list[TokenLogprob]:
+        """Those of the prompt's tokens, of which the last ones are its text, and others before it have none."""
+        assert self._echo is not None
+        first, *rest = map(self._tokenizer.id_to_bytes, self._request.prompt_ids)
+        decoder = getincrementaldecoder("utf-8")("replace")
+        offsets = list(accumulate((len(decoder.decode(piece)) for piece in (first, *rest)), initial=0))
+        shift = len(self._echo) - offsets[-1]
+        entries = [TokenLogprob(first, None, None, 0)]
+        return entries + [
+            self._logprob(*each) for each in zip(scored, (max(0, at + shift) for at in offsets[1:-1]), strict=True)
+        ]

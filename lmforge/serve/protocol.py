@@ -13,27 +13,27 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from lmforge.untrusted import cut, quoted
 
-# Unsupported parameters that would change the output, and the values with which they have no effect.
+# Parameters of OpenAI's API and of other servers that are not supported and would change the output, and the values with which
+# they have no effect.
 UNSUPPORTED_UNLESS: dict[str, tuple[Any, ...]] = {
-    "audio": (),
-    "best_of": (1,),
-    "echo": (False,),
-    "frequency_penalty": (0,),
-    "function_call": ("none", "auto"),
-    "functions": ([],),
+    **dict.fromkeys(("frequency_penalty", "min_p", "min_tokens", "mirostat", "presence_penalty"), (0,)),
+    **dict.fromkeys(("best_of", "length_penalty", "repeat_penalty", "repetition_penalty", "typical_p"), (1,)),
+    **dict.fromkeys(("echo", "ignore_eos", "include_stop_str_in_output", "use_beam_search"), (False,)),
+    **dict.fromkeys(("documents", "functions", "stop_token_ids", "tools"), ([],)),
+    **dict.fromkeys(("function_call", "tool_choice"), ("none", "auto")),
+    **dict.fromkeys(("audio", "web_search_options"), ()),
     "logit_bias": ({},),
     "modalities": (["text"],),
     "parallel_tool_calls": (True, False),
-    "presence_penalty": (0,),
     "reasoning_effort": ("none",),
     "response_format": ({"type": "text"},),
+    "skip_special_tokens": (True,),
     "suffix": ("",),
-    "tool_choice": ("none", "auto"),
-    "tools": ([],),
-    "web_search_options": (),
+    "verbosity": ("medium",),
 }
 # Parameters that do not change the output.
-IGNORED_PARAMETERS = {"metadata", "prompt_cache_key", "safety_identifier", "service_tier", "store", "user"}
+IGNORED_PARAMETERS = {"metadata", "safety_identifier", "service_tier", "store", "user"}
+IGNORED_PARAMETERS |= {"cache_prompt", "prompt_cache_key", "prompt_cache_retention"}
 MAX_TOP_LOGPROBS = 20
 EXPECTED_VALUES = {
     "prompt": "a text, a list of texts, a list of token ids, or a list of such lists",
@@ -77,13 +77,13 @@ class StreamOptions(_StrictModel):
 
 
 class BaseCompletionRequest(_StrictModel):
-    """The fields of both endpoints. `top_k` is an extension; the others are OpenAI's."""
+    """The fields of both endpoints. `top_k` is an extension, and -1 the 0 of others; the other fields are OpenAI's."""
 
     model: str
     max_tokens: int | None = Field(None, ge=1)
     temperature: float = Field(1.0, ge=0, le=2)
     top_p: float = Field(1.0, gt=0, le=1)
-    top_k: int = Field(0, ge=0)
+    top_k: int = Field(0, ge=-1)
     n: int = Field(1, ge=1, le=128)
     seed: int | None = Field(None, ge=-(2**63), lt=2**63)
     stop: StopString | Annotated[list[StopString], Field(max_length=16)] = []
@@ -96,11 +96,12 @@ class BaseCompletionRequest(_StrictModel):
 
 
 class CompletionRequest(BaseCompletionRequest):
-    """The body of /v1/completions: one prompt or several, each as text or as token ids."""
+    """The body of /v1/completions: one prompt or several, each as text or as token ids. `echo`: they are in the answer too."""
 
     prompt: str | list[str] | TokenIds | list[TokenIds] = ""
     max_tokens: int | None = Field(16, ge=1)
     logprobs: int | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS)
+    echo: bool = False
 
     @property
     def prompts(self) -> list[str | list[int]]:
@@ -119,12 +120,24 @@ class CompletionRequest(BaseCompletionRequest):
 
 
 class ChatCompletionRequest(BaseCompletionRequest):
-    """The body of /v1/chat/completions. The model's chat template checks the messages."""
+    """The body of /v1/chat/completions. The model's chat template checks the messages.
+
+    `continue_final_message`, `chat_template_kwargs` and `enable_thinking`, one of these, are vLLM's.
+    """
 
     messages: list[dict[str, Any]] = Field(min_length=1)
     max_completion_tokens: int | None = Field(None, ge=1)
     logprobs: bool = False
     top_logprobs: int = Field(0, ge=0, le=MAX_TOP_LOGPROBS)
+    chat_template_kwargs: dict[str, Any] = {}
+    enable_thinking: bool | None = None
+    continue_final_message: bool = False
+    add_generation_prompt: bool = True
+
+    @property
+    def template_variables(self) -> dict[str, Any]:
+        thinking = {} if self.enable_thinking is None else {"enable_thinking": self.enable_thinking}
+        return thinking | self.chat_template_kwargs
 
     @property
     def num_top_logprobs(self) -> int | None:
@@ -137,7 +150,7 @@ RequestType = TypeVar("RequestType", bound=BaseCompletionRequest)
 def parse_request(request_type: type[RequestType], body: dict[str, Any]) -> RequestType:
     """The JSON object of a request as a `request_type`. Raises ApiError naming the parameter and what was expected."""
     fields = {name: value for name, value in body.items() if value is not None and name not in IGNORED_PARAMETERS}
-    for name in UNSUPPORTED_UNLESS.keys() & fields.keys():
+    for name in UNSUPPORTED_UNLESS.keys() & fields.keys() - request_type.model_fields.keys():
         if (value := fields.pop(name)) not in UNSUPPORTED_UNLESS[name]:
             raise ApiError(400, f"{name}: not supported, got {quoted(value)}", param=name, code="unsupported_parameter")
     try:
@@ -160,11 +173,12 @@ def _validation_error(request_type: type[BaseCompletionRequest], problem: Valida
 
 @dataclass(frozen=True)
 class TokenLogprob:
-    """A generated token, its log-probability in nats, the likeliest tokens at its position, and where its text begins."""
+    """A token, its log-probability in nats, the likeliest tokens at its position, and where its text begins. The first of a
+    prompt has no log-probability."""
 
     token_bytes: bytes
-    logprob: float
-    top_logprobs: Sequence[tuple[bytes, float]]
+    logprob: float | None
+    top_logprobs: Sequence[tuple[bytes, float]] | None
     text_offset: int
 
 
@@ -214,17 +228,20 @@ def _completion_logprobs(token_logprobs: Sequence[TokenLogprob]) -> dict[str, An
     return {
         "tokens": [_token_text(token.token_bytes) for token in token_logprobs],
         "token_logprobs": [token.logprob for token in token_logprobs],
-        "top_logprobs": [{_token_text(piece): logprob for piece, logprob in token.top_logprobs} for token in token_logprobs],
+        "top_logprobs": [
+            None if token.top_logprobs is None else {_token_text(piece): logprob for piece, logprob in token.top_logprobs}
+            for token in token_logprobs
+        ],
         "text_offset": [token.text_offset for token in token_logprobs],
     }
 
 
 def _chat_logprob(token: TokenLogprob) -> dict[str, Any]:
-    top = [_token_object(piece, logprob) for piece, logprob in token.top_logprobs]
+    top = [_token_object(piece, logprob) for piece, logprob in token.top_logprobs or ()]
     return _token_object(token.token_bytes, token.logprob) | {"top_logprobs": top}
 
 
-def _token_object(token_bytes: bytes, logprob: float) -> dict[str, Any]:
+def _token_object(token_bytes: bytes, logprob: float | None) -> dict[str, Any]:
     return {"token": token_bytes.decode("utf-8", "replace"), "logprob": logprob, "bytes": list(token_bytes)}
 
 

@@ -1,23 +1,67 @@
-"""The server process: bind, load the first model, serve until a signal, stop generation first.
+"""The server process: bind, load the first model, check keys and hosts, serve until a signal, stop generation first.
 
 The routes are in api.py, the chat page in web/.
 """
 
 import asyncio
+import ipaddress
+import re
+import secrets
 import signal
 import socket
 from contextlib import nullcontext
 
 import uvicorn
+from starlette.datastructures import Headers
+from starlette.responses import JSONResponse
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from lmforge.errors import UserError
 from lmforge.serve.api import create_app
-from lmforge.serve.auth import AuthMiddleware, is_loopback
 from lmforge.serve.model_registry import ModelRegistry
+from lmforge.serve.protocol import ApiError
+from lmforge.untrusted import cut
 
 # How long connections may take to close once the server stops.
 SHUTDOWN_TIMEOUT_SECONDS = 5
 LISTEN_BACKLOG = 2048
+
+
+def is_loopback(host: str) -> bool:
+    """Whether an address can only be reached from this machine."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+class AuthMiddleware:
+    """Refuses requests without the key or with a foreign Host header. The page and /health need no key."""
+
+    def __init__(self, app: ASGIApp, *, api_key: str | None, loopback_hosts_only: bool) -> None:
+        """With `loopback_hosts_only`, requests whose Host is not this machine are refused: a web page elsewhere can send them
+        by DNS rebinding."""
+        self._app = app
+        self._api_key = api_key
+        self._loopback_hosts_only = loopback_hosts_only
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        refusal = self._check(scope)
+        app: ASGIApp = self._app if refusal is None else JSONResponse(refusal.body, refusal.status)
+        await app(scope, receive, send)
+
+    def _check(self, scope: Scope) -> ApiError | None:
+        headers = Headers(scope=scope)
+        host = re.sub(r":\d*$", "", headers.get("host", ""))  # IPv6 addresses are in brackets
+        if self._loopback_hosts_only and not is_loopback(host.strip("[]")):
+            return ApiError(403, f"Host {cut(host)!r} is not this machine; use http://localhost, or serve with --api_key")
+        if self._api_key is None or not scope["path"].startswith("/v1/"):
+            return None
+        scheme, _, key = headers.get("authorization", "").partition(" ")
+        if scheme.lower() == "bearer" and secrets.compare_digest(key.strip().encode(), self._api_key.encode()):
+            return None
+        message = "not the API key of this server" if key else "no API key: send it as `Authorization: Bearer KEY`"
+        return ApiError(401, message, code="invalid_api_key")
 
 
 def bind_socket(host: str, port: int) -> socket.socket:

@@ -20,6 +20,7 @@ from lmforge.data.order import derive_key
 from lmforge.errors import UserError
 from lmforge.generate.engine import Engine, GenerationRequest
 from lmforge.generate.model_loading import LoadedModel, load_model, resolve_device_and_dtype, resolve_max_length
+from lmforge.generate.prompts import MAX_PROMPT_BYTES, PromptTooLong, check_room
 from lmforge.generate.sampling import SamplingParams
 from lmforge.generate.text_streamer import TextStreamer
 from lmforge.untrusted import expand_home
@@ -70,7 +71,9 @@ def run_chat(options: ChatOptions) -> int:
 
 
 def _read_piped_lines() -> Iterator[str]:
-    for number, line in enumerate(sys.stdin.buffer, start=1):
+    for number, line in enumerate(iter(partial(sys.stdin.buffer.readline, MAX_PROMPT_BYTES + 1), b""), start=1):
+        if len(line) > MAX_PROMPT_BYTES:
+            raise UserError(f"standard input, line {number}: longer than {MAX_PROMPT_BYTES:,} bytes")
         try:
             yield line.decode("utf-8").rstrip("\r\n")
         except UnicodeDecodeError:
@@ -142,12 +145,10 @@ class ChatSession:
     def _answer(self) -> None:
         """Answer the last turn. Raises UserError where the conversation leaves no room for an answer."""
         prompt = self._loaded.chat_template.encode_prompt(self._messages)
-        available = self._max_length - len(prompt)
-        if available < 1:
-            raise UserError(
-                f"the conversation has {len(prompt)} tokens, and at most {self._max_length} fit, the answer included;"
-                " use /undo or /reset"
-            )
+        try:
+            available = check_room(len(prompt), self._max_length)
+        except PromptTooLong as problem:
+            raise PromptTooLong(f"{problem}; use /undo or /reset") from None
         self._num_answers += 1
         request = GenerationRequest(
             prompt_ids=prompt,

@@ -93,6 +93,7 @@ def _score_tasks(options: EvaluateOptions, dist_ctx: DistributedContext) -> list
                 num_fewshot=options.num_fewshot,
                 limit=options.limit,
                 batch_size=options.batch_size,
+                apply_chat_template=options.apply_chat_template,
             )
             results += [{"model": str(loaded.path), "task": name, "metrics": metrics} for name, metrics in scores.items()]
         if file is not None:

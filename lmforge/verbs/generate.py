@@ -10,7 +10,9 @@ from lmforge.config.verbs.models import GenerateOptions, ServeOptions
 from lmforge.errors import UserError, how_to_install
 from lmforge.generate.engine import generate
 from lmforge.generate.model_loading import load_model, resolve_device_and_dtype
+from lmforge.generate.prompts import MAX_PROMPT_BYTES, check_room, encode_prompt, max_input_length
 from lmforge.generate.sampling import SamplingParams
+from lmforge.untrusted import read_stream
 
 API_KEY_VARIABLE = "LMFORGE_API_KEY"
 
@@ -22,6 +24,9 @@ def run_generate(options: GenerateOptions) -> int:
     loaded = load_model(options.model, device, dtype, warn=partial(print, file=sys.stderr))
     seed = options.seed if options.seed is not None else secrets.randbelow(2**31)
     titles = [f"--- {number} ---\n" if len(prompts) > 1 else "" for number in range(1, len(prompts) + 1)]
+    max_length = max_input_length(loaded.config)
+    for prompt in prompts:  # refused before one is printed
+        check_room(len(encode_prompt(loaded.tokenizer, prompt, loaded.prefix_ids, max_length)), max_length)
     print(f"{titles[0]}{prompts[0]}", end="", flush=True)
     completions = generate(
         loaded.model,
@@ -33,11 +38,14 @@ def run_generate(options: GenerateOptions) -> int:
         stop_strings=options.stop,
         prefix_ids=loaded.prefix_ids,
         stop_token_ids=loaded.stop_token_ids,
+        max_length=max_length,
         on_text=lambda index, piece: None if index else print(piece, end="", flush=True),
     )
     print()
     for title, prompt, completion in zip(titles[1:], prompts[1:], completions[1:], strict=True):
         print(f"{title}{prompt}{completion.text}")
+    if any(each.finish_reason == "length" and len(each.token_ids) < options.max_tokens for each in completions):
+        print(f"(ended where prompt and text have {max_length} tokens, the most that this model takes)", file=sys.stderr)
     if options.temperature > 0 and options.seed is None:
         print(f"(seed {seed})", file=sys.stderr)
     return 0
@@ -47,7 +55,7 @@ def _read_stdin() -> str:
     if sys.stdin.isatty():
         print("prompt, ended with Ctrl-D:", file=sys.stderr)
     try:
-        return sys.stdin.buffer.read().decode("utf-8-sig")
+        return read_stream(sys.stdin.buffer, "standard input", MAX_PROMPT_BYTES).decode("utf-8-sig")
     except UnicodeDecodeError as problem:
         raise UserError(f"standard input: not UTF-8 text (byte {problem.start})") from None
 
@@ -59,9 +67,8 @@ def run_serve(options: ServeOptions) -> int:
         import uvicorn  # noqa: F401
     except ImportError as problem:
         raise UserError(f"serve: needs {problem.name}, which is not installed; {how_to_install('serve')}") from None
-    from lmforge.serve.auth import is_loopback
     from lmforge.serve.model_registry import ModelRegistry, ServingLimits
-    from lmforge.serve.server import bind_socket, serve
+    from lmforge.serve.server import bind_socket, is_loopback, serve
 
     key = os.environ.get(API_KEY_VARIABLE) if options.api_key is None else options.api_key
     if key is not None and not re.fullmatch(r"[!-~]+", key):

@@ -8,7 +8,7 @@ from typing import Any
 
 from rich.table import Table
 
-from lmforge.atomic_files import atomic_write_text
+from lmforge.atomic_files import atomic_write_text, check_output
 from lmforge.config.load import STAGES
 from lmforge.config.options import to_toml, validate_options
 from lmforge.config.stage import PretrainConfig
@@ -37,8 +37,8 @@ CHOICES = (
 def run_search(config: AnyPlanConfig) -> int:
     """Search, print and write. Raises UserError where nothing can be tried, RunFailed where nothing fits."""
     files = _files(config)
-    if taken := next((file for file in files if file.exists()), None):
-        raise UserError(f"--write: {taken} exists; name another file")
+    for file in files:
+        check_output(file, "--write")
     machine = find_machine(config)
     model = resolve_model(config, find_vocab_size(config))
     parallel = config.parallel.model_copy(update={"engine": "auto", "sharding": None, "shard_degree": None})

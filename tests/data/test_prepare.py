@@ -584,7 +584,7 @@ def test_a_folder_of_something_else_is_never_touched(tmp_path: Path, corpus: Pat
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "thesis.txt").write_text("years of work")
     for overwrite in (False, True):
-        with pytest.raises(UserError, match="not empty, and no preparation; name another folder"):
+        with pytest.raises(UserError, match="exists and is not a preparation; name another folder"):
             prepare(str(corpus), tmp_path / "out", overwrite=overwrite)
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["thesis.txt"]
     prepare(str(corpus), tmp_path / "done", vocab_size=300)

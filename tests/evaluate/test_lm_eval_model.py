@@ -3,6 +3,7 @@
 import json
 import os
 import subprocess
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from textwrap import dedent
@@ -24,9 +25,12 @@ from lmforge.errors import UserError
 from lmforge.evaluate import lm_eval_model
 from lmforge.evaluate.lm_eval_model import LMEvalModel, run_lm_eval
 from lmforge.generate.model_loading import LoadedModel, load_model
+from lmforge.generate.prompts import max_input_length
 from tests.evaluate.test_tasks import ALONE, on_ranks
 from tests.preloaded import preloaded
+from tests.serve.conftest import Server
 
+HI = [{"role": "user", "content": "Hi"}]
 CHOICES = [
     {"text": "Who speaks?", "options": ["the king", "a long answer that nobody would give", "x"], "gold": 0},
     {"text": "What is", "options": ["it", "the matter with you", "7"], "gold": 1},
@@ -117,6 +121,68 @@ def test_scores_are_those_of_the_exported_model(folder: Path, opened: LoadedMode
         assert numbers(mine[name]) == pytest.approx(expected, rel=1e-5)
     # Not all of them the one number that says nothing.
     assert 1 < mine["reading"]["byte_perplexity"] < 256
+
+
+@pytest.mark.slow
+def test_the_harness_gets_the_same_scores_from_the_server(
+    folder: Path, opened: LoadedModel, exported: HFLM, tiny_run: Path, serving: Callable[..., Server]
+) -> None:
+    """Its client of completions reads the log-probabilities of prompts from the server."""
+    url = serving(tiny_run, "--max_batch_size", 4).url
+    client = {
+        "model": "tiny",
+        "base_url": f"{url}/v1/completions",
+        "tokenizer": exported.tokenizer.name_or_path,
+        "tokenizer_backend": "huggingface",
+        "max_length": max_input_length(opened.config),
+        "batch_size": 2,
+    }
+    theirs = lm_eval.simple_evaluate(
+        model="local-completions",
+        model_args=client,
+        tasks=list(TASKS),
+        bootstrap_iters=0,
+        task_manager=TaskManager(include_path=str(folder), include_defaults=False),
+    )
+    mine = run_lm_eval(opened, list(TASKS), ALONE, include_path=folder, num_fewshot=None, limit=None, batch_size=3)
+    for name in TASKS:
+        expected = numbers(mine[name])
+        assert expected
+        assert numbers(theirs["results"][name]) == pytest.approx(expected, rel=1e-5)
+
+
+def test_with_the_chat_template_scores_are_those_of_the_exported_model(
+    folder: Path, models: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    own, theirs = (
+        load_model(models / "noise", torch.device("cpu"), torch.float32),
+        HFLM(pretrained=str(models / "noise"), dtype="float32", device="cpu", batch_size=2),
+    )
+    options = {"tasks": ["choosing", "writing"], "num_fewshot": 1}
+    expected = lm_eval.simple_evaluate(
+        model=theirs,
+        apply_chat_template=True,
+        bootstrap_iters=0,
+        task_manager=TaskManager(include_path=str(folder), include_defaults=False),
+        **options,
+    )
+    settings = {"include_path": folder, "limit": None, "batch_size": 3}
+    mine = run_lm_eval(own, dist_ctx=ALONE, apply_chat_template=True, **options, **settings)
+
+    for name in ("choosing", "writing"):
+        assert numbers(mine[name]) == pytest.approx(numbers(expected["results"][name]), rel=1e-5)
+    questions = [Instance("loglikelihood", {}, (theirs.apply_chat_template(HI), "Hey"), 0)]
+    [[ours, _]], [[reference, _]] = (
+        LMEvalModel(own, ALONE, batch_size=1).loglikelihood(questions),
+        theirs.loglikelihood(questions),
+    )
+    assert ours == pytest.approx(reference, rel=1e-5)
+    assert LMEvalModel(own, ALONE, batch_size=1).apply_chat_template(HI) == theirs.apply_chat_template(HI)
+    begun = [*HI, {"role": "assistant", "content": "Hey"}]
+    assert LMEvalModel(own, ALONE, 1).apply_chat_template(begun, False) == theirs.apply_chat_template(begun, False)
+    words = ["evaluate", str(models / "plain"), "--lm_eval", "choosing", "--lm_eval_include_path", str(folder)]
+    assert command([*words, "--apply_chat_template", "--device", "cpu"]) == 2
+    assert "has no chat template" in capfd.readouterr().err
 
 
 def test_single_requests_give_the_results_of_the_exported_model(opened: LoadedModel, exported: HFLM) -> None:

@@ -15,6 +15,12 @@ from lmforge.model.config import ModelConfig
 from lmforge.model.init_weights import init_weights
 from lmforge.model.layers import LanguageModel
 
+# lmforge's own, with a variable.
+THINKING_TEMPLATE = """\
+{% for message in messages %}{{ '<|' + message.role + '|>' + message.content + '<|end|>' }}{% endfor %}
+{%- if add_generation_prompt %}{{ '<|assistant|>' }}
+{%- if enable_thinking is defined and not enable_thinking %}{{ '<think></think>' }}{% endif %}{% endif %}"""
+
 Scripted = Callable[..., LanguageModel]
 
 
@@ -111,4 +117,5 @@ def models(scripted: Scripted, byte_tokenizer: Tokenizer, tmp_path_factory: pyte
         export_folder(model, model.config, folder / name, tokenizer_folder=folder / "tokenizer")
     plain = folder / "plain" / "tokenizer.json"
     plain.write_text(plain.read_text("utf-8").replace("<|assistant|>", "<|other|>"), "utf-8")
+    (folder / "noise" / "chat_template.jinja").write_text(THINKING_TEMPLATE)
     return folder

@@ -23,6 +23,7 @@ from lmforge.generate.model_loading import load_model
 from lmforge.interop.resolve import resolve_model_config
 from lmforge.interop.weights import load_folder
 from lmforge.model import build_model
+from tests.fuzzing import DAMAGED_PICKLES
 from tests.model.conftest import logits, one_document
 
 VOCABULARY, WIDTH, HEADS, GROUPS, INNER, LAYERS, THETA, EPSILON = 61, 24, 4, 2, 40, 3, 5000.0, 1e-5
@@ -313,7 +314,14 @@ def test_what_cannot_be_imported_is_refused_in_one_line_and_nothing_is_executed(
     refused("text.pt", *TOLD)
     (tmp_path / "good" / ".metadata").write_bytes(pickle.dumps(Hostile()))
     assert "cannot be read as checkpoint metadata: it asks for posix.mkdir" in refused("good", *TOLD)
+    for content in DAMAGED_PICKLES:
+        (tmp_path / "good" / ".metadata").write_bytes(content)
+        said = refused("good", *TOLD)
+        assert "good: .metadata cannot be read (" in said
+        assert len(said) < 300
+        Path("damaged.pt").write_bytes(content)
+        assert "damaged.pt: cannot be read (" in refused("damaged.pt", *TOLD)
     saved_by_torchtitan(state, tmp_path / "short")
     [data] = (tmp_path / "short").glob("*.distcp")
     data.write_bytes(data.read_bytes()[:100])
-    assert "copy the checkpoint again" in refused("short", *TOLD)
+    assert "copy it again" in refused("short", *TOLD)

@@ -142,7 +142,7 @@ def test_nothing_is_overwritten_unless_asked(draw: random.Random, tmp_path: Path
     first, second = built(config, seed=1), built(config, seed=2)
     export_folder(first, config, tmp_path / "a")
     before = (tmp_path / "a" / "model.safetensors").read_bytes()
-    with pytest.raises(UserError, match="exists already; choose another folder, or add --overwrite"):
+    with pytest.raises(UserError, match="exists already; name another folder, or add --overwrite"):
         export_folder(second, config, tmp_path / "a")
     assert (tmp_path / "a" / "model.safetensors").read_bytes() == before
     export_folder(second, config, tmp_path / "a", overwrite=True)
@@ -151,7 +151,7 @@ def test_nothing_is_overwritten_unless_asked(draw: random.Random, tmp_path: Path
 
     (tmp_path / "thesis").mkdir()
     (tmp_path / "thesis" / "chapter.txt").write_text("years of work")
-    with pytest.raises(UserError, match="holds no model, so it is not overwritten"):
+    with pytest.raises(UserError, match="exists and is not a model; name another folder"):
         export_folder(second, config, tmp_path / "thesis", overwrite=True)
     assert (tmp_path / "thesis" / "chapter.txt").read_text() == "years of work"
 

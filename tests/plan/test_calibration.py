@@ -51,7 +51,7 @@ def test_two_ranks_measure_themselves_and_a_plan_of_two_takes_it(
     assert spans[0] == pytest.approx(0.30)
     assert spans[1] == pytest.approx(0.50)
     assert result["live_bytes"] == before["live_bytes"]
-    assert "exists; name another file" in lmforge(*words).stderr
+    assert "exists already; name another file" in lmforge(*words).stderr
 
 
 @pytest.mark.parametrize(

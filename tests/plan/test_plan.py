@@ -317,7 +317,7 @@ def test_a_search_writes_a_recipe_that_fits_and_says_why_others_lose(
     assert result["tokens_per_second_per_gpu"] >= given["tokens_per_second_per_gpu"]
     assert run(["pretrain", str(out), "--dry-run", "--launch.processes", "16"]) == 0
     capfd.readouterr()
-    assert "exists; name another file" in refused(*words, "--write", out)
+    assert "exists already; name another file" in refused(*words, "--write", out)
     assert f"--write: {out}" in refused(*words, "--write", out / "below-a-file.toml")
 
 
@@ -328,7 +328,7 @@ def test_finalists_are_written_all_or_none_and_each_says_what_it_is(
     words = ["plan", str(RECIPE), "--gpus", "16", "--gpu_type", "h100-80", "--search", "--configurations", "100"]
     words += ["--write", str(out), "--finalists", "3"]
     third.touch()
-    assert refused(*words) == f"--write: {third} exists; name another file"
+    assert refused(*words) == f"--write: {third} exists already; name another file"
     assert [*tmp_path.iterdir()] == [third]
     third.unlink()
     assert run([*words, "--output", "json"]) == 0

@@ -242,6 +242,12 @@ def test_folders_that_cannot_be_read_or_are_very_deep_are_removed(sandbox: Sandb
     # What is removed is looked at by the fixture, after this.
 
 
+def test_a_program_imports_nothing_but_the_standard_library(sandbox: Sandbox) -> None:
+    for name in ("lmforge", "lmforge.rewards.confinement", "numpy"):
+        result = sandbox.run(f"import {name}")
+        assert (result.status, result.error) == ("raised", f"ModuleNotFoundError: No module named {name.split('.')[0]!r}")
+
+
 def test_one_program_does_not_see_another(sandbox: Sandbox) -> None:
     sandbox.run("import json, builtins\nleft = 1\njson.left = 1\nbuiltins.left = 1\nopen('left', 'w')")
     result = sandbox.run("import json, os\nprint('left' in globals(), hasattr(json, 'left'), os.listdir('.'))")

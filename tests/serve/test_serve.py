@@ -14,12 +14,14 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import openai
 import pytest
 import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from lmforge.cli import run as command
 from lmforge.data.chat.templates import ChatTemplate
@@ -243,6 +245,11 @@ BAD = [
     ({"top_q": 1}, 400, "top_q: no such parameter"),
     ({"q" * 5000: 1}, 400, "q" * 80 + "… (5,000 characters): no such parameter"),
     ({"frequency_penalty": 1}, 400, "frequency_penalty: not supported, got 1"),
+    ({"min_p": 0.1}, 400, "min_p: not supported, got 0.1"),
+    ({"echo": True}, 400, "echo: not supported, got true"),
+    ({"continue_final_message": True}, 400, "the last message is not the assistant's"),
+    ({"add_generation_prompt": False}, 400, "add_generation_prompt: false only with continue_final_message"),
+    ({"messages": [{"role": "assistant", "content": " "}], "continue_final_message": True}, 400, "the last message is empty"),
     ({"n": 9}, 400, "n: 9 texts in one request, and this server generates at most 8"),
     ({"max_tokens": 20_000}, 400, "this model takes at most 20000 tokens, and got "),
     ({"model": "plain"}, 400, "plain: "),
@@ -258,8 +265,68 @@ def test_unsupported_requests_are_refused_by_name(server: Server, change: dict[s
 
 def test_parameters_without_effect_are_accepted(server: Server) -> None:
     neutral = {"frequency_penalty": 0, "presence_penalty": 0.0, "logit_bias": {}, "tools": [], "user": "me", "stop": None}
-    status, _ = server.ask("/v1/chat/completions", {"model": "hello", "messages": HI} | neutral)
-    assert status == 200
+    neutral |= {"min_p": 0.0, "top_k": -1, "verbosity": "medium", "repetition_penalty": 1.0, "echo": False, "min_tokens": 0}
+    neutral |= {"chat_template_kwargs": {}, "enable_thinking": False, "add_generation_prompt": True, "temperature": 0}
+    status, answer = server.ask("/v1/chat/completions", {"model": "hello", "messages": HI} | neutral)
+    assert (status, answer["choices"][0]["message"]["content"]) == (200, "Hey <s>")
+
+
+def test_a_template_gets_its_variables_and_a_final_message_is_continued(server: Server, models: Path) -> None:
+    """The prompts are those of transformers: the text after them is the one after its ids."""
+    theirs = AutoTokenizer.from_pretrained(models / "noise")
+    create, requested = server.client().completions.create, {"model": "noise", "max_tokens": 12, "temperature": 0}
+    begun = [*HI, {"role": "assistant", "content": "Well then, "}]
+    cases: list[tuple[list[Any], dict[str, Any], dict[str, Any]]] = [
+        (HI, {}, {"add_generation_prompt": True}),
+        (HI, {"enable_thinking": False}, {"add_generation_prompt": True, "enable_thinking": False}),
+        (HI, {"chat_template_kwargs": {"enable_thinking": False}}, {"add_generation_prompt": True, "enable_thinking": False}),
+        (begun, {"continue_final_message": True, "add_generation_prompt": False}, {"continue_final_message": True}),
+    ]
+    texts = []
+    for messages, given, how in cases:
+        ids = theirs.apply_chat_template(messages, tokenize=True, return_dict=False, **how)
+        status, answer = server.ask("/v1/chat/completions", {"messages": messages, **requested, **given})
+        assert status == 200, answer
+        assert answer["usage"]["prompt_tokens"] == len(ids)
+        texts.append(answer["choices"][0]["message"]["content"])
+        assert texts[-1] == create(prompt=ids, **requested).choices[0].text
+    assert texts[1] == texts[2]
+    assert len(set(texts)) == 3
+
+
+def test_an_echoed_prompt_has_the_logprobs_of_transformers(server: Server, models: Path) -> None:
+    theirs = AutoModelForCausalLM.from_pretrained(models / "noise", dtype=torch.float32)
+    ids = AutoTokenizer.from_pretrained(models / "noise")("The é<|end|> king")["input_ids"]
+    with torch.no_grad():
+        expected = theirs(torch.tensor([ids])).logits[0].log_softmax(-1)
+    requested: dict[str, Any] = {"model": "noise", "max_tokens": 1, "temperature": 0, "logprobs": 2, "echo": True}
+    for prompt in (ids, "The é<|end|> king"):
+        [choice] = server.client().completions.create(prompt=prompt, **requested).choices
+        assert choice.text.startswith("The é<|end|> king")
+        assert choice.logprobs
+        logprobs, tops = choice.logprobs.token_logprobs or [], choice.logprobs.top_logprobs or []
+        assert len(logprobs) == len(tops) == len(ids) + 1
+        assert (logprobs[0], tops[0]) == (None, None)
+        for at, id in enumerate(ids[1:]):
+            assert logprobs[at + 1] == pytest.approx(float(expected[at, id]), abs=1e-4)
+            assert max(tops[at + 1].values()) == pytest.approx(float(expected[at].max()), abs=1e-4)
+        offsets = choice.logprobs.text_offset or []
+        assert [choice.text[a:b] for a, b in pairwise(offsets) if b > a][:4] == list("The ")
+        assert offsets[-1] == len("The é<|end|> king")
+    lines = raw_stream(server, "/v1/completions", {**requested, "prompt": ids, "stream": True})
+    assert "".join(json.loads(line[6:])["choices"][0]["text"] for line in lines[:-1]) == choice.text
+    [plain] = server.client().completions.create(model="noise", prompt="The", max_tokens=1, temperature=0, echo=True).choices
+    assert plain.text.startswith("The")
+    assert plain.logprobs is None
+
+
+def test_a_prompt_and_a_stop_may_spell_special_tokens(server: Server, models: Path) -> None:
+    prompt = "<|user|>Hi<|end|><|assistant|>"
+    answer = server.client().completions.create(model="hello", prompt=prompt, stop=["<|end|>"], temperature=0)
+    assert answer.usage
+    theirs = AutoTokenizer.from_pretrained(models / "hello")
+    assert answer.usage.prompt_tokens == len(theirs(prompt, add_special_tokens=False)["input_ids"])
+    assert (answer.choices[0].text, answer.choices[0].finish_reason) == ("Hey <s>", "stop")
 
 
 def test_malformed_bodies_are_refused(server: Server) -> None:

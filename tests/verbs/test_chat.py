@@ -97,7 +97,7 @@ def hello(models: Path) -> LoadedModel:
         ("/undo", "the conversation is empty"),
         ("/save", "/save: expected the name of a file"),
         ("/save /", "/: "),
-        ("x" * 80, "tokens, and at most 60 fit, the answer included; use /undo or /reset"),
+        ("x" * 80, "in the prompt, which leaves no room for an answer; use /undo or /reset"),
     ],
 )
 def test_an_error_is_one_line_and_leaves_the_conversation_as_it_was(hello: LoadedModel, line: str, complaint: str) -> None:
@@ -113,7 +113,7 @@ def test_a_retry_that_fails_keeps_the_previous_answer(hello: LoadedModel, tmp_pa
     session = ChatSession(hello, ChatOptions(model=hello.path, max_length=60, temperature=0), to_terminal=False)
     session.handle_line("Hi")
     session.handle_line(f"/system {'x' * 80}")
-    with pytest.raises(UserError, match="at most 60 fit"):
+    with pytest.raises(UserError, match="at most 60 tokens"):
         session.handle_line("/retry")
     session.handle_line("/system")
     session.handle_line(f"/save {tmp_path}/said.jsonl")

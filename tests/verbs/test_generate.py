@@ -1,7 +1,10 @@
 """`lmforge generate` and `lmforge evaluate` on a trained run, by its name."""
 
+import io
 import json
 import re
+import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -74,6 +77,47 @@ def test_without_a_prompt_standard_input_is_one(lmforge: Command, tiny_run: Path
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("The é 漢\n")
     assert done.stderr == ""
+
+
+def test_a_prompt_and_a_stop_may_spell_special_tokens(capsys: Capture, models: Path) -> None:
+    prompt = "<|user|>Hi<|end|><|assistant|>"
+    words = ("generate", models / "hello", prompt, "--temperature", 0, "--max_tokens", 20, *EXACT)
+    assert run(capsys, *words, "--stop", "<|end|>")[0] == f"{prompt}Hey <s>\n"
+    tokenizer, theirs = Tokenizer.open(models / "hello"), AutoTokenizer.from_pretrained(models / "hello")
+    expected = theirs(prompt, add_special_tokens=False)["input_ids"]
+    assert tokenizer.encode(prompt, parse_special_tokens=True) == expected
+    assert len(tokenizer.encode(prompt)) > len(expected)
+    model = load_model(models / "hello", torch.device("cpu"), torch.float32).model
+    greedy = {"max_tokens": 20, "sampling": SamplingParams(0.0), "seed": 0}
+    [completion] = generate(model, tokenizer, [prompt], stop_strings=["<|end|>"], **greedy)
+    assert (completion.finish_reason, completion.token_ids[-1]) == ("stop", tokenizer.token_to_id("<|end|>"))
+
+
+def test_prompts_beyond_what_the_model_reads_are_refused_and_texts_end_there(
+    capfd: Capture, tiny_run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened = load_model(tiny_run, torch.device("cpu"), torch.float32)
+    limit = opened.config.max_position_embeddings
+
+    def refused(text: bytes, *prompt: str) -> str:
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(text)))
+        assert command(["generate", str(tiny_run), *prompt, "--device", "cpu"]) == 2
+        printed = capfd.readouterr()
+        assert (printed.out, printed.err.count("\n")) == ("", 1)
+        return printed.err
+
+    told = rf"this model takes at most {limit} tokens, and got \d+ in the prompt, which leaves no room for an answer"
+    began = time.monotonic()
+    assert re.search(told, refused(b"To be or not to be.\n" * 300_000))
+    assert time.monotonic() - began < 60
+    assert re.search(told, refused(b"", "x " * limit))
+    assert "standard input: larger than 16,777,216 bytes" in refused(b"x" * (2**24 + 1))
+    printed, aside = run(capfd, "generate", tiny_run, "The", "--max_tokens", limit, "--temperature", 0, *EXACT)
+    assert f"(ended where prompt and text have {limit} tokens" in aside
+    greedy = {"max_tokens": limit, "sampling": SamplingParams(0.0), "seed": 0, "max_length": limit}
+    [completion] = generate(opened.model, opened.tokenizer, ["The"], **greedy)
+    assert printed == f"The{completion.text}\n"
+    assert len(completion.token_ids) + len(opened.tokenizer.encode("The")) == limit
 
 
 def test_evaluate_measures_what_the_run_measured(capsys: Capture, tiny_run: Path, tiny_tokens: Path) -> None:

@@ -38,6 +38,7 @@ class EvaluateOptions(Options):
     tasks: tuple[str, ...] = option((), "files of questions, one JSON object per line: print their scores instead of the loss")
     lm_eval: tuple[str, ...] = option((), "tasks of lm-evaluation-harness by name: print their scores instead of the loss")
     lm_eval_include_path: Path | None = option(None, "folder with more tasks for the harness, as YAML files")
+    apply_chat_template: bool = option(False, "with --lm_eval: put questions as a user's messages, by the chat template")
     num_fewshot: int | None = option(
         None, "examples before each question (default: none, or the harness task's own)", **COUNT_OR_0
     )
@@ -63,7 +64,7 @@ class EvaluateOptions(Options):
             "num_fewshot limit": (scores, "only with --tasks or --lm_eval"),
             "fewshot_file max_tokens stop": (bool(self.tasks), "only with --tasks"),
             "answers": (bool(self.tasks) and not self.lm_eval, "only with --tasks, and not with --lm_eval"),
-            "lm_eval_include_path": (bool(self.lm_eval), "only with --lm_eval"),
+            "lm_eval_include_path apply_chat_template": (bool(self.lm_eval), "only with --lm_eval"),
         }
         changed = self.changed()
         for names, (is_read, reason) in conditions.items():

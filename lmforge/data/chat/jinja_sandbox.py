@@ -48,11 +48,12 @@ _Answer = list[tuple[int | None, str]]
 
 
 class Conversation(NamedTuple):
-    """What is rendered: prefixes of messages, with the tools that are offered."""
+    """What is rendered: prefixes of messages, with the tools that are offered, and variables for this conversation alone."""
 
     messages: Sequence[Any]
     tools: list[Any] | None
     prefixes: Sequence[Prefix]
+    variables: Mapping[str, Any] | None = None
 
 
 class _GenerationTag(Extension):
@@ -95,13 +96,13 @@ class JinjaTemplate:
         return map(self._texts, conversations)
 
     def _texts(self, conversation: Conversation) -> Iterator[str]:
-        messages, tools, prefixes = conversation
+        messages, tools, prefixes, variables = conversation
         for count, add_generation_prompt in prefixes:
-            given = {"tools": tools, "documents": None, "add_generation_prompt": add_generation_prompt}
+            given = {"documents": None, **(variables or {}), "tools": tools, "add_generation_prompt": add_generation_prompt}
             pieces: list[str] = []
             size = 0
             try:
-                for piece in self._template.generate(messages=messages[:count], **given):
+                for piece in self._template.generate(given | {"messages": messages[:count]}):
                     pieces.append(piece)
                     size += len(piece)
                     if size > MAX_RENDERED_CHARACTERS:

@@ -16,9 +16,8 @@ from typing import Any
 
 import xxhash
 
-from lmforge.atomic_files import atomic_write
+from lmforge.atomic_files import atomic_write, check_output
 from lmforge.data.sources.text_sources import open_text_source
-from lmforge.errors import UserError
 
 TRAIN_FILE, VALIDATION_FILE = "train.jsonl", "validation.jsonl"
 MAX_SOURCE_CHARACTERS = 2000
@@ -35,8 +34,7 @@ def write_function_conversations(out: Path) -> dict[str, int]:
     it. Raises UserError if `out` holds such files already.
     """
     for name in (TRAIN_FILE, VALIDATION_FILE):
-        if (out / name).exists():
-            raise UserError(f"{out / name}: exists; name another folder, or delete it")
+        check_output(out / name, other="folder, or delete it")
     out.mkdir(parents=True, exist_ok=True)
     counts = {"train": 0, "validation": 0}
     # The training file is renamed last: where it exists, both do.

@@ -7,7 +7,7 @@ are read in `conversations.py`.
 
 import re
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import Any, Literal, NamedTuple, Self
@@ -112,15 +112,52 @@ class ChatTemplate:
         """The template that came with a tokenizer, else lmforge's own if its tokens exist. Raises UserError otherwise."""
         return cls(tokenizer, *_find_template_source(tokenizer))
 
-    def encode_prompt(self, messages: Sequence[Any], tools: list[Any] | None = None) -> list[int]:
-        """The ids after which the assistant's answer begins. They are also the first ids of these messages with an answer."""
-        typed = validate_messages(messages)
-        if typed[-1]["role"] == "assistant":
-            raise UserError("the last message is the assistant's: a prompt ends with another role's")
+    def encode_prompt(
+        self,
+        messages: Sequence[Any],
+        tools: list[Any] | None = None,
+        *,
+        continue_final_message: bool = False,
+        variables: Mapping[str, Any] | None = None,
+    ) -> list[int]:
+        """The ids after which the assistant's answer begins. They are also the first ids of these messages with an answer.
+
+        With `continue_final_message` the last message is the beginning of the answer. `variables` are given to the template.
+        """
         escaper = _TextEscaper(self._escaped_pattern)
-        text = self._render(escaper.escape(typed), escaper.escape(tools), add_generation_prompt=True)
+        text = self._prompt_text(messages, tools, continue_final_message, variables, escaper)
         [example] = encode_layouts(self.tokenizer, [self._cut_at_specials(text, [], escaper)])
         return example.tokens.tolist()
+
+    def render_prompt(self, messages: Sequence[Any], *, continue_final_message: bool = False) -> str:
+        """The text of `encode_prompt`, in which messages that spell special tokens cannot be told from the template's."""
+        escaper = _TextEscaper(self._escaped_pattern)
+        return escaper.unescape(self._prompt_text(messages, None, continue_final_message, None, escaper))
+
+    def _prompt_text(
+        self,
+        messages: Sequence[Any],
+        tools: list[Any] | None,
+        continues: bool,
+        variables: Mapping[str, Any] | None,
+        escaper: "_TextEscaper",
+    ) -> str:
+        typed = validate_messages(messages)
+        if (typed[-1]["role"] == "assistant") != continues:
+            reason = "the last message is the assistant's: a prompt ends with another role's"
+            raise UserError("the last message is not the assistant's, so it is not continued" if continues else reason)
+        if continues and not typed[-1]["content"].strip():
+            raise UserError("the last message is empty, so there is nothing to continue; leave it out")
+        escaped = escaper.escape(typed)
+        text = self._render(escaped, escaper.escape(tools), not continues, escaper.escape(variables))
+        if not continues:
+            return text
+        # As transformers does: some templates trim what they are given.
+        content = escaped[-1]["content"].lstrip()
+        at = text.rfind(content.rstrip())
+        if at < 0:
+            raise UserError(f"{self._location}: changes the last message, so it cannot be continued")
+        return text[: at + len(content if text.startswith(content, at) else content.rstrip())]
 
     def check_stop_token(self) -> None:
         """Raises UserError unless a plain answer ends with a special token: otherwise generation could not detect its end."""
@@ -166,8 +203,15 @@ class ChatTemplate:
                 spans = self._answer_spans(text, tagged, example.conversation.messages, example.scored, prefixes)
             yield self._cut_at_specials(text, spans, example.escaper)
 
-    def _render(self, messages: Sequence[Any], tools: list[Any] | None, add_generation_prompt: bool) -> str:
-        [[rendered]] = self._template.render([Conversation(messages, tools, [(len(messages), add_generation_prompt)])])
+    def _render(
+        self,
+        messages: Sequence[Any],
+        tools: list[Any] | None,
+        add_generation_prompt: bool,
+        variables: Mapping[str, Any] | None = None,
+    ) -> str:
+        prefixes = [(len(messages), add_generation_prompt)]
+        [[rendered]] = self._template.render([Conversation(messages, tools, prefixes, variables)])
         return self._untagged(rendered)[0]
 
     def _untagged(self, rendered: str) -> tuple[str, list[Span]]:

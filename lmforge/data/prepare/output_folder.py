@@ -8,7 +8,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
-from lmforge.atomic_files import PARTIAL_SUFFIX, atomic_write_json
+from lmforge.atomic_files import PARTIAL_SUFFIX, atomic_write_json, check_output
 from lmforge.data.shards.folder import TokenFolder, read_token_folder_manifest
 from lmforge.data.shards.format import RESTORE_HINT, SHARD_SUFFIXES, SHARDS_MANIFEST
 from lmforge.data.shards.storage import LocalStorage
@@ -60,7 +60,7 @@ def _open_plan(out: Path, plan: dict[str, Any], overwrite: bool) -> bool:
         if _is_interrupted_preparation(out / UNFINISHED):
             _remove_preparation(out)
         if set(os.listdir(out)) - LOCKS:
-            raise UserError(f"{out}: not empty, and no preparation; name another folder")
+            check_output(out, kind="a preparation", other="folder")
     if begun:
         written = TokenFolder.open(out).manifest.plan if finished else read_json(path, dict[str, Any], hint=RESTORE_HINT)
         changed = [name for name in plan if written.get(name) != plan[name]]

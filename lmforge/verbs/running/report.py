@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+from lmforge.atomic_files import check_output
 from lmforge.config.options import read_recipe, validate_options
 from lmforge.config.verbs.pipeline import PipelineOptions
 from lmforge.config.verbs.watch import ReportOptions
@@ -23,8 +24,8 @@ def run_report(options: ReportOptions) -> int:
     out = options.out or own or Path("report.html")
     title = options.runs[0].stem if kind_of(options.runs[0]) == Kind.RECIPE else None
     try:
-        if out != own and out.exists() and not is_report(out):
-            raise UserError(f"--out: {out} exists and is not a report of lmforge; name another file")
+        if out != own:
+            check_output(out, "--out", kind="a report of lmforge", is_of_kind=is_report)
         print(write_report(runs, out, title))
     except OSError as problem:
         raise UserError(f"--out: {out}: {problem.strerror}; name another file") from None
