@@ -7,6 +7,7 @@ nothing that is stored is executed.
 
 import io
 import pickle
+import warnings
 import zipfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, redirect_stderr
@@ -25,6 +26,9 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 
 from lmforge.errors import UserError
 from lmforge.untrusted import cut, read_stream
+
+# Of a pickle that is not one of torch.save: what is wrong with it is said in one line.
+warnings.filterwarnings("ignore", message="Detected pickle protocol")
 
 METADATA_FILE = ".metadata"
 MAX_METADATA_BYTES = 2**30
