@@ -44,12 +44,11 @@ from lmforge.monitor.watchdog import Watchdog
 from lmforge.objectives.language import NextTokenObjective
 from lmforge.parallel.precision import DTYPES
 from lmforge.runs import Run
-from lmforge.stages.attempt import RunContext
+from lmforge.stages.attempt import RunContext, RunEvents
 from lmforge.stages.build_model import BuiltModel, build_model_and_optimizer
 from lmforge.stages.dataset_batches import DatasetBatches
 from lmforge.stages.inputs import RunInputs
 from lmforge.stages.observers import Observers
-from lmforge.stages.records import RunEvents
 from lmforge.trackers.tracker_threads import TrackerThreads
 from lmforge.train.bad_steps import BadStepDetector
 from lmforge.train.checkpoints import Checkpoints

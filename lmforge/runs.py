@@ -33,6 +33,7 @@ from lmforge.config.options import to_toml
 from lmforge.config.stage import StageConfig
 from lmforge.errors import DISK_FULL_ERRNOS, RunFailed, UserError, how_to_install
 from lmforge.locks import is_lost, try_lock
+from lmforge.plugins import freeze_plugins
 from lmforge.run_records import COMPLETIONS_FOLDER, read_last_metrics, read_metrics
 from lmforge.untrusted import (
     cut,
@@ -208,7 +209,7 @@ class Run:
         return self.checkpoints_folder / checkpoint_name(step)
 
     def start_attempt(self, config: StageConfig) -> int:
-        """Create the directory, record recipe and environment, and return the number of this attempt (1 for the first).
+        """Create the directory, record recipe, environment and plugins, and return the number of this attempt (from 1).
 
         With `run.overwrite`, an earlier run is deleted first; the recorded recipe resumes the run.
         """
@@ -228,6 +229,7 @@ class Run:
         attempt = 1 + max(self.attempts(), default=0)
         (self.logs_folder / f"attempt-{attempt}").mkdir(parents=True)
         atomic_write_json(self.path / "environment.json", describe_environment())
+        freeze_plugins(config.plugins, self.path)
         return attempt
 
     def attempts(self) -> list[int]:

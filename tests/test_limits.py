@@ -24,8 +24,8 @@ from lmforge.interop.config_json import to_config_json
 from lmforge.interop.resolve import resolve_model_config
 from lmforge.model import build_model
 from lmforge.model.config import get_preset
+from lmforge.stages.attempt import notes_on_ranks
 from lmforge.stages.inputs import check_model
-from lmforge.stages.run import _notes_on_ranks
 from lmforge.untrusted import parse_json, parse_toml, quoted
 from lmforge.verbs import generate
 from tests.conftest import Command, Refusal
@@ -572,5 +572,5 @@ def test_importing_a_hugging_face_folder_says_to_use_it_as_it_is(tmp_path: Path,
     ids=["one machine", "two machines", "one process"],
 )
 def test_ranks_that_share_the_cores_of_one_machine_are_reported(rank_info: RankInfo, says: bool) -> None:
-    lines = _notes_on_ranks(DistributedContext(rank_info, torch.device("cpu"), None))
+    lines = notes_on_ranks(DistributedContext(rank_info, torch.device("cpu"), None))
     assert [line.startswith("2 ranks share the ") for line in lines] == [True] * says

@@ -1,6 +1,6 @@
 """Training stages for programs, with a custom objective and callbacks."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -8,8 +8,8 @@ from lmforge.config.load import build_config
 from lmforge.errors import RunFailed
 from lmforge.objectives.objective import Objective
 from lmforge.runs import Run
-from lmforge.stages import run as stages
 from lmforge.stages.custom_code import CustomCode
+from lmforge.stages.run import run_stage
 
 
 def train_model(
@@ -32,8 +32,7 @@ def train_model(
     where a signal stopped it (it has saved then, and the same call goes on).
     """
     config = build_config(stage, options or {}, Path(recipe) if recipe else None)
-    train_stage: Callable[..., int] = getattr(stages, stage)
     path = Run.from_config(config).path
-    if status := train_stage(config, CustomCode(objective, callbacks)):
+    if status := run_stage(config, CustomCode(objective, callbacks)):
         raise RunFailed(f"{path}: stopped by signal {status - 128}, after it saved; the same call continues from there")
     return path

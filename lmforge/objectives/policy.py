@@ -7,6 +7,8 @@ under the reference model, where the KL divergence from it is part of the loss; 
 they are masked.
 """
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from types import MappingProxyType
@@ -146,8 +148,9 @@ def subtract_kl_penalty(rewards: Tensor, old_logprobs: Tensor, reference_logprob
 class PolicyObjective:
     """The negative of the clipped objective, under one configuration."""
 
-    def __init__(self, config: PolicyLossConfig) -> None:
-        self._config = config
+    def __init__(self, config: PolicyLossConfig, metric_names: Sequence[str] = ()) -> None:
+        """`metric_names`: extras that are metrics too, of batches with one completion in each sequence; NaN is not counted."""
+        self._config, self._metric_names = config, metric_names
 
     def _labels(self, batch: Batch) -> Tensor:
         """The batch's labels, without those of truncated completions where they are masked."""
@@ -200,4 +203,35 @@ class PolicyObjective:
             losses = losses / broadcast_to_tokens(lengths, document_ids).clamp(min=1)
         total, count = torch.where(scored, losses, 0.0).sum(), scored.sum().float()
         metrics = {name: (torch.where(scored, value.detach(), 0.0).sum(), count) for name, value in values.items()}
-        return total, metrics | {"loss": (total.detach(), self.num_items(batch))}
+        metrics["loss"] = total.detach(), self.num_items(batch)
+        for name in self._metric_names:
+            extra = batch.extra(name)[:, 0]
+            known = ~extra.isnan()
+            metrics[name] = torch.where(known, extra, 0.0).sum(), known.sum().float()
+        return total, metrics
+
+
+def completion_metric_names(num_generations: int) -> tuple[str, ...]:
+    """Metrics of a completion: its reward, whether it has none, the fraction of reward functions that failed on it, pass@k of
+    its group, its length, and whether it was truncated."""
+    passes = [f"pass@{k}" for k in pass_sizes(num_generations)]
+    return ("reward", "no_reward", "reward_failures", *passes, "pass@n", "completion_tokens", "truncated")
+
+
+def pass_sizes(num_generations: int) -> list[int]:
+    """The k of pass@k: 1, 2, 4, … below `num_generations`."""
+    return [2**power for power in range(num_generations.bit_length()) if 2**power < num_generations]
+
+
+def pass_at_k(k: int, passed: Tensor, known: Tensor) -> Tensor:
+    """The probability that one of `k` completions of a group passes, fp64 [groups], from bools [groups, num_generations].
+
+    NaN where fewer than k have a reward. The unbiased estimate from n completions, of which c pass, is
+    1 − C(n − c, k) / C(n, k) (Chen et al., arXiv 2107.03374).
+    """
+    count, passes = known.sum(1), (passed & known).sum(1)
+    estimates = [
+        1 - math.comb(n - c, k) / math.comb(n, k) if n >= k else math.nan
+        for n, c in zip(count.tolist(), passes.tolist(), strict=True)
+    ]
+    return torch.tensor(estimates, dtype=torch.float64)

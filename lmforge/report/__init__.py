@@ -6,5 +6,5 @@ page's style and script, web/, as one file). The script draws; nothing is loaded
 For others: `write_report`, and for the one in a run `write_run_report` and `ReportThread` (`page.py`); `last_state`
 (`run_data.py`).
 
-Not here: the metrics and events themselves (stages/records.py).
+Not here: the metrics and events themselves (stages/attempt.py).
 """

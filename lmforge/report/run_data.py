@@ -36,7 +36,7 @@ MAX_RANKS = 64
 
 
 class RunEvent(BaseModel, extra="allow"):
-    """A line of events.jsonl: what every event has (see stages/records.py)."""
+    """A line of events.jsonl: what every event has (see stages/attempt.py)."""
 
     time: str
     kind: str

@@ -1,16 +1,23 @@
-"""An attempt at a run, from the recipe that it writes to its report: what watches it, and how its failures are described."""
+"""An attempt at a run, from the recipe that it writes to its report: what watches it, what it writes for reports and trackers,
+and how its failures are described."""
 
+import json
+import os
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from datetime import UTC, datetime
 from functools import partial
-from typing import TypeVar
+from pathlib import Path
+from typing import Any, BinaryIO, TypeVar
 
-from lmforge.atomic_files import atomic_write_json
+from lmforge.atomic_files import atomic_write_json, without_non_finite
 from lmforge.cluster import distributed as cluster
 from lmforge.cluster.distributed import DistributedContext
-from lmforge.cluster.rank_info import launcher_identity
+from lmforge.cluster.memory import record_memory, write_memory_snapshot
+from lmforge.cluster.rank_info import launcher_identity, threads_per_rank
+from lmforge.cluster.standby import describe_standby
 from lmforge.config.stage import StageConfig
 from lmforge.errors import DISK_FULL_ERRNOS, PeerLost, RunFailed, UserError
 from lmforge.monitor.console import ConsoleLogger
@@ -19,7 +26,6 @@ from lmforge.monitor.watchdog import Watchdog
 from lmforge.report.page import write_run_report
 from lmforge.runs import Run, storage_errors
 from lmforge.stages.custom_code import PluginCallbacks
-from lmforge.stages.records import RunEvents
 from lmforge.trackers.tracker_threads import TrackerThreads
 from lmforge.train.determinism import explain_nondeterministic_op
 from lmforge.train.resume import last_checkpoint_message
@@ -54,6 +60,56 @@ def record_launchers(run: Run, dist_ctx: DistributedContext) -> None:
         atomic_write_json(run.path / LAUNCHERS, launchers)
 
 
+def has_torn_end(file: BinaryIO) -> bool:
+    """Whether the last line of an open file was not finished: its writer was killed, or the disk was full."""
+    size = file.seek(0, os.SEEK_END)
+    file.seek(max(0, size - 1))
+    return file.read(1) not in (b"", b"\n")
+
+
+class MetricsFile:
+    """Appends one JSON object per log step to `metrics.jsonl`."""
+
+    def __init__(self, path: Path) -> None:
+        self._file = open(path, "a+b")  # noqa: SIM115
+        if has_torn_end(self._file):
+            self._file.write(b"\n")
+
+    def write(self, record: dict[str, Any]) -> None:
+        self._file.write(json.dumps(without_non_finite(record)).encode() + b"\n")
+        self._file.flush()
+
+    def close(self) -> None:
+        self._file.close()
+
+
+class RunEvents:
+    """Appends events to `events.jsonl`, one object a line, and calls `observe` with each. Without a path, as on ranks other
+    than 0, it does nothing.
+
+    Every event has `time` (ISO 8601, UTC), `kind` and `step` (steps done, None where not known). Kinds, and their fields:
+
+      start        an attempt begins: ranks, hosts, device     checkpoint   a save is requested: kept
+      model        model_type, parameters, trained             completions  sampled and scored: table, in `completions/`
+      sample       generated text: prompt, text                bad step     a step that was not used: reason
+      rollback     weights of an earlier step: to, reason      end          state (done, interrupted, failed), error
+      stall        no rank makes progress: reason              stall over   they do again: reason
+    """
+
+    def __init__(self, path: Path | None, observe: Callable[[dict[str, Any]], None] = lambda event: None) -> None:
+        self._path, self._observe = path, observe
+
+    def add(self, kind: str, step: int | None, **fields: Any) -> None:
+        """Append an event. A file that cannot be written does not stop the training."""
+        if self._path is None:
+            return
+        record = {"time": datetime.now(UTC).isoformat(timespec="milliseconds"), "kind": kind, "step": step, **fields}
+        line = json.dumps(record, ensure_ascii=False).encode(errors="replace")  # of a lone surrogate, which UTF-8 lacks
+        with suppress(OSError), open(self._path, "a+b") as file:
+            file.write((b"\n" if has_torn_end(file) else b"") + line + b"\n")
+        self._observe(json.loads(line))
+
+
 @dataclass(frozen=True)
 class RunContext:
     """The recipe, the run directory, the ranks, and where progress is reported. Every rank has one, with its own log."""
@@ -67,6 +123,11 @@ class RunContext:
     events: RunEvents
     trackers: TrackerThreads
     callbacks: PluginCallbacks = field(default_factory=PluginCallbacks)
+
+    @property
+    def memory_snapshot(self) -> Path:
+        """The file with what a GPU's memory held, for `log.memory_snapshot` and where memory runs out."""
+        return self.log.path.with_suffix(".memory.pickle")
 
 
 def start_attempt(config: StageConfig, run: Run, dist_ctx: DistributedContext, callbacks: PluginCallbacks) -> RunContext:
@@ -90,7 +151,27 @@ def start_attempt(config: StageConfig, run: Run, dist_ctx: DistributedContext, c
     events = RunEvents(run.events_path if dist_ctx.is_rank0 else None, trackers.report)
     if dist_ctx.is_rank0:
         trackers.start(run, config)
+    if config.log.memory_snapshot:
+        record_memory(dist_ctx.device)
     return RunContext(config, run, dist_ctx, watch, console, log, events, trackers, callbacks)
+
+
+def notes_on_ranks(dist_ctx: DistributedContext) -> list[str]:
+    """Lines about standby ranks, and a hint where several ranks share one machine's cores, since one process would be
+    faster."""
+    ranks = dist_ctx.world_size
+    if dist_ctx.device.type != "cpu" or ranks == 1 or dist_ctx.rank_info.local_world_size < ranks:
+        return describe_standby()
+    cores = f"{threads_per_rank(1)} cores"
+    shared = f"{ranks} ranks share the {cores} of one machine: one process trains faster; leave --launch.processes out"
+    return [*describe_standby(), shared]
+
+
+def write_memory(ctx: RunContext) -> None:
+    """Write what the GPU's memory holds, where the recipe asks for it."""
+    if ctx.config.log.memory_snapshot:
+        write_memory_snapshot(ctx.memory_snapshot)
+        ctx.console.info(f"memory     what the GPU held: {ctx.memory_snapshot} (open it at https://pytorch.org/memory_viz)")
 
 
 def end_attempt(ctx: RunContext, final_phase: str, error: str | None) -> None:

@@ -17,6 +17,7 @@ from lmforge.errors import RunFailed, UserError
 from lmforge.foreign_code import describe_exception
 from lmforge.model.layers import LanguageModel
 from lmforge.objectives.objective import Objective
+from lmforge.stages.objectives import build_objective, check_objective
 
 if TYPE_CHECKING:
     from lmforge.stages.attempt import RunContext
@@ -109,6 +110,11 @@ class CustomCode:
 
     objective: Objective | None = None
     callbacks: Sequence[Any] = ()
+
+    def build(self, config: StageConfig) -> tuple[Objective, PluginCallbacks]:
+        """The objective and the callbacks of a run. Raises UserError for something that is neither."""
+        objective = build_objective(config) if self.objective is None else check_objective(self.objective)
+        return objective, PluginCallbacks.of_run(config, self.callbacks)
 
 
 NO_CUSTOM_CODE = CustomCode()

@@ -1,22 +1,28 @@
 """The inputs of a run, and whether its model can be trained as the recipe says: what is known before anything of the run is
-written. They are opened in pretrained.py, examples.py and alignment/prompt_inputs.py."""
+written. Those of pretraining are opened here; the others in examples.py and alignment/prompt_inputs.py."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 from lmforge.config.align import AlignConfig
 from lmforge.config.batch_plan import BatchPlan
 from lmforge.config.sections import SampleOptions
-from lmforge.config.stage import StageConfig
+from lmforge.config.stage import PretrainConfig, StageConfig
 from lmforge.data.dataset import PackedDataset
 from lmforge.data.mixture import TrainingDataset
 from lmforge.data.tokenizer import Tokenizer
 from lmforge.errors import UserError
 from lmforge.evaluate.tasks import QuestionTask
+from lmforge.interop.config_json import to_config_json
 from lmforge.model.config import ModelConfig
 from lmforge.model.layers import LanguageModel
+from lmforge.parallel.dims import plan_batches
 from lmforge.parallel.validate import check_parallel
 from lmforge.plan.parameter_counts import build_meta_model, get_lora_config
+from lmforge.plugins import describe_plugins
+from lmforge.stages.pretrained import check_has_weights, find_pretrained, prefer_staged, resolve_model_config
+from lmforge.stages.training_data import TokenSources
 from lmforge.train.optimizers.optimizer import assign_groups
 from lmforge.untrusted import quoted
 
@@ -51,6 +57,52 @@ class RunInputs:
         """`train_dataset` of a stage that has no mixtures."""
         assert isinstance(self.train_dataset, PackedDataset)
         return self.train_dataset
+
+    def manifest_fields(self, config: StageConfig) -> dict[str, Any]:
+        """What the manifests of a run's checkpoints say of the recipe and its inputs."""
+        return {
+            "global_batch_size": self.batch_plan.global_batch_size,
+            "hf_config": to_config_json(self.model_config),
+            "recipe": config.model_dump(mode="json", exclude={"plugins"}),
+            "tokenizer_hash": self.tokenizer.hash,
+            "written_by": {
+                "data": self.data_source,
+                "sources": dict(self.source_folders),
+                "plugins": describe_plugins(config.plugins),
+            },
+        }
+
+
+def open_pretrain_inputs(config: PretrainConfig, world_size: int) -> RunInputs:
+    """Open the token shards and the model to begin from. Raises UserError where they do not fit together."""
+    batch_plan = plan_batches(config, world_size)
+    sources = TokenSources.open(config)
+    tokenizer = sources.tokenizer
+    pretrained = prefer_staged(config, find_pretrained(config.model.source)) if config.model.source else None
+    has_tokenizer = pretrained and (pretrained.folder / "tokenizer.json").exists()
+    if pretrained and has_tokenizer and pretrained.tokenizer().hash != tokenizer.hash:
+        way = f"prepare it with --tokenizer {pretrained.folder}"
+        raise UserError(f"{sources.location}: prepared with another tokenizer than {pretrained.folder} has; {way}")
+    model_config = resolve_model_config(config, pretrained, tokenizer.vocab_size)
+    check_model(config, model_config, batch_plan, tokenizer)
+    load_weights = None
+    if pretrained and config.model.load_weights:
+        check_has_weights(pretrained)
+        load_weights = pretrained.load_weights
+    for length in config.data.sequence_lengths:
+        check_parallel(config.parallel, model_config, replace(batch_plan, sequence_length=length))
+    train = sources.training(batch_plan.global_batch_size)
+    return RunInputs(
+        tokenizer,
+        train,
+        sources.validation(),
+        model_config,
+        batch_plan,
+        data_source=sources.location,
+        data_summary="\n           ".join([sources.describe(), *(train.describe_phases() if len(train.phases) > 1 else [])]),
+        load_weights=load_weights,
+        source_folders=sources.folders_by_name,
+    )
 
 
 def check_model(config: StageConfig, model_config: ModelConfig, batch_plan: BatchPlan, tokenizer: Tokenizer) -> None:

@@ -17,9 +17,8 @@ from lmforge.config.tuning import SftConfig
 from lmforge.errors import UserError
 from lmforge.objectives.language import NextTokenObjective
 from lmforge.objectives.objective import Objective
-from lmforge.objectives.policy import build_policy_loss_config
+from lmforge.objectives.policy import PolicyObjective, build_policy_loss_config, completion_metric_names
 from lmforge.objectives.preference import KTOObjective, PreferenceObjective, RewardModelObjective, dpo, orpo, simpo
-from lmforge.stages.alignment.rollouts import RolloutObjective, completion_metric_names
 
 
 def build_objective(config: StageConfig) -> Objective:
@@ -76,7 +75,7 @@ def build_reward_model_objective(config: AlignConfig, options: None = None) -> O
     return RewardModelObjective(center_rewards_coefficient=config.align.center_rewards_coefficient)
 
 
-def build_policy_objective(config: AlignConfig, options: None = None) -> RolloutObjective:
+def build_policy_objective(config: AlignConfig, options: None = None) -> PolicyObjective:
     """The objective of grpo."""
     names = completion_metric_names(config.rollout.num_generations)
-    return RolloutObjective(build_policy_loss_config(config.rollout), names)
+    return PolicyObjective(build_policy_loss_config(config.rollout), names)

@@ -2,12 +2,13 @@
 
 The loop (train/loop.py) knows none of it, and would train the same without it. Each is in a package of its own: the watchdog
 and the console (monitor/), the comparison with a prediction (plan/), tasks and samples (validation.py), the files of the run
-(records.py), its report (report/), trackers (trackers/), and the callbacks of plugins (custom_code.py).
+(attempt.py), its report (report/), trackers (trackers/), and the callbacks of plugins (custom_code.py).
 """
 
 import statistics
 from collections.abc import Callable
 from contextlib import ExitStack
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -15,17 +16,20 @@ import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from lmforge.checkpoint import AsyncCheckpointer
-from lmforge.parallel.precision import has_compiled_blocks
+from lmforge.errors import format_count
+from lmforge.model.attention_backend import describe_attention_backend
+from lmforge.monitor.usage.other_trainings import other_trainings
+from lmforge.parallel.precision import choose_dtype, has_compiled_blocks
+from lmforge.plan.parameter_counts import count_parameters, get_lora_config, training_flops_per_token
 from lmforge.plan.run_prediction import RunPrediction
 from lmforge.report.page import ReportThread
-from lmforge.stages.attempt import RunContext
+from lmforge.stages.attempt import MetricsFile, RunContext
 from lmforge.stages.build_model import BuiltModel
 from lmforge.stages.inputs import RunInputs
-from lmforge.stages.records import MetricsFile
 from lmforge.stages.validation import score_tasks, write_samples
 from lmforge.train.bad_steps import BadStep
 from lmforge.train.callbacks import BatchSource, LoopCallbacks
-from lmforge.train.metrics import Throughput
+from lmforge.train.metrics import Throughput, describe_device
 
 # By this step everything has been compiled once.
 COMPILE_WARMUP_STEPS = 3
@@ -230,3 +234,66 @@ class StepProfiler:
         self._path.parent.mkdir(parents=True, exist_ok=True)
         traced.export_chrome_trace(str(self._path))
         self._log(f"profile    steps {self._traced[0]} to {self._traced[-1]}: {self._path.parent} (open a file with Perfetto)")
+
+
+def build_throughput(
+    ctx: RunContext, inputs: RunInputs, built: BuiltModel, batches: BatchSource, peak_flops: float | None
+) -> Throughput:
+    """What measures the speed of a run."""
+    config = ctx.config
+    intervals = {
+        "validation": config.validation.every_steps,
+        "save": config.checkpoint_every_steps,
+        "sample": config.sample.every_steps,
+    }
+    flops_per_token = cache(partial(training_flops_per_token, config, inputs.model_config))
+    return Throughput(built.parallel_model, batches, flops_per_token, peak_flops, config.train.steps, intervals)
+
+
+def log_summary(
+    ctx: RunContext,
+    inputs: RunInputs,
+    built: BuiltModel,
+    peak_flops: float | None,
+    prediction: RunPrediction | str | None,
+) -> None:
+    """Log the model, the data and how it will be trained; `prediction` on rank 0."""
+    log, config, model_config, dist_ctx = ctx.console.info, ctx.config, inputs.model_config, ctx.dist_ctx
+    counts = count_parameters(model_config, get_lora_config(config))
+    flops_per_token = training_flops_per_token(config, model_config, config.data.sequence_length)
+    kind = model_config.model_type
+    ctx.events.add("model", built.point.step, model_type=kind, parameters=counts.total, trained=counts.trained)
+    partly = "" if counts.trained == counts.total else f", {counts.trained:,} of them trained"
+    log(f"model      {counts.total:,} parameters ({kind}){partly}, {flops_per_token:.3g} FLOPs per token")
+    if built.point.manifest is None:
+        log(f"weights    {f'of {config.model.source}' if inputs.load_weights else f'random, seed {config.train.seed}'}")
+    log(f"data       {inputs.data_summary}")
+    log(f"batch      {inputs.batch_plan}")
+    on_gpu = dist_ctx.device.type == "cuda"
+    device = describe_device(dist_ctx.device)
+    log(f"engine     {built.parallel_model.description}, {format_count(dist_ctx.world_size, 'rank')} on {device}")
+    if not on_gpu and (others := other_trainings()):
+        log(f"shared     other trainings use these cores too, so each is slower: process {', '.join(map(str, others))}")
+    wrapped = model_config.implementation == "transformers"
+    attention = "transformers', dense mask"
+    if not wrapped:
+        context_parallel = config.parallel.context_parallel_degree > 1
+        attention = describe_attention_backend(
+            dist_ctx.device, built.dtype, model_config.head_dim, context_parallel=context_parallel
+        )
+    _, dtype_reason = choose_dtype(config.train.dtype, dist_ctx.device)
+    compile_words = f"compile {'on' if built.compiled else 'off'} ({built.compile_reason})"
+    float8 = ", products of the blocks in float8 (the MFU is of the bf16 peak)" if config.train.float8 else ""
+    log(
+        f"compute    {str(built.dtype).removeprefix('torch.')} ({dtype_reason}){float8},"
+        f" master weights in {config.train.master_dtype}, attention {attention}, {compile_words}"
+    )
+    if prediction is not None:
+        log(f"predicted  {prediction if isinstance(prediction, str) else prediction.describe()}")
+    if config.train.deterministic:
+        log("bits       the same from run to run on these ranks, this hardware and these versions (train.deterministic)")
+    if peak_flops is None:
+        log("MFU        left out: the peak of this GPU is not in the table")
+    else:
+        source = "data sheet" if on_gpu else "measured on this machine"
+        log(f"MFU        relative to {peak_flops / 1e9:,.0f} GFLOP/s per rank ({source})")

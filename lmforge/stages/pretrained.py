@@ -1,5 +1,4 @@
-"""The model that a run begins from: its config, tokenizer and weights, from a checkpoint or a Hugging Face folder. And what
-pretraining opens: that model with its token shards (`training_data.py`, which is read without torch too).
+"""The model that a run begins from: its config, tokenizer and weights, from a checkpoint or a Hugging Face folder.
 
 Where a recipe names a PEFT folder, that is its base model with the adapters merged.
 """
@@ -18,7 +17,7 @@ from lmforge.checkpoint import Manifest
 from lmforge.cluster.distributed import DistributedContext
 from lmforge.config.align import AlignConfig
 from lmforge.config.sections import ModelOptions
-from lmforge.config.stage import PretrainConfig, StageConfig
+from lmforge.config.stage import StageConfig
 from lmforge.config.tuning import TunedConfig
 from lmforge.data.shards.staged_copy import find_staged
 from lmforge.data.tokenizer import Tokenizer
@@ -31,11 +30,7 @@ from lmforge.interop.weights import LM_HEAD_WEIGHT, load_folder, merge_adapters
 from lmforge.model.config import ModelConfig
 from lmforge.model.layers import LanguageModel
 from lmforge.model.presets import PRESETS
-from lmforge.parallel.dims import plan_batches
-from lmforge.parallel.validate import check_parallel
 from lmforge.rewards.functions import is_model_folder
-from lmforge.stages.inputs import RunInputs, check_model
-from lmforge.stages.training_data import TokenSources
 
 ConfigT = TypeVar("ConfigT", bound=StageConfig)
 
@@ -142,38 +137,6 @@ def check_has_weights(pretrained: Pretrained) -> None:
     there = any(any(pretrained.folder.glob(each)) for each in ("*.safetensors*", "pytorch_model*.bin*"))
     if pretrained.manifest is None and not there:
         raise UserError(f"{pretrained.folder}: no weights here; to begin with random ones use --model.load_weights false")
-
-
-def open_pretrain_inputs(config: PretrainConfig, world_size: int) -> RunInputs:
-    """Open the token shards and the model to begin from. Raises UserError where they do not fit together."""
-    batch_plan = plan_batches(config, world_size)
-    sources = TokenSources.open(config)
-    tokenizer = sources.tokenizer
-    pretrained = prefer_staged(config, find_pretrained(config.model.source)) if config.model.source else None
-    has_tokenizer = pretrained and (pretrained.folder / "tokenizer.json").exists()
-    if pretrained and has_tokenizer and pretrained.tokenizer().hash != tokenizer.hash:
-        way = f"prepare it with --tokenizer {pretrained.folder}"
-        raise UserError(f"{sources.location}: prepared with another tokenizer than {pretrained.folder} has; {way}")
-    model_config = resolve_model_config(config, pretrained, tokenizer.vocab_size)
-    check_model(config, model_config, batch_plan, tokenizer)
-    load_weights = None
-    if pretrained and config.model.load_weights:
-        check_has_weights(pretrained)
-        load_weights = pretrained.load_weights
-    for length in config.data.sequence_lengths:
-        check_parallel(config.parallel, model_config, replace(batch_plan, sequence_length=length))
-    train = sources.training(batch_plan.global_batch_size)
-    return RunInputs(
-        tokenizer,
-        train,
-        sources.validation(),
-        model_config,
-        batch_plan,
-        data_source=sources.location,
-        data_summary="\n           ".join([sources.describe(), *(train.describe_phases() if len(train.phases) > 1 else [])]),
-        load_weights=load_weights,
-        source_folders=sources.folders_by_name,
-    )
 
 
 def pin_checkpoints(config: ConfigT) -> ConfigT:

@@ -5,5 +5,5 @@ Begin with `tracker.py` (what a tracker does), then `tracker_threads.py` (how re
 
 For others: `check_trackers` (`tracker.py`), `TrackerThreads` (`tracker_threads.py`).
 
-Not here: metrics and events themselves (stages/records.py).
+Not here: metrics and events themselves (stages/attempt.py).
 """

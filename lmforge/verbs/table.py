@@ -78,9 +78,9 @@ class Verb:
 VERBS = {
     "quickstart": Verb(QuickstartOptions, "lmforge.verbs.quickstart:quickstart"),
     "prepare": Verb(PrepareOptions, "lmforge.verbs.prepare:run_prepare"),
-    "pretrain": Verb(PretrainConfig, "lmforge.stages.run:pretrain", distributed=True),
-    "sft": Verb(SftConfig, "lmforge.stages.run:sft", distributed=True),
-    "align": Verb(AlignConfig, "lmforge.stages.run:align", distributed=True),
+    "pretrain": Verb(PretrainConfig, "lmforge.stages.run:run_stage", distributed=True),
+    "sft": Verb(SftConfig, "lmforge.stages.run:run_stage", distributed=True),
+    "align": Verb(AlignConfig, "lmforge.stages.run:run_stage", distributed=True),
     "run": Verb(RunPipelineOptions, "lmforge.verbs.running.pipeline:run_pipeline"),
     "launch": Verb(LaunchVerbOptions, "lmforge.verbs.running.launch:run_launch"),
     "jobs": Verb(JobsOptions, "lmforge.verbs.running.jobs:run_jobs"),

@@ -13,7 +13,7 @@ import torch
 
 from lmforge.config.load import parse_config
 from lmforge.config.stage import PretrainConfig
-from lmforge.stages.run import pretrain
+from lmforge.stages.run import run_stage
 from lmforge.train import loop
 from lmforge.train.determinism import REQUIRED_ENVIRONMENT
 
@@ -33,5 +33,5 @@ if __name__ == "__main__":
             return step(*arguments, **options)
 
         loop.train_step = watched  # type: ignore[assignment]
-        assert pretrain(config) == 0
+        assert run_stage(config) == 0
         sys.stdout, sys.stderr = standard

@@ -18,6 +18,6 @@ if __name__ == "__main__":
     for words in json.loads(Path(sys.argv[1]).read_text()):
         verb, rest = ("pretrain", words) if words[0].startswith("-") else (words[0], words[1:])
         gc.freeze()  # what is there already, modules above all, need not be looked through at each run
-        status = getattr(stages, verb)(parse_config(STAGES[verb], rest))
+        status = stages.run_stage(parse_config(STAGES[verb], rest))
         sys.stdout, sys.stderr = standard
         assert status == 0, f"{words}: status {status}"

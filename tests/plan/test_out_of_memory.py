@@ -62,7 +62,7 @@ def print_status(*arguments, **options):
     print(open("/proc/self/status").read())
     sys.exit()
 build_model.build_model_and_optimizer = print_status
-stages.pretrain(parse_config(PretrainConfig, sys.argv[1:]))
+stages.run_stage(parse_config(PretrainConfig, sys.argv[1:]))
 """
 
 

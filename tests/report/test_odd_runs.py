@@ -17,7 +17,7 @@ from lmforge.run_records import newest_values
 from lmforge.runs import Run
 from lmforge.stages import attempt
 from lmforge.stages import run as stages
-from lmforge.stages.records import RunEvents
+from lmforge.stages.attempt import RunEvents
 from lmforge.verbs.running.list_runs import read_runs
 from tests.report.conftest import add_event, copied
 from tests.report.test_page import opened

@@ -34,11 +34,10 @@ from lmforge.objectives.language import NextTokenObjective
 from lmforge.parallel.parallelize import parallelize
 from lmforge.report.page import ReportThread
 from lmforge.runs import Run
-from lmforge.stages.attempt import RunContext
+from lmforge.stages.attempt import MetricsFile, RunContext, RunEvents
 from lmforge.stages.build_model import BuiltModel
 from lmforge.stages.inputs import RunInputs
 from lmforge.stages.observers import Observers, StepProfiler
-from lmforge.stages.records import MetricsFile, RunEvents
 from lmforge.trackers.tracker_threads import TrackerThreads
 from lmforge.train import metrics
 from lmforge.train.bad_steps import BadStepDetector

@@ -13,7 +13,7 @@ from lmforge.cluster.distributed import DistributedContext
 from lmforge.cluster.rank_info import RankInfo
 from lmforge.errors import format_duration
 from lmforge.monitor.console import ConsoleLogger
-from lmforge.stages.records import MetricsFile
+from lmforge.stages.attempt import MetricsFile
 from lmforge.train.metrics import MetricsAccumulator, peak_memory_gib
 from tests.seeds import fresh_seed
 

@@ -5,7 +5,7 @@ from itertools import combinations
 
 import torch
 
-from lmforge.stages.alignment.rollouts import completion_metric_names, pass_at_k
+from lmforge.objectives.policy import completion_metric_names, pass_at_k
 from tests.seeds import fresh_random
 
 

@@ -27,8 +27,8 @@ from lmforge.interop.kinds import Kind, kind_of
 from lmforge.plan.memory import checkpoint_bytes
 from lmforge.plan.parameter_counts import count_parameters, get_lora_config
 from lmforge.runs import Run, is_local
+from lmforge.stages.inputs import open_pretrain_inputs
 from lmforge.stages.pretrained import find_required_pretrained
-from lmforge.stages.run import open_pretrain_inputs
 from lmforge.stages.training_data import open_source
 
 BLOCK_BYTES, WRITE_BYTES, WRITE_SECONDS = 16 * 2**20, 256 * 2**20, 1.0

@@ -1,5 +1,5 @@
-"""Alignment: the batches of each method, rollouts with their scores, and the reference model.
+"""Alignment: rollouts with their scores, and the reference model.
 
-Begin with `align.py`, then `rollouts.py`. The losses are in objectives/, reward functions in
-rewards/. For others: the functions that `stages/run.py` puts into a `StageSpec`.
+Begin with `rollouts.py`. The losses are in objectives/, reward functions in rewards/, what each method calls of this in
+`stages/specs.py`.
 """

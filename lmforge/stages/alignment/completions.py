@@ -7,6 +7,7 @@ import json
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +22,10 @@ from lmforge.data.tokenizer import Tokenizer
 from lmforge.errors import UserError
 from lmforge.generate.model_loading import load_model
 from lmforge.objectives.preference import document_rewards
-from lmforge.rewards.functions import FunctionResult, RewardFunctions
+from lmforge.rewards.functions import FunctionResult, load_reward_functions
 from lmforge.run_records import CompletionRecord, completions_path
+from lmforge.stages.alignment.prompt_inputs import reward_options
+from lmforge.stages.attempt import RunContext
 from lmforge.untrusted import check_content
 
 SCORING_BATCH_SIZE = 16
@@ -37,33 +40,57 @@ class SampledCompletion:
     stopped: bool = False
 
 
-@dataclass(frozen=True)
 class CompletionScorer:
-    """Computes the rewards of completions, and writes readable tables of them.
+    """The reward functions of a run: they score completions, and readable tables of that are written. Every rank has one."""
 
-    columns: the names of the columns of all prompts of the run, so that functions are always called with the same ones.
-    """
-
-    reward_functions: RewardFunctions
-    columns: Sequence[str]
-    tokenizer: Tokenizer
-    run_folder: Path
-    rank: int
+    def __init__(
+        self,
+        ctx: RunContext,
+        options: RolloutOptions,
+        tokenizer: Tokenizer,
+        prompts: Sequence[TokenizedPrompt],
+        dtype: torch.dtype,
+    ) -> None:
+        """`prompts`: all of the run, so that functions are always called with the same columns. Every rank calls it."""
+        self._ctx, self._tokenizer = ctx, tokenizer
+        self._columns = sorted({name for prompt in prompts for name in prompt.columns})
+        heartbeat, device = partial(ctx.watch.set_phase, "reward"), ctx.dist_ctx.device
+        with ctx.dist_ctx.raise_on_all():
+            self._functions = load_reward_functions(
+                options.reward_functions,
+                weights=options.reward_weights or None,
+                timeout_seconds=options.reward_timeout_seconds,
+                # Functions may fail on some ranks only, and the console prints on rank 0 only; other ranks print to their logs.
+                log=ctx.console.warn if ctx.dist_ctx.is_rank0 else partial(print, flush=True),
+                open_reward_model=partial(RewardModelScorer, device=device, dtype=dtype, on_batch=heartbeat),
+                heartbeat=heartbeat,
+                options=reward_options(options),
+            )
 
     def score(
-        self, table: str | None, prompts: Sequence[TokenizedPrompt], completions: Sequence[SampledCompletion]
+        self, table: str | None, prompts: Sequence[TokenizedPrompt], completions: Sequence[SampledCompletion], step: int
     ) -> tuple[Tensor, Tensor]:
         """Rewards, fp64 [completions], NaN where there is none, and the fraction of functions that failed, fp32 [completions].
 
-        Writes the table called `table`, one JSON object per line, unless that is None.
+        Writes the table called `table`, one JSON object per line, and announces it to trackers, unless that is None. Every rank
+        calls it, with completions of its own.
         """
+        with self._ctx.dist_ctx.raise_on_all():
+            scores = self._score(table, prompts, completions)
+        if table is not None and prompts:
+            self._ctx.events.add("completions", step, table=table)
+        return scores
+
+    def _score(
+        self, table: str | None, prompts: Sequence[TokenizedPrompt], completions: Sequence[SampledCompletion]
+    ) -> tuple[Tensor, Tensor]:
         if not prompts:
             return torch.zeros(0, dtype=torch.float64), torch.zeros(0)
-        texts = [self.tokenizer.decode(completion.tokens) for completion in completions]
-        columns = {name: [prompt.columns.get(name) for prompt in prompts] for name in self.columns}
-        scores = self.reward_functions([prompt.prompt for prompt in prompts], texts, columns)
+        texts = [self._tokenizer.decode(completion.tokens) for completion in completions]
+        columns = {name: [prompt.columns.get(name) for prompt in prompts] for name in self._columns}
+        scores = self._functions([prompt.prompt for prompt in prompts], texts, columns)
         if table is not None:
-            path = completions_path(self.run_folder, table, self.rank)
+            path = completions_path(self._ctx.run.path, table, self._ctx.dist_ctx.rank_info.rank)
             path.parent.mkdir(exist_ok=True)
             with open(path, "w", encoding="utf-8") as file:
                 for index, (prompt, text, completion) in enumerate(zip(prompts, texts, completions, strict=True)):
@@ -79,6 +106,10 @@ class CompletionScorer:
         rewards = [math.nan if reward is None else reward for reward in scores.rewards]
         failed = sum(count > 0 for count in scores.failures.values()) / len(scores.failures)
         return torch.tensor(rewards, dtype=torch.float64), torch.full((len(completions),), failed)
+
+    def close(self) -> None:
+        """End the processes of the functions."""
+        self._functions.close()
 
 
 class RewardModelScorer:

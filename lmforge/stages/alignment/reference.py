@@ -25,17 +25,15 @@ from lmforge.data.batch import Batch, Extras
 from lmforge.data.dataset import PackedDataset
 from lmforge.data.packing import PackedSequence, Packing
 from lmforge.interop.config_json import to_config_json
-from lmforge.model import build_model
 from lmforge.model.config import ModelConfig
 from lmforge.model.layers import LanguageModel
 from lmforge.model.lora import disable_adapters
 from lmforge.objectives.logprobs import token_logprobs
 from lmforge.parallel.parallel_model import ParallelModel
 from lmforge.parallel.parallelize import parallelize
-from lmforge.parallel.precision import DTYPES
 from lmforge.parallel.validate import choose_engine
 from lmforge.stages.attempt import RunContext
-from lmforge.stages.build_model import BuiltModel
+from lmforge.stages.build_model import BuiltModel, empty_model
 from lmforge.stages.inputs import RunInputs
 from lmforge.stages.pretrained import find_required_pretrained
 
@@ -114,8 +112,7 @@ def _build_frozen_reference(
 ) -> ParallelModel:
     """The model that the policy began as, distributed like the policy and never trained."""
     dist_ctx, options = policy_ctx, config.parallel
-    model = build_model(model_config, "meta").to(DTYPES[config.train.master_dtype])
-    model.requires_grad_(False)
+    model = empty_model(config, model_config).requires_grad_(False)
     if choose_engine(options, dist_ctx.world_size, dist_ctx.device.type) in ("single", "ddp"):
         # There are no gradients to exchange.
         options, dist_ctx = ParallelOptions(), DistributedContext(RankInfo(), dist_ctx.device, None)

@@ -9,33 +9,38 @@ import math
 import time
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from lmforge import checkpoint
 from lmforge.config.align import AlignConfig
-from lmforge.data.batch import Batch, Extras, Metrics
+from lmforge.data.batch import Batch, Extras
 from lmforge.data.chat.preferences import TokenizedPrompt
+from lmforge.data.chat.templates import ChatTemplate
 from lmforge.data.labels import IGNORE_INDEX
 from lmforge.data.order import derive_key
 from lmforge.data.packing import PackedSequences
+from lmforge.errors import UserError
 from lmforge.generate.engine import Engine, GenerationRequest
 from lmforge.generate.sampling import SamplingParams
-from lmforge.model.layers import LanguageModel
 from lmforge.objectives.logprobs import document_sums
 from lmforge.objectives.policy import (
-    PolicyLossConfig,
-    PolicyObjective,
+    build_policy_loss_config,
+    completion_metric_names,
     compute_advantages,
     has_nonzero_std,
+    pass_at_k,
+    pass_sizes,
     subtract_kl_penalty,
 )
 from lmforge.parallel.parallel_model import unsharded_for_decoding
 from lmforge.stages.alignment.completions import CompletionScorer, SampledCompletion, completions_table_name, locate_completions
-from lmforge.stages.alignment.prompt_inputs import PromptPacking
-from lmforge.stages.alignment.reference import ReferenceModel, with_extras
+from lmforge.stages.alignment.prompt_inputs import PromptPacking, is_conversational
+from lmforge.stages.alignment.reference import build_reference, with_extras
 from lmforge.stages.attempt import RunContext
 from lmforge.stages.build_model import BuiltModel
 from lmforge.stages.inputs import RunInputs
@@ -44,70 +49,20 @@ from lmforge.stages.inputs import RunInputs
 BATCH_TENSORS = {"tokens": torch.int64, "labels": torch.int64, "positions": torch.int64, "document_ids": torch.int32}
 
 
-def completion_metric_names(num_generations: int) -> tuple[str, ...]:
-    """Metrics of a completion: its reward, whether it has none, the fraction of reward functions that failed on it, pass@k of
-    its group, its length, and whether it was truncated."""
-    passes = [f"pass@{k}" for k in pass_sizes(num_generations)]
-    return ("reward", "no_reward", "reward_failures", *passes, "pass@n", "completion_tokens", "truncated")
-
-
-def pass_sizes(num_generations: int) -> list[int]:
-    """The k of pass@k: 1, 2, 4, … below `num_generations`."""
-    return [2**power for power in range(num_generations.bit_length()) if 2**power < num_generations]
-
-
-def pass_at_k(k: int, passed: Tensor, known: Tensor) -> Tensor:
-    """The probability that one of `k` completions of a group passes, fp64 [groups], from bools [groups, num_generations].
-
-    NaN where fewer than k have a reward. The unbiased estimate from n completions, of which c pass, is
-    1 − C(n − c, k) / C(n, k) (Chen et al., arXiv 2107.03374).
-    """
-    count, passes = known.sum(1), (passed & known).sum(1)
-    estimates = [
-        1 - math.comb(n - c, k) / math.comb(n, k) if n >= k else math.nan
-        for n, c in zip(count.tolist(), passes.tolist(), strict=True)
-    ]
-    return torch.tensor(estimates, dtype=torch.float64)
-
-
-class RolloutObjective(PolicyObjective):
-    """A policy objective whose metrics include those of the completions. Each sequence holds one completion."""
-
-    def __init__(self, config: PolicyLossConfig, metric_names: Sequence[str]) -> None:
-        super().__init__(config)
-        self._metric_names = metric_names
-
-    def loss(self, model: LanguageModel, batch: Batch) -> tuple[Tensor, Metrics]:
-        total, metrics = super().loss(model, batch)
-        for name in self._metric_names:
-            values = batch.extra(name)[:, 0]
-            known = ~values.isnan()
-            metrics[name] = torch.where(known, values, 0.0).sum(), known.sum().float()
-        return total, metrics
-
-
 class Rollouts:
-    """The batches of a policy objective: completions sampled from the model as it is now. A BatchSource."""
+    """The batches of a policy objective: completions sampled from the model as it is now. A BatchSource.
 
-    def __init__(
-        self,
-        ctx: RunContext,
-        inputs: RunInputs,
-        built: BuiltModel,
-        loss_config: PolicyLossConfig,
-        scorer: CompletionScorer,
-        *,
-        stop_token_ids: frozenset[int],
-        reference: ReferenceModel | None,
-    ) -> None:
+    Every rank has one, with reward functions of its own.
+    """
+
+    def __init__(self, ctx: RunContext, inputs: RunInputs, built: BuiltModel) -> None:
         """`inputs.packed_dataset` gives the order of the prompts of its PromptPacking."""
-        packing = inputs.packed_dataset.packing
+        packing, tokenizer = inputs.packed_dataset.packing, inputs.tokenizer
         assert isinstance(packing, PromptPacking)
         assert isinstance(ctx.config, AlignConfig)
         options = ctx.config.rollout
         self.data_wait_seconds = 0.0
-        self._ctx, self._inputs, self._built, self._options, self._loss_config = ctx, inputs, built, options, loss_config
-        self._packing, self._scorer, self._stop_token_ids, self._reference = packing, scorer, stop_token_ids, reference
+        self._ctx, self._inputs, self._built, self._options, self._packing = ctx, inputs, built, options, packing
         self._dist_ctx, self._batch_plan = ctx.dist_ctx, inputs.batch_plan
         self.dataset, self.global_batch_size = inputs.packed_dataset, inputs.batch_plan.global_batch_size
         # Alignment refuses model parallelism, so every rank has sequences of its own: the rank is the data-parallel rank.
@@ -122,6 +77,17 @@ class Rollouts:
         # This rank's part of the set: the completions of `num_iterations` steps, one in each sequence.
         self._set_index: int | None = None
         self._set: Batch | None = None
+        prompts = [*packing.prompts, *packing.validation_prompts]
+        self._scorer = CompletionScorer(ctx, options, tokenizer, prompts, built.dtype)
+        self._stop_token_ids = frozenset({tokenizer.eos_token_id})
+        if is_conversational(prompts):
+            self._stop_token_ids = ChatTemplate.from_tokenizer(tokenizer).stop_ids
+        self._loss_config = build_policy_loss_config(options)
+        self._reference = None
+        if self._loss_config.kl_estimator != "none":
+            self._reference = build_reference(ctx, inputs, built, self._loss_config.temperature)
+        if options.num_iterations > 1 and built.point.checkpoint_folder is not None:
+            self._restore(built.point.checkpoint_folder)
 
     def batches(self, batch_index: int) -> list[Batch]:
         """This rank's micro-batches of a step. At the first step of a set its completions are sampled and scored."""
@@ -154,7 +120,7 @@ class Rollouts:
         completions = self.generate(prompts, seeds, step)
         batch = self._to_batch(prompts, completions)
         old_logprobs = _scatter_to_labels(batch, [completion.logprobs for completion in completions])
-        rewards, failed = self._score(completions_table_name(set_index, options), prompts, completions, step)
+        rewards, failed = self._scorer.score(completions_table_name(set_index, options), prompts, completions, step)
         groups = rewards.view(-1, num_generations)
         metrics = self._completion_metrics(groups, failed, completions)
         # Computed from the rewards without the KL penalty, with which equally good completions would differ.
@@ -177,16 +143,6 @@ class Rollouts:
         for name, values in {"advantages": advantages, **metrics}.items():
             extras[name] = values[:, None].expand(-1, batch.sequence_length).contiguous()
         return with_extras(batch, **extras)
-
-    def _score(
-        self, table: str | None, prompts: Sequence[TokenizedPrompt], completions: Sequence[SampledCompletion], step: int
-    ) -> tuple[Tensor, Tensor]:
-        """Rewards and failures as of `CompletionScorer.score`; a table that was written is announced to trackers."""
-        with self._dist_ctx.raise_on_all():
-            scores = self._scorer.score(table, prompts, completions)
-        if table is not None and prompts:
-            self._ctx.events.add("completions", step, table=table)
-        return scores
 
     def _reference_logprobs(self, batch: Batch) -> Tensor:
         assert self._reference is not None
@@ -259,7 +215,7 @@ class Rollouts:
         chosen = [prompts[index * len(prompts) // count] for index in range(count)]
         local = chosen[self._rank :: self._world_size]
         completions = self.generate(local, [0] * len(local), step, greedy=True)
-        rewards, _ = self._score(f"step-{step:06d}-validation", local, completions, step)
+        rewards, _ = self._scorer.score(f"step-{step:06d}-validation", local, completions, step)
         known = rewards[~rewards.isnan()]
         passed = (known >= self._options.pass_threshold).double().sum()
         sums = torch.stack([known.sum(), passed, torch.tensor(float(len(known)), dtype=torch.float64)])
@@ -290,16 +246,20 @@ class Rollouts:
         full = {name: torch.from_numpy(np.concatenate([each[name] for each in gathered], axis=1)) for name in local}
         return {**full, "set": torch.tensor(self._set_index)}
 
-    def empty_state_dict(self) -> dict[str, Tensor]:
-        """Tensors with the names, shapes and dtypes of `state_dict`, to be filled."""
+    def _restore(self, folder: Path) -> None:
+        """Load the set of a checkpoint, which may be of another number of ranks."""
         names = ["old_logprobs", "advantages", *completion_metric_names(self._options.num_generations)]
         names += [] if self._reference is None else ["reference_logprobs"]
         size = self._options.num_iterations, self._batch_plan.global_batch_size, self._batch_plan.sequence_length
         dtypes = BATCH_TENSORS | dict.fromkeys(names, torch.float32)
-        return {**{name: torch.zeros(size, dtype=dtype) for name, dtype in dtypes.items()}, "set": torch.tensor(0)}
-
-    def load_state_dict(self, state: dict[str, Tensor]) -> None:
-        """Load the set of a `state_dict`, which may be of another number of ranks."""
+        state = {**{name: torch.zeros(size, dtype=dtype) for name, dtype in dtypes.items()}, "set": torch.tensor(0)}
+        try:
+            with self._dist_ctx.raise_on_all(), torch.no_grad():
+                checkpoint.load(folder, {"rollouts": state})
+        except UserError as reason:
+            # The set is corrupt, or was saved with other options.
+            self._ctx.console.warn(f"{folder}: {reason}; the completions of this set are sampled again")
+            return
         first = self._first_group * self._options.num_generations
         self._set_index = int(state.pop("set"))
         local = {name: tensor[:, first : first + self._local_batch_size].flatten(0, 1) for name, tensor in state.items()}
@@ -307,7 +267,7 @@ class Rollouts:
         self._set = Batch(**tensors, extras=Extras(**local))
 
     def close(self) -> None:
-        self._scorer.reward_functions.close()
+        self._scorer.close()
 
 
 def _padding_like(batch: Batch, num_sequences: int) -> Batch:
