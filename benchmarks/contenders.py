@@ -22,9 +22,8 @@ from lmforge.checkpoint import AsyncCheckpointer, RetentionPolicy
 from lmforge.cluster import distributed as cluster
 from lmforge.config.activation_checkpointing import CheckpointingMode
 from lmforge.config.batch_plan import BatchPlan
-from lmforge.config.operation import LogOptions
+from lmforge.config.operation import CheckpointOptions, LogOptions
 from lmforge.config.sections import (
-    CheckpointOptions,
     OptimizerOptions,
     ParallelOptions,
     ScheduleOptions,

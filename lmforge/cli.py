@@ -33,7 +33,7 @@ from lmforge.config.options import MAX_NAME_WIDTH, Options, iter_options, read_r
 from lmforge.config.stage import StageConfig
 from lmforge.config.verbs.bench import BenchConfig
 from lmforge.config.verbs.examine import DoctorOptions
-from lmforge.config.verbs.launch import LaunchVerbOptions, parse_launch
+from lmforge.config.verbs.running import LaunchVerbOptions, parse_launch
 from lmforge.errors import DISK_FULL_ERRNOS, RunFailed, UserError, did_you_mean
 from lmforge.parallel.dims import plan_batches
 from lmforge.runs import Run

@@ -1,4 +1,4 @@
-"""Reads the records of a run: the lines of metrics.jsonl and of its tables of completions, without torch.
+"""Reads the records of a run: the lines of metrics.jsonl and of its tables of completions, and files of bad steps. No torch.
 
 stages/attempt.py and stages/alignment/completions.py write them. Here are also the types of the numbers in all files of a run,
 which bound them: another program may have written these files, or a disk damaged them.
@@ -13,9 +13,9 @@ from typing import Annotated, Any
 
 from pydantic import AfterValidator, BaseModel, Field, FiniteFloat
 
-from lmforge.config.ranges import COUNT_OR_0, LENGTH, RANKS
+from lmforge.config.ranges import COUNT_OR_0, RANKS
 from lmforge.errors import UserError
-from lmforge.untrusted import open_file, parse_json, read_lines
+from lmforge.untrusted import open_file, parse_json, read_json, read_lines
 
 MAX_METRICS_LINE_BYTES = 2**20
 # How much of the end of metrics.jsonl is read, which may have gigabytes. The last validation may be many log steps back.
@@ -32,7 +32,6 @@ def _known_metric(value: float) -> float | None:
 # The numbers in files of a run. Sums and products of a few of them can be printed, and fit into a double.
 StepNumber = Annotated[int, Field(**COUNT_OR_0)]
 NumRanks = Annotated[int, Field(**RANKS)]
-SequenceLength = Annotated[int, Field(**LENGTH)]
 Count = Annotated[int, Field(ge=0, le=2**62)]  # bytes, tokens, process ids
 Measure = Annotated[float, Field(ge=-LARGEST_METRIC, le=LARGEST_METRIC)]
 EpochSeconds = Annotated[float, Field(ge=0, le=2.5e11)]  # Python has no date after the year 9999
@@ -125,3 +124,25 @@ def read_first_completions(run_folder: Path, table: str, limit: int) -> Iterator
         for line in islice(read_lines(file, MAX_COMPLETION_LINE_BYTES), limit):
             with suppress(UserError):
                 yield parse_json(line, CompletionRecord, path.name)
+
+
+class BadStepFile(BaseModel, extra="allow"):
+    """The file of a bad step: its samples, or with rollouts its completions."""
+
+    step: Count
+    reason: str = Field(max_length=200)
+    samples: tuple[Count, Count] | None = None
+    plan_hash: str = ""
+    completions: str | None = Field(None, pattern=r"^completions/[A-Za-z0-9_-]+\*\.jsonl$")
+    ranks: int = Field(1, ge=1, le=1_000_000)
+    part: tuple[Count, Annotated[int, Field(ge=1)]] = (0, 1)
+
+
+def read_bad_step(file: Path) -> BadStepFile:
+    """The file that train/bad_steps.py has written. Raises UserError for any other."""
+    with suppress(UserError):
+        record = read_json(file, BadStepFile)
+        samples = record.samples
+        if (samples and samples[0] < samples[1] and record.plan_hash) or "completions" in record.model_fields_set:
+            return record
+    raise UserError(f"{file}: not the file of a bad step; with --tokenizer MODEL a file of examples is shown")

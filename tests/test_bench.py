@@ -16,8 +16,7 @@ import pytest
 from lmforge.bench import step_timing
 from lmforge.bench.trial import TIMED_PHASES
 from lmforge.cli import run
-from lmforge.config.verbs.bench import BenchConfig
-from lmforge.config.verbs.sweep import sweep_combinations
+from lmforge.config.verbs.bench import BenchConfig, sweep_combinations
 from tests.calibrations import calibration, write_calibration
 from tests.conftest import Command, Refusal
 

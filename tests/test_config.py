@@ -22,7 +22,7 @@ from lmforge.config.ranges import MODEL_RANGES, ROPE_SCALING_RANGES, Range
 from lmforge.config.sections import COMFORTABLE_MICRO_BATCH_TOKENS, TrainOptions
 from lmforge.config.stage import PretrainConfig
 from lmforge.config.tuning import TunedConfig, TunedTrainOptions
-from lmforge.config.verbs.pipeline import PipelineOptions
+from lmforge.config.verbs.running import PipelineOptions
 from lmforge.errors import UserError
 
 RECIPES = sorted((Path(__file__).parents[1] / "recipes").glob("*.toml"))

@@ -13,7 +13,7 @@ from lmforge.config.options import OptionPath, Options, iter_options
 from lmforge.config.stage import PretrainConfig, StageConfig
 from lmforge.config.tuning import SftConfig
 from lmforge.config.verbs.bench import BenchConfig
-from lmforge.config.verbs.pipeline import PipelineOptions
+from lmforge.config.verbs.running import PipelineOptions
 from lmforge.verbs.table import VERBS
 
 STAGES: dict[str, type[StageConfig]] = {

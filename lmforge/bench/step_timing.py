@@ -17,8 +17,7 @@ from rich.table import Table
 from lmforge.bench.trial import TIMED_PHASES, measure
 from lmforge.cluster.rank_info import read_rank_info
 from lmforge.config.load import parse_config
-from lmforge.config.verbs.bench import BenchConfig
-from lmforge.config.verbs.sweep import sweep_combinations
+from lmforge.config.verbs.bench import BenchConfig, sweep_combinations
 from lmforge.errors import RunFailed, UserError
 from lmforge.terminal.cells import page_console
 

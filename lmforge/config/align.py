@@ -137,15 +137,9 @@ class AlignConfig(TunedConfig):
     """lmforge align [RECIPE.toml] --method dpo|kto|orpo|simpo|reward|grpo: align a model with preferences or rewards."""
 
     of_stage: ClassVar[Stage] = "align"
-    ESSENTIAL: ClassVar[tuple[str, ...]] = (
-        "align.method",
-        "align.loss_type",
-        "align.beta",
-        "align.reference",
-        "rollout.reward_functions",
-        "rollout.num_generations",
-        "rollout.max_completion_length",
-        *TunedConfig.ESSENTIAL,
+    ESSENTIAL: ClassVar[str] = (
+        "align.method align.loss_type align.beta align.reference rollout.reward_functions rollout.num_generations"
+        f" rollout.max_completion_length {TunedConfig.ESSENTIAL}"
     )
     data: AlignDataOptions = section(AlignDataOptions, "preferences, or prompts")
     align: AlignOptions = section(AlignOptions, "how the model is aligned")

@@ -40,8 +40,8 @@ class Options(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, defer_build=True)
     # Two ways to say one thing, as pairs of (section, option): the one on the command line replaces the other in a recipe.
     ALTERNATIVES: ClassVar[Alternatives] = ()
-    # For a verb with many options: those that most people need, in the order in which help lists them.
-    ESSENTIAL: ClassVar[tuple[str, ...]] = ()
+    # For a verb with many options: the names of those that most people need, in the order in which help lists them.
+    ESSENTIAL: ClassVar[str] = ""
 
     def problems(self) -> Iterator[str]:
         """Problems of options that are valid individually, as lines for the user. The first one is reported."""

@@ -361,38 +361,6 @@ class SampleOptions(Options):
     temperature: float = option(0.8, "sampling temperature; 0 is greedy", **SCALE_OR_0)
 
 
-class CheckpointOptions(Options):
-    """Which checkpoints are saved and kept. Newer ones replace temporary ones; only a rollback deletes kept ones."""
-
-    every_steps: int | None = option(
-        None, "steps between checkpoints; the last step always saves (default: a tenth of the run)", **COUNT
-    )
-    every_minutes: float | None = option(None, "minutes between checkpoints, in addition to those by steps", **DURATION)
-    keep_last: int = option(3, "newest temporary checkpoints to keep (transformers: save_total_limit)", **COUNT)
-    keep_every_steps: int | None = option(
-        None, "steps between checkpoints that are kept; only a rollback deletes those after the step it returns to", **COUNT
-    )
-    keep_every_minutes: float | None = option(
-        None, "minutes between checkpoints that are kept; a rollback deletes them likewise", **DURATION
-    )
-    keep_best: int = option(0, "best checkpoints to keep in addition to the newest", **COUNT_OR_0)
-    best_metric: str = option(
-        "val/loss", "metric in metrics.jsonl that decides which is best; a val/… metric is measured at each checkpoint"
-    )
-    best_mode: Literal["min", "max"] = option("min", "whether the lowest or the highest best_metric is best")
-    last_save_model_only: bool = option(
-        False, "save the last step without optimizer states: a third of the size, but no run can resume from it"
-    )
-    folder: str | None = option(
-        None,
-        "save checkpoints in FOLDER/NAME: a folder, or an address such as s3://bucket/runs (extra: cloud)"
-        " (default: in the run's directory)",
-    )
-    async_save: bool = option(True, "write in the background; needs host memory for a copy of what a rank writes")
-    max_failures: int = option(3, "failed saves in a row after which the run ends; 0 never ends it", **COUNT_OR_0)
-    retry_seconds: float = option(60.0, "seconds until a failed save is tried again", **DURATION)
-
-
 class FaultOptions(Options):
     """Bad steps. A step with a non-finite loss or gradient (NaN or inf) is skipped: it changes nothing and is counted."""
 

@@ -15,12 +15,11 @@ from lmforge.config.mixture import (
     folder_problems,
     mixture_problems,
 )
-from lmforge.config.operation import LaunchOptions, LogOptions, WatchOptions
+from lmforge.config.operation import CheckpointOptions, LaunchOptions, LogOptions, WatchOptions
 from lmforge.config.options import PLUGINS, Alternatives, Options, option, section, validate_options
 from lmforge.config.ranges import COUNT, RANKS, TOKENS
 from lmforge.config.sections import (
     DEFAULT_GLOBAL_BATCH_SIZE,
-    CheckpointOptions,
     FaultOptions,
     ModelOptions,
     ObjectiveOptions,
@@ -39,23 +38,9 @@ from lmforge.untrusted import expand_home, name_problem
 
 # The options that `--help` lists for every stage, after the stage's own.
 ESSENTIAL_TO_TRAINING = (
-    "train.steps",
-    "train.epochs",
-    "train.global_batch_size",
-    "train.global_batch_tokens",
-    "train.micro_batch_size",
-    "train.dtype",
-    "train.compile",
-    "optimizer.lr",
-    "schedule.warmup_steps",
-    "validation.every_steps",
-    "sample.every_steps",
-    "checkpoint.every_steps",
-    "parallel.engine",
-    "launch.processes",
-    "run.name",
-    "run.folder",
-    "run.overwrite",
+    "train.steps train.epochs train.global_batch_size train.global_batch_tokens train.micro_batch_size train.dtype"
+    " train.compile optimizer.lr schedule.warmup_steps validation.every_steps sample.every_steps"
+    " checkpoint.every_steps parallel.engine launch.processes run.name run.folder run.overwrite"
 )
 
 
@@ -66,7 +51,7 @@ class StageConfig(Options):
     of_verb: ClassVar[str | None] = None
     # The class that a verb uses instead for a recipe of another stage.
     FOR_STAGE: ClassVar[Mapping[str, "type[StageConfig]"]] = {}
-    ESSENTIAL: ClassVar[tuple[str, ...]] = ("model.preset", "model.source", *ESSENTIAL_TO_TRAINING)
+    ESSENTIAL: ClassVar[str] = f"model.preset model.source {ESSENTIAL_TO_TRAINING}"
     ALTERNATIVES: ClassVar[Alternatives] = (
         (("model", "preset"), ("model", "source")),
         (("train", "steps"), ("train", "epochs")),
@@ -207,7 +192,7 @@ class PretrainDataOptions(SequenceOptions):
 class PretrainConfig(StageConfig):
     """lmforge pretrain [RECIPE.toml]: train a model on token shards, or continue a run."""
 
-    ESSENTIAL: ClassVar[tuple[str, ...]] = ("data.folder", "data.sources", "data.sequence_length", *StageConfig.ESSENTIAL)
+    ESSENTIAL: ClassVar[str] = f"data.folder data.sources data.sequence_length {StageConfig.ESSENTIAL}"
     ALTERNATIVES: ClassVar[Alternatives] = (
         *StageConfig.ALTERNATIVES,
         (("data", "folder"), ("data", "sources")),

@@ -131,14 +131,9 @@ class TuningOptimizer(OptimizerOptions):
 class TunedConfig(StageConfig):
     """What the configs of fine-tuning and alignment have in common."""
 
-    ESSENTIAL: ClassVar[tuple[str, ...]] = (
-        "model.source",
-        "data.files",
-        "data.validation_files",
-        "data.sequence_length",
-        "lora.rank",
-        "lora.target_modules",
-        *ESSENTIAL_TO_TRAINING,
+    ESSENTIAL: ClassVar[str] = (
+        "model.source data.files data.validation_files data.sequence_length lora.rank lora.target_modules"
+        f" {ESSENTIAL_TO_TRAINING}"
     )
     data: ExampleOptions = section(ExampleOptions, "examples to train on")
     model: TunedModelOptions = section(TunedModelOptions, "the model to start from")
@@ -203,5 +198,5 @@ class SftConfig(TunedConfig):
 
     of_stage: ClassVar[Stage] = "sft"
     ALTERNATIVES: ClassVar[Alternatives] = (*StageConfig.ALTERNATIVES, *SOURCES_INSTEAD)
-    ESSENTIAL: ClassVar[tuple[str, ...]] = ("data.sources", "data.format", "data.mask", "data.packing", *TunedConfig.ESSENTIAL)
+    ESSENTIAL: ClassVar[str] = f"data.sources data.format data.mask data.packing {TunedConfig.ESSENTIAL}"
     data: ConversationOptions = section(ConversationOptions, "conversations to train on")

@@ -13,8 +13,8 @@ from lmforge.config.mixture import is_remote
 from lmforge.config.options import Options, parse_options, read_recipe, validate_options
 from lmforge.config.stage import PretrainConfig, StageConfig
 from lmforge.config.verbs.models import DownloadOptions
-from lmforge.config.verbs.pipeline import PipelineOptions
 from lmforge.config.verbs.prepare import PrepareOptions
+from lmforge.config.verbs.running import PipelineOptions
 from lmforge.interop.kinds import Kind, kind_of
 from lmforge.interop.peft_folder import base_model_of
 from lmforge.verbs.running.pipeline import plan_stages

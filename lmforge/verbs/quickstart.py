@@ -22,8 +22,8 @@ from lmforge.bench.bounds import bound_of_splits, relative_difference
 from lmforge.cluster.launch import launch_local
 from lmforge.config.load import STAGES, parse_config
 from lmforge.config.verbs.models import EvaluateOptions, GenerateOptions
-from lmforge.config.verbs.pipeline import QuickstartOptions
 from lmforge.config.verbs.prepare import PrepareOptions
+from lmforge.config.verbs.running import QuickstartOptions
 from lmforge.data.chat.library_functions import TRAIN_FILE, VALIDATION_FILE
 from lmforge.errors import RunFailed, typed_command
 from lmforge.parallel.precision import choose_dtype, dtype_name

@@ -15,7 +15,6 @@ from lmforge.config.stage import PretrainConfig
 from lmforge.config.tuning import SftConfig
 from lmforge.config.verbs.bench import BenchConfig
 from lmforge.config.verbs.examine import DoctorOptions, ShowOptions
-from lmforge.config.verbs.launch import JobsOptions, LaunchVerbOptions, StopOptions
 from lmforge.config.verbs.models import (
     ChatOptions,
     DownloadOptions,
@@ -25,10 +24,20 @@ from lmforge.config.verbs.models import (
     ImportOptions,
     ServeOptions,
 )
-from lmforge.config.verbs.pipeline import QuickstartOptions, RunPipelineOptions
 from lmforge.config.verbs.plan import PlanConfig
 from lmforge.config.verbs.prepare import PrepareOptions
-from lmforge.config.verbs.watch import CompareOptions, LogsOptions, ReportOptions, RunsOptions, TopOptions
+from lmforge.config.verbs.running import (
+    CompareOptions,
+    JobsOptions,
+    LaunchVerbOptions,
+    LogsOptions,
+    QuickstartOptions,
+    ReportOptions,
+    RunPipelineOptions,
+    RunsOptions,
+    StopOptions,
+    TopOptions,
+)
 
 
 @contextmanager

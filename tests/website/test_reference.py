@@ -12,7 +12,7 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from lmforge.config.options import Options
-from lmforge.config.verbs.pipeline import PipelineOptions
+from lmforge.config.verbs.running import PipelineOptions
 from lmforge.verbs.table import VERBS
 from website.api_pages import api_pages
 from website.links import PAGES

@@ -58,9 +58,7 @@ class DoctorOptions(JobOptions):
     device: Device = DEVICE
     output: Literal["text", "json"] = OUTPUT_FORMAT
 
-    ESSENTIAL: ClassVar[tuple[str, ...]] = (
-        *("recipe", "on", "nodes", "processes", "hosts", "parity", "timeout_seconds", "device", "output"),
-    )
+    ESSENTIAL: ClassVar[str] = "recipe on nodes processes hosts parity timeout_seconds device output"
 
     def problems(self) -> Iterator[str]:
         ignored = [name for name in ("steps", "compile", "dtype", "seed") if name in self.changed()]

@@ -50,25 +50,9 @@ class PlanOptions(Options):
 # Those that may be typed without their section.
 PLAN_OPTIONS = tuple(name for name in PlanOptions.model_fields if name != "usable")
 ESSENTIAL = (
-    "plan.gpus",
-    "plan.gpu_type",
-    "plan.gpus_per_host",
-    "plan.network",
-    "plan.hardware",
-    "plan.calibration",
-    "plan.price",
-    "plan.search",
-    "plan.write",
-    "plan.finalists",
-    "plan.output",
-    "data.sequence_length",
-    "model.preset",
-    "train.global_batch_size",
-    "train.micro_batch_size",
-    "parallel.engine",
-    "parallel.sharding",
-    "parallel.activation_checkpointing",
-    "run.name",
+    "plan.gpus plan.gpu_type plan.gpus_per_host plan.network plan.hardware plan.calibration plan.price plan.search"
+    " plan.write plan.finalists plan.output data.sequence_length model.preset train.global_batch_size"
+    " train.micro_batch_size parallel.engine parallel.sharding parallel.activation_checkpointing run.name"
 )
 
 
@@ -79,7 +63,7 @@ class SftPlanConfig(SftConfig):
     """lmforge plan RECIPE.toml: the same for a recipe of `lmforge sft`, with adapters or all weights."""
 
     of_verb: ClassVar[str | None] = "plan"
-    ESSENTIAL: ClassVar[tuple[str, ...]] = (*ESSENTIAL, "lora.rank")
+    ESSENTIAL: ClassVar[str] = f"{ESSENTIAL} lora.rank"
     plan: PlanOptions = PLAN
 
 
@@ -87,7 +71,7 @@ class AlignPlanConfig(AlignConfig):
     """lmforge plan RECIPE.toml: the same for a recipe of `lmforge align`: preferences or a reward model."""
 
     of_verb: ClassVar[str | None] = "plan"
-    ESSENTIAL: ClassVar[tuple[str, ...]] = (*ESSENTIAL, "align.method", "lora.rank")
+    ESSENTIAL: ClassVar[str] = f"{ESSENTIAL} align.method lora.rank"
     plan: PlanOptions = PLAN
 
 
@@ -96,7 +80,7 @@ class PlanConfig(PretrainConfig):
 
     of_verb: ClassVar[str | None] = "plan"
     FOR_STAGE: ClassVar[Mapping[str, type[StageConfig]]] = {"sft": SftPlanConfig, "align": AlignPlanConfig}
-    ESSENTIAL: ClassVar[tuple[str, ...]] = ESSENTIAL
+    ESSENTIAL: ClassVar[str] = ESSENTIAL
     plan: PlanOptions = PLAN
 
 

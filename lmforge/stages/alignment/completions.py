@@ -17,16 +17,13 @@ from torch import Tensor
 from lmforge.config.align import RolloutOptions
 from lmforge.data.batch import Batch
 from lmforge.data.chat.preferences import TokenizedPrompt, encode_completions
-from lmforge.data.sources.records import read_records
 from lmforge.data.tokenizer import Tokenizer
-from lmforge.errors import UserError
 from lmforge.generate.model_loading import load_model
 from lmforge.objectives.preference import document_rewards
 from lmforge.rewards.functions import FunctionResult, load_reward_functions
-from lmforge.run_records import CompletionRecord, completions_path
+from lmforge.run_records import completions_path
 from lmforge.stages.alignment.prompt_inputs import reward_options
 from lmforge.stages.attempt import RunContext
-from lmforge.untrusted import check_content
 
 SCORING_BATCH_SIZE = 16
 
@@ -164,29 +161,3 @@ def locate_completions(batch_index: int, options: RolloutOptions, world_size: in
     table = completions_table_name(set_index, options)
     files = str(completions_path(Path(), table, "*")) if table else None
     return {"completions": files, "ranks": world_size, "part": [iteration, options.num_iterations]}
-
-
-def read_completions(run_folder: Path, location: dict[str, Any]) -> list[CompletionRecord]:
-    """The records at the place that `locate_completions` returned, rank by rank. Raises UserError where there are none, or for
-    an invalid record."""
-    if location["completions"] is None:
-        raise UserError(
-            f"{run_folder}: the completions of this step were not written; --rollout.log_completions_every 1 writes those of"
-            " every step"
-        )
-    part, parts = location["part"]
-    records: list[CompletionRecord] = []
-    # Files of higher ranks belong to another attempt.
-    for rank in range(location["ranks"]):
-        path = run_folder / location["completions"].replace("*", str(rank))
-        if not path.exists():
-            # The file is on the disk of another host.
-            continue
-        table = [check_content(record, CompletionRecord, place) for place, record in read_records(path)]
-        size = len(table) // parts
-        records += table[part * size : (part + 1) * size]
-    if not records:
-        raise UserError(
-            f"{run_folder / location['completions']}: no such files, so the completions of this step cannot be shown"
-        )
-    return records

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from lmforge.atomic_files import without_non_finite
 from lmforge.bench.bounds import BOUND_STEPS, EQUAL_BITS, Bound, bound_of_splits, relative_difference
 from lmforge.config.load import flat_options
-from lmforge.config.verbs.watch import CompareOptions
+from lmforge.config.verbs.running import CompareOptions
 from lmforge.errors import UserError, format_count, name_some, prefix_errors
 from lmforge.manifests import Manifest, check_sizes, read_manifest
 from lmforge.report.run_data import read_environment, read_events

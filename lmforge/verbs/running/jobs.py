@@ -8,7 +8,7 @@ from rich.table import Table
 
 from lmforge.cluster.jobs.job import JOB_FILE, LAUNCH_FOLDER, Job, JobState, read_job
 from lmforge.cluster.jobs.launchers import job_state, stop_job
-from lmforge.config.verbs.launch import JobsOptions, StopOptions
+from lmforge.config.verbs.running import JobsOptions, StopOptions
 from lmforge.errors import UserError
 from lmforge.monitor.run_status import read_run_status
 from lmforge.runs import Run

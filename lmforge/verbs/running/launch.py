@@ -17,8 +17,8 @@ from lmforge.config.load import STAGES, parse_config
 from lmforge.config.operation import LaunchOptions
 from lmforge.config.options import to_toml
 from lmforge.config.stage import StageConfig
-from lmforge.config.verbs.launch import LaunchRequest
-from lmforge.config.verbs.sweep import sweep_combinations
+from lmforge.config.verbs.bench import sweep_combinations
+from lmforge.config.verbs.running import LaunchRequest
 from lmforge.errors import UserError, format_count, typed_command
 from lmforge.runs import Run
 from lmforge.verbs.show.describe import dry_run

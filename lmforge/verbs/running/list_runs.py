@@ -12,7 +12,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from lmforge.config.verbs.watch import RunsOptions
+from lmforge.config.verbs.running import RunsOptions
 from lmforge.errors import UserError, format_duration
 from lmforge.monitor.run_status import RUN_GOES_ON, read_run_status
 from lmforge.report.run_data import last_state

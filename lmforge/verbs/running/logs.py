@@ -10,7 +10,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.style import Style
 
-from lmforge.config.verbs.watch import LogsOptions
+from lmforge.config.verbs.running import LogsOptions
 from lmforge.errors import UserError, format_count
 from lmforge.monitor.failures import CAUSES, Failure, find_failures
 from lmforge.monitor.log_files import LogFile, LogLine, format_clock, merged, tail

@@ -18,7 +18,7 @@ import xxhash
 from lmforge.atomic_files import atomic_write_json
 from lmforge.config.load import RESUME_ARGUMENTS, STAGES
 from lmforge.config.options import read_recipe, validate_options
-from lmforge.config.verbs.pipeline import PipelineOptions, PipelineStageOptions, RunPipelineOptions
+from lmforge.config.verbs.running import PipelineOptions, PipelineStageOptions, RunPipelineOptions
 from lmforge.errors import EXIT_PEER_LOST, PeerLost, RunFailed, UserError
 from lmforge.runs import Run, storage_errors
 from lmforge.untrusted import quoted, read_bounded, read_json

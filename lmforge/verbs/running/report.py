@@ -4,8 +4,7 @@ from pathlib import Path
 
 from lmforge.atomic_files import check_output
 from lmforge.config.options import read_recipe, validate_options
-from lmforge.config.verbs.pipeline import PipelineOptions
-from lmforge.config.verbs.watch import ReportOptions
+from lmforge.config.verbs.running import PipelineOptions, ReportOptions
 from lmforge.errors import UserError
 from lmforge.interop.kinds import Kind, kind_of, unexpected
 from lmforge.report.page import REPORT_FILE, is_report, write_report

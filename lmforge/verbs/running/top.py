@@ -21,7 +21,7 @@ from rich.live import Live
 
 from lmforge import __version__
 from lmforge.cluster.jobs.hosts import HOST_PATTERN, read_hosts, ssh_command
-from lmforge.config.verbs.watch import TopOptions
+from lmforge.config.verbs.running import TopOptions
 from lmforge.errors import UserError
 from lmforge.monitor.run_status import read_run_status
 from lmforge.monitor.usage.host import HostSampler

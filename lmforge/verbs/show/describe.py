@@ -15,9 +15,8 @@ from lmforge.data.mixture import MixedDataset
 from lmforge.errors import format_bytes
 from lmforge.interop.kinds import Kind, kind_of
 from lmforge.interop.resolve import model_config_from_options
-from lmforge.model.config import ModelConfig, get_preset
+from lmforge.model.config import ModelConfig
 from lmforge.model.flops import FLOPS_CONVENTION, flops_per_token, parameter_count
-from lmforge.model.presets import PRESETS
 from lmforge.parallel.dims import parallel_dims, plan_batches
 from lmforge.parallel.validate import check_parallel, choose_engine
 from lmforge.plan.memory import DTYPE_BYTES, checkpoint_bytes, count_all
@@ -187,15 +186,3 @@ def describe_model(model: ModelConfig, title: str, sequence_length: int | None =
         f"{describe_cost(model, length, OptimizerOptions(), 'fp32')}\n"
         f"{FLOPS_CONVENTION}"
     )
-
-
-def list_presets() -> str:
-    """A line for each preset."""
-    rows = []
-    for name in PRESETS:
-        model = get_preset(name)
-        rows.append(
-            f"{name:<16} {parameter_count(model).total / 1e6:>10,.1f} M  {model.model_type:<8}"
-            f" {model.num_hidden_layers:>3} layers, width {model.hidden_size:>6}, vocabulary {model.vocab_size:>7,}"
-        )
-    return "\n".join(rows)

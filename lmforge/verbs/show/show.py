@@ -12,11 +12,12 @@ from lmforge.interop.kinds import Kind, kind_of, unexpected
 from lmforge.interop.resolve import resolve_model_config, stored_model_config
 from lmforge.manifests import CorruptCheckpoint, check_sizes, read_manifest
 from lmforge.model.config import get_preset
+from lmforge.model.flops import parameter_count
 from lmforge.model.presets import PRESETS
 from lmforge.run_records import newest_values, skipped_batches
 from lmforge.runs import Run
 from lmforge.untrusted import describe_os_error
-from lmforge.verbs.show.describe import describe_data, describe_model, describe_recipe, list_presets
+from lmforge.verbs.show.describe import describe_data, describe_model, describe_recipe
 
 
 def run_show(options: ShowOptions) -> int:
@@ -38,12 +39,14 @@ def run_show(options: ShowOptions) -> int:
 
 
 def _show_data(options: ShowOptions) -> str:
-    from lmforge.verbs.show.show_data import is_reported, report_data, show_examples, show_samples
+    from lmforge.verbs.show.show_data import report_data, show_samples
+    from lmforge.verbs.show.show_examples import show_examples
 
     assert options.of is not None
     if options.tokenizer:
         return show_examples(options, options.tokenizer)
-    if is_reported(options.of) and options.samples is None and options.num_samples is None:
+    is_reported = kind_of(options.of) in (Kind.RECIPE, Kind.TOKENS)
+    if is_reported and options.samples is None and options.num_samples is None:
         return report_data(options.of)
     return show_samples(options.of, options.samples, options.num_samples)
 
@@ -52,7 +55,7 @@ def show(thing: str) -> str:
     """A description of `thing` in a few lines. Raises UserError for anything unknown."""
     path, kind = Path(thing), kind_of(thing)
     if thing == "presets":
-        return list_presets()
+        return _list_presets()
     if kind == Kind.RECIPE:
         return f"recipe {thing}\n{describe_recipe(read_config(path))}"
     if kind == Kind.MISSING and thing in PRESETS:
@@ -127,3 +130,15 @@ def _describe_run(run: Run) -> str:
         except (UserError, OSError) as problem:  # the newest intact one is shown
             lines.append(f"damaged    {problem}")
     return "\n".join(lines)
+
+
+def _list_presets() -> str:
+    """A line for each preset."""
+    rows = []
+    for name in PRESETS:
+        model = get_preset(name)
+        rows.append(
+            f"{name:<16} {parameter_count(model).total / 1e6:>10,.1f} M  {model.model_type:<8}"
+            f" {model.num_hidden_layers:>3} layers, width {model.hidden_size:>6}, vocabulary {model.vocab_size:>7,}"
+        )
+    return "\n".join(rows)

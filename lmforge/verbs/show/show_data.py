@@ -1,42 +1,36 @@
-"""`lmforge show data`: the sources of a recipe or a token folder and their documents; samples of a run or a recipe as the model
-is given them; or examples of a file as a model's tokenizer and chat template encode them, with the tokens that the loss counts.
+"""`lmforge show data`: the sources of a recipe or a token folder and their documents; or samples of a run or a recipe as the
+model is given them. Examples of a file are shown by show_examples.py.
 """
 
 import re
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
 from pathlib import Path
-from typing import Annotated, Any
 
 import numpy as np
-from pydantic import BaseModel, Field
 
 from lmforge.config.batch_plan import batch_plan
 from lmforge.config.load import read_config
 from lmforge.config.options import validate_options
 from lmforge.config.ranges import COUNT
 from lmforge.config.stage import PretrainConfig, StageConfig
-from lmforge.config.tuning import TunedConfig, renamed_fields
-from lmforge.config.verbs.examine import ShowOptions
-from lmforge.data.chat.conversations import FORMAT_FIELDS, read_conversations, read_renamed_records
+from lmforge.config.tuning import TunedConfig
 from lmforge.data.chat.example_display import RESET, format_example
-from lmforge.data.chat.preferences import read_preference_pairs, read_prompts, read_unpaired_preferences
-from lmforge.data.mixture import TrainingDataset
 from lmforge.data.packing import PackedSequence, TokenizedExample
 from lmforge.data.shards.folder import TokenFolder
 from lmforge.data.shards.source_report import SourceReport, read_source
+from lmforge.data.sources.records import read_records
 from lmforge.data.tokenizer import Tokenizer
 from lmforge.errors import UserError, format_count
 from lmforge.interop.kinds import Kind, kind_of, unexpected
+from lmforge.run_records import BadStepFile, CompletionRecord, read_bad_step
 from lmforge.runs import Run
 from lmforge.stages.training_data import TokenSources
-from lmforge.untrusted import read_json
+from lmforge.untrusted import check_content
 from lmforge.verbs.show.describe import align_right
 
 MAX_SAMPLES = 10_000  # printed at once
 RULE_STYLE = "\x1b[36m"
-Count = Annotated[int, Field(ge=0, lt=2**62)]
 
 
 def show_samples(source: Path, sample_range: str | None, count: int | None = None) -> str:
@@ -52,7 +46,7 @@ def show_samples(source: Path, sample_range: str | None, count: int | None = Non
             raise UserError(
                 f"{source}: --num_samples is for a run, a recipe or a token folder; give --samples FIRST:AFTER_LAST"
             )
-        record = _read_bad_step(source)
+        record = read_bad_step(source)
         title = f"step {record.step}: {record.reason}"
         if record.samples is None:
             return _show_completions(source, record, title, sample_range)
@@ -66,7 +60,16 @@ def show_samples(source: Path, sample_range: str | None, count: int | None = Non
         title, config = open_config(source)
         default = (0, 3)
     size = batch_plan(config.train, config.data.sequence_length, ranks=1).global_batch_size
-    tokenizer, dataset = _open_training_data(config, size)
+    if isinstance(config, TunedConfig):
+        if config.kind == "prompts":
+            raise UserError("this run was trained on rollouts: what it sampled is in its folder completions")
+        from lmforge.stages.examples import open_training_examples  # with torch, which reads checkpoints
+
+        tokenizer, dataset = open_training_examples(config, size)
+    else:
+        assert isinstance(config, PretrainConfig)
+        sources = TokenSources.open(config)
+        tokenizer, dataset = sources.tokenizer, sources.training(size)
     if record is not None and record.samples and dataset.plan_hash_at(record.samples[1]) != record.plan_hash:
         raise UserError(f"{dataset.location}: the data has changed since {source} was written; prepare it as it was")
     if count is None:
@@ -135,18 +138,36 @@ def render_example(example: TokenizedExample, tokenizer: Tokenizer) -> str:
     return format_example(example, tokenizer, ansi=sys.stdout.isatty())
 
 
-def _show_completions(source: Path, record: "BadStepFile", title: str, sample_range: str | None) -> str:
+def _show_completions(source: Path, bad_step: BadStepFile, title: str, sample_range: str | None) -> str:
     """The completions of a bad step, with their rewards."""
-    from lmforge.stages.alignment.completions import read_completions
-
-    completions = read_completions(source.parent.parent, record.model_dump())
+    completions = _read_completions(source.parent.parent, bad_step)
     first, after = parse_range(sample_range, (0, len(completions)))
-    lines = [f"{title}; completions {first} to {min(after, len(completions)) - 1} of {record.completions}"]
+    lines = [f"{title}; completions {first} to {min(after, len(completions)) - 1} of {bad_step.completions}"]
     for number, completion in enumerate(completions[first:after], start=first):
         cut = "" if completion.ended else ", cut"
         lines.append(f"\ncompletion {number}: reward {completion.reward}, {completion.tokens} tokens{cut}")
         lines += [repr(completion.prompt), repr(completion.completion)]
     return "\n".join(lines)
+
+
+def _read_completions(run_folder: Path, bad_step: BadStepFile) -> list[CompletionRecord]:
+    """Those of a bad step, rank by rank. Raises UserError where there are none, or for an invalid record."""
+    if bad_step.completions is None:
+        raise UserError(
+            f"{run_folder}: the completions of this step were not written; --rollout.log_completions_every 1 writes those of"
+            " every step"
+        )
+    part, parts = bad_step.part
+    records: list[CompletionRecord] = []
+    # Files of higher ranks belong to another attempt. One that is missing is on the disk of another host.
+    paths = [run_folder / bad_step.completions.replace("*", str(rank)) for rank in range(bad_step.ranks)]
+    for path in filter(Path.exists, paths):
+        table = [check_content(record, CompletionRecord, place) for place, record in read_records(path)]
+        size = len(table) // parts
+        records += table[part * size : (part + 1) * size]
+    if not records:
+        raise UserError(f"{run_folder / bad_step.completions}: no such files, so the completions of this step cannot be shown")
+    return records
 
 
 def parse_range(sample_range: str | None, default: tuple[int, int]) -> tuple[int, int]:
@@ -159,45 +180,6 @@ def parse_range(sample_range: str | None, default: tuple[int, int]) -> tuple[int
     if int(match[2]) - int(match[1]) > MAX_SAMPLES:
         raise UserError(f"--samples {sample_range}: more than {MAX_SAMPLES:,} samples; give fewer")
     return int(match[1]), int(match[2])
-
-
-def _open_training_data(config: StageConfig, global_batch_size: int) -> tuple[Tokenizer, TrainingDataset]:
-    """The tokenizer of a run and the samples that it is trained on."""
-    if isinstance(config, PretrainConfig):
-        sources = TokenSources.open(config)
-        return sources.tokenizer, sources.training(global_batch_size)
-    assert isinstance(config, TunedConfig)
-    if config.kind == "prompts":
-        raise UserError("this run was trained on rollouts: what it sampled is in its folder completions")
-    from lmforge.stages.examples import open_training_examples  # with torch, which reads checkpoints
-
-    return open_training_examples(config, global_batch_size)
-
-
-class BadStepFile(BaseModel, extra="allow"):
-    """The file of a bad step: its samples, or with rollouts its completions."""
-
-    step: Count
-    reason: str = Field(max_length=200)
-    samples: tuple[Count, Count] | None = None
-    plan_hash: str = ""
-    completions: str | None = Field(None, pattern=r"^completions/[A-Za-z0-9_-]+\*\.jsonl$")
-    ranks: int = Field(1, ge=1, le=1_000_000)
-    part: tuple[Count, Annotated[int, Field(ge=1)]] = (0, 1)
-
-
-def _read_bad_step(file: Path) -> BadStepFile:
-    with suppress(UserError):
-        record = read_json(file, BadStepFile)
-        samples = record.samples
-        if (samples and samples[0] < samples[1] and record.plan_hash) or "completions" in record.model_fields_set:
-            return record
-    raise UserError(f"{file}: not the file of a bad step; with --tokenizer MODEL a file of examples is shown")
-
-
-def is_reported(source: Path) -> bool:
-    """Whether this is a recipe or a token folder, whose data is summarized unless samples are requested."""
-    return kind_of(source) in (Kind.RECIPE, Kind.TOKENS)
 
 
 def report_data(source: Path) -> str:
@@ -231,68 +213,3 @@ def _rows(sources: Sequence[SourceReport], used: Sequence[int]) -> list[list[str
         ratios = [f"{each.tokens / tokens:.2%}", f"{of_source / all_used:.2%}"]
         rows.append([each.name, f"{each.documents:,}", f"{each.tokens:,}", *ratios, ratio])
     return rows
-
-
-def show_examples(options: ShowOptions, model: Path) -> str:
-    """Conversations, pairs, unpaired preferences or prompts of a file, as a model's tokenizer and chat template encode them.
-
-    Tokens that the loss counts are in colour, or in brackets where there is none. Raises UserError for a wrong record."""
-    from lmforge.stages.pretrained import find_pretrained  # with torch, which reads checkpoints
-
-    # A folder may hold a tokenizer alone.
-    tokenizer = Tokenizer.open(model) if kind_of(model) == Kind.FOLDER else find_pretrained(model).tokenizer()
-    first, after = parse_range(options.samples, (0, 3))
-    lines = []
-    for number, title, example in _read_examples(options, tokenizer):
-        if number >= after:
-            break
-        if number >= first:
-            in_loss = "no completion" if title.startswith("prompt ") else f"{int(example.loss_mask.sum())} in the loss"
-            lines.append(f"{title}: {len(example.tokens)} tokens, {in_loss}\n{render_example(example, tokenizer)}\n")
-    if not lines:
-        raise UserError(f"{options.of}: has no record {first}")
-    return "\n".join(lines)
-
-
-def _read_examples(options: ShowOptions, tokenizer: Tokenizer) -> Iterator[tuple[int, str, TokenizedExample]]:
-    """The examples of the file, each with the number of its record and a title. Raises UserError."""
-    assert options.of is not None
-    file, fields = options.of, renamed_fields(options.fields, "--fields")
-    _, record = next(read_renamed_records(file, fields), ("", {}))
-    kind = _record_format(options, record)
-    if kind != "conversations" and options.mask != "assistant":
-        raise UserError(f"--mask {options.mask}: is for conversations, not for {kind}; leave it out")
-    reading: dict[str, Any] = {"apply_chat_template": options.apply_chat_template, "fields": fields}
-    if kind == "pairs":
-        for number, pair in enumerate(read_preference_pairs(file, tokenizer, **reading)):
-            yield number, f"pair {number}, chosen", pair.chosen
-            yield number, f"pair {number}, rejected", pair.rejected
-    elif kind == "unpaired":
-        for number, labelled in enumerate(read_unpaired_preferences(file, tokenizer, **reading)):
-            yield number, f"record {number}, {'good' if labelled.desirable else 'bad'}", labelled.example
-    elif kind == "prompts":
-        for number, prompt in enumerate(read_prompts(file, tokenizer, **reading)):
-            yield number, f"prompt {number}", TokenizedExample(prompt.tokens, np.zeros(len(prompt.tokens), bool))
-    else:
-        assert options.format != "prompts"
-        examples = read_conversations(file, tokenizer, format=options.format, mask=options.mask, fields=fields)
-        for number, example in enumerate(examples):
-            yield number, f"record {number}", example
-
-
-def _record_format(options: ShowOptions, record: dict[str, Any]) -> str:
-    """The kind of examples in a file, by its first record."""
-    if options.format == "prompts":
-        return "prompts"
-    if options.format == "auto":
-        if {"chosen", "rejected"} <= record.keys():
-            return "pairs"
-        if {"prompt", "completion", "label"} <= record.keys() and options.mask == "assistant":
-            return "unpaired"
-        if "prompt" in record and not any(set(names) <= record.keys() for names in FORMAT_FIELDS.values()):
-            return "prompts"
-    if options.apply_chat_template:
-        raise UserError(
-            "--apply_chat_template: is for pairs, labelled completions and prompts; leave it out, or add --format prompts"
-        )
-    return "conversations"

@@ -1,0 +1,84 @@
+"""`lmforge show data FILE --tokenizer MODEL`: examples of a file as a model's tokenizer and chat template encode them, with the
+tokens that the loss counts.
+"""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from lmforge.config.tuning import renamed_fields
+from lmforge.config.verbs.examine import ShowOptions
+from lmforge.data.chat.conversations import FORMAT_FIELDS, read_conversations, read_renamed_records
+from lmforge.data.chat.preferences import read_preference_pairs, read_prompts, read_unpaired_preferences
+from lmforge.data.packing import TokenizedExample
+from lmforge.data.tokenizer import Tokenizer
+from lmforge.errors import UserError
+from lmforge.interop.kinds import Kind, kind_of
+from lmforge.verbs.show.show_data import parse_range, render_example
+
+
+def show_examples(options: ShowOptions, model: Path) -> str:
+    """Conversations, pairs, unpaired preferences or prompts of a file, as a model's tokenizer and chat template encode them.
+
+    Tokens that the loss counts are in colour, or in brackets where there is none. Raises UserError for a wrong record."""
+    from lmforge.stages.pretrained import find_pretrained  # with torch, which reads checkpoints
+
+    # A folder may hold a tokenizer alone.
+    tokenizer = Tokenizer.open(model) if kind_of(model) == Kind.FOLDER else find_pretrained(model).tokenizer()
+    first, after = parse_range(options.samples, (0, 3))
+    lines = []
+    for number, title, example in _read_examples(options, tokenizer):
+        if number >= after:
+            break
+        if number >= first:
+            in_loss = "no completion" if title.startswith("prompt ") else f"{int(example.loss_mask.sum())} in the loss"
+            lines.append(f"{title}: {len(example.tokens)} tokens, {in_loss}\n{render_example(example, tokenizer)}\n")
+    if not lines:
+        raise UserError(f"{options.of}: has no record {first}")
+    return "\n".join(lines)
+
+
+def _read_examples(options: ShowOptions, tokenizer: Tokenizer) -> Iterator[tuple[int, str, TokenizedExample]]:
+    """The examples of the file, each with the number of its record and a title. Raises UserError."""
+    assert options.of is not None
+    file, fields = options.of, renamed_fields(options.fields, "--fields")
+    _, record = next(read_renamed_records(file, fields), ("", {}))
+    kind = _record_format(options, record)
+    if kind != "conversations" and options.mask != "assistant":
+        raise UserError(f"--mask {options.mask}: is for conversations, not for {kind}; leave it out")
+    reading: dict[str, Any] = {"apply_chat_template": options.apply_chat_template, "fields": fields}
+    if kind == "pairs":
+        for number, pair in enumerate(read_preference_pairs(file, tokenizer, **reading)):
+            yield number, f"pair {number}, chosen", pair.chosen
+            yield number, f"pair {number}, rejected", pair.rejected
+    elif kind == "unpaired":
+        for number, labelled in enumerate(read_unpaired_preferences(file, tokenizer, **reading)):
+            yield number, f"record {number}, {'good' if labelled.desirable else 'bad'}", labelled.example
+    elif kind == "prompts":
+        for number, prompt in enumerate(read_prompts(file, tokenizer, **reading)):
+            yield number, f"prompt {number}", TokenizedExample(prompt.tokens, np.zeros(len(prompt.tokens), bool))
+    else:
+        assert options.format != "prompts"
+        examples = read_conversations(file, tokenizer, format=options.format, mask=options.mask, fields=fields)
+        for number, example in enumerate(examples):
+            yield number, f"record {number}", example
+
+
+def _record_format(options: ShowOptions, record: dict[str, Any]) -> str:
+    """The kind of examples in a file, by its first record."""
+    if options.format == "prompts":
+        return "prompts"
+    if options.format == "auto":
+        if {"chosen", "rejected"} <= record.keys():
+            return "pairs"
+        if {"prompt", "completion", "label"} <= record.keys() and options.mask == "assistant":
+            return "unpaired"
+        if "prompt" in record and not any(set(names) <= record.keys() for names in FORMAT_FIELDS.values()):
+            return "prompts"
+    if options.apply_chat_template:
+        raise UserError(
+            "--apply_chat_template: is for pairs, labelled completions and prompts; leave it out, or add --format prompts"
+        )
+    return "conversations"
