@@ -71,13 +71,10 @@ def _sections(options_class: type[BaseModel], entries: list[Entry]) -> dict[str,
             )
         _check_options(entry.options, what)
         assert entry.options is not None
-        fields[name] = (entry.options, section(entry.options, _describe_section(entry)))
+        summary = (entry.options.__doc__ or "").strip().partition("\n")[0].rstrip(".")
+        description = f"{entry.kind.replace('_', ' ')} {entry.name}" + (f": {summary}" if summary else "")
+        fields[name] = (entry.options, section(entry.options, description))
     return fields
-
-
-def _describe_section(entry: Entry) -> str:
-    first, *_ = (entry.options.__doc__ or "").strip().splitlines() or [""]
-    return f"{entry.kind.replace('_', ' ')} {entry.name}" + (f": {first.rstrip('.')}" if first else "")
 
 
 def _check_options(options: Any, what: str) -> None:

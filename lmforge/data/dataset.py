@@ -6,10 +6,9 @@ samples are in a batch. A mixture of several such datasets is in mixture.py.
 from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
 from functools import cached_property, lru_cache
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
 import numpy as np
-from pydantic import Field
 
 from lmforge.checksums import hash_json
 from lmforge.data.best_fit_index import BEST_FIT_VERSION, GROUP_SEQUENCES, BestFitIndex
@@ -24,11 +23,7 @@ from lmforge.manifests import DataPlan
 PACKING_VERSION = 2
 # A piece of a remote shard (remote_storage.py) at two bytes per token.
 CHUNK_TOKENS = 2**21
-
-
 TokenPacking = Literal["concat", "best-fit"]
-Count = Annotated[int, Field(ge=0, le=2**62)]
-Ratio = Annotated[str, Field(pattern=r"^[0-9]{1,4000}(/[1-9][0-9]{0,4000})?$")]
 
 
 @dataclass(eq=False)

@@ -10,7 +10,7 @@ scored exactly once. Only the algorithm is here; for token shards its result is 
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol, Self, overload
 
@@ -20,6 +20,8 @@ from lmforge.data.labels import IGNORE_INDEX
 from lmforge.errors import prefix_errors
 
 PADDING_DOCUMENT_ID = -1
+# `map`, or an executor's `map`.
+MapRows = Callable[[Callable[[int], None], Iterable[int]], Iterator[None]]
 
 
 @dataclass(frozen=True)
@@ -90,7 +92,7 @@ class PackedSequences(PackedSequence):
         source_ids = None if self.source_ids is None else self.source_ids[rows]
         return kind(self.tokens[rows], self.labels[rows], self.positions[rows], self.document_ids[rows], extras, source_ids)
 
-    def fill(self, samples: Sequence[int], sequences: Sequence[tuple["Packing", int]], map_rows: "MapRows" = map) -> None:
+    def fill(self, samples: Sequence[int], sequences: Sequence[tuple["Packing", int]], map_rows: MapRows = map) -> None:
         """Read sequences into the first rows, each given by its packing and index, and make the other rows padding.
 
         `samples` number them in the message of a UserError. `map_rows` reads each row, as that of an executor does in threads.
@@ -104,12 +106,6 @@ class PackedSequences(PackedSequence):
         for _ in map_rows(read, range(len(sequences))):
             pass
         self[len(sequences) :].pad()
-
-
-class MapRows(Protocol):
-    """`map`, or an executor's `map`."""
-
-    def __call__(self, read: Callable[[int], None], rows: range, /) -> Iterator[None]: ...
 
 
 @dataclass(frozen=True)

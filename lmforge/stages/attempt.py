@@ -32,7 +32,7 @@ from lmforge.train.resume import last_checkpoint_message
 from lmforge.untrusted import cut, read_json
 
 ConfigT = TypeVar("ConfigT", bound=StageConfig)
-# In the run's directory: `launcher_identity` of every rank of the last attempt.
+# In the run's directory, for `again_if_restarted`: `launcher_identity` of every rank of the last attempt.
 LAUNCHERS = ".launchers.json"
 MAX_ERROR_CHARACTERS = 1000  # of an error in events.jsonl
 
@@ -51,13 +51,6 @@ def again_if_restarted(config: ConfigT, run: Run, dist_ctx: DistributedContext) 
         return config
 
     return dist_ctx.decide_on_rank0(choose)
-
-
-def record_launchers(run: Run, dist_ctx: DistributedContext) -> None:
-    """Record which torchrun processes started this attempt, for `again_if_restarted`. Every rank calls it."""
-    launchers = [each for each in dist_ctx.all_gather(launcher_identity()) if each]
-    if dist_ctx.is_rank0 and launchers:
-        atomic_write_json(run.path / LAUNCHERS, launchers)
 
 
 def has_torn_end(file: BinaryIO) -> bool:
@@ -133,7 +126,9 @@ class RunContext:
 def start_attempt(config: StageConfig, run: Run, dist_ctx: DistributedContext, callbacks: PluginCallbacks) -> RunContext:
     """Write the recipe, open this rank's log, and start the watchdog. Ranks other than 0 print to their logs from now on."""
     attempt = dist_ctx.decide_on_rank0(partial(run.start_attempt, config))
-    record_launchers(run, dist_ctx)
+    launchers = [each for each in dist_ctx.all_gather(launcher_identity()) if each]
+    if dist_ctx.is_rank0 and launchers:
+        atomic_write_json(run.path / LAUNCHERS, launchers)
     path = run.log_path(attempt, dist_ctx.rank_info.rank)
     # A rank's host may see another folder at this path, or none.
     with dist_ctx.raise_on_all(), storage_errors(path, "cannot be opened", "all hosts need the folder of the run"):

@@ -29,6 +29,10 @@ def build_loader(
 ) -> BatchLoader:
     """The loader of this rank's part of every global batch."""
     rank, size = data_parallel_rank_and_size(config.parallel, dist_ctx.rank_info.rank, dist_ctx.world_size)
+    is_random = config.model.dropout > 0  # whether the model uses random numbers per token
+    if isinstance(config, TunedConfig):
+        is_random |= config.model.neftune_noise_alpha > 0
+        is_random |= config.lora.rank is not None and config.lora.dropout > 0
     return BatchLoader(
         dataset,
         global_batch_size=batch_plan.global_batch_size,
@@ -36,17 +40,8 @@ def build_loader(
         data_parallel_rank=rank,
         data_parallel_size=size,
         device=dist_ctx.device,
-        rng_seed=_token_rng_seed(config),
+        rng_seed=config.train.seed if is_random else None,
     )
-
-
-def _token_rng_seed(config: StageConfig) -> int | None:
-    """The seed of the tokens' rng keys; None where the model uses no random numbers per token."""
-    drawn = config.model.dropout > 0
-    if isinstance(config, TunedConfig):
-        drawn |= config.model.neftune_noise_alpha > 0
-        drawn |= config.lora.rank is not None and config.lora.dropout > 0
-    return config.train.seed if drawn else None
 
 
 class DatasetBatches:

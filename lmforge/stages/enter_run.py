@@ -72,8 +72,13 @@ def enter_run(
     with dist_ctx.raise_on_all():
         inputs = open_inputs(config, dist_ctx.world_size)
         sequences_per_epoch = inputs.sequences_per_sample * inputs.train_dataset.sequences_per_epoch
-        _check_batch(inputs.batch_plan.global_batch_size, sequences_per_epoch)
-        config = config.with_steps(sequences_per_epoch, inputs.batch_plan.global_batch_size)
+        size = inputs.batch_plan.global_batch_size
+        if size > MAX_EPOCHS_A_STEP * sequences_per_epoch:
+            raise UserError(
+                f"a global batch of {size:,} sequences: the data has {sequences_per_epoch:,}, so that one step would use each"
+                f" of them {size // sequences_per_epoch:,} times; use a smaller batch"
+            )
+        config = config.with_steps(sequences_per_epoch, size)
     inputs = replace(inputs, tasks=dist_ctx.decide_on_rank0(partial(open_validation_tasks, config, inputs)))
     point = dist_ctx.decide_on_rank0(partial(find_resume_point, run, config.train.steps)) if resumes else ResumePoint()
     config, notes = with_original_sources(config, point.manifest)
@@ -96,14 +101,6 @@ def _stage_inputs(config: StageConfig, stage_to: Path) -> None:
     for folder in folders:
         if folder.is_dir():
             stage_folder(stage_to, folder, partial(print, file=sys.stderr, flush=True))
-
-
-def _check_batch(global_batch_size: int, sequences_per_epoch: int) -> None:
-    if global_batch_size > MAX_EPOCHS_A_STEP * sequences_per_epoch:
-        raise UserError(
-            f"a global batch of {global_batch_size:,} sequences: the data has {sequences_per_epoch:,}, so that one step would"
-            f" use each of them {global_batch_size // sequences_per_epoch:,} times; use a smaller batch"
-        )
 
 
 def lock_run(run: Run, config: StageConfig) -> bool:

@@ -98,31 +98,26 @@ def prepare_examples(config: TunedConfig, dist_ctx: DistributedContext) -> None:
 
 
 def _tokenize_examples(config: TunedConfig) -> None:
-    tokenizer = find_required_pretrained(config).tokenizer()
-    for source in config.data.file_sources:
-        _prepare_source(config, source, tokenizer)
-
-
-def _prepare_source(config: TunedConfig, source: FileSourceOptions, tokenizer: Tokenizer) -> None:
-    options, length = config.data, config.data.sequence_length
-    folder, plan = _folder_and_plan(config, source, tokenizer)
+    tokenizer, options, length = find_required_pretrained(config).tokenizer(), config.data, config.data.sequence_length
     # An unpaired completion shares its sequence with another one of the same prompt.
     limit, half = (length // 2, "half of ") if config.kind == "unpaired" else (length, "")
 
-    def read(split: str) -> Iterator[ExampleGroup]:
+    def read(source: FileSourceOptions, split: str) -> Iterator[ExampleGroup]:
         for path in source.files if split == "train" else source.validation_files:
             yield from read_examples(options, config.kind, path, tokenizer)
 
-    write_examples(
-        folder,
-        read,
-        tokenizer,
-        plan=plan,
-        sequence_length=limit,
-        limit_description=f"{half}data.sequence_length = {length}",
-        overlong=options.overlong,
-        validation_ratio=None if source.validation_files else options.validation_ratio,
-    )
+    for source in options.file_sources:
+        folder, plan = _folder_and_plan(config, source, tokenizer)
+        write_examples(
+            folder,
+            partial(read, source),
+            tokenizer,
+            plan=plan,
+            sequence_length=limit,
+            limit_description=f"{half}data.sequence_length = {length}",
+            overlong=options.overlong,
+            validation_ratio=None if source.validation_files else options.validation_ratio,
+        )
 
 
 def open_example_inputs(config: TunedConfig, world_size: int) -> RunInputs:

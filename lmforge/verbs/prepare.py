@@ -143,9 +143,6 @@ def _progress() -> Iterator[ProgressCallback]:
         yield update
 
 
-PRINT_EVERY_SECONDS = 5.0
-
-
 def verify(path: str) -> int:
     """Print a line per damaged shard or index and a summary. Returns the exit status: 1 where something is damaged.
 

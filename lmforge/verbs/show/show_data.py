@@ -190,18 +190,14 @@ def report_data(source: Path) -> str:
     title, config = open_config(source)
     if not isinstance(config, PretrainConfig):
         raise UserError(f"{source}: is not trained on token shards; --num_samples 5 prints samples of what it is trained on")
-    sources, used = _read_sources(config)
-    lengths = [line for each in sources for line in each.describe_lengths()]
-    return "\n".join([title, *align_right(_rows(sources, used)), *lengths])
-
-
-def _read_sources(config: PretrainConfig) -> tuple[list[SourceReport], list[int]]:
-    """The sources, and for each the tokens in the recipe's samples, including padding."""
     opened = TokenSources.open(config)
     size = batch_plan(config.train, config.data.sequence_length, ranks=1).global_batch_size
     dataset = opened.training(size)
-    uses = dataset.use_until(size * config.with_steps(dataset.sequences_per_epoch, size).train.steps)
-    return list(map(read_source, opened.names, opened.folders)), [use.tokens for use in uses]
+    # The tokens of each source in the recipe's samples, padding included.
+    used = [use.tokens for use in dataset.use_until(size * config.with_steps(dataset.sequences_per_epoch, size).train.steps)]
+    sources = list(map(read_source, opened.names, opened.folders))
+    lengths = [line for each in sources for line in each.describe_lengths()]
+    return "\n".join([title, *align_right(_rows(sources, used)), *lengths])
 
 
 def _rows(sources: Sequence[SourceReport], used: Sequence[int]) -> list[list[str]]:
