@@ -22,6 +22,7 @@ from typing_extensions import TypedDict
 
 from lmforge.atomic_files import atomic_write_text
 from lmforge.errors import UserError
+from lmforge.run_records import Count
 from lmforge.runs import MANIFEST, checkpoint_name, checkpoint_step
 from lmforge.untrusted import (
     CHUNK_BYTES,
@@ -36,7 +37,6 @@ from lmforge.untrusted import (
 
 EXAMPLES_MANIFEST, UNFINISHED = "examples.json", "unfinished"
 
-Count = Annotated[int, Field(ge=0, le=2**62)]
 AtLeastOne = Annotated[int, Field(ge=1)]
 
 
