@@ -10,8 +10,8 @@ import hashlib
 import json
 import re
 import secrets
+import time
 from collections.abc import AsyncIterator, Coroutine
-from dataclasses import dataclass
 from functools import partial
 from importlib.resources import files
 from typing import Any
@@ -31,14 +31,14 @@ from lmforge.errors import UserError
 from lmforge.generate.engine import GenerationRequest
 from lmforge.generate.prompts import PromptTooLong, check_room, encode_prompt, stop_string_ids
 from lmforge.generate.sampling import SamplingParams
-from lmforge.serve.batching import EngineStopped, GenerationStream, QueueFull, TextDelta
+from lmforge.serve.batching import GenerationStream, TextDelta
 from lmforge.serve.model_registry import ModelInfo, ModelRegistry, ServedModel
 from lmforge.serve.protocol import (
     ApiError,
     ChatCompletionRequest,
     CompletionRequest,
-    ResponseBuilder,
     TokenLogprob,
+    choice_object,
     no_such_model,
     parse_request,
 )
@@ -48,9 +48,6 @@ from lmforge.untrusted import cut, parse_json
 # the client reads the refusal instead of a closed connection.
 BODY_TIMEOUT_SECONDS = 30
 MAX_DISCARDED_BODIES = 16
-STOPPING_ERROR = ApiError(
-    503, "the server is stopping, or unloaded this model; try again", error_type="server_error", code="stopping"
-)
 
 
 def create_app(registry: ModelRegistry, max_body_bytes: int) -> Starlette:
@@ -98,9 +95,7 @@ def create_app(registry: ModelRegistry, max_body_bytes: int) -> Starlette:
             Route("/v1/completions", completions, methods=["POST"]),
             Route("/v1/chat/completions", chat, methods=["POST"]),
         ],
-        exception_handlers=dict.fromkeys(
-            [ApiError, UserError, EngineStopped, ClientDisconnect, 404, 405, Exception], _on_error
-        ),
+        exception_handlers=dict.fromkeys([ApiError, UserError, ClientDisconnect, 404, 405, Exception], _on_error),
     )
 
 
@@ -160,14 +155,8 @@ async def _respond(
             echoes = [text for text in texts for _ in range(body.n)]
     else:
         continued = body.continue_final_message
-    try:
-        stream = GenerationStream(served.batcher, tokenizer, requests, body.stop_strings, continued, echoes)
-    except QueueFull:
-        message = "too many requests: the batch and the queue are full; try again later"
-        raise ApiError(429, message, error_type="rate_limit_error", code="too_many_requests") from None
-    chat = isinstance(body, ChatCompletionRequest)
-    builder = ResponseBuilder(chat, body.model, f"{'chatcmpl' if chat else 'cmpl'}-{secrets.token_hex(12)}")
-    reply = _Reply(builder, stream, body, prompt_tokens=sum(map(len, prompts)), num_choices=len(requests))
+    stream = GenerationStream(served.batcher, tokenizer, requests, body.stop_strings, continued, echoes, body.max_tokens == 0)
+    reply = _Reply(body, stream, prompt_tokens=sum(map(len, prompts)), num_choices=len(requests))
     if body.stream:
         return _EventStreamResponse(reply.events(), stream)
     try:
@@ -178,7 +167,7 @@ async def _respond(
         raise _engine_error(problem) from problem
     finally:
         stream.close()
-    return JSONResponse(builder.response(choices, reply.usage))
+    return JSONResponse(reply.object(choices) | {"usage": reply.usage})
 
 
 def _generation_requests(
@@ -186,15 +175,17 @@ def _generation_requests(
 ) -> list[GenerationRequest]:
     """`n` requests for each prompt, each with its own seed. Raises PromptTooLong."""
     chat = isinstance(body, ChatCompletionRequest)
+    top, echo = body.num_top_logprobs, isinstance(body, CompletionRequest) and body.echo
     max_tokens = getattr(body, "max_completion_tokens", None) or body.max_tokens
+    if max_tokens == 0 and not echo:
+        raise ApiError(400, "max_tokens: 0 only with echo, for the log-probabilities of a prompt", param="max_tokens")
     seed = secrets.randbelow(SEED["le"]) if body.seed is None else body.seed
     sampling = SamplingParams(body.temperature, max(0, body.top_k), body.top_p)
     stop_ids = served.loaded.chat_stop_ids if chat else served.loaded.text_stop_ids
     stop_ids |= stop_string_ids(served.loaded.tokenizer, body.stop_strings)
-    top, echo = body.num_top_logprobs, isinstance(body, CompletionRequest) and body.echo
     requests: list[GenerationRequest] = []
     for prompt in prompts:
-        room = check_room(len(prompt), served.max_length, max_tokens)
+        room = check_room(len(prompt), served.max_length, 1 if max_tokens == 0 else max_tokens)
         for _ in range(body.n):
             own_seed = derive_key(seed, "choice", len(requests))
             scored = echo and top is not None
@@ -202,52 +193,58 @@ def _generation_requests(
     return requests
 
 
-@dataclass(frozen=True)
 class _Reply:
     """The response to a request: one JSON object, or a stream of events."""
 
-    builder: ResponseBuilder
-    stream: GenerationStream
-    body: ChatCompletionRequest | CompletionRequest
-    prompt_tokens: int
-    num_choices: int
+    def __init__(
+        self, body: ChatCompletionRequest | CompletionRequest, stream: GenerationStream, prompt_tokens: int, num_choices: int
+    ) -> None:
+        self._body, self._stream, self._prompt_tokens, self._num_choices = body, stream, prompt_tokens, num_choices
+        self._chat = isinstance(body, ChatCompletionRequest)
+        prefix = "chatcmpl" if self._chat else "cmpl"
+        self._head = {"id": f"{prefix}-{secrets.token_hex(12)}", "created": int(time.time()), "model": body.model}
+
+    def object(self, choices: list[dict[str, Any]], chunk: bool = False) -> dict[str, Any]:
+        """The whole response without its usage, or one event of a stream."""
+        chat_type = "chat.completion.chunk" if chunk else "chat.completion"
+        return {"object": chat_type if self._chat else "text_completion", **self._head, "choices": choices}
 
     @property
     def usage(self) -> dict[str, int]:
         """Token counts: each prompt once, and all generated tokens, stop tokens included."""
-        prompt, completion = self.prompt_tokens, self.stream.num_generated_tokens
+        prompt, completion = self._prompt_tokens, self._stream.num_generated_tokens
         return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
 
     def _logprobs(self, deltas: list[TextDelta]) -> list[TokenLogprob] | None:
-        return None if self.body.num_top_logprobs is None else [each for delta in deltas for each in delta.logprobs]
+        return None if self._body.num_top_logprobs is None else [each for delta in deltas for each in delta.logprobs]
 
     async def collect_choices(self) -> list[dict[str, Any]]:
-        deltas: list[list[TextDelta]] = [[] for _ in range(self.num_choices)]
-        async for delta in self.stream.deltas():
+        deltas: list[list[TextDelta]] = [[] for _ in range(self._num_choices)]
+        async for delta in self._stream.deltas():
             deltas[delta.choice_index].append(delta)
         return [
-            self.builder.choice(index, "".join(delta.text for delta in each), self._logprobs(each), each[-1].finish_reason)
+            choice_object(self._chat, index, "".join(d.text for d in each), self._logprobs(each), each[-1].finish_reason)
             for index, each in enumerate(deltas)
         ]
 
     async def events(self) -> AsyncIterator[str]:
         """The lines of a stream. An error after its beginning is an error object in it."""
-        include_usage = self.body.stream_options.include_usage
+        include_usage = self._body.stream_options.include_usage
         no_usage = {"usage": None} if include_usage else {}
-        if self.builder.chat:
-            for index in range(self.num_choices):
-                choice = self.builder.choice(index, "", None, None, delta=True, first=True)
-                yield _format_event(self.builder.chunk([choice]) | no_usage)
+        if self._chat:
+            for index in range(self._num_choices):
+                choice = choice_object(True, index, "", None, None, delta=True, first=True)
+                yield _format_event(self.object([choice], chunk=True) | no_usage)
         try:
-            async for delta in self.stream.deltas():
+            async for delta in self._stream.deltas():
                 logprobs = self._logprobs([delta])
-                choice = self.builder.choice(delta.choice_index, delta.text, logprobs, delta.finish_reason, delta=True)
-                yield _format_event(self.builder.chunk([choice]) | no_usage)
+                choice = choice_object(self._chat, delta.choice_index, delta.text, logprobs, delta.finish_reason, delta=True)
+                yield _format_event(self.object([choice], chunk=True) | no_usage)
         except Exception as problem:
             yield _format_event(_engine_error(problem).body)
             return
         if include_usage:
-            yield _format_event(self.builder.chunk([]) | {"usage": self.usage})
+            yield _format_event(self.object([], chunk=True) | {"usage": self.usage})
         yield "data: [DONE]\n\n"
 
 
@@ -285,8 +282,8 @@ class _EventStreamResponse(StreamingResponse):
 
 def _engine_error(error: Exception) -> ApiError:
     """The error of an engine in one line. Its traceback is on the server's stderr."""
-    if isinstance(error, EngineStopped):
-        return STOPPING_ERROR
+    if isinstance(error, ApiError):  # the engine was stopped
+        return error
     if isinstance(error, torch.OutOfMemoryError):
         message = "out of memory; serve with a smaller --max_batch_size or --max_length"
         return ApiError(503, message, error_type="server_error", code="memory")
@@ -300,8 +297,6 @@ async def _on_error(request: Request, error: Exception) -> Response:
             return Response(status_code=499)
         case ApiError():
             refusal = error
-        case EngineStopped():
-            refusal = STOPPING_ERROR
         case PromptTooLong():
             param = "messages" if "/chat/" in request.url.path else "prompt"
             refusal = ApiError(400, str(error), param=param, code="context_length_exceeded")

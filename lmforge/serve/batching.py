@@ -1,6 +1,6 @@
 """Continuous batching: one thread drives an engine, and requests join and leave its batch between two steps.
 
-Callers are on an asyncio event loop and read tokens as they are generated. Nothing here knows of HTTP.
+Callers are on an asyncio event loop and read tokens as they are generated.
 """
 
 import asyncio
@@ -17,18 +17,10 @@ from itertools import accumulate
 from lmforge.data.tokenizer import Tokenizer
 from lmforge.generate.engine import Engine, GeneratedToken, GenerationRequest, PromptToken
 from lmforge.generate.text_streamer import TextStreamer
-from lmforge.serve.protocol import TokenLogprob
+from lmforge.serve.protocol import EngineStopped, QueueFull, TokenLogprob
 
 # Reported for a token with probability 0, since JSON has no minus infinity.
 MIN_LOGPROB = -9999.0
-
-
-class QueueFull(Exception):
-    """The batch and the queue are full."""
-
-
-class EngineStopped(Exception):
-    """The model was unloaded, or the server is stopping: no more tokens come."""
 
 
 @dataclass(eq=False)
@@ -168,15 +160,18 @@ class GenerationStream:
         stop_strings: Sequence[str],
         is_continuation: bool = False,
         echoes: Sequence[str] | None = None,
+        only_echo: bool = False,
     ) -> None:
         """Submit the requests. `is_continuation`: the prompts are texts to be continued. `echoes`: texts of the prompts, with
-        which the choices begin. Raises QueueFull or EngineStopped."""
+        which the choices begin, or which they are with `only_echo`. Raises QueueFull or EngineStopped."""
         self._batcher = batcher
         self._token_queue: asyncio.Queue[tuple[int, GeneratedToken | Exception]] = asyncio.Queue()
         self._queued_requests = [QueuedRequest(request, index, self._token_queue) for index, request in enumerate(requests)]
         self._unfinished = set(range(len(requests)))
         self._choices = [
-            _ChoiceStream(tokenizer, stop_strings, is_continuation, request, None if echoes is None else echoes[index])
+            _ChoiceStream(
+                tokenizer, stop_strings, is_continuation, request, None if echoes is None else echoes[index], only_echo
+            )
             for index, request in enumerate(requests)
         ]
         batcher.submit(self._queued_requests)
@@ -220,18 +215,21 @@ class _ChoiceStream:
         is_continuation: bool,
         request: GenerationRequest,
         echo: str | None,
+        only_echo: bool,
     ) -> None:
         self.streamer = TextStreamer(tokenizer, stop_strings, is_continuation)
-        self._tokenizer, self._request, self._echo = tokenizer, request, echo
+        self._tokenizer, self._request, self._echo, self._only_echo = tokenizer, request, echo, only_echo
         self._pending_logprobs: list[TokenLogprob] = []
         self._num_emitted = 0
 
     def add(self, choice_index: int, token: GeneratedToken) -> TextDelta:
+        echoed = "" if self.streamer.token_ids else self._echo or ""
+        if echoed and self._request.score_prompt:
+            self._pending_logprobs += self._prompt_logprobs(token.prompt)
+        if self._only_echo:
+            return TextDelta(choice_index, echoed, self._pending_logprobs, "length")
         offset = len(self.streamer.text) + len(self._echo or "")
-        text = self.streamer.add(token.token_id, is_stop=token.finish_reason == "stop")
-        if self._echo and len(self.streamer.token_ids) == 1:
-            text = self._echo + text
-            self._pending_logprobs += self._prompt_logprobs(token.prompt) if self._request.score_prompt else []
+        text = echoed + self.streamer.add(token.token_id, is_stop=token.finish_reason == "stop")
         # Clients that echo the prompt count on an entry for each token.
         if token.finish_reason != "stop" or self._echo is not None:
             self._pending_logprobs.append(self._logprob(token, offset))

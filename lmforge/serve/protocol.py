@@ -4,9 +4,8 @@ Names and structure are those of the completions and chat-completions endpoints.
 by name, never ignored. Nothing here knows of models, threads or sockets.
 """
 
-import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Annotated, Any, TypeVar, cast
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -61,6 +60,22 @@ class ApiError(Exception):
         self.body = {"error": {"message": message, "type": error_type, "param": param, "code": code}}
 
 
+class QueueFull(ApiError):
+    """The batch and the queue of a model are full."""
+
+    def __init__(self) -> None:
+        message = "too many requests: the batch and the queue are full; try again later"
+        super().__init__(429, message, error_type="rate_limit_error", code="too_many_requests")
+
+
+class EngineStopped(ApiError):
+    """The model was unloaded, or the server is stopping: no more tokens come."""
+
+    def __init__(self) -> None:
+        message = "the server is stopping, or unloaded this model; try again"
+        super().__init__(503, message, error_type="server_error", code="stopping")
+
+
 def no_such_model(name: str) -> ApiError:
     return ApiError(404, f"{cut(name)}: no such model; GET /v1/models lists them", param="model", code="model_not_found")
 
@@ -99,7 +114,7 @@ class CompletionRequest(BaseCompletionRequest):
     """The body of /v1/completions: one prompt or several, each as text or as token ids. `echo`: they are in the answer too."""
 
     prompt: str | list[str] | TokenIds | list[TokenIds] = ""
-    max_tokens: int | None = Field(16, ge=1)
+    max_tokens: int | None = Field(16, ge=0)
     logprobs: int | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS)
     echo: bool = False
 
@@ -182,46 +197,26 @@ class TokenLogprob:
     text_offset: int
 
 
-@dataclass
-class ResponseBuilder:
-    """Builds the objects of one response, which share these fields."""
-
-    chat: bool
-    model: str
-    id: str
-    created: int = field(default_factory=lambda: int(time.time()))
-
-    def response(self, choices: list[dict[str, Any]], usage: dict[str, int]) -> dict[str, Any]:
-        """The whole response."""
-        return self._object("chat.completion" if self.chat else "text_completion", choices) | {"usage": usage}
-
-    def chunk(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
-        """One event of a stream."""
-        return self._object("chat.completion.chunk" if self.chat else "text_completion", choices)
-
-    def _object(self, object_type: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
-        return {"id": self.id, "object": object_type, "created": self.created, "model": self.model, "choices": choices}
-
-    def choice(
-        self,
-        index: int,
-        text: str,
-        token_logprobs: Sequence[TokenLogprob] | None,
-        finish_reason: str | None,
-        *,
-        delta: bool = False,
-        first: bool = False,
-    ) -> dict[str, Any]:
-        """One choice, or with `delta` a part of it. In a chat's stream, the `first` part has the role."""
-        choice: dict[str, Any] = {"index": index, "finish_reason": finish_reason, "logprobs": None}
-        if token_logprobs is not None:
-            logprobs = {"content": [_chat_logprob(token) for token in token_logprobs], "refusal": None}
-            choice["logprobs"] = logprobs if self.chat else _completion_logprobs(token_logprobs)
-        if not self.chat:
-            return choice | {"text": text}
-        if not delta:
-            return choice | {"message": {"role": "assistant", "content": text, "refusal": None}}
-        return choice | {"delta": ({"role": "assistant"} if first else {}) | ({"content": text} if text or first else {})}
+def choice_object(
+    chat: bool,
+    index: int,
+    text: str,
+    token_logprobs: Sequence[TokenLogprob] | None,
+    finish_reason: str | None,
+    *,
+    delta: bool = False,
+    first: bool = False,
+) -> dict[str, Any]:
+    """One choice of a response, or with `delta` a part of it. In a chat's stream, the `first` part has the role."""
+    choice: dict[str, Any] = {"index": index, "finish_reason": finish_reason, "logprobs": None}
+    if token_logprobs is not None:
+        logprobs = {"content": [_chat_logprob(token) for token in token_logprobs], "refusal": None}
+        choice["logprobs"] = logprobs if chat else _completion_logprobs(token_logprobs)
+    if not chat:
+        return choice | {"text": text}
+    if not delta:
+        return choice | {"message": {"role": "assistant", "content": text, "refusal": None}}
+    return choice | {"delta": ({"role": "assistant"} if first else {}) | ({"content": text} if text or first else {})}
 
 
 def _completion_logprobs(token_logprobs: Sequence[TokenLogprob]) -> dict[str, Any]:

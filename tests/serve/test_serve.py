@@ -315,6 +315,14 @@ def test_an_echoed_prompt_has_the_logprobs_of_transformers(server: Server, model
         assert offsets[-1] == len("The é<|end|> king")
     lines = raw_stream(server, "/v1/completions", {**requested, "prompt": ids, "stream": True})
     assert "".join(json.loads(line[6:])["choices"][0]["text"] for line in lines[:-1]) == choice.text
+    scored = server.client().completions.create(prompt=ids, **requested | {"max_tokens": 0})
+    assert (scored.choices[0].text, scored.choices[0].finish_reason) == ("The é<|end|> king", "length")
+    assert scored.choices[0].logprobs
+    assert scored.choices[0].logprobs.token_logprobs == choice.logprobs.token_logprobs[:-1]
+    assert scored.usage
+    assert (scored.usage.prompt_tokens, scored.usage.completion_tokens) == (len(ids), 0)
+    status, message = refusal(server.ask("/v1/completions", {"model": "noise", "prompt": "The", "max_tokens": 0}))
+    assert (status, message[:29]) == (400, "max_tokens: 0 only with echo,")
     [plain] = server.client().completions.create(model="noise", prompt="The", max_tokens=1, temperature=0, echo=True).choices
     assert plain.text.startswith("The")
     assert plain.logprobs is None
