@@ -279,7 +279,7 @@ def test_serialised(part: int, carry_out: CarryOut, tiny_run: Path, command_on: 
         told = ["--num_attention_heads", "2", "--rope_theta", "10000", "--layout", rng.choice(["auto", "torchtitan", "fms"])]
         return ["import", str(newest), str(case / "out"), *told], f"{path.name}, mutated: {content[:300]!r}"
 
-    carry_out(draw, 12)
+    carry_out(draw, 10)
 
 
 # --- what a command writes -------------------------------------------------------------------------------------------
@@ -310,7 +310,7 @@ def test_outputs(carry_out: CarryOut, tiny_run: Path) -> None:
         out = str(rng.choice(taken))
         return [word.replace("OUT", out) for word in words], f"writes {out}"
 
-    carry_out(draw, 20)
+    carry_out(draw, 8)
 
 
 # --- prompts ---------------------------------------------------------------------------------------------------------

@@ -211,6 +211,10 @@ def test_what_cannot_be_had_is_refused_in_one_line(
     (tmp_path / "mine" / "model.safetensors").write_bytes(b"years of work")
     message = refused("download", "org/model", tmp_path / "mine")
     assert "holds a model that was not downloaded by lmforge" in message
+    (tmp_path / "mine" / "model.safetensors").unlink()
+    (tmp_path / "mine" / "config.json").write_text("years of work")
+    assert refused("download", "org/model", tmp_path / "mine").endswith("mine/config.json: exists already; name another folder")
+    assert (tmp_path / "mine" / "config.json").read_text() == "years of work"
 
 
 ELSEWHERE = ["../../escaped.jsonl", "/escaped.jsonl", "a/../../escaped.jsonl", "./escaped.jsonl", ".lmforge-download.json"]
