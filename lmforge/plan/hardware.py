@@ -35,6 +35,8 @@ class GPU(BaseModel):
     link_gb_s: Amount
     pcie_gb_s: Amount = 32.0
     sms: int = Field(100, gt=0, le=10**6)
+    # Of the host, for each of its GPUs: 2 TiB for eight, as in the machines of these chips.
+    host_memory_gb: Amount = 256.0
     watts: Amount = 500.0
     power_limit_watts: Amount | None = None
     product_fraction: Fraction = 0.75
@@ -97,8 +99,9 @@ class Hardware(BaseModel):
     networks: tuple[Network, ...] = ()
 
     def gpu(self, name: str) -> GPU:
-        """The GPU of a name. Raises UserError with the nearest names."""
-        return _by_name(self.gpus, name, "--gpu_type", ", or describe it in a file for --hardware")
+        """The GPU of a name, or of what torch calls it, such as H100. Raises UserError with the nearest names."""
+        named = next((gpu.name for gpu in self.gpus if name and gpu.matches.lower() == name.lower()), name)
+        return _by_name(self.gpus, named, "--gpu_type", ", or describe it in a file for --hardware")
 
     def network(self, name: str) -> Network:
         """The network of a name. Raises UserError with the nearest names."""

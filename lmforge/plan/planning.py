@@ -7,7 +7,7 @@ from typing import Literal
 from torch import nn
 
 from lmforge.config.align import AlignConfig
-from lmforge.config.batch_plan import BatchPlan
+from lmforge.config.batch_plan import DEFAULT_GLOBAL_BATCH_SIZE, BatchPlan
 from lmforge.config.mixture import tokens_by_length
 from lmforge.config.stage import PretrainConfig, StageConfig
 from lmforge.config.verbs.plan import AnyPlanConfig, PlanOptions
@@ -48,6 +48,10 @@ class Machine:
     network: Network | None
     gpus_per_host: int
     calibration: Calibration | None = None
+
+    @property
+    def host_memory_bytes(self) -> float:
+        return self.gpu.host_memory_gb * 2**30 * self.gpus_per_host
 
     def rates(self, dtype: str) -> Rates:
         rates = Rates.of_data_sheets(self.gpu, self.network, self.gpus_per_host, dtype)
@@ -207,6 +211,16 @@ def check_predictable(config: StageConfig) -> None:
     """Raise UserError for a recipe whose step is not one update on given batches."""
     if isinstance(config, AlignConfig) and config.align.method == "grpo":
         raise UserError("align.method = grpo is not predicted: most of its step samples completions and rewards them")
+
+
+def with_default_batch(config: AnyPlanConfig) -> tuple[AnyPlanConfig, list[str]]:
+    """The recipe with a sequence for each GPU, where it gives no global batch and the default has fewer; and a line that says
+    so."""
+    train, gpus = config.train, config.plan.gpus
+    if train.global_batch_size or train.global_batch_tokens or gpus <= DEFAULT_GLOBAL_BATCH_SIZE:
+        return config, []
+    note = f"train.global_batch_size = {gpus}, one sequence for each GPU, since the default is {DEFAULT_GLOBAL_BATCH_SIZE}"
+    return config.model_copy(update={"train": train.model_copy(update={"global_batch_size": gpus})}), [note]
 
 
 def make_step_config(config: StageConfig, model: ModelConfig, gpus: int, machine: Machine) -> StepConfig:

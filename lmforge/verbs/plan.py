@@ -29,6 +29,7 @@ from lmforge.plan.planning import (
     predict_step,
     suggest_fit,
     suggest_reduction,
+    with_default_batch,
 )
 from lmforge.plan.prediction.predict import Prediction, can_reduce_once
 from lmforge.plan.prediction.run_cost import RunCost, run_cost
@@ -57,14 +58,20 @@ def run_plan(config: AnyPlanConfig) -> int:
     if config.plan.search:
         return run_search(config)
     machine = find_machine(config)
+    config, batch_note = with_default_batch(config)
     config = config.model_copy(update={"plan": machine.with_disk(config.plan)})
     step_config = make_step_config(config, resolve_model(config, find_vocab_size(config)), config.plan.gpus, machine)
     prediction = predict_step(step_config, machine)
     phases = predict_phases(config, prediction, machine)
     cost = run_cost(phases, config.plan, machine.gpu, async_save=config.checkpoint.async_save)
     budget = config.plan.usable * machine.gpu.memory_bytes
-    fits = prediction.device_bytes <= budget
-    advice = "" if fits else suggest_fit(step_config, machine, config.plan.usable)
+    fits_device = prediction.device_bytes <= budget
+    host_bytes = _host_bytes(prediction, cost)
+    fits = fits_device and host_bytes <= machine.host_memory_bytes
+    on_host = f"{format_bytes(host_bytes)} of host memory on each host, for offload"
+    advice = "" if fits_device else suggest_fit(step_config, machine, config.plan.usable)
+    if fits_device and not fits:
+        advice = f"it takes {on_host}, which has {format_bytes(machine.host_memory_bytes)}; use more hosts, or no offload"
     if config.plan.output == "json":
         print(json.dumps(_as_json(prediction, phases, cost, fits, advice, machine), indent=1))
         return 0
@@ -73,7 +80,8 @@ def run_plan(config: AnyPlanConfig) -> int:
     where = f"{config.plan.gpus} × {machine.gpu.name}"
     if machine.network is not None:
         where += f", {machine.gpus_per_host} per host, {machine.network.name}"
-    console.print(escape(f"{where}; {machine.describe_constants(step_config.dtype)}"), soft_wrap=True)
+    lines = [*batch_note, f"{where}; {machine.describe_constants(step_config.dtype)}"]
+    console.print(escape("\n".join(lines)), soft_wrap=True)
     once = can_reduce_once(prediction.step_config) and not options.reduce_every_micro_batch
     reduced = "; gradients reduced once per step (reduce_every_micro_batch = false), which takes memory" if once else ""
     engine = options.engine if not prediction.step_config.is_fsdp else f"{options.engine} {prediction.step_config.dims}"
@@ -87,7 +95,8 @@ def run_plan(config: AnyPlanConfig) -> int:
     console.print(picture(prediction), soft_wrap=True)
     low, high = (format_bytes(each) for each in prediction.memory_interval)
     room = format_bytes(budget)
-    verdict = f"fits into {room}" if fits else f"[bold]does not fit[/bold] into {room}; {advice}"
+    into = room if fits or not fits_device else "the hosts"
+    verdict = f"fits into {room}" if fits else f"[bold]does not fit[/bold] into {into}; {advice}"
     console.print(f"memory     {low} to {high} per rank, peak in: {prediction.peak_at}; {verdict}\n", soft_wrap=True)
     console.print(_time_table(prediction))
     slow, fast = prediction.speed_interval
@@ -98,8 +107,8 @@ def run_plan(config: AnyPlanConfig) -> int:
     )
     if faster := suggest_reduction(prediction, machine, config.plan.usable):
         console.print(f"gradients  {faster}\n", soft_wrap=True)
-    if options.cpu_offload:
-        console.print(f"host       {format_bytes(_host_bytes(prediction, cost))} of host memory on each host, for offload")
+    if host_bytes:
+        console.print(f"host       {on_host}")
     _print_phases(console, phases)
     _print_cost(console, prediction, cost, config)
     return 0
@@ -108,6 +117,8 @@ def run_plan(config: AnyPlanConfig) -> int:
 def _host_bytes(prediction: Prediction, cost: RunCost) -> float:
     """What offload keeps on a host: master weights, gradients and optimizer states of its ranks."""
     step_config = prediction.step_config
+    if not step_config.options.cpu_offload:
+        return 0.0
     gradients = step_config.parameters.trained * DTYPE_BYTES[step_config.master_dtype]
     ranks = step_config.shards * step_config.tensor * step_config.pipeline
     return (cost.checkpoint_bytes + gradients) / ranks * min(step_config.gpus_per_host, step_config.world_size)
@@ -182,7 +193,7 @@ def _print_cost(console: Console, prediction: Prediction, cost: RunCost, config:
     def described(name: str, unit: str = "") -> str:
         values = [getattr(cost, name), *intervals[name]]
         if name == "days":
-            words = [f"{days:.3g} days" if days >= 1 else format_duration(days * 86400) for days in values]
+            words = [f"{days:,.1f} days" if days >= 1 else format_duration(days * 86400) for days in values]
         else:
             words = [f"{value:,.0f}" if value >= 10 else f"{value:.2g}" for value in values]
         return f"{words[0]}{unit} ({words[1]} to {words[2]})"

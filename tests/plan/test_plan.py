@@ -198,6 +198,26 @@ def test_a_plan_says_memory_speed_and_cost_with_intervals(capfd: pytest.CaptureF
     assert planned["fits"] is True
 
 
+def test_a_chip_is_known_by_its_name_and_each_gpu_has_a_sequence(capfd: pytest.CaptureFixture[str]) -> None:
+    words = ["--model.preset", "llama2-7b", "--gpus", 256, "--train.steps", 10**6]
+    same = plan_json(capfd, *words, "--gpu_type", "H100")
+    assert same == plan_json(capfd, *words, "--gpu_type", "h100-80", "--train.global_batch_size", 256)
+    assert run(["plan", *map(str, words)]) == 0
+    printed = capfd.readouterr().out
+    assert printed.startswith("train.global_batch_size = 256, one sequence for each GPU, since the default is ")
+    assert re.search(rf": {same['run']['days']:,.1f} days \(", printed), printed
+
+
+def test_what_offload_keeps_on_a_host_is_part_of_the_verdict(capfd: pytest.CaptureFixture[str]) -> None:
+    """405 billion parameters, each with 16 bytes on one host of 2 TiB, or on eight."""
+    words = ["--model.preset", "llama3.1-405b", "--parallel.cpu_offload", "true", "--data.sequence_length", 2048]
+    words += ["--parallel.activation_checkpointing", "full", "--train.steps", 1000, "--train.micro_batch_size", 1]
+    one, eight = (plan_json(capfd, *words, "--gpus", 8 * hosts) for hosts in (1, 8))
+    assert (one["fits"], eight["fits"]) == (False, True), (one["advice"], eight["advice"])
+    assert one["device_bytes"] < one["capacity_bytes"]
+    assert re.fullmatch(r"it takes 6,\d{3}\.\d GiB of host memory on each host, .*, which has 2,048\.0 GiB; .*", one["advice"])
+
+
 def test_a_plan_that_does_not_fit_says_what_would(capfd: pytest.CaptureFixture[str]) -> None:
     words = [RECIPE, "--gpus", 128, "--gpu_type", "a100-40"]
     planned = plan_json(capfd, *words)
