@@ -318,7 +318,8 @@ def _print_error(line: str) -> None:
         printable = LONG_WORD.sub(lambda word: cut(word[0], MAX_WORD), printable)
         if len(printable) > MAX_LINE:
             printable = f"{printable[: MAX_LINE // 2]} … {printable[-MAX_LINE // 2 :]}"
-        print(f"lmforge: {printable}", file=sys.__stderr__, flush=True)
+        with suppress(OSError):  # nothing reads it any more
+            print(f"lmforge: {printable}", file=sys.__stderr__, flush=True)
     else:
         # A launcher ends all ranks as soon as one ends, possibly before the reporting rank has reported. So ranks that fail
         # before they have joined wait here.

@@ -18,6 +18,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from lmforge.atomic_files import check_output
 from lmforge.cluster.distributed import DistributedContext, init_distributed
+from lmforge.cluster.waiting import print_line
 from lmforge.config.batch_plan import BatchPlan
 from lmforge.config.verbs.bench import BenchConfig
 from lmforge.data.batch import Batch
@@ -27,7 +28,7 @@ from lmforge.objectives.language import NextTokenObjective
 from lmforge.parallel.dims import data_parallel_rank_and_size, plan_batches
 from lmforge.parallel.parallel_model import train_step
 from lmforge.parallel.precision import choose_compile, choose_dtype
-from lmforge.parallel.validate import check_parallel
+from lmforge.parallel.validate import check_parallel, describe_unused_sharding
 from lmforge.plan.out_of_memory import MemoryEstimator
 from lmforge.plan.peak_flops import rank_peak_flops
 from lmforge.stages.build_model import build_model_and_optimizer
@@ -62,6 +63,8 @@ class _Trial:
         pretrained = find_pretrained(config.model.source) if config.model.source else None
         self._model_config = resolve_model_config(config, pretrained, tokens.tokenizer.vocab_size if tokens else None)
         check_parallel(config.parallel, self._model_config, self._plan)
+        for line in describe_unused_sharding(config.parallel, dist_ctx.world_size, dist_ctx.device.type):
+            print_line(line)
         with dist_ctx.raise_on_all():
             if config.bench.trace and self._is_rank0:
                 check_output(config.bench.trace, "--trace")

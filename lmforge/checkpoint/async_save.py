@@ -231,7 +231,24 @@ class AsyncCheckpointer:
         needed, free = self.expected_bytes, shutil.disk_usage(folder).free
         if free < needed:
             needs = f"it takes {format_bytes(needed)}, and {format_bytes(free)} are free"
-            raise RunFailed(f"{folder}: no room for a checkpoint: {needs}")
+            old = self.run.checkpoint_steps()[:-1]
+            way = f"; delete {self.run.checkpoint_path(old[0])}, the oldest" if old else ""
+            raise RunFailed(f"{folder}: no room for a checkpoint: {needs}{way}")
+
+    def describe_missing_room(self, kept_by_steps: int, num_saves: int) -> list[str]:
+        """A line where the disk has no space for all checkpoints that will be kept of `num_saves`, `kept_by_steps` of them for
+        their step."""
+        folder, existing = self.run.checkpoints_folder, len(self.run.checkpoint_steps())
+        kept = min(self.retention.keep_last + self.retention.keep_best + kept_by_steps, existing + num_saves)
+        if not is_local(folder) or not folder.is_dir():
+            return []
+        # One more while it is written; those that are there already take no more space.
+        needed = self.expected_bytes * max(1, kept + 1 - existing)
+        free = shutil.disk_usage(folder).free
+        if needed <= free:
+            return []
+        takes = f"{kept} checkpoints of {format_bytes(self.expected_bytes)} are kept, and one more while it is written"
+        return [f"{folder}: {takes}: {format_bytes(free)} are free; keep fewer (checkpoint.keep_last), or make room"]
 
     def _commit(self, folder: Path, final: Path, metadata: dict[str, Any], files: dict[str, FileDigests]) -> None:
         text = Manifest(files=dict(sorted(files.items())), **metadata).json_text

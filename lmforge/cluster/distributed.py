@@ -19,15 +19,24 @@ from typing import Any, Self, TypeVar
 
 import torch
 import torch.distributed as dist
+import xxhash
 
 from lmforge.cluster.environment import LAUNCHER_PID_VARIABLE
 from lmforge.cluster.folder_marker import FolderMarker
-from lmforge.cluster.joining import allow_open_connections, choose_gloo_interface, find_rank0, report_missing_ranks
+from lmforge.cluster.joining import (
+    JOIN_SECONDS,
+    allow_open_connections,
+    choose_gloo_interface,
+    connect_to_store,
+    find_rank0,
+    name_this_start,
+    report_missing_ranks,
+)
 from lmforge.cluster.memory import set_allocator_defaults
 from lmforge.cluster.rank_info import RankInfo, read_rank_info, threads_per_rank
 from lmforge.cluster.standby import release_standby
 from lmforge.cluster.waiting import start_in_thread
-from lmforge.errors import RunFailed, UserError
+from lmforge.errors import RunFailed, UserError, name_some
 
 CONTROL_TIMEOUT = timedelta(hours=2)
 RANK_POLL_SECONDS = 5.0
@@ -124,27 +133,31 @@ class DistributedContext:
         return tensor
 
     @contextmanager
-    def raise_on_all(self) -> Iterator[None]:
+    def raise_on_all(self, *, names_host: bool = True) -> Iterator[None]:
         """The block succeeds on all ranks, or raises on all ranks the exception of the lowest rank that failed.
 
-        The block must not communicate: a rank that raises inside it would leave the others waiting.
+        The block must not communicate: a rank that raises inside it would leave the others waiting. Where other hosts have not
+        failed, the message begins with the host (`names_host`).
         """
         problem: BaseException | None = None
         try:
             yield
         except (UserError, RunFailed, OSError) as raised:
             problem = raised
-        for rank, failure in enumerate(self.all_gather(None if problem is None else (type(problem), str(problem)))):
-            if failure is None:
-                continue
-            if problem is not None and rank == self.rank_info.rank:
-                raise problem
-            error_class, message = failure
-            raised_as = error_class if issubclass(error_class, (UserError, RunFailed)) else RunFailed
-            where = "" if rank == 0 or not issubclass(error_class, OSError) else f"rank {rank}: "
-            copy = raised_as(where + message)
-            copy.raised_on_peer = True
-            raise copy
+        outcomes = self.all_gather((platform.node(), None if problem is None else (type(problem), str(problem))))
+        first = next(((rank, host, failure) for rank, (host, failure) in enumerate(outcomes) if failure is not None), None)
+        if first is None:
+            return
+        rank, host, (error_class, message) = first
+        is_foreseen = issubclass(error_class, (UserError, RunFailed))
+        hosts, failed = {each for each, _ in outcomes}, {each for each, failure in outcomes if failure is not None}
+        where = f"{host}: " if names_host and failed < hosts else "" if is_foreseen or rank == 0 else f"rank {rank}: "
+        if problem is not None and rank == self.rank_info.rank and not (where and is_foreseen):
+            raise problem
+        raised_as: Any = error_class if is_foreseen else RunFailed
+        copy = raised_as(f"{where}{message}")
+        copy.raised_on_peer = rank != self.rank_info.rank
+        raise copy from problem
 
     def run_once_per_host(self, fn: Callable[[], object]) -> None:
         """Call `fn`, which must not communicate, on one rank of each host while the others wait, however long it takes.
@@ -184,7 +197,7 @@ class DistributedContext:
     def decide_on_rank0(self, fn: Callable[[], T]) -> T:
         """Call `fn` on rank 0. Every rank returns its result, or raises its exception."""
         result: Any = None
-        with self.raise_on_all():
+        with self.raise_on_all(names_host=False):
             if self.is_rank0:
                 result = fn()
         return self.broadcast(result)
@@ -226,8 +239,13 @@ def init_distributed(device: str = "auto", threads: int | None = None, timeout: 
     find_rank0(info)
     choose_gloo_interface(several_hosts=info.local_world_size < info.world_size)
     with report_missing_ranks(info.rank, info.world_size, f"{_init_count}"):
+        rank, world_size = info.rank, info.world_size
         try:
-            store, rank, world_size = next(dist.rendezvous("env://"))
+            if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+                store: dist.Store = connect_to_store(timedelta(seconds=JOIN_SECONDS))
+                store = dist.PrefixStore(name_this_start(store, rank, world_size), store)
+            else:
+                store, rank, world_size = next(dist.rendezvous("env://"))
         except dist.DistNetworkError as problem:
             if "failed to listen" not in str(problem):
                 raise
@@ -245,6 +263,26 @@ def init_distributed(device: str = "auto", threads: int | None = None, timeout: 
         control = dist.new_group(backend="gloo", timeout=CONTROL_TIMEOUT, group_desc="control")
         saving = dist.new_group(backend="gloo", timeout=CONTROL_TIMEOUT, group_desc="saving")
     return DistributedContext(info, chosen, control, saving)
+
+
+def code_digest() -> str:
+    """Hexadecimal digits that differ where the code of lmforge does: a clone on each host may be another commit."""
+    folder = Path(__file__).parents[1]
+    digest = xxhash.xxh3_64()
+    for path in sorted(folder.rglob("*.py")):
+        digest.update(bytes(path.relative_to(folder)))
+        digest.update(path.read_bytes())
+    return digest.hexdigest()[:8]
+
+
+def describe_other_code(dist_ctx: DistributedContext) -> list[str]:
+    """A line that names the hosts whose code differs from that of rank 0's. Every rank calls it."""
+    own = (platform.node(), code_digest()) if dist_ctx.rank_info.local_rank == 0 else None
+    (first, usual), *others = [each for each in dist_ctx.all_gather(own) if each]
+    differing = [f"{host} has {digest}" for host, digest in others if digest != usual]
+    if not differing:
+        return []
+    return [f"the code of lmforge differs: {first} has {usual}, {name_some(differing)}; install the same on all hosts"]
 
 
 def use_device_in_thread(device: torch.device) -> None:
@@ -283,15 +321,21 @@ def _check_threads(threads: int | None) -> None:
 def _terminate_with_launcher() -> None:
     """Make the kernel send SIGTERM when the launcher is killed. Otherwise ranks would continue to train, and keep the run
     locked."""
+    global _launcher
     library = ctypes.CDLL(None)
     # Removed, because processes that a rank starts have another parent.
     launcher = os.environ.pop(LAUNCHER_PID_VARIABLE, None)
     if launcher is None or not launcher.isdecimal() or "RANK" not in os.environ or not hasattr(library, "prctl"):
         return
-    parent_death_signal = 1
+    _launcher, parent_death_signal = int(launcher), 1
     library.prctl(parent_death_signal, signal.SIGTERM)
-    if os.getppid() != int(launcher):  # it was killed before the call above
+    if launcher_is_lost():  # it was killed before the call above
         os.kill(os.getpid(), signal.SIGTERM)
+
+
+def launcher_is_lost() -> bool:
+    """Whether the launcher of `lmforge` that started this rank has ended before it."""
+    return _launcher is not None and os.getppid() != _launcher
 
 
 def keep_freed_memory() -> None:
@@ -319,6 +363,7 @@ def destroy_distributed() -> None:
 # The store outlives the groups: it still answers when another rank has died and every collective fails.
 _store: dist.Store | None = None
 _init_count = 0
+_launcher: int | None = None
 _reports_errors: bool | None = None
 
 

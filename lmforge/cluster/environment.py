@@ -8,6 +8,7 @@ How ranks find rank 0 is in `rendezvous.py`.
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import get_args
 
 from lmforge.config.operation import MAX_PORT, EnvironmentName
 from lmforge.config.ranges import RANKS
@@ -22,6 +23,8 @@ NODES_VARIABLE, ADDRESS_VARIABLE, NODE_RANK_VARIABLE = "LMFORGE_NODES", "LMFORGE
 # A file in which the first node writes the status of all, and one that refuses its input 2: that of MPICH's mpiexec is 0
 # after it has passed on a signal, and that of srun is that of nodes whose processes it has killed.
 STATUS_VARIABLE = "LMFORGE_STATUS_FILE"
+# The folder of the job that has started this process.
+JOB_VARIABLE = "LMFORGE_JOB"
 # Set for ranks that `--launch.processes` starts: the id of the process that started them.
 LAUNCHER_PID_VARIABLE = "LMFORGE_LAUNCHER"
 MAX_RANKS: int = RANKS["le"]
@@ -122,13 +125,19 @@ def read_environment(environ: Mapping[str, str], requested: str = "auto") -> Ran
     """
     if requested == "auto":
         launcher = _find_launcher(environ)
-    elif requested == "single":
+    elif requested == "single" or (requested == "local" and "RANK" not in environ):
         launcher = None
+    elif requested == "local":
+        launcher = TORCHRUN
+    elif requested == "pbs":  # its mpiexec may be any
+        launcher = _find_launcher(environ)
+        if launcher is None:
+            _require(environ, PALS)
     elif requested in LAUNCHERS:
         launcher = LAUNCHERS[requested]
         _require(environ, launcher)
     else:
-        known = ", ".join(("auto", "single", *LAUNCHERS))
+        known = ", ".join(get_args(EnvironmentName))
         raise UserError(f"environment: {ENVIRONMENT_VARIABLE}: expected one of {known}, got {quoted(requested)}")
     if launcher is None:
         return RankInfo()

@@ -10,14 +10,15 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
+from uuid import uuid4
 
 import torch.distributed as dist
 
 from lmforge.cluster.environment import ENVIRONMENT_VARIABLE, TORCHRUN, RankInfo
 from lmforge.cluster.rank_info import RESTARTS_VARIABLE
 from lmforge.cluster.rendezvous import answer_with_port, ask_rank0, hosts_to_ask, job_identity, listen, own_address
-from lmforge.cluster.waiting import REPORT_AFTER_SECONDS, print_line
-from lmforge.errors import name_some
+from lmforge.cluster.waiting import REPORT_AFTER_SECONDS, print_line, wait_until
+from lmforge.errors import PeerLost, name_some
 
 # The number of gloo groups of all ranks: for host memory, decisions and checkpoints. Each connects every pair of ranks.
 GLOO_GROUPS = 3
@@ -28,6 +29,8 @@ SIOCGIFADDR, ADDRESS_BYTES = 0x8915, slice(20, 24)
 # An address that no host has (RFC 5737): the route to it is the default route.
 OUTSIDE = "192.0.2.1"
 
+
+JOIN_SECONDS = 1800.0
 
 # Kept open between two initializations of one process.
 _server: dist.TCPStore | None = None
@@ -72,6 +75,33 @@ def connect_to_store(timeout: timedelta) -> dist.TCPStore:
     """The store of all ranks. Its keys are seen as they are, without the prefix that torch gives to each restart."""
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     return dist.TCPStore(address, port, is_master=False, wait_for_workers=False, timeout=timeout)
+
+
+def name_this_start(store: dist.Store, rank: int, world_size: int) -> str:
+    """A name of this start of the ranks, the same on all of them. Raises PeerLost where some do not come.
+
+    torchrun's store outlives a restart. torch distinguishes starts in it by the restart count of each torchrun, which differs
+    between hosts: only that of the lost rank counts the restart, and the ranks of the others would read addresses of the
+    earlier start. So each rank asks rank 0, by a name that nobody had before.
+    """
+    own, asked = uuid4().hex, "lmforge/asked"
+    if rank != 0:
+        store.set(f"{asked}/{store.add(asked, 1)}", own)
+        name = store.get(f"lmforge/answer/{own}").decode()
+        store.add(f"{name}/read", 1)
+        return name
+    answered: set[int] = set()
+
+    def have_all_read() -> bool:
+        for number in set(range(1, store.add(asked, 0) + 1)) - answered:
+            if store.check([f"{asked}/{number}"]):  # of an earlier start too, where nobody reads it
+                store.set(f"lmforge/answer/{store.get(f'{asked}/{number}').decode()}", own)
+                answered.add(number)
+        return store.add(f"{own}/read", 0) >= world_size - 1
+
+    if not wait_until(have_all_read, JOIN_SECONDS):
+        raise PeerLost(f"after {JOIN_SECONDS:.0f} s {store.add(f'{own}/read', 0) + 1} of {world_size} ranks have joined")
+    return own
 
 
 def allow_open_connections(world_size: int) -> None:

@@ -5,16 +5,19 @@ How the nodes of a run on several do so together is in `node_group.py`.
 
 import logging
 import os
+import re
 import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
 from lmforge.cluster.environment import ENVIRONMENT_VARIABLE, LAUNCHER_PID_VARIABLE, NODE_RANK_VARIABLE, TORCHRUN
+from lmforge.cluster.processes import INTERRUPTED_STATUSES, STOP_SIGNALS, handle_signals, restore_signals
 from lmforge.cluster.rank_info import threads_per_rank
 from lmforge.cluster.waiting import print_line
 from lmforge.errors import EXIT_PEER_LOST, UserError
@@ -23,9 +26,8 @@ from lmforge.errors import EXIT_PEER_LOST, UserError
 GRACE_SECONDS = 120
 # This many are allowed even on a small machine. (A machine with sixteen GPUs has many cores.)
 PROCESSES_PER_CORE, MIN_PROCESSES_LIMIT = 4, 16
-INTERRUPTED_STATUSES = [128 + number for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)]
-# Signals that end the ranks. SIGUSR1 is what schedulers send when the time is nearly up.
-LAUNCHER_SIGNALS = signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1
+# Signals that end the ranks.
+LAUNCHER_SIGNALS = *STOP_SIGNALS, signal.SIGQUIT
 
 
 @dataclass(frozen=True)
@@ -65,18 +67,31 @@ def launch_local(
     check_num_processes(num_processes)
     for number in range(max_restarts + 1):
         with launcher_environment() as interruption:
-            status = start_ranks(num_processes, [*arguments, *(restart_arguments if number else ())], interruption)
-        if status != EXIT_PEER_LOST or number == max_restarts or not has_begun():
+            status, reason = start_ranks(num_processes, [*arguments, *(restart_arguments if number else ())], interruption)
+        if reason:
+            print_line(reason)
+        if status != EXIT_PEER_LOST:
+            return status
+        if not has_begun():
             break
+        print_restart(number, max_restarts)
+    return 1
+
+
+def print_restart(number: int, max_restarts: int) -> None:
+    """Say that ranks which were started again `number` times are started once more, or not because of the limit."""
+    if number < max_restarts:
         print_line(f"all ranks are started again ({number + 1} of {max_restarts})")
-    return 1 if status == EXIT_PEER_LOST else status
+    else:
+        limit = f"launch.max_restarts = {max_restarts}"
+        print_line(f"{limit}: ranks are not started again; the same command continues from the last checkpoint")
 
 
 def start_ranks(
     num_processes: int, arguments: list[str], interruption: "Interruption", rendezvous: Rendezvous | None = None
-) -> int:
-    """Start the ranks of this node once. Returns the exit status: EXIT_PEER_LOST where a rank was killed or gave up on
-    another. Call it within `launcher_environment`."""
+) -> tuple[int, str]:
+    """Start the ranks of this node once. Returns the exit status, EXIT_PEER_LOST where a rank was killed or gave up on
+    another, and which rank was killed, in a line. Call it within `launcher_environment`."""
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
@@ -99,6 +114,7 @@ def start_ranks(
             "rdzv_endpoint": rendezvous.endpoint,
             "rdzv_configs": {"rank": rendezvous.node_rank},
         }
+    kills_before = _count_memory_kills()
     try:
         config = LaunchConfig(
             nproc_per_node=num_processes,
@@ -113,21 +129,29 @@ def start_ranks(
     except ChildFailedError as failed:
         statuses = {rank: failure.exitcode for rank, failure in failed.failures.items()}
         if 2 in statuses.values():
-            return 2
+            return 2, ""
         for status in statuses.values():
             if status in INTERRUPTED_STATUSES:
-                return interruption.status or status
+                return interruption.status or status, ""
         # The launcher ends ranks with SIGTERM when another has failed.
         by_launcher = -signal.SIGTERM
         for rank, status in statuses.items():
             if status < 0 and status != by_launcher:  # the remaining ranks only know that a peer is lost
-                name = signal.Signals(-status).name
                 where = f" on {os.uname().nodename}" if rendezvous else ""
-                print_line(f"rank {rank}{where} was killed by {name}")
-                return EXIT_PEER_LOST
-        return EXIT_PEER_LOST if {EXIT_PEER_LOST} <= set(statuses.values()) <= {EXIT_PEER_LOST, by_launcher} else 1
+                memory = "; the kernel ended a process because host memory was used up"
+                why = memory if status == -signal.SIGKILL and _count_memory_kills() > kills_before else ""
+                return EXIT_PEER_LOST, f"rank {rank}{where} was killed by {signal.Signals(-status).name}{why}"
+        return (EXIT_PEER_LOST if {EXIT_PEER_LOST} <= set(statuses.values()) <= {EXIT_PEER_LOST, by_launcher} else 1), ""
     except SignalException as stopped:
-        return interruption.status or 128 + int(stopped.sigval)
+        return interruption.status or 128 + int(stopped.sigval), ""
+    return 0, ""
+
+
+def _count_memory_kills() -> int:
+    """How many processes the kernel of this host has killed for lack of memory; 0 where it does not say."""
+    with suppress(OSError):
+        if match := re.search(r"^oom_kill (\d+)$", Path("/proc/vmstat").read_text(), re.M):
+            return int(match[1])
     return 0
 
 
@@ -150,8 +174,7 @@ def launch_plainly(num_processes: int, arguments: list[str], node: int, num_node
         for process in processes:
             process.kill()
 
-    for number in LAUNCHER_SIGNALS:
-        signal.signal(number, end)
+    handle_signals(LAUNCHER_SIGNALS, end)
     statuses = [process.wait() for process in processes]
     return 2 if 2 in statuses else max((abs(status) for status in statuses), default=0)
 
@@ -163,15 +186,18 @@ class Interruption:
         self.status = 0
 
     def handle(self, number: int, frame: FrameType | None) -> None:
-        """Make the ranks end. SIGUSR1 is passed on as SIGTERM, since it would kill processes that a rank has started. A signal
-        may arrive twice, from the scheduler and from a script; the ranks are saving by then.
+        """Make the ranks end. All but Ctrl-C and Ctrl-\\ are passed on as SIGTERM: others would kill processes that a rank has
+        started. A signal may arrive twice, from the scheduler and from a script; the ranks are saving by then.
         """
         from torch.distributed.elastic.multiprocessing.api import SignalException
 
         if self.status and number != signal.SIGINT:
             return
         self.status = 128 + number
-        sent = signal.Signals(signal.SIGTERM if number == signal.SIGUSR1 else number)
+        sent = signal.Signals(number) if number in (signal.SIGINT, signal.SIGQUIT) else signal.SIGTERM
+        if sent != number:
+            with suppress(OSError):  # not `print`, which this may have interrupted
+                os.write(2, f"lmforge: {signal.Signals(number).name} came: all ranks are asked to save and end\n".encode())
         raise SignalException(f"signal {number}", sigval=sent)
 
 
@@ -181,7 +207,7 @@ def launcher_environment() -> Iterator[Interruption]:
     import torch.distributed.elastic.multiprocessing.api  # noqa: F401 - seconds, in which a signal ends this process as usual
 
     interruption = Interruption()
-    handlers = {number: signal.signal(number, interruption.handle) for number in LAUNCHER_SIGNALS}
+    handlers = handle_signals(LAUNCHER_SIGNALS, interruption.handle)
     environment = dict(os.environ)
     # The launcher's own reports (a table of exit codes, "no error file defined") are less useful than those of our ranks.
     logging.disable(logging.CRITICAL)
@@ -193,8 +219,7 @@ def launcher_environment() -> Iterator[Interruption]:
         yield interruption
     finally:
         logging.disable(logging.NOTSET)
-        for number, handler in handlers.items():
-            signal.signal(number, handler)
+        restore_signals(handlers)
         for name in (LAUNCHER_PID_VARIABLE, ENVIRONMENT_VARIABLE, "OMP_NUM_THREADS"):
             os.environ.pop(name)
         os.environ.update(environment)

@@ -23,14 +23,17 @@ from typing import Any, Self, TypeVar
 from lmforge import __version__
 from lmforge.atomic_files import atomic_write_text
 from lmforge.cluster.environment import ADDRESS_VARIABLE, NODE_RANK_VARIABLE, NODES_VARIABLE, STATUS_VARIABLE
-from lmforge.cluster.launch import INTERRUPTED_STATUSES, Rendezvous, launcher_environment, start_ranks
-from lmforge.cluster.rendezvous import free_port
+from lmforge.cluster.launch import Rendezvous, launcher_environment, print_restart, start_ranks
+from lmforge.cluster.processes import INTERRUPTED_STATUSES
+from lmforge.cluster.rendezvous import answer_with_port, ask_rank0, free_port
 from lmforge.cluster.waiting import await_listener, call_bounded, describe_connection_error, print_line, wait_until
 from lmforge.config.operation import MAX_PORT
 from lmforge.errors import EXIT_PEER_LOST, PeerLost, UserError, name_some
 from lmforge.untrusted import cut, quoted
 
 JOIN_SECONDS = 600.0
+# These distinguish the starts of a job, which is queued again.
+START_VARIABLES = ("SLURM_JOB_ID", "SLURM_RESTART_COUNT", "PBS_JOBID")
 # After this time a node whose launcher sends no heartbeat is lost, and so is the first node if it does not answer.
 LOST_AFTER_SECONDS = 60.0
 BEAT_SECONDS = 2.0
@@ -45,7 +48,8 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class NodeGroup:
-    """The nodes of a run, by name; `rank` is this one's index, `address` and `port` are of the first."""
+    """The nodes of a run, by name; `rank` is this one's index, `address` and `port` are of the first. Where the port is 0, it
+    takes a free one."""
 
     names: tuple[str, ...]
     rank: int
@@ -71,7 +75,7 @@ def read_node_group() -> NodeGroup | None:
     nodes, address = os.environ[NODES_VARIABLE], os.environ.get(ADDRESS_VARIABLE, "")
     names = tuple(name for name in nodes.split(",") if name)
     host, _, port = address.rpartition(":")
-    if not names or not host or not port.isdecimal() or not 0 < int(port) <= MAX_PORT:
+    if not names or not host or not port.isdecimal() or int(port) > MAX_PORT:
         raise UserError(
             f"environment: {NODES_VARIABLE} = {cut(nodes)!r}, {ADDRESS_VARIABLE} = {cut(address)!r}: expected"
             " comma-separated names, and HOST:PORT"
@@ -118,15 +122,16 @@ def launch_on_node(
             for number in range(max_restarts + 1):
                 words = [*arguments, *(restart_arguments if number else ())]
                 with StartAttempt(node_store, number) as attempt:
-                    attempt.status = start_ranks(num_processes, words, interruption, attempt.rendezvous)
+                    attempt.status, attempt.reason = start_ranks(num_processes, words, interruption, attempt.rendezvous)
                 if attempt.ended_by_watcher:
                     interruption.status = 0  # the signal was our own
+                attempt.was_interrupted = interruption.status != 0
                 status, again = attempt.agree(number < max_restarts and has_begun())
+                if group.rank == 0 and (again or (status == EXIT_PEER_LOST and number == max_restarts)):
+                    print_restart(number, max_restarts)
                 if not again:
                     write_status(group, status)
                     return status
-                if group.rank == 0:
-                    print_line(f"all ranks are started again ({number + 1} of {max_restarts})")
         except SignalException:
             write_status(group, interruption.status)
             return interruption.status
@@ -186,7 +191,7 @@ class NodeStore:
             return not missing
 
         def line(waited: float) -> str:
-            reason = f"not started, or cannot reach {group.address}:{group.port}"
+            reason = f"not started, or cannot reach {group.address}{f':{group.port}' if group.port else ''}"
             return f"waiting for {group.describe(missing)}: {reason} ({waited:.0f} s)"
 
         if wait_until(are_all_here, JOIN_SECONDS, line):
@@ -220,7 +225,8 @@ class StartAttempt:
     def __init__(self, node_store: NodeStore, number: int) -> None:
         self._node_store, self._group, self._prefix = node_store, node_store.group, f"attempt/{number}"
         self.status = EXIT_PEER_LOST
-        self.ended_by_watcher = False
+        self.reason = ""
+        self.ended_by_watcher = self.was_interrupted = False
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="nodes", daemon=True)
         if self._group.rank == 0:
@@ -247,32 +253,39 @@ class StartAttempt:
             return self._node_store.call(partial(self._decide, may_restart))
         node_store, prefix = self._node_store, self._prefix
         try:
+            node_store.put(f"{prefix}/reason/{self._group.rank}", self.reason)
             node_store.put(f"{prefix}/status/{self._group.rank}", str(self.status))
             status, again = json.loads(node_store.get(f"{prefix}/verdict", math.inf))
             node_store.call(lambda store: store.add(f"{prefix}/read", 1))
         except PeerLost as problem:
-            if not self.ended_by_watcher:
-                print_line(str(problem))
+            for line in ([self.reason] if self.reason else []) + ([] if self.ended_by_watcher else [str(problem)]):
+                print_line(line)
             return (self.status if self.status in INTERRUPTED_STATUSES else EXIT_PEER_LOST), False
         return int(status), bool(again)
 
     def _decide(self, may_restart: bool, store: Any) -> tuple[int, bool]:
         """The result of `agree` for all nodes, from the status of each; on the first node."""
         node_store, num_nodes, heartbeats = self._node_store, len(self._group.names), _PeerHeartbeats()
-        statuses = {0: self.status}
+        statuses, reasons = {0: self.status}, [self.reason]
         store.set(f"{self._prefix}/status/0", str(self.status))
 
         def have_all_ended() -> bool:
             for rank in set(range(num_nodes)) - statuses.keys():
                 if store.check([key := f"{self._prefix}/status/{rank}"]):
                     statuses[rank] = int(store.get(key))
+                    reasons.append(store.get(f"{self._prefix}/reason/{rank}").decode())
                 elif rank in node_store.lost or heartbeats.is_lost(store, rank):
                     node_store.lost.add(rank)
                     statuses[rank] = EXIT_PEER_LOST
+                    reasons.append(f"{self._group.names[rank]}: its launcher or the host is lost")
             return len(statuses) == num_nodes
 
         wait_until(have_all_ended)
+        for reason in filter(None, reasons):
+            print_line(reason)
         status = next((each for each in PRECEDENCE if each in statuses.values()), max(statuses.values()))
+        if node_store.lost and status in INTERRUPTED_STATUSES and not self.was_interrupted:
+            status = EXIT_PEER_LOST  # the ranks of a lost launcher have made all of them save
         again = status == EXIT_PEER_LOST and may_restart and not node_store.lost
         store.set(f"{self._prefix}/verdict", json.dumps([status, again]))
         readers = num_nodes - 1 - len(node_store.lost)
@@ -346,22 +359,27 @@ def _open_store(group: NodeGroup) -> Any:
     """The store that the first node serves. Raises UserError where it cannot, PeerLost where it is not reached."""
     import torch.distributed as dist
 
-    where = f"{group.address}:{group.port}"
+    address, port = group.address, group.port
+    identity = "-".join([*group.names, *(os.environ.get(name, "") for name in START_VARIABLES)])
+    if port == 0 and group.rank == 0:
+        port = free_port()
+        answer_with_port(identity, len(group.names), port)
+    elif port == 0:
+        address, port = ask_rank0(identity, group.rank, [group.address], group.names[group.rank], JOIN_SECONDS)
+    where = f"{address}:{port}"
     if group.rank == 0:
         try:
-            return dist.TCPStore(group.address, group.port, is_master=True, wait_for_workers=False)
+            return dist.TCPStore(address, port, is_master=True, wait_for_workers=False)
         except dist.DistNetworkError as problem:
             if "failed to listen" in str(problem) or "in use" in str(problem):
                 raise UserError(
-                    f"port {group.port} of {group.names[0]} is in use: by another run? give another --launch.port"
+                    f"port {port} of {group.names[0]} is in use: by another run? give another --launch.port"
                 ) from None
             raise UserError(f"{where}: this is not an address of {group.names[0]}; give its --launch.address") from None
     silence = f"{group.names[group.rank]} cannot reach {group.names[0]} at {where}"
     try:
-        await_listener(
-            group.address, group.port, JOIN_SECONDS, lambda reason, waited: f"{silence} yet: {reason} ({waited:.0f} s)"
-        )
-        return dist.TCPStore(group.address, group.port, is_master=False, timeout=timedelta(seconds=LOST_AFTER_SECONDS))
+        await_listener(address, port, JOIN_SECONDS, lambda reason, waited: f"{silence} yet: {reason} ({waited:.0f} s)")
+        return dist.TCPStore(address, port, is_master=False, timeout=timedelta(seconds=LOST_AFTER_SECONDS))
     except OSError as problem:
         raise PeerLost(f"{silence}: {describe_connection_error(problem)}") from None
     except RuntimeError:

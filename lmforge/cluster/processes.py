@@ -1,17 +1,37 @@
-"""Other processes: calls of scheduler and MPI programs with a time limit, and information from /proc."""
+"""Signals that stop a run; calls of scheduler and MPI programs with a time limit; information from /proc."""
 
+import signal
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import FrameType
+from typing import Any
 
 from lmforge.errors import UserError
 from lmforge.untrusted import cut
 
+# Requests to save and end: of a terminal (Ctrl-C, closed), of a container or `kill`, and of schedulers before a time limit
+# (docs/clusters.md has the table). Ctrl-\\ is not one: it ends a process at once.
+STOP_SIGNALS = signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGXCPU
+INTERRUPTED_STATUSES = [128 + number for number in STOP_SIGNALS]
 COMMAND_SECONDS = 120
 MAX_MESSAGE = 400
 # Statuses of a shell for a program that is not installed, and of `timeout` for one that has not ended in time.
 NOT_INSTALLED, NO_ANSWER = 127, 124
+Handler = Callable[[int, FrameType | None], object]
+
+
+def handle_signals(numbers: Sequence[int], handler: Handler) -> dict[int, Any]:
+    """Install a handler of signals. Returns the previous ones, for `restore_signals`. SIGHUP stays ignored under nohup."""
+    spared = {signal.SIGHUP} if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN else set()
+    return {number: signal.signal(number, handler) for number in numbers if number not in spared}
+
+
+def restore_signals(handlers: Mapping[int, Any]) -> None:
+    """Install the handlers that were there before `handle_signals`."""
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
 
 
 def call(command: Sequence[str], what: str) -> str:

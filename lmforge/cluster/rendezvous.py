@@ -19,7 +19,7 @@ from pathlib import Path
 from lmforge.cluster.environment import LAUNCHERS, MPICH, RankInfo
 from lmforge.cluster.processes import NOT_INSTALLED, read_process_stat, try_call
 from lmforge.cluster.waiting import wait_until
-from lmforge.errors import RunFailed, UserError, prefix_errors
+from lmforge.errors import PeerLost, RunFailed, UserError, prefix_errors
 from lmforge.untrusted import describe_os_error, quoted, read_bounded
 
 NUM_CANDIDATE_PORTS = 8
@@ -192,10 +192,11 @@ def _read_line(connection: socket.socket) -> str:
     return received.decode(errors="replace").strip()
 
 
-def ask_rank0(identity: str, rank: int, hosts: list[str]) -> tuple[str, int]:
-    """Ask rank 0 for the port of its store, repeatedly until it answers. Returns its host too.
+def ask_rank0(identity: str, rank: int, hosts: list[str], name: str = "", seconds: float = MAX_WAIT_SECONDS) -> tuple[str, int]:
+    """Ask rank 0 for the port of its store, repeatedly until it answers. Returns its host too. `name` of this rank is for
+    messages.
 
-    Raises RunFailed after MAX_WAIT_SECONDS.
+    Raises PeerLost after so many seconds.
     """
     answers: list[tuple[str, int]] = []
 
@@ -210,10 +211,11 @@ def ask_rank0(identity: str, rank: int, hosts: list[str]) -> tuple[str, int]:
     others = f" and {len(hosts) - 1} other hosts" if len(hosts) > 1 else ""
 
     def silence(waited: float) -> str:
-        return f"rank {rank}: rank 0 does not answer on {hosts[0]}{others} after {waited:.0f} s"
+        asker, asked = (f"rank {rank}", f"rank 0 on {hosts[0]}{others}") if not name else (name, hosts[0])
+        return f"{asker}: {asked} does not answer after {waited:.0f} s"
 
-    if not wait_until(has_answered, MAX_WAIT_SECONDS, silence):
-        raise RunFailed(f"{silence(MAX_WAIT_SECONDS)}; was it started, and may it be reached over the network?")
+    if not wait_until(has_answered, seconds, silence):
+        raise PeerLost(f"{silence(seconds)}; was it started, and may it be reached over the network?")
     return answers[0]
 
 

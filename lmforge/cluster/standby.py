@@ -12,13 +12,13 @@ from datetime import timedelta
 import torch.distributed as dist
 
 from lmforge.cluster.joining import connect_to_store, find_rank0
+from lmforge.cluster.processes import STOP_SIGNALS, handle_signals
 from lmforge.cluster.rank_info import read_rank_info
 from lmforge.cluster.waiting import print_line, wait_until
 from lmforge.errors import PeerLost
 
 REGISTRATION = timedelta(seconds=30)
 CONNECTION = timedelta(minutes=30)
-SIGNALS = signal.SIGINT, signal.SIGTERM, signal.SIGUSR1
 # The ranks that stand by, for the rank 0 that releases them.
 _standby_ranks = range(0)
 
@@ -61,10 +61,9 @@ def stand_by() -> int:
     Raises PeerLost where rank 0 is gone.
     """
     rank, received = os.environ["RANK"], list[int]()
-    for number in SIGNALS:
-        # A scheduler's signal to save goes to all ranks; torchrun ends ranks with SIGTERM before it restarts them.
-        if number != signal.SIGTERM or "TORCHELASTIC_RUN_ID" not in os.environ:
-            signal.signal(number, lambda received_now, _: received.append(received_now))
+    # A scheduler's signal to save goes to all ranks; torchrun ends ranks with SIGTERM before it restarts them.
+    by_torchrun = {signal.SIGTERM} if "TORCHELASTIC_RUN_ID" in os.environ else set()
+    handle_signals([*{*STOP_SIGNALS} - by_torchrun], lambda number, _: received.append(number))
     print_line(describe_standby()[0])
     try:
         store = connect_to_store(CONNECTION)

@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
+from contextlib import suppress
 from typing import TypeVar
 
 T = TypeVar("T")
@@ -89,5 +90,6 @@ def call_bounded(fn: Callable[[], T], seconds: float) -> T:
 
 
 def print_line(line: str) -> None:
-    """Print the line of a waiting process on standard error."""
-    print(f"lmforge: {line}", file=sys.stderr, flush=True)
+    """Print the line of a waiting process on standard error. It goes on where nothing reads it any more."""
+    with suppress(OSError):
+        print(f"lmforge: {line}", file=sys.stderr, flush=True)

@@ -13,7 +13,7 @@ from rich.text import Text
 from lmforge.cluster.distributed import DistributedContext
 from lmforge.errors import format_duration
 from lmforge.monitor.log_files import STAMP, printable
-from lmforge.monitor.rank_log import redirect_terminal, stamp_lines, terminal_stderr
+from lmforge.monitor.rank_log import print_past_log, redirect_terminal, stamp_lines
 from lmforge.terminal.cells import METRIC_WORDS, QUIET, clean, fit_words, format_metrics, progress_line, sparkline
 from lmforge.terminal.live_area import LiveArea, can_redraw
 
@@ -57,19 +57,19 @@ class ConsoleLogger:
         """One line that must not be overlooked: also printed on standard error, if that is another stream."""
         self.info(line)
         if self._is_rank0 and not self._console.is_terminal:
-            print(f"lmforge: {line}", file=terminal_stderr(), flush=True)
+            print_past_log(f"lmforge: {line}")
 
     def start_progress(self, step: int) -> None:
         """Show the panel, on a terminal."""
         if self._has_panel:
-            redirects_stderr = terminal_stderr().isatty()
+            redirects_stderr = sys.stderr.isatty()
             if self._log_path is not None:
                 self._captured = CapturedOutput(self._log_path)
             self._panel = ProgressPanel(step, self._steps)
             self._area = LiveArea(self._console, self._draw)
             self._area.start()
             if redirects_stderr:
-                redirect_terminal(self._area.writer)
+                redirect_terminal(sys.stderr, self._area.writer)
 
     def _draw(self, columns: int, lines: int) -> Sequence[Text]:
         assert self._panel is not None
@@ -108,7 +108,7 @@ class ConsoleLogger:
         if self._area is None:
             return
         self._area.stop()
-        redirect_terminal(None)
+        redirect_terminal(sys.stderr, None)
         for line in self._captured.close() if self._captured is not None else []:
             print(line, flush=True)
         self._area = self._panel = self._captured = None
@@ -182,14 +182,15 @@ class CapturedOutput:
     redirected to the log, from which the lines to show are read. A pipe would lose the last words of a process that crashes,
     and block a library that writes more than it holds, where the reader waits for the interpreter lock that the library has.
 
-    `sys.stdout` writes to the terminal all the same. `sys.stderr` is for the caller to redirect (`redirect_terminal`).
+    `sys.stdout` of a `RankLog` writes to the terminal all the same. `sys.stderr` is for the caller to redirect.
     """
 
     def __init__(self, path: Path) -> None:
         self._log = open(path, "rb")  # noqa: SIM115 - closed by `close`
         self._log.seek(0, os.SEEK_END)
         self._unfinished = b""
-        self._stdout, self._terminal = sys.stdout, sys.stdout
+        self._stdout: TextIO = sys.stdout
+        self._terminal: TextIO | None = None
         self._originals: dict[int, int] = {}
         log = os.open(path, os.O_WRONLY | os.O_APPEND)
         for descriptor, stream in ((1, sys.stdout), (2, sys.stderr)):
@@ -200,8 +201,9 @@ class CapturedOutput:
         os.close(log)
         if 1 in self._originals:
             encoding, errors = self._stdout.encoding, self._stdout.errors
-            self._terminal = open(os.dup(self._originals[1]), "w", encoding=encoding, errors=errors, buffering=1)  # noqa: SIM115
-            sys.stdout = self._terminal
+            terminal = open(os.dup(self._originals[1]), "w", encoding=encoding, errors=errors, buffering=1)  # noqa: SIM115
+            self._terminal = terminal
+            redirect_terminal(self._stdout, lambda _: terminal)
 
     def take_lines(self) -> list[str]:
         """The complete lines since the last call that have no time stamp yet, as text that is safe to print on a terminal."""
@@ -213,9 +215,8 @@ class CapturedOutput:
         for descriptor, original in self._originals.items():
             os.dup2(original, descriptor)
             os.close(original)
-        if self._terminal is not self._stdout:
-            if sys.stdout is self._terminal:
-                sys.stdout = self._stdout
+        redirect_terminal(self._stdout, None)
+        if self._terminal is not None:
             self._terminal.close()
         lines = self.take_lines()
         self._log.close()

@@ -13,8 +13,8 @@ import re
 import sys
 import threading
 import traceback
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from datetime import datetime
 from pathlib import Path
 from typing import Any, TextIO
@@ -67,36 +67,66 @@ class StampedFile(io.TextIOWrapper):
         return len(text)
 
 
-class _TeeToLog:
-    """Standard error of rank 0: what is written goes to the terminal and to the log."""
+class _Output:
+    """Standard output or error (`number` 1 or 2) of rank 0. Errors go to the log too. What the reader, terminal or file does
+    not take any more is dropped: the log says so, and the run goes on."""
 
-    def __init__(self, terminal: TextIO, log: StampedFile) -> None:
-        self.terminal, self.original, self._log = terminal, terminal, log
+    def __init__(self, terminal: TextIO, log: StampedFile, number: int) -> None:
+        self.terminal, self.original, self._log, self._number = terminal, terminal, log, number
+        self._is_dropped = False
 
     def write(self, text: str) -> int:
+        if self._number == 2:
+            self._write_log(text)
+        return self.write_past_log(text)
+
+    def write_past_log(self, text: str) -> int:
+        with self._dropping():
+            self.terminal.write(text)
+        return len(text)
+
+    def flush(self) -> None:
+        with self._dropping():
+            self.terminal.flush()
+
+    def _write_log(self, text: str) -> None:
         with suppress(OSError, ValueError):  # a full disk; a log that is closed
             self._log.write(text)
-        return self.terminal.write(text)
+
+    @contextmanager
+    def _dropping(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as problem:
+            if not self._is_dropped:
+                what = "standard error" if self._number == 2 else "standard output"
+                self._write_log(f"{what}: {problem.strerror}; from now on it is written to this log only; the run goes on\n")
+            self._is_dropped = True
+            with open(os.devnull, "w") as nowhere, suppress(OSError, ValueError):
+                os.dup2(nowhere.fileno(), self.terminal.fileno())
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.terminal, name)
 
 
-def terminal_stderr() -> TextIO:
-    """Standard error without the log, for messages that are written to the log separately."""
-    return sys.stderr.terminal if isinstance(sys.stderr, _TeeToLog) else sys.stderr
+def redirect_terminal(stream: TextIO, replace: Callable[[TextIO], TextIO] | None) -> None:
+    """What rank 0 writes to `stream`, its `sys.stdout` or `sys.stderr`, goes to `replace(terminal)` from now on; None: to the
+    terminal."""
+    if isinstance(stream, _Output):
+        stream.terminal = replace(stream.original) if replace else stream.original
 
 
-def redirect_terminal(replace: Callable[[TextIO], TextIO] | None) -> None:
-    """What rank 0 writes to standard error goes to `replace(terminal)` from now on, besides the log; None: to the terminal."""
-    if isinstance(sys.stderr, _TeeToLog):
-        sys.stderr.terminal = replace(sys.stderr.original) if replace else sys.stderr.original
+def print_past_log(line: str) -> None:
+    """A line on standard error that the log has already."""
+    write = sys.stderr.write_past_log if isinstance(sys.stderr, _Output) else sys.stderr.write
+    write(f"{line}\n")
+    sys.stderr.flush()
 
 
 def write_to_terminal(text: str) -> None:
     """Write to the launcher's standard error, which a rank has even where its output goes to a file."""
-    if isinstance(sys.stderr, _TeeToLog) and sys.stderr.terminal is not sys.stderr.original:
-        sys.stderr.terminal.write(text)
+    if isinstance(sys.stderr, _Output) and sys.stderr.terminal is not sys.stderr.original:
+        sys.stderr.write_past_log(text)
         return
     os.write(sys.__stderr__.fileno() if sys.__stderr__ is not None else 2, text.encode())
 
@@ -113,9 +143,9 @@ class RankLog:
         self._reports_crashes = not faulthandler.is_enabled()
         if self._reports_crashes:
             faulthandler.enable(self._file, all_threads=True)
-        self._stderr = sys.stderr
+        self._stdout, self._stderr = sys.stdout, sys.stderr
         if rank_info.is_rank0:
-            sys.stderr = _TeeToLog(sys.stderr, self._file)
+            sys.stdout, sys.stderr = _Output(sys.stdout, self._file, 1), _Output(sys.stderr, self._file, 2)
         else:
             self._take_output()
 
@@ -147,6 +177,6 @@ class RankLog:
         """Restore what rank 0 writes to, and crash reports. Ranks other than 0 go on printing to their log."""
         if self._reports_crashes:
             faulthandler.disable()
-        if isinstance(sys.stderr, _TeeToLog):
-            sys.stderr = self._stderr
+        if isinstance(sys.stderr, _Output):
+            sys.stdout, sys.stderr = self._stdout, self._stderr
             self._file.close()

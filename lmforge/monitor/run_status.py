@@ -11,6 +11,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, Literal
 
+from lmforge.cluster.jobs.job import JOB_FILE, LAUNCH_FOLDER
 from lmforge.errors import UserError
 from lmforge.interop.kinds import Kind, unexpected
 from lmforge.monitor.heartbeat import FINAL_PHASES, SILENT_AFTER_SECONDS, heartbeat_paths
@@ -83,7 +84,7 @@ class RankStatus:
 @dataclass(frozen=True)
 class RunStatus:
     """A run at a time. `metrics` has the newest value of each metric that is finite; `steps` is None where the recipe cannot be
-    read."""
+    read. `job` describes the job of a launched run that waits, or has ended before the run began."""
 
     path: str
     state: RunState
@@ -94,11 +95,14 @@ class RunStatus:
     metrics_age_seconds: float | None
     ranks: list[RankStatus]
     hosts: list[HostUsage]
+    job: str = ""
 
 
 def read_run_status(run: Run) -> RunStatus:
     """The state of a run now. Raises UserError where the directory holds no run."""
     if not run.exists():
+        if (run.path / LAUNCH_FOLDER / JOB_FILE).exists():
+            return RunStatus(str(run.path), "not started", 0, None, 0, {}, None, [], [])
         raise unexpected(run.path, (Kind.RUN,))
     ranks = _read_ranks(run.health_folder)
     metrics = {name: value for name, value in run.read_last_metrics().items() if value is not None}

@@ -31,11 +31,12 @@ def choose_engine(options: ParallelOptions, world_size: int, device_type: str | 
         )
     if engine in ("single", "ddp"):
         way = "use engine = fsdp2 or fsdp1"
-        if options.sharding not in (None, "no-shard"):
-            raise UserError(f"parallel.sharding = {options.sharding}: {engine} does not shard; {way}")
+        if options.sharding not in (None, "no-shard") and engine == "ddp":
+            way = f"{way}, or --parallel.sharding no-shard"
+            raise UserError(f"parallel.sharding = {options.sharding}: ddp does not shard; {way}")
         if options.cpu_offload:
             raise UserError(f"parallel.cpu_offload: {engine} keeps everything on its device; {way}")
-        if options.shard_degree:
+        if options.shard_degree and engine == "ddp":
             raise UserError(f"parallel.shard_degree = {options.shard_degree}: {engine} does not shard; {way}")
     if engine == "fsdp1" and options.cpu_offload and device_type == "cpu":
         raise UserError("parallel.cpu_offload: fsdp1 offloads from a GPU, and this device is a CPU; leave it out, or use fsdp2")
@@ -51,6 +52,13 @@ def choose_engine(options: ParallelOptions, world_size: int, device_type: str | 
             f"parallel.forward_prefetch, parallel.limit_all_gathers: only fsdp1 has them, not {engine}; see prefetch_blocks"
         )
     return engine
+
+
+def describe_unused_sharding(options: ParallelOptions, world_size: int, device_type: str) -> list[str]:
+    """A line for a recipe that shards, on one process."""
+    if options.sharding in (None, "no-shard") or choose_engine(options, world_size, device_type) != "single":
+        return []
+    return [f"parallel.sharding = {options.sharding}: not used, since one process has nothing to shard"]
 
 
 def check_lora(options: ParallelOptions, float8: bool) -> None:

@@ -3,6 +3,8 @@ and how its failures are described."""
 
 import json
 import os
+import shlex
+import signal
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -15,14 +17,16 @@ from typing import Any, BinaryIO, TypeVar
 from lmforge.atomic_files import atomic_write_json, without_non_finite
 from lmforge.cluster import distributed as cluster
 from lmforge.cluster.distributed import DistributedContext
+from lmforge.cluster.environment import JOB_VARIABLE
 from lmforge.cluster.memory import record_memory, write_memory_snapshot
 from lmforge.cluster.rank_info import launcher_identity, threads_per_rank
 from lmforge.cluster.standby import describe_standby
 from lmforge.config.stage import StageConfig
-from lmforge.errors import DISK_FULL_ERRNOS, PeerLost, RunFailed, UserError
+from lmforge.errors import DISK_FULL_ERRNOS, PeerLost, RunFailed, UserError, typed_command
 from lmforge.monitor.console import ConsoleLogger
 from lmforge.monitor.rank_log import PEER_LOST_PATTERN, RankLog
 from lmforge.monitor.watchdog import Watchdog
+from lmforge.parallel.validate import describe_unused_sharding
 from lmforge.report.page import write_run_report
 from lmforge.runs import Run, storage_errors
 from lmforge.stages.custom_code import PluginCallbacks
@@ -151,15 +155,27 @@ def start_attempt(config: StageConfig, run: Run, dist_ctx: DistributedContext, c
     return RunContext(config, run, dist_ctx, watch, console, log, events, trackers, callbacks)
 
 
-def notes_on_ranks(dist_ctx: DistributedContext) -> list[str]:
-    """Lines about standby ranks, and a hint where several ranks share one machine's cores, since one process would be
-    faster."""
+def notes_on_ranks(config: StageConfig, dist_ctx: DistributedContext) -> list[str]:
+    """Lines about standby ranks, hosts with other code and sharding that is not used, and a hint where several ranks share one
+    machine's cores, since one process would be faster."""
     ranks = dist_ctx.world_size
-    if dist_ctx.device.type != "cpu" or ranks == 1 or dist_ctx.rank_info.local_world_size < ranks:
+    if ranks == 1:
+        return describe_unused_sharding(config.parallel, ranks, dist_ctx.device.type)
+    if dist_ctx.rank_info.local_world_size < ranks:
+        return [*describe_standby(), *cluster.describe_other_code(dist_ctx)]
+    if dist_ctx.device.type != "cpu":
         return describe_standby()
     cores = f"{threads_per_rank(1)} cores"
     shared = f"{ranks} ranks share the {cores} of one machine: one process trains faster; leave --launch.processes out"
     return [*describe_standby(), shared]
+
+
+def describe_stop(ctx: RunContext, stopped_by: int, step: int) -> str:
+    """What ended a run that is saved, and the command that continues it: of a job, by its launcher."""
+    by = "the loss of its launcher" if cluster.launcher_is_lost() else signal.Signals(stopped_by).name
+    launch = "launch " if JOB_VARIABLE in os.environ else ""
+    again = f"{typed_command()} {launch}{ctx.config.of_stage} {shlex.quote(str(ctx.run.recipe_path))}"
+    return f"stopped by {by} after step {step}, which is saved; to continue: {again}"
 
 
 def write_memory(ctx: RunContext) -> None:

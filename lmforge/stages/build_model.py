@@ -143,6 +143,13 @@ def build_checkpointer(ctx: RunContext, inputs: RunInputs, built: BuiltModel) ->
     with ctx.dist_ctx.raise_on_all():
         if ctx.dist_ctx.is_rank0:
             checkpointer.check_free_space()
+            done, steps = built.point.step, ctx.config.train.steps
+            saves, kept = (
+                steps // every - done // every if every else 0
+                for every in (ctx.config.checkpoint_every_steps, options.keep_every_steps)
+            )
+            for line in checkpointer.describe_missing_room(kept, saves):
+                ctx.console.warn(line)
     if model.engine != "fsdp1":  # FSDP1 runs an optimizer step to list its tensors
         checkpointer.prepare(model.state_dict(built.optimizer, named_optimizer_state))
     return checkpointer

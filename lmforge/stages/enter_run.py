@@ -10,7 +10,7 @@ from typing import Any
 from lmforge import checkpoint
 from lmforge.checkpoint import Manifest
 from lmforge.cluster.distributed import DistributedContext
-from lmforge.config.mixture import is_remote
+from lmforge.cluster.jobs.launchers import check_no_job
 from lmforge.config.stage import PretrainConfig, StageConfig
 from lmforge.data.mixture import describe_plan_change
 from lmforge.data.shards.staged_copy import stage_folder
@@ -20,7 +20,7 @@ from lmforge.model.config import ModelConfig
 from lmforge.parallel.dims import parallel_dims
 from lmforge.parallel.validate import choose_engine
 from lmforge.plugins import describe_changes, describe_plugins
-from lmforge.runs import Run, parse_location
+from lmforge.runs import Run, is_local, parse_location
 from lmforge.stages.attempt import again_if_restarted
 from lmforge.stages.inputs import RunInputs
 from lmforge.stages.pretrained import ConfigT, find_pretrained, pin_checkpoints, with_original_sources
@@ -94,7 +94,7 @@ def _stage_inputs(config: StageConfig, stage_to: Path) -> None:
     """
     folders = []
     if isinstance(config, PretrainConfig):
-        folders = [parse_location(source.folder) for source in config.data.all_sources if not is_remote(source.folder)]
+        folders = list(filter(is_local, (parse_location(source.folder) for source in config.data.all_sources)))
     if config.model.source is not None and config.model.load_weights:
         pretrained = find_pretrained(config.model.source, "weights")
         folders += [pretrained.folder, *([pretrained.adapters] if pretrained.adapters else [])]
@@ -105,12 +105,13 @@ def _stage_inputs(config: StageConfig, stage_to: Path) -> None:
 
 def lock_run(run: Run, config: StageConfig) -> bool:
     """Lock a run directory that may be trained in. Returns whether the run is resumed. Changes only the lock. Raises UserError
-    where the directory is not a run, cannot be written, or `run.resume` forbids it.
+    where the directory is not a run, cannot be written, belongs to a job, or `run.resume` forbids it.
     """
     if run.path.exists() and not run.path.is_dir():
         raise UserError(f"{run.path}: a file, where the run's directory would be; choose another --run.name")
     if run.is_not_a_run():
         raise UserError(f"{run.path}: not empty and not a run of lmforge; choose another --run.name")
+    check_no_job(run.path)
     # On this machine a run of another machine may have only checkpoints.
     exists = run.exists() or bool(run.external_checkpoints and run.checkpoint_steps())
     if not exists and config.run.resume == "required":

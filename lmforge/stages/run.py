@@ -2,8 +2,6 @@
 it, train, and report how it ended. What a stage does in its own way is in specs.py.
 """
 
-import shlex
-import signal
 import time
 from contextlib import ExitStack
 from datetime import timedelta
@@ -14,7 +12,7 @@ import torch
 from lmforge.cluster.distributed import CONTROL_TIMEOUT, destroy_distributed, init_distributed
 from lmforge.cluster.standby import leave_out_ranks, stand_by
 from lmforge.config.stage import StageConfig
-from lmforge.errors import RunFailed, UserError, format_duration, typed_command
+from lmforge.errors import RunFailed, UserError, format_duration
 from lmforge.objectives.objective import Objective
 from lmforge.plan.out_of_memory import MemoryEstimator, explain_out_of_memory
 from lmforge.plan.peak_flops import rank_peak_flops
@@ -22,6 +20,7 @@ from lmforge.runs import Run
 from lmforge.stages.attempt import (
     RunContext,
     describe_failure,
+    describe_stop,
     end_attempt,
     explain_failures,
     notes_on_ranks,
@@ -95,7 +94,7 @@ def _train(
     config, steps, dist_ctx, log = ctx.config, ctx.config.train.steps, ctx.dist_ctx, ctx.console.info
     if point.step >= steps:
         point = dist_ctx.decide_on_rank0(partial(verify_finished, ctx.run, point, steps))
-    for line in [*point.messages, *describe_config_changes(point, config), *notes_on_ranks(dist_ctx)]:
+    for line in [*point.messages, *describe_config_changes(point, config), *notes_on_ranks(config, dist_ctx)]:
         log(line)
     hosts = dist_ctx.world_size // dist_ctx.rank_info.local_world_size
     device = dist_ctx.device
@@ -145,8 +144,7 @@ def _train(
     dist_ctx.all_gather(None)
     write_memory(ctx)
     if stopped_by:
-        again = f"{typed_command()} {config.of_stage} {shlex.quote(str(ctx.run.recipe_path))}"
-        log(f"stopped by {signal.Signals(stopped_by).name} after step {done}, which is saved; to continue: {again}")
+        log(describe_stop(ctx, stopped_by, done))
         return 128 + stopped_by
     seconds = format_duration(time.perf_counter() - began)
     log(f"trained {done - built.point.step} steps in {seconds}: {ctx.run.checkpoint_path(done)}")

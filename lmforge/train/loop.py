@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lmforge.cluster.distributed import DistributedContext
+from lmforge.cluster.processes import STOP_SIGNALS, handle_signals, restore_signals
 from lmforge.data.batch import Metrics
 from lmforge.errors import RunFailed
 from lmforge.objectives.objective import Objective
@@ -145,18 +146,15 @@ def _garbage_collection_paused() -> Iterator[None]:
 class StopSignals:
     """Requests of one rank that all ranks follow at the same step: to stop, by a signal, and to save, by the clock of rank 0.
 
-    SIGTERM, SIGINT and SIGUSR1 (Slurm's, before the time limit) request to stop. The handler only sets a flag: a collective
-    in it could pair with one that the training thread has in flight. Requests are all-reduced at each step and read at
-    the next one, so that no rank waits for them.
+    The handler only sets a flag: a collective in it could pair with one that the training thread has in flight. Requests are
+    all-reduced at each step and read at the next one, so that no rank waits for them.
     """
-
-    SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 
     def __init__(self, dist_ctx: DistributedContext) -> None:
         self._dist_ctx = dist_ctx
         self._signal = 0
         self._pending: tuple[torch.Tensor, dist.Work] | None = None
-        self._previous_handlers = {number: signal.signal(number, self._handle) for number in self.SIGNALS}
+        self._previous_handlers = handle_signals(STOP_SIGNALS, self._handle)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         if self._signal == signal.SIGINT and number == signal.SIGINT:
@@ -185,5 +183,4 @@ class StopSignals:
         if self._pending is not None:
             self._pending[1].wait()
             self._pending = None
-        for number, handler in self._previous_handlers.items():
-            signal.signal(number, handler)
+        restore_signals(self._previous_handlers)

@@ -16,6 +16,7 @@ from typing import Any
 from lmforge import checkpoint
 from lmforge.bench.bounds import FP32
 from lmforge.checkpoint import CorruptCheckpoint
+from lmforge.cluster.processes import STOP_SIGNALS
 from lmforge.monitor.heartbeat import FINAL_PHASES
 from lmforge.runs import Run
 from tests.chaos import plan
@@ -27,7 +28,7 @@ from tests.chaos.undisturbed import EVERY, STALL_SECONDS, STEPS, distance, recip
 ENDING_SECONDS = 30.0
 ASKING = ("ask to stop", "kill the launcher", "ask the launcher")
 # What is sent here. A rank that ends by another signal has crashed.
-SENT = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+SENT = (signal.SIGKILL, *STOP_SIGNALS)
 # A rank that is stopped is told after the limit and some heartbeats; a busy machine is late with either.
 NAMED_SECONDS = STALL_SECONDS + 15.0
 

@@ -3,6 +3,8 @@
 from dataclasses import dataclass
 from random import Random
 
+from lmforge.cluster.processes import STOP_SIGNALS
+
 ENGINES = {
     "single": [],
     "ddp": ["--parallel.engine", "ddp"],
@@ -30,7 +32,7 @@ KINDS: dict[str, tuple[int, tuple[str, ...]]] = {
 BY_COMMAND = ("kill the launcher", "kill a launched rank", "ask the launcher")
 DAMAGE = ("flipped bit", "truncated", "zeroed tail", "missing file", "flipped manifest", "missing manifest", "torn manifest")
 DAMAGE_SHARE = 0.4
-SIGNALS = ("SIGTERM", "SIGINT", "SIGUSR1")
+SIGNALS = tuple(number.name for number in STOP_SIGNALS)
 
 
 @dataclass(frozen=True)

@@ -59,12 +59,55 @@ def test_a_run_on_this_machine_is_found_stopped_and_continued_by_its_name(desk: 
     assert desk.wait_for_end(run) == 128 + 15
     desk.wait_for_state(run, " interrupted ")
     last = run.checkpoint_steps()[-1]
-    assert f"stopped by SIGTERM after step {last}, which is saved" in desk.output(run)
-    desk.launch("--on", "local", "--train.steps", str(last + 1))
+    saved = f"stopped by SIGTERM after step {last}, which is saved"
+    again = re.search(rf"^{saved}; to continue: \S*lmforge launch pretrain (\S+)$", desk.output(run), re.M)
+    assert again, desk.output(run)
+    assert saved in desk.state("recipe")
+    assert desk("launch", "pretrain", again[1], "--train.steps", str(last + 1)).returncode == 0
     assert desk.wait_for_end(run) == 0
     assert f"continuing runs/recipe from step {last}" in desk.output(run)
     desk.wait_for_state(run, " done ")
     assert (run.path / "launch" / "previous" / "job.json").exists()
+
+
+def test_a_run_that_was_refused_exists_and_every_command_says_why(desk: Desk) -> None:
+    run = desk.launch("--on", "local", "--data.folder", "nowhere")
+    assert desk.wait_for_end(run) == 2, desk.output(run)
+    reason = desk.output(run).rpartition("lmforge: ")[2].strip()
+    assert "nowhere" in reason
+    assert re.match(rf"recipe +local +refused +{re.escape(reason)} +[0-9.ms ]+ ago", desk.state("recipe"))
+    said = f"local job is refused ({reason})"
+    assert desk.refusal("logs", "runs/recipe") == f"runs/recipe: {said}; --follow waits for them"
+    assert desk("logs", "runs/recipe", "--follow").stdout == f"--- {said} ---\n"
+    assert desk.refusal("report", "runs/recipe") == f"runs/recipe: {said}; there is nothing to report yet"
+    top = desk("top", "runs/recipe", "--once")
+    assert top.returncode == 0
+    assert "not started" in top.stdout
+    assert "local job is refused" in top.stdout
+
+
+def test_a_host_that_is_down_is_asked_once_for_a_bounded_time_and_only_for_runs_that_have_not_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    from lmforge.cli import run
+    from lmforge.verbs.running import jobs
+
+    write_executable(tmp_path / "ssh", f"#!/bin/sh\necho $* >>{tmp_path}/asked\nexec sleep 60\n")
+    monkeypatch.setenv("PATH", with_programs(tmp_path))
+    monkeypatch.setattr(jobs, "ANSWER_SECONDS", 1.0)
+    monkeypatch.chdir(tmp_path)
+    down = {"host": "node7", "process": 5, "started": "1"}
+    for number in range(6):
+        record = job_record(tmp_path, name=f"run-{number}", launcher="ssh", sessions=[down])
+        if number > 1:
+            record.with_name("status").write_text("0")
+    began = time.monotonic()
+    assert run(["jobs"]) == 0
+    assert time.monotonic() - began < 5
+    printed = capfd.readouterr().out
+    assert len(re.findall(r"^run-[01] +ssh +lost +no answer within 1 s from node7 ", printed, re.M)) == 2, printed
+    assert len(re.findall(r"^run-[2-5] +ssh +done ", printed, re.M)) == 4, printed
+    assert len((tmp_path / "asked").read_text().splitlines()) == 2
 
 
 def test_the_code_of_a_launched_run_can_be_restored(desk: Desk, tmp_path: Path) -> None:
@@ -268,7 +311,7 @@ def test_a_run_of_a_sweep_is_stopped_or_passed_over_by_itself(desk: Desk) -> Non
     desk.wait_for_step(runs[2], 2)
     desk.wait_for_state(runs[0], " interrupted ")
     assert not runs[1].metrics_path.exists()
-    assert " interrupted (before it began) " in desk.state("recipe-1")
+    assert " interrupted  before it began " in desk.state("recipe-1")
     assert desk("stop", "recipe").returncode == 0
     desk.wait_for_state(runs[2], " interrupted ")
 

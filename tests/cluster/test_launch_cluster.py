@@ -140,6 +140,39 @@ def test_a_job_of_slurm_whose_port_is_taken_is_refused(cluster: Desk, laboratory
 
 
 @pytest.mark.slow
+def test_a_run_that_waits_in_a_queue_exists_and_is_started_nowhere_else(cluster: Desk) -> None:
+    run = cluster.launch("--on", "slurm", "--directives", "begin=now+1hour")
+    cluster.wait_for_state(run, r" pending +BeginTime ")
+    said = f"slurm job {job_id(run)} is pending (BeginTime)"
+    assert cluster.refusal("logs", "runs/recipe") == f"runs/recipe: {said}; --follow waits for them"
+    assert cluster.refusal("report", "runs/recipe") == f"runs/recipe: {said}; there is nothing to report yet"
+    assert said in cluster("top", "runs/recipe", "--once").stdout
+    busy = f"runs/recipe: job {job_id(run)} (slurm) is pending; stop it with lmforge stop recipe, or choose another --run.name"
+    assert cluster.refusal("launch", "recipe.toml") == busy
+    assert cluster.refusal("pretrain", "recipe.toml") == busy
+    assert cluster.refusal("pretrain", "recipe.toml", "--run.overwrite", "true") == busy
+    assert cluster("stop", "recipe").returncode == 0
+    followed = cluster("logs", "runs/recipe", "--follow").stdout
+    assert re.fullmatch(rf"--- slurm job {job_id(run)} is interrupted \(cancelled\) ---\n", followed), followed
+
+
+@pytest.mark.slow
+def test_a_launcher_of_slurm_that_is_killed_is_named_and_the_job_is_queued_again(
+    cluster: Desk, laboratory: Laboratory, undisturbed: Run
+) -> None:
+    run = cluster.launch("--on", "slurm", "--nodes", "2", *LONG)
+    cluster.wait_for_step(run, 12)
+    # The launcher, which is no rank.
+    launchers = "for p in $(pgrep -f '[p]retrain'); do grep -qz '^RANK=' /proc/$p/environ || kill -KILL $p; done"
+    laboratory.run("node2", launchers)
+    requeue_now(cluster, run)
+    cluster.wait_for_state(run, r" done ")
+    assert "the launcher of a node was killed by SIGKILL" in cluster.output(run)
+    assert re.search(r"^stopped by (the loss of its launcher|SIGTERM) after step", cluster.output(run), re.M)
+    assert_same_result(run, undisturbed)
+
+
+@pytest.mark.slow
 def test_a_job_of_slurm_that_is_out_of_time_is_queued_again_and_its_result_is_that_of_an_undisturbed_run(
     cluster: Desk, undisturbed: Run
 ) -> None:
@@ -151,6 +184,7 @@ def test_a_job_of_slurm_that_is_out_of_time_is_queued_again_and_its_result_is_th
     cluster.wait_for_state(run, r" done ")
     saved = re.search(r"^stopped by SIG\w+ after step (\d+), which is saved", cluster.output(run), re.M)
     assert saved, cluster.output(run)
+    assert "SIGUSR1 came before the time limit of 00:30:00: job" in cluster.output(run)
     assert 12 <= int(saved[1]) < STEPS
     assert f"continuing runs/recipe from step {saved[1]}" in cluster.output(run)
     assert_same_result(run, undisturbed)

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shlex
 import subprocess
 import sys
@@ -10,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.cluster.laboratory import Laboratory
-from tests.conftest import Command
+from tests.conftest import ROOT, Command
 
 LMFORGE = [sys.executable, "-m", "lmforge"]
 MPIEXEC = {
@@ -51,6 +52,28 @@ def assert_trained(done: subprocess.CompletedProcess[str], folder: Path, referen
     assert done.returncode == 0, done.stderr
     assert "report: " in done.stdout  # a launcher may kill the others when one rank has ended
     assert losses(folder / "run") == reference
+
+
+@pytest.mark.slow
+def test_hosts_that_differ_are_named(laboratory: Laboratory, tiny_options: list[str], tmp_path: Path) -> None:
+    """In code, in a line; in data, which one of them does not have."""
+    other = tmp_path / "other"
+    other.write_text((ROOT / "lmforge" / "errors.py").read_text() + "# another commit\n")
+    tokens = tiny_options[tiny_options.index("--data.folder") + 1]
+    mounted = {f"mount --bind {other}": ROOT / "lmforge" / "errors.py", "mount -t tmpfs none": Path(tokens)}
+    for mount, where in mounted.items():
+        assert laboratory.run("node2", f"{mount} {where}").returncode == 0
+        try:
+            done = pretrain(["srun", "-N2", "-n2"], tiny_options, tmp_path / where.name, **laboratory.environment)
+        finally:
+            laboratory.run("node2", f"umount {where}")
+        if where.name == "errors.py":
+            assert done.returncode == 0, done.stderr
+            line = r"^the code of lmforge differs: node1 has \w{8}, node2 has \w{8}; install the same on all hosts$"
+            assert re.search(line, done.stdout, re.M), done.stdout
+        else:
+            assert "lmforge: node2: " in done.stderr
+            assert tokens in done.stderr
 
 
 @pytest.mark.parametrize("hosts", [2, pytest.param(1, marks=pytest.mark.slow)])

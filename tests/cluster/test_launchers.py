@@ -132,11 +132,20 @@ def test_contradictions_and_unknown_launchers_are_named(environ: Variables, mess
     assert message in str(raised.value)
 
 
+def test_pbs_is_whichever_mpiexec_it_has_and_local_is_this_machine() -> None:
+    assert read_environment(MPICH, "pbs") == read_environment(MPICH, "mpich")
+    assert read_environment(OPENMPI, "pbs") == read_environment(OPENMPI, "openmpi")
+    assert read_environment({**SRUN, "RANK": "x"}, "single") == read_environment(SRUN, "local") == RankInfo()
+    assert read_environment({**SRUN, **TORCHRUN}, "local") == read_environment(TORCHRUN, "torchrun")
+
+
 def test_an_environment_that_is_asked_for_and_not_there_is_refused() -> None:
     for name in ("slurm", "openmpi", "mpich", "pals", "lsf", "torchrun"):
         with pytest.raises(UserError, match=f"^--environment {name}: .* not set, so .* has not started this process"):
             read_rank_info({ENVIRONMENT_VARIABLE: name})
-    with pytest.raises(UserError, match=f"{ENVIRONMENT_VARIABLE}: expected one of auto, single, torchrun, .*, got .k8s."):
+    with pytest.raises(UserError, match=r"^--environment pals: .* not set, so .* has not started this process"):
+        read_rank_info({ENVIRONMENT_VARIABLE: "pbs"})
+    with pytest.raises(UserError, match=f"{ENVIRONMENT_VARIABLE}: expected one of auto, single, local, .*, got .k8s."):
         read_rank_info({ENVIRONMENT_VARIABLE: "k8s"})
 
 

@@ -76,24 +76,26 @@ def test_a_rank_that_stands_by_ends_when_the_others_are_refused(recipe: Recipe, 
 class Job:
     """torchrun on hosts of the laboratory, of one to two hosts; the run waits before FAULTY_STEP until `go_on`."""
 
-    def __init__(self, laboratory: Laboratory, command: list[str], folder: Path, ranks_per_host: int) -> None:
+    def __init__(self, laboratory: Laboratory, command: list[str], folder: Path, ranks_per_host: int, nodes: str) -> None:
         self._laboratory, self._command, self._folder, self._ranks = laboratory, command, folder, ranks_per_host
+        self._nodes = nodes
+        self._variables = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"} if nodes == "1:2" else {}
         self.agents: dict[str, HostProcess] = {}
 
     def start(self, host: str) -> None:
-        torchrun = [sys.executable, "-m", "torch.distributed.run", "--nnodes=1:2", f"--nproc-per-node={self._ranks}"]
+        torchrun = [sys.executable, "-m", "torch.distributed.run", f"--nnodes={self._nodes}", f"--nproc-per-node={self._ranks}"]
         torchrun += ["--max-restarts=3", "--rdzv-backend=c10d", "--rdzv-id=job", "--rdzv-endpoint=node1:29400"]
         with (self._folder / f"{host}.out").open("w") as output:
             self.agents[host] = self._laboratory.start(
                 host,
                 [*torchrun, FAULTY_RANK, "pretrain", *self._command],
                 stdout=output,
-                TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1",
                 FAULT="data",
                 FAULTY_STEP=str(FAULTY_STEP),
                 FAULTY_RANK="0",
                 SLEEP="0.05",
                 AWAKE=str(self._folder / "awake"),
+                **self._variables,
             )
 
     def go_on(self) -> None:
@@ -117,8 +119,8 @@ class Job:
 
 
 @contextmanager
-def job(laboratory: Laboratory, command: list[str], folder: Path, ranks_per_host: int = 1) -> Iterator[Job]:
-    started = Job(laboratory, command, folder, ranks_per_host)
+def job(laboratory: Laboratory, command: list[str], folder: Path, ranks_per_host: int = 1, nodes: str = "1:2") -> Iterator[Job]:
+    started = Job(laboratory, command, folder, ranks_per_host, nodes)
     try:
         yield started
     finally:
@@ -150,6 +152,29 @@ def test_a_run_continues_when_a_host_is_lost(
         output = started.output()
     assert f"{2 * ranks_per_host} ranks on cpu" in output
     assert f"continuing {run.path} from step {SAVED_STEP}" in output
+    assert_same(run, reference)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("host", ["node1", "node2"])
+def test_torchrun_on_a_fixed_number_of_hosts_starts_the_ranks_again_when_one_is_lost(
+    host: str, laboratory: Laboratory, recipe: Recipe, reference: Run, tmp_path: Path
+) -> None:
+    """Twice: torchrun's count of restarts is another on each host then, and torch without more takes it for the same store."""
+    run = Run(tmp_path / "runs" / "killed")
+    kill = "for p in /proc/[0-9]*; do grep -qz '^RANK=' $p/environ 2>/dev/null && kill -KILL ${p#/proc/}; done"
+    with job(laboratory, recipe(tmp_path / "runs", "killed", *BATCH), tmp_path, nodes="2") as started:
+        for each in laboratory.hosts:
+            started.start(each)
+        started.await_that(lambda: last_step(run) == FAULTY_STEP)
+        laboratory.run(host, kill)
+        started.await_that(lambda: len(run.attempts()) == 2)
+        laboratory.run(host, kill)
+        started.go_on()
+        for each in laboratory.hosts:
+            assert started.wait(each) == 0, started.output()
+        output = started.output()
+    assert output.count(f"continuing {run.path} from step {SAVED_STEP}") >= 1
     assert_same(run, reference)
 
 

@@ -20,6 +20,7 @@ import torch
 
 from lmforge.bench.bounds import FP32
 from lmforge.cli import run as lmforge_here
+from lmforge.cluster.processes import STOP_SIGNALS
 from lmforge.runs import Run
 from tests.distributed.conftest import HERE, RECIPE_STEPS, Recipe, losses, run_cases, weights
 from tests.preloaded import Forked, preloaded, rank_variables
@@ -152,7 +153,7 @@ def history(recipe: Recipe, tmp_path_factory: pytest.TempPathFactory) -> History
     folder = tmp_path_factory.mktemp("resume")
     chance = fresh_random()
     broken = Run(folder / "broken")
-    asked_by = chance.choice((signal.SIGTERM, signal.SIGUSR1))
+    asked_by = chance.choice([number for number in STOP_SIGNALS if number != signal.SIGINT])
 
     pace = Pace(folder, 0)
 
@@ -198,7 +199,8 @@ def history(recipe: Recipe, tmp_path_factory: pytest.TempPathFactory) -> History
 
 def test_asked_to_stop_ranks_finish_the_step_save_and_say_how_to_continue(history: History) -> None:
     said = history.stopped.out.splitlines()[-1]
-    # The launcher, asked by either signal, asks its ranks by this one: processes that a rank has started would die of SIGUSR1.
+    # The launcher, asked by any of these signals, asks its ranks by this one: processes that a rank has started would die of
+    # another.
     assert said.startswith(f"stopped by SIGTERM after step {history.stopped_at}, which is saved; to continue: ")
     assert history.stopped.errors.endswith("lmforge: all ranks are started again (1 of 3)\n")
     assert max(losses(history.elsewhere["single"])) == STEPS
@@ -255,8 +257,8 @@ def test_three_ranks_under_ddp_continue_to_the_same_bits(recipe: Recipe, tmp_pat
 
 
 def test_interrupted_a_single_process_saves_and_continues_to_the_same_bits(recipe: Recipe, tmp_path: Path) -> None:
-    """At the keyboard, or by a scheduler that warns before the time is up."""
-    number = fresh_random().choice((signal.SIGINT, signal.SIGUSR1))
+    """At the keyboard, by a terminal that is closed, or by a scheduler that warns before the time is up."""
+    number = fresh_random().choice(STOP_SIGNALS)
     print(f"interrupted by {number.name}")
     broken, unbroken, pace = Run(tmp_path / "broken"), Run(tmp_path / "unbroken"), Pace(tmp_path, 3)
 

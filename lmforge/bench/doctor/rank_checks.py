@@ -11,10 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import xxhash
 
-import lmforge
 from lmforge.bench.doctor.finding import Finding
+from lmforge.cluster.distributed import code_digest
 
 PACKAGES = ("lmforge", "torch", "numpy", "tokenizers", "safetensors", "triton", "datasets", "transformers")
 MAX_CLOCK_DIFFERENCE_SECONDS = 1.0
@@ -26,7 +25,7 @@ SLOW_BELOW = {"cpu": 0.5, "cuda": 0.85}
 
 def describe_host() -> dict[str, Any]:
     """The host and versions of this rank, for comparison with the others'. No torch device is touched."""
-    versions = {"python": platform.python_version(), "lmforge code": _code_digest(), "CUDA": torch.version.cuda or "none"}
+    versions = {"python": platform.python_version(), "lmforge code": code_digest(), "CUDA": torch.version.cuda or "none"}
     for name in PACKAGES:
         with suppress(importlib.metadata.PackageNotFoundError):
             versions[name] = importlib.metadata.version(name)
@@ -35,16 +34,6 @@ def describe_host() -> dict[str, Any]:
     if torch.cuda.is_available():
         versions["NCCL"] = ".".join(map(str, torch.cuda.nccl.version()))
     return {"host": platform.node(), "versions": versions}
-
-
-def _code_digest() -> str:
-    """Hexadecimal digits that differ where the code of lmforge does: a clone on each host may be another commit."""
-    folder = Path(lmforge.__file__).parent
-    digest = xxhash.xxh3_64()
-    for path in sorted(folder.rglob("*.py")):
-        digest.update(bytes(path.relative_to(folder)))
-        digest.update(path.read_bytes())
-    return digest.hexdigest()[:8]
 
 
 def compare_versions(facts: Mapping[int, Mapping[str, Any]]) -> Iterator[Finding]:

@@ -1,5 +1,6 @@
 """`JobPlan`, what is to be started; `Job`, what was started, as `launch/job.json` in the run's directory records it."""
 
+import os
 import shlex
 import sys
 import time
@@ -11,14 +12,15 @@ from typing import Annotated
 from pydantic import Field
 
 from lmforge.atomic_files import atomic_write_json
-from lmforge.cluster.launch import INTERRUPTED_STATUSES
+from lmforge.cluster.processes import INTERRUPTED_STATUSES
 from lmforge.config.operation import LauncherName, LaunchOptions
 from lmforge.config.ranges import COUNT_OR_0
 from lmforge.errors import UserError
-from lmforge.untrusted import describe_os_error, read_bounded, read_json
+from lmforge.untrusted import cut, describe_os_error, open_file, read_bounded, read_json
 
 LAUNCH_FOLDER, JOB_FILE, JOB_SCRIPT, NODE_SCRIPT, RECIPE_LIST = "launch", "job.json", "job.sh", "node.sh", "recipes.txt"
 MAX_STATUS_BYTES = 1024  # of the small files of a job
+LAST_BYTES, MAX_REASON = 2**14, 300  # of its output; characters of the reason in it
 DELETE_HINT = "delete it; the run itself is not changed"
 # Those without a scheduler, whose scripts are found by their processes.
 SESSION_LAUNCHERS = ("local", "ssh", "mpi")
@@ -127,6 +129,31 @@ class Job:
     def log(self) -> Path:
         return Path(self.folder) / ("output.log" if self.number is None else f"output-{self.number}.log")
 
+    @property
+    def label(self) -> str:
+        """The id of the job, with the number of the run in a sweep; empty without a scheduler."""
+        return f"{self.job_id or ''}{'' if self.number is None else f'_{self.number}'}"
+
+    @property
+    def requeues(self) -> int:
+        """How often its scheduler has started it again."""
+        name = self.status_path.name.replace("status", "requeues")
+        try:
+            return int(read_bounded(self.status_path.with_name(name), MAX_STATUS_BYTES, ValueError))
+        except (OSError, ValueError):
+            return 0
+
+    def last_words(self) -> str:
+        """The last line of its output that says how the run ended; empty where there is none."""
+        try:
+            with open_file(self.log) as file:
+                file.seek(max(0, file.seek(0, os.SEEK_END) - LAST_BYTES))
+                lines = file.read(LAST_BYTES).decode(errors="replace").splitlines()
+        except OSError:
+            return ""
+        words = next((line for line in reversed(lines) if line.startswith(("lmforge: ", "stopped by "))), "")
+        return cut(words.removeprefix("lmforge: ").partition("; to continue: ")[0], MAX_REASON)
+
     def state_by_status(self) -> JobState:
         """The state of a job that no longer runs, from the exit status that its script wrote."""
         try:
@@ -143,7 +170,7 @@ def read_job(run_folder: Path) -> Job | None:
     path = run_folder / LAUNCH_FOLDER / JOB_FILE
     try:
         job = read_json(path, Job, hint=DELETE_HINT)
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return None
     except OSError as problem:
         raise UserError(describe_os_error(problem, path)) from None

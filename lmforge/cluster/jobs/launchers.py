@@ -1,11 +1,14 @@
 """Selects the module that submits, finds and stops a job, by `launch.on`."""
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 
+from lmforge.cluster.environment import JOB_VARIABLE
 from lmforge.cluster.jobs import pbs, scripts, sessions, slurm
-from lmforge.cluster.jobs.job import JOB_SCRIPT, NODE_SCRIPT, RECIPE_LIST, Job, JobPlan, JobState
+from lmforge.cluster.jobs.job import JOB_SCRIPT, NODE_SCRIPT, RECIPE_LIST, Job, JobPlan, JobState, read_job
+from lmforge.errors import UserError
 
 _MODULES: dict[str, ModuleType] = {"slurm": slurm, "pbs": pbs, "local": sessions, "ssh": sessions, "mpi": sessions}
 _SCRIPTS: dict[str, Callable[[JobPlan], str]] = {
@@ -70,6 +73,22 @@ def job_state(job: Job) -> tuple[JobState, str]:
     """The state of a job now, and a few words about it. Raises UserError where its scheduler does not answer."""
     state: tuple[JobState, str] = _MODULES[job.launcher].state(job)
     return state
+
+
+def check_no_job(run_folder: Path) -> None:
+    """Raise UserError where a job that has not started this process trains in a run's directory, or will."""
+    job = read_job(run_folder)
+    if job is None or os.environ.get(JOB_VARIABLE) == job.folder:
+        return
+    try:
+        state, _ = job_state(job)
+    except UserError:  # such as on a machine without that scheduler
+        return
+    if state.is_active:
+        what, name = f"job {job.label}" if job.label else "its job", run_folder.name
+        raise UserError(
+            f"{run_folder}: {what} ({job.launcher}) is {state}; stop it with lmforge stop {name}, or choose another --run.name"
+        )
 
 
 def stop_job(job: Job, now: JobState, kill: bool) -> None:

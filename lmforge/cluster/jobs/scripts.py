@@ -6,10 +6,16 @@ They are meant to be read: they look like scripts written by hand, and can be su
 import shlex
 
 from lmforge import __version__
-from lmforge.cluster.environment import ADDRESS_VARIABLE, NODE_RANK_VARIABLE, NODES_VARIABLE, STATUS_VARIABLE
+from lmforge.cluster.environment import (
+    ADDRESS_VARIABLE,
+    JOB_VARIABLE,
+    NODE_RANK_VARIABLE,
+    NODES_VARIABLE,
+    STATUS_VARIABLE,
+)
 from lmforge.cluster.jobs.job import JOB_SCRIPT, NODE_SCRIPT, RECIPE_LIST, STOP_FILE, JobPlan
 from lmforge.cluster.rendezvous import PORTS
-from lmforge.config.operation import JobOptions
+from lmforge.config.operation import JobOptions, LaunchOptions
 from lmforge.errors import EXIT_PEER_LOST
 
 # What a node needs; torch itself takes seconds to import.
@@ -21,6 +27,8 @@ PRINTED_PREFIX, STATUS_PREFIX = "printed", "ended"
 FIRST_STATUS_FILE = "first-status"
 # A shell's exit status for a command that was ended by SIGABRT, SIGBUS, SIGFPE, SIGKILL or SIGSEGV.
 KILLED_STATUSES = "134 | 135 | 136 | 137 | 139"
+# After the status of a run is known, its other nodes get this time to end.
+END_SECONDS = 60
 # mpiexec passes it on to its processes; for SIGTERM it kills them.
 MPI_STOP_SIGNAL = "USR1"
 # The first node writes the status of all into a file.
@@ -37,7 +45,8 @@ exit $status
 def _forward_signals(terminate: str = "TERM") -> str:
     """A function of the shell that runs a command and passes signals on, for which a shell would wait for its end first.
 
-    SIGUSR1 means that the time limit is near. SIGTERM comes from `lmforge stop`, and the command gets `terminate` instead.
+    SIGUSR1, SIGUSR2 and SIGXCPU mean that the time limit is near. SIGTERM comes from `lmforge stop`; the command gets
+    `terminate` instead.
     """
     return f"""\
 # Run a command, pass signals on to it, and keep its exit status.
@@ -45,11 +54,13 @@ times_up=
 run() {{
     "$@" </dev/null &
     child=$!
-    trap 'times_up=1; kill -USR1 $child 2>/dev/null' USR1
-    trap 'kill -{terminate} $child 2>/dev/null' TERM INT
+    for signal in USR1 USR2 XCPU; do
+        trap "times_up=SIG$signal; kill -USR1 $child 2>/dev/null" $signal
+    done
+    trap 'kill -{terminate} $child 2>/dev/null' TERM INT HUP
     wait $child; status=$?
     while kill -0 $child 2>/dev/null; do wait $child; status=$?; done
-    trap - USR1 TERM INT
+    trap - USR1 USR2 XCPU TERM INT HUP
 }}
 """
 
@@ -97,6 +108,7 @@ def _node_preamble(plan: JobPlan) -> str:
 #!/bin/bash
 # One node of the job {plan.name}, started by {JOB_SCRIPT}; its argument is a recipe. Written by lmforge {__version__}.
 cd {directory} || {{ echo "lmforge: $(hostname): no folder {directory} here; all nodes need it" >&2; exit 2; }}
+export {JOB_VARIABLE}={shlex.quote(str(plan.folder))}
 export TTY_COMPATIBLE=0  # some of mpiexec are a terminal to their ranks: no progress bar in a log
 {setup}reason=$({python} -c {shlex.quote(IMPORT_CHECK)} 2>&1) || {{
     echo "lmforge: $(hostname): {python} does not run lmforge here (${{reason##*$'\\n'}});" \\
@@ -134,22 +146,47 @@ def slurm_script(plan: JobPlan) -> str:
 {"".join(f"#SBATCH {line}" + chr(10) for line in lines)}
 # Written by lmforge {__version__} launch. On each node one task starts the ranks of that node ({NODE_SCRIPT}).
 {_common_lines(plan, "SLURM_ARRAY_TASK_ID")}
-{_rendezvous_lines(options, 'scontrol show hostnames "$SLURM_JOB_NODELIST"', "SLURM_JOB_ID")}
+echo "${{SLURM_RESTART_COUNT:-0}}" >"$folder/requeues$suffix"
+{_rendezvous_lines(options, 'scontrol show hostnames "$SLURM_JOB_NODELIST"', "SLURM_JOB_ID" if plan.verb == "doctor" else "")}
 
 {_forward_signals()}
 # When a node ends, srun kills the others and gives their status: the first node writes that of all.
-{SET_STATUS_FILE}run srun --kill-on-bad-exit=1 {tasks} bash "$folder/{NODE_SCRIPT}" "$recipe"
-{READ_STATUS_FILE}
-# The time was up: the run has saved, and continues when the job's turn comes again. Or a rank was lost for good on a node that
-# Slurm takes for healthy.
+{SET_STATUS_FILE}# srun would wait for a lost node until Slurm notices.
+(
+    while [ ! -s "${STATUS_VARIABLE}" ]; do sleep 2; done
+    sleep {END_SECONDS}
+    echo "lmforge: a node is lost: the job does not wait for Slurm to notice" >&2
+    pkill -KILL -P $$ -x srun
+) &
+watcher=$!
+run srun --kill-on-bad-exit=1 {tasks} bash "$folder/{NODE_SCRIPT}" "$recipe"
+srun_status=$status
+kill $watcher 2>/dev/null
+{READ_STATUS_FILE}{_requeue_lines(options)}{END_LINES}"""
+
+
+def _requeue_lines(options: LaunchOptions) -> str:
+    """Lines that let Slurm queue the job again: after a signal before the time limit, when the run has saved, or after a rank
+    was lost for good on a node that Slurm takes for healthy."""
+    limit = f" of {options.time}" if options.time else ""
+    return f"""\
+case $srun_status in {KILLED_STATUSES})
+    signal=SIG$(kill -l $((srun_status - 128)))
+    [ $status != {EXIT_PEER_LOST} ] && echo "lmforge: the launcher of a node was killed by $signal" >&2
+    [ $status -gt 128 ] && status={EXIT_PEER_LOST} ;;
+esac
 again=
-[ "$times_up" ] && [ $status -gt 128 ] && again=1
+if [ "$times_up" ] && [ $status -gt 128 ]; then
+    echo "lmforge: $times_up came before the time limit{limit}: job $SLURM_JOB_ID is queued again, and continues the run" >&2
+    again=1
+fi
 if [ $status = {EXIT_PEER_LOST} ]; then
     echo >>"$folder/lost$suffix"
     [ $(wc -l <"$folder/lost$suffix") -le {options.max_restarts} ] && again=1
+    [ "$again" ] || echo "lmforge: lost $(wc -l <"$folder/lost$suffix") times (launch.max_restarts): not queued again" >&2
 fi
 [ "$again" ] && scontrol requeue "$SLURM_JOB_ID" && exit
-{END_LINES}"""
+"""
 
 
 def pbs_script(plan: JobPlan) -> str:
@@ -172,7 +209,8 @@ def pbs_script(plan: JobPlan) -> str:
         *options.directive_options,
     ]
     setup = "".join(f"{line}\n" for line in options.setup)
-    rendezvous = _rendezvous_lines(options, "awk '!seen[$0]++' \"$PBS_NODEFILE\"", "${PBS_JOBID%%[!0-9]*}")
+    job_number = "${PBS_JOBID%%[!0-9]*}" if plan.verb == "doctor" else ""
+    rendezvous = _rendezvous_lines(options, "awk '!seen[$0]++' \"$PBS_NODEFILE\"", job_number)
     alarm = again = ""
     if limit:
         seconds = limit - options.signal_seconds
@@ -181,6 +219,7 @@ def pbs_script(plan: JobPlan) -> str:
 kill $alarm 2>/dev/null
 # The time was up: the run has saved, and continues in another job.
 if [ "$times_up" ] && [ $status -gt 128 ] && [ ! -e "$folder/{STOP_FILE}" ]; then
+    echo "lmforge: $times_up came before the time limit of {options.time}: another job continues the run" >&2
     next=$(qsub "$folder/{JOB_SCRIPT}") && echo "$next" >"$folder/next-job" && exit
     echo "lmforge: this node may not submit; to continue: qsub $folder/{JOB_SCRIPT}" >&2
 fi"""
@@ -194,6 +233,7 @@ kill $alarm 2>/dev/null
 # Written by lmforge {__version__} launch. On each node one process starts the ranks of that node ({NODE_SCRIPT}).
 {_common_lines(plan, "PBS_ARRAY_INDEX")}
 exec >>"$folder/output$suffix.log" 2>&1
+echo $(($(cat "$folder/requeues$suffix" 2>/dev/null || echo -1) + 1)) >"$folder/requeues$suffix"
 {setup}{rendezvous}
 
 {_forward_signals(MPI_STOP_SIGNAL)}
@@ -274,9 +314,9 @@ def _session_runs(plan: JobPlan, line: str) -> list[str]:
 
 def _rendezvous_lines(options: JobOptions, list_nodes: str, job_number: str) -> str:
     """Lines of a scheduler's script that set the nodes of the job and the address of the first. `list_nodes` is a command that
-    prints the nodes, one per line. The shell computes the port from the job's number.
+    prints the nodes, one per line. The first node takes a free port (0); for doctor the shell computes one from `job_number`.
     """
-    port = options.port or f"$(({PORTS.start} + {job_number} % {len(PORTS)}))"
+    port = options.port or (f"$(({PORTS.start} + {job_number} % {len(PORTS)}))" if job_number else 0)
     address = shlex.quote(options.address) if options.address else f"${{{NODES_VARIABLE}%%,*}}"
     return f"export {NODES_VARIABLE}=$({list_nodes} | paste -sd,)\nexport {ADDRESS_VARIABLE}={address}:{port}"
 

@@ -199,7 +199,7 @@ def state(job: Job) -> tuple[JobState, str]:
     waiting = job.number is not None and not job.log.exists()
     if waiting and _stop_file(job).exists():
         return JobState.INTERRUPTED, "before it began"
-    has_status = job.number is not None and job.status_path.exists()
+    has_status = (job.number is not None or len(job.sessions) == 1) and job.status_path.exists()
     if alive and not has_status:
         notes = [*unreachable, *([f"ended on {', '.join(ended)}"] if ended else [])]
         where = "" if alive == [None] else f"{len(alive)} of {len(answers)} hosts"

@@ -10,8 +10,8 @@ from pathlib import Path
 from lmforge.atomic_files import atomic_write_text
 from lmforge.cluster.jobs.code_snapshot import save_code
 from lmforge.cluster.jobs.hosts import read_hosts
-from lmforge.cluster.jobs.job import JOB_SCRIPT, LAUNCH_FOLDER, NODE_SCRIPT, Job, JobPlan, read_job, write_job
-from lmforge.cluster.jobs.launchers import check, find_hosts, job_state, plan_scripts, submit
+from lmforge.cluster.jobs.job import JOB_SCRIPT, LAUNCH_FOLDER, NODE_SCRIPT, Job, JobPlan, write_job
+from lmforge.cluster.jobs.launchers import check, check_no_job, find_hosts, plan_scripts, submit
 from lmforge.cluster.jobs.sessions import Hosts, sessions_of_run
 from lmforge.config.load import STAGES, parse_config
 from lmforge.config.operation import LaunchOptions
@@ -125,18 +125,11 @@ def _claim(planned: _PlannedRun) -> Iterator[None]:
     from lmforge.stages.enter_run import lock_run
 
     run, existed = planned.run, planned.run.path.exists()
-    if (job := read_job(run.path)) is not None:
-        state, _ = job_state(job)
-        if state.is_active:
-            what = f"job {job.job_id}" if job.job_id else "its job"
-            raise UserError(
-                f"{run.path}: {what} ({job.launcher}) is {state}; stop it with lmforge stop {run.path.name}, or choose"
-                " another --run.name"
-            )
     try:
         if planned.config is not None:
             lock_run(run, planned.config)
         else:
+            check_no_job(run.path)
             run.lock()
         yield
     except BaseException:

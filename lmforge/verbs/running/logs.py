@@ -14,8 +14,9 @@ from lmforge.config.verbs.running import LogsOptions
 from lmforge.errors import UserError, format_count
 from lmforge.monitor.failures import CAUSES, Failure, find_failures
 from lmforge.monitor.log_files import LogFile, LogLine, format_clock, merged, tail
-from lmforge.monitor.run_status import RUN_ENDED, RunStatus, read_run_status
+from lmforge.monitor.run_status import RUN_ENDED, RUN_GOES_ON, RunStatus, read_run_status
 from lmforge.runs import Run
+from lmforge.verbs.running.jobs import JobWatch
 
 POLL_SECONDS = 0.5
 # `--follow` waits this long for a new attempt at a run that failed: restarted ranks import torch and join first.
@@ -33,8 +34,9 @@ def run_logs(options: LogsOptions) -> int:
     if options.attempt is not None and options.attempt not in attempts:
         there = ", ".join(map(str, attempts)) or "none"
         raise UserError(f"--attempt: {run.path} has no logs of attempt {options.attempt}; there are {there}")
+    job = JobWatch(run)
     if not attempts and not options.follow:
-        raise UserError(f"{run.path}: no logs yet; --follow waits for them")
+        raise UserError(f"{run.path}: {job.look()[1] or 'no logs yet'}; --follow waits for them")
     printer = _Printer(Console(highlight=False, soft_wrap=True))
     if options.errors:
         chosen = [options.attempt] if options.attempt else attempts
@@ -53,7 +55,7 @@ def run_logs(options: LogsOptions) -> int:
             printer.print(f"--- first error: rank {first.rank}, {format_clock(first.time)}: {first.headline} (--errors) ---")
     if options.follow and attempt == (attempts[-1] if attempts else 0):
         with suppress(KeyboardInterrupt):
-            _follow(printer, run, attempt, {file.path: file for file in files}, options.rank)
+            _follow(printer, run, job, attempt, {file.path: file for file in files}, options.rank)
     return 0
 
 
@@ -76,9 +78,10 @@ def _print_errors(printer: "_Printer", run: Run, attempt: int, status: RunStatus
         printer.print("no errors")
 
 
-def _follow(printer: "_Printer", run: Run, attempt: int, files: dict[Path, LogFile], rank: int | None) -> None:
-    """Print what is written from now on, over new ranks and attempts, until the run ends."""
+def _follow(printer: "_Printer", run: Run, job: JobWatch, attempt: int, files: dict[Path, LogFile], rank: int | None) -> None:
+    """Print what is written from now on, over new ranks and attempts, until the run ends and no job will continue it."""
     failed_at: float | None = None
+    printed = ""
     while True:
         status = read_run_status(run)  # checked before reading, so that everything written before the end is printed
         if (newest := max(run.attempts(), default=0)) != attempt:
@@ -90,10 +93,17 @@ def _follow(printer: "_Printer", run: Run, attempt: int, files: dict[Path, LogFi
                 files[path] = LogFile(path, each)
         has_ended = status.state in RUN_ENDED
         _print_new(printer, files.values(), to_the_end=has_ended)
-        if status.state in ("done", "interrupted"):
+        job_state, line = (None, "") if status.state in RUN_GOES_ON else job.look()
+        is_queued = job_state is not None and job_state.is_active
+        if line and line != printed:
+            printed = line
+            printer.print(f"--- {line} ---")
+        if status.state == "done" or (status.state == "interrupted" and not is_queued):
             printer.print(f"--- the run has ended: {status.state} ---")
             return
-        if has_ended and failed_at is None:
+        if line and not is_queued:
+            return
+        if has_ended and failed_at is None and not is_queued:
             failed_at = time.monotonic()
             printer.print_first_failure(find_failures(run, attempt, status))
             printer.print(f"--- attempt {attempt} has ended: {status.state}; waiting {RESTART_SECONDS:.0f} s for another ---")

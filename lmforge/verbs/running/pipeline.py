@@ -16,6 +16,7 @@ from typing import Any
 import xxhash
 
 from lmforge.atomic_files import atomic_write_json
+from lmforge.cluster.processes import STOP_SIGNALS, handle_signals, restore_signals
 from lmforge.config.load import RESUME_ARGUMENTS, STAGES
 from lmforge.config.options import read_recipe, validate_options
 from lmforge.config.verbs.running import PipelineOptions, PipelineStageOptions, RunPipelineOptions
@@ -166,12 +167,11 @@ def _run_command(arguments: list[str]) -> tuple[int, int]:
         if number != signal.SIGINT:  # which the child has too, from a terminal
             child.send_signal(number)
 
-    previous = {number: signal.signal(number, pass_on) for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)}
+    previous = handle_signals(STOP_SIGNALS, pass_on)
     try:
         status = child.wait()
     finally:
-        for number, handler in previous.items():
-            signal.signal(number, handler)
+        restore_signals(previous)
     return 128 - status if status < 0 else status, received[0] if received else 0
 
 

@@ -9,6 +9,7 @@ from lmforge.errors import UserError
 from lmforge.interop.kinds import Kind, kind_of, unexpected
 from lmforge.report.page import REPORT_FILE, is_report, write_report
 from lmforge.runs import Run
+from lmforge.verbs.running.jobs import JobWatch
 from lmforge.verbs.running.pipeline import plan_stages
 
 MAX_RUNS = 50
@@ -35,6 +36,8 @@ def _runs_of(path: Path) -> list[Run]:
     """The run of a folder, or those of a pipeline's stages that have begun."""
     if (kind := kind_of(path)) == Kind.RUN:
         return [Run.open(path)]
+    if line := JobWatch(Run(path)).look()[1]:
+        raise UserError(f"{path}: {line}; there is nothing to report yet")
     if kind != Kind.RECIPE:
         raise unexpected(path, (Kind.RUN, "the file of a pipeline"))
     stages = plan_stages(validate_options(PipelineOptions, read_recipe(path), str(path)), path)

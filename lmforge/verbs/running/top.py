@@ -13,7 +13,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from rich.console import Console
@@ -23,11 +23,12 @@ from lmforge import __version__
 from lmforge.cluster.jobs.hosts import HOST_PATTERN, read_hosts, ssh_command
 from lmforge.config.verbs.running import TopOptions
 from lmforge.errors import UserError
-from lmforge.monitor.run_status import read_run_status
+from lmforge.monitor.run_status import RUN_GOES_ON, RunStatus, read_run_status
 from lmforge.monitor.usage.host import HostSampler
 from lmforge.monitor.usage.remote_hosts import HostAnswer, RemoteHost, remote_line, slurm_hosts, srun_words
 from lmforge.runs import Run
 from lmforge.untrusted import cut
+from lmforge.verbs.running.jobs import JobWatch
 from lmforge.verbs.running.top_screen import Snapshot, render_screen
 
 # Rates are between two samples.
@@ -58,7 +59,7 @@ def run_top(options: TopOptions) -> int:
     sources = _Sources(
         HostSampler(NUM_PROCESSES) if samples_this_host else None,
         [RemoteHost(host, words, repeats=not once) for host, words in commands.items()],
-        runs,
+        {run: JobWatch(run) for run in runs},
     )
     try:
         _show(sources, options, once=once)
@@ -85,13 +86,18 @@ def _sort_names(names: Sequence[str]) -> tuple[list[Run], list[str]]:
     return runs, list(dict.fromkeys(hosts))
 
 
+def _status_with_job(run: Run, job: JobWatch) -> RunStatus:
+    status = read_run_status(run)
+    return status if status.state in RUN_GOES_ON else replace(status, job=job.look()[1])
+
+
 @dataclass
 class _Sources:
     """The sources of what is shown."""
 
     sampler: HostSampler | None
     remote_hosts: list[RemoteHost]
-    runs: list[Run]
+    runs: dict[Run, JobWatch]
 
     def snapshot(self) -> Snapshot:
         """The current state, without waiting for any host."""
@@ -100,7 +106,8 @@ class _Sources:
             usage = self.sampler.sample()
             hosts.append(HostAnswer(usage.host, usage, 0.0))
         hosts += [host.answer() for host in self.remote_hosts]
-        return Snapshot(time.time(), hosts, [read_run_status(run) for run in self.runs])
+        runs = [_status_with_job(run, job) for run, job in self.runs.items()]
+        return Snapshot(time.time(), hosts, runs)
 
     def wait(self, timeout_seconds: float) -> None:
         """Wait for the first rates of this host, and for the same time for the answers of the others."""

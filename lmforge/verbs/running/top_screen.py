@@ -108,6 +108,7 @@ def _render_run(run: RunStatus, columns: int, rows: int | None) -> list[Renderab
         ),
         progress_line(run.step, run.steps, run.metrics.get("seconds_left") if run.state in RUN_GOES_ON else None, columns),
     ]
+    parts += [Text(clean(run.job), DOUBTFUL)] if run.job else []
     parts += _metrics_lines(run, columns)
     if run.state in ("failed", "lost", "degraded"):
         parts.append(Text(f"lmforge logs {clean(run.path)} shows the first error", BAD))
