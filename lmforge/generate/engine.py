@@ -39,15 +39,6 @@ class GenerationRequest:
 
 
 @dataclass(frozen=True, slots=True)
-class PromptToken:
-    """A token of a prompt after the first: as in GeneratedToken, under the model's own distribution."""
-
-    token_id: int
-    logprob: float
-    top_logprobs: list[tuple[int, float]]
-
-
-@dataclass(frozen=True, slots=True)
 class GeneratedToken:
     """The next token of a request.
 
@@ -55,7 +46,7 @@ class GeneratedToken:
         greedy decoding that is the model's own distribution.
     top_logprobs: (id, logprob) of the likeliest tokens of that distribution, as many as were requested or can be drawn.
     finish_reason: "stop" (a stop token of the request) or "length" with the last token, None before.
-    prompt: with the first token, those of a prompt that is scored, all but its first.
+    prompt: with the first token, those of a prompt that is scored, all but its first, under the model's own distribution.
     """
 
     request_id: int
@@ -63,7 +54,7 @@ class GeneratedToken:
     logprob: float
     top_logprobs: list[tuple[int, float]] = field(default_factory=list)
     finish_reason: str | None = None
-    prompt: list[PromptToken] = field(default_factory=list)
+    prompt: list["GeneratedToken"] = field(default_factory=list)
 
 
 @dataclass
@@ -71,7 +62,7 @@ class _RunningRequest:
     request_id: int
     request: GenerationRequest
     num_generated: int = 0
-    prompt: list[PromptToken] = field(default_factory=list)
+    prompt: list[GeneratedToken] = field(default_factory=list)
 
 
 class Engine:
@@ -157,7 +148,7 @@ class Engine:
         added = sorted(self._pending, key=lambda each: len(each.request.prompt_ids))
         for each in added:
             if each.request.score_prompt and len(each.request.prompt_ids) > 1:
-                each.prompt = self._score_prompt(each.request)
+                each.prompt = self._score_prompt(each.request_id, each.request)
         hidden: Tensor = self._decoder.prefill([each.request.prompt_ids for each in added])
         uniforms = torch.zeros(len(added), self._max_length, dtype=torch.float64)
         for row, each in zip(uniforms, added, strict=True):
@@ -169,14 +160,15 @@ class Engine:
         self._pending = []
         return hidden
 
-    def _score_prompt(self, request: GenerationRequest) -> list[PromptToken]:
+    def _score_prompt(self, request_id: int, request: GenerationRequest) -> list[GeneratedToken]:
         scored = []
         for logits, ids in scored_logits(self._model, [(request.prompt_ids, len(request.prompt_ids) - 1)]):
             logprobs = logits.log_softmax(-1)
             values = logprobs.gather(1, ids[:, None])[:, 0].tolist()
             likeliest = logprobs[:, : self._vocab_size].topk(min(request.top_logprobs, self._vocab_size), dim=1)
-            tops = map(zip, likeliest.indices.tolist(), likeliest.values.tolist())
-            scored += [PromptToken(*each) for each in zip(ids.tolist(), values, map(list, tops), strict=True)]
+            columns = ids.tolist(), values, likeliest.indices.tolist(), likeliest.values.tolist()
+            for id, logprob, top_ids, top_logprobs in zip(*columns, strict=True):
+                scored.append(GeneratedToken(request_id, id, logprob, list(zip(top_ids, top_logprobs, strict=True))))
         return scored
 
     def _sample(self, logits: Tensor) -> Tensor:

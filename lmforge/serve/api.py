@@ -146,7 +146,7 @@ async def _respond(
     if len(requests) > served.batcher.max_batch_size:
         message = f"n: {len(requests)} texts in one request, and this server generates at most {served.batcher.max_batch_size}"
         raise ApiError(400, message, param="n")
-    tokenizer, echoes = served.loaded.tokenizer, None
+    tokenizer, echoes = served.loaded.tokenizer, list[str | None]()
     if isinstance(body, CompletionRequest):
         continued = "" not in body.prompts
         if body.echo:

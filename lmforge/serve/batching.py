@@ -11,11 +11,11 @@ from codecs import getincrementaldecoder
 from collections import deque
 from collections.abc import AsyncIterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import accumulate
 
 from lmforge.data.tokenizer import Tokenizer
-from lmforge.generate.engine import Engine, GeneratedToken, GenerationRequest, PromptToken
+from lmforge.generate.engine import Engine, GeneratedToken, GenerationRequest
 from lmforge.generate.text_streamer import TextStreamer
 from lmforge.serve.protocol import EngineStopped, QueueFull, TokenLogprob
 
@@ -159,7 +159,7 @@ class GenerationStream:
         requests: Sequence[GenerationRequest],
         stop_strings: Sequence[str],
         is_continuation: bool = False,
-        echoes: Sequence[str] | None = None,
+        echoes: Sequence[str | None] = (),
         only_echo: bool = False,
     ) -> None:
         """Submit the requests. `is_continuation`: the prompts are texts to be continued. `echoes`: texts of the prompts, with
@@ -169,10 +169,8 @@ class GenerationStream:
         self._queued_requests = [QueuedRequest(request, index, self._token_queue) for index, request in enumerate(requests)]
         self._unfinished = set(range(len(requests)))
         self._choices = [
-            _ChoiceStream(
-                tokenizer, stop_strings, is_continuation, request, None if echoes is None else echoes[index], only_echo
-            )
-            for index, request in enumerate(requests)
+            _ChoiceStream(TextStreamer(tokenizer, stop_strings, is_continuation), tokenizer, request, echo, only_echo)
+            for request, echo in zip(requests, echoes or [None] * len(requests), strict=True)
         ]
         batcher.submit(self._queued_requests)
 
@@ -205,59 +203,54 @@ class GenerationStream:
         self._unfinished.clear()
 
 
+@dataclass
 class _ChoiceStream:
     """One choice, and its tokens whose text may still change."""
 
-    def __init__(
-        self,
-        tokenizer: Tokenizer,
-        stop_strings: Sequence[str],
-        is_continuation: bool,
-        request: GenerationRequest,
-        echo: str | None,
-        only_echo: bool,
-    ) -> None:
-        self.streamer = TextStreamer(tokenizer, stop_strings, is_continuation)
-        self._tokenizer, self._request, self._echo, self._only_echo = tokenizer, request, echo, only_echo
-        self._pending_logprobs: list[TokenLogprob] = []
-        self._num_emitted = 0
+    streamer: TextStreamer
+    tokenizer: Tokenizer
+    request: GenerationRequest
+    echo: str | None
+    only_echo: bool
+    pending_logprobs: list[TokenLogprob] = field(default_factory=list)
+    num_emitted: int = 0
 
     def add(self, choice_index: int, token: GeneratedToken) -> TextDelta:
-        echoed = "" if self.streamer.token_ids else self._echo or ""
-        if echoed and self._request.score_prompt:
-            self._pending_logprobs += self._prompt_logprobs(token.prompt)
-        if self._only_echo:
-            return TextDelta(choice_index, echoed, self._pending_logprobs, "length")
-        offset = len(self.streamer.text) + len(self._echo or "")
+        echoed = "" if self.streamer.token_ids else self.echo or ""
+        if echoed and self.request.score_prompt:
+            self.pending_logprobs += self._prompt_logprobs(token.prompt)
+        if self.only_echo:
+            return TextDelta(choice_index, echoed, self.pending_logprobs, "length")
+        offset = len(self.streamer.text) + len(self.echo or "")
         text = echoed + self.streamer.add(token.token_id, is_stop=token.finish_reason == "stop")
         # Clients that echo the prompt count on an entry for each token.
-        if token.finish_reason != "stop" or self._echo is not None:
-            self._pending_logprobs.append(self._logprob(token, offset))
+        if token.finish_reason != "stop" or self.echo is not None:
+            self.pending_logprobs.append(self._logprob(token, offset))
         reason = self.streamer.finish_reason
         if reason is None and token.finish_reason:
             text, reason = text + self.streamer.finish(), "length"
-        self._num_emitted += len(text)
+        self.num_emitted += len(text)
         # Tokens after a stop string are not reported. Otherwise the last part reports all remaining tokens, also those without
         # text.
         complete = token.finish_reason == "stop" or reason == "length"
-        certain = [each for each in self._pending_logprobs if complete or each.text_offset < self._num_emitted]
-        self._pending_logprobs = self._pending_logprobs[len(certain) :]
+        certain = [each for each in self.pending_logprobs if complete or each.text_offset < self.num_emitted]
+        self.pending_logprobs = self.pending_logprobs[len(certain) :]
         return TextDelta(choice_index, text, certain, reason)
 
-    def _logprob(self, token: GeneratedToken | PromptToken, offset: int) -> TokenLogprob:
+    def _logprob(self, token: GeneratedToken, offset: int) -> TokenLogprob:
         (token_bytes, logprob), *top = (
-            (self._tokenizer.id_to_bytes(id), max(logprob, MIN_LOGPROB))
+            (self.tokenizer.id_to_bytes(id), max(logprob, MIN_LOGPROB))
             for id, logprob in [(token.token_id, token.logprob), *token.top_logprobs]
         )
         return TokenLogprob(token_bytes, logprob, top, offset)
 
-    def _prompt_logprobs(self, scored: Sequence[PromptToken]) -> list[TokenLogprob]:
+    def _prompt_logprobs(self, scored: Sequence[GeneratedToken]) -> list[TokenLogprob]:
         """Those of the prompt's tokens, of which the last ones are its text, and others before it have none."""
-        assert self._echo is not None
-        first, *rest = map(self._tokenizer.id_to_bytes, self._request.prompt_ids)
+        assert self.echo is not None
+        first, *rest = map(self.tokenizer.id_to_bytes, self.request.prompt_ids)
         decoder = getincrementaldecoder("utf-8")("replace")
         offsets = list(accumulate((len(decoder.decode(piece)) for piece in (first, *rest)), initial=0))
-        shift = len(self._echo) - offsets[-1]
+        shift = len(self.echo) - offsets[-1]
         entries = [TokenLogprob(first, None, None, 0)]
         return entries + [
             self._logprob(*each) for each in zip(scored, (max(0, at + shift) for at in offsets[1:-1]), strict=True)

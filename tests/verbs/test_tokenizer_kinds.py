@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import tokenizers
 from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerFast
 
 from lmforge.cli import run as command
 from lmforge.data.shards.folder import TokenFolder
@@ -82,6 +83,9 @@ def test_special_tokens_are_no_text_and_no_text_spells_them(kind: Path) -> None:
         ids = tokenizer.encode(f"the {token} cat {token}")
         assert not set(ids) & (special - {tokenizer.token_to_id("<unk>")}), [tokenizer.id_to_token(id) for id in ids]
     assert tokenizer.decode([tokenizer.eos_token_id, *tokenizer.encode("the cat")]) == "the cat"
+    theirs = PreTrainedTokenizerFast(tokenizer_file=str(kind / "tokenizer.json"), eos_token=EOS_TOKEN, unk_token="<unk>")
+    for text in ("<|user|>the cat<|end|><|assistant|>", f"the cat {EOS_TOKEN} dogs <|end|>", "where is", ""):
+        assert tokenizer.encode(text, parse_special_tokens=True) == theirs(text, add_special_tokens=False)["input_ids"]
 
 
 def test_a_model_generates_and_answers_in_it(
