@@ -38,13 +38,18 @@ class PeerLost(RunFailed):
     exit_status = EXIT_PEER_LOST
 
 
+class NothingToLearn(UserError):
+    """A record is as it should be, and there is nothing in it to learn from: it is left out, which does not end the command."""
+
+
 @contextmanager
 def prefix_errors(prefix: str) -> Iterator[None]:
     """Puts `prefix`, such as the place of a record, before the message of a UserError that the block raises."""
     try:
         yield
     except UserError as error:
-        raise UserError(f"{prefix}: {error}") from None
+        kind = NothingToLearn if isinstance(error, NothingToLearn) else UserError
+        raise kind(f"{prefix}: {error}") from None
 
 
 def how_to_install(extra: str) -> str:

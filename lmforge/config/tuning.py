@@ -49,6 +49,9 @@ class ExampleOptions(SequenceOptions):
     overlong: Literal["drop", "truncate"] = option(
         "drop", "what happens to an example longer than data.sequence_length; their number is logged"
     )
+    skip_invalid: bool = option(
+        False, "leave out records that cannot be used, with a count and a list, instead of ending at the first"
+    )
     folder: Path = option(
         Path("data/examples"), "where tokenized examples are cached, one folder for each set of files and options"
     )

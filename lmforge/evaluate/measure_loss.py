@@ -1,7 +1,7 @@
 """The loss of a loaded model on documents given by name: token shards, tokenized examples, files of text or conversations."""
 
-from collections.abc import Callable, Mapping
-from itertools import islice
+from collections.abc import Callable, Mapping, Sequence
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +15,9 @@ from lmforge.data.chat.examples import ExampleFolder, ExamplePacking, TokenizedE
 from lmforge.data.dataset import PackedDataset, TokenDataset, join_datasets
 from lmforge.data.packing import ConcatPacking
 from lmforge.data.shards.folder import TokenFolder
-from lmforge.data.sources.records import JSON_SUFFIXES, content_suffix, read_records
-from lmforge.data.sources.text_sources import open_text_source
+from lmforge.data.sources.folders import FileSplit, content_suffix, describe_left_out, find_files
+from lmforge.data.sources.records import RECORD_SUFFIXES, describe_folders, read_records
+from lmforge.data.sources.text_sources import TextSource, open_text_source
 from lmforge.errors import UserError
 from lmforge.evaluate.perplexity import evaluate_loss
 from lmforge.generate.model_loading import LoadedModel
@@ -34,7 +35,7 @@ def measure_loss(
     dist_ctx: DistributedContext,
     *,
     data: Path | None,
-    split: str,
+    split: FileSplit,
     sequences: int | None,
     sequence_length: int | None,
     batch_size: int,
@@ -43,7 +44,7 @@ def measure_loss(
     """loss (nats per token), perplexity, bits_per_byte, tokens, bytes, and what was measured on what. Every rank calls it.
 
     data             token shards, or files of text or conversations; None: what the model was trained on
-    split            "validation" or "train" of prepared data
+    split            "validation" or "train" of prepared data, or of a folder of files whose names tell splits
     sequences        how many, evenly spaced over the split; None: all
     sequence_length  in tokens; None: as in training
     batch_size       sequences in one forward pass
@@ -57,7 +58,7 @@ def measure_loss(
     if loaded.config.max_sequence_length is not None:
         length = min(length, loaded.config.max_sequence_length)
     with dist_ctx.raise_on_all():
-        dataset, split = open_evaluation_dataset(loaded, sources, split, length)
+        dataset, measured = open_evaluation_dataset(loaded, sources, split, length)
     # Sequences beyond the data would be padding.
     batch_size = min(batch_size, max(MIN_BATCH_LIMIT, -(-dataset.sequences_per_epoch // dist_ctx.world_size)))
     with dist_ctx.raise_on_all():
@@ -76,22 +77,23 @@ def measure_loss(
     )
     where = ", ".join(map(str, sources.values()))
     counts = {name: int(value) for name, value in result.items() if name.startswith(("tokens", "bytes"))}
-    return {"model": str(loaded.path), "data": where, "split": split, "sequence_length": length, **result, **counts}
+    return {"model": str(loaded.path), "data": where, "split": measured, "sequence_length": length, **result, **counts}
 
 
 def open_evaluation_dataset(
-    loaded: LoadedModel, sources: Mapping[str, Path], split: str, sequence_length: int
+    loaded: LoadedModel, sources: Mapping[str, Path], split: FileSplit, sequence_length: int
 ) -> tuple[PackedDataset, str]:
     """Sequences of `sequence_length` tokens of one or more sources, by name, and the name of the split. Raises UserError.
 
     A token folder gives `split`. Several folders are joined, without those that lack it. Files give all of their content (split
-    "all"), tokenized with the model's tokenizer; attention stays within a document or conversation.
+    "all", with what is left out of a folder), tokenized with the model's tokenizer; attention stays within a document or
+    conversation.
     """
     if len(sources) == 1:
         data = next(iter(sources.values()))
         if folder := _open_prepared(loaded, data):
             return _open_split(folder, split, sequence_length), split
-        return _open_files(loaded, data, split, sequence_length), "all"
+        return _open_files(loaded, data, split, sequence_length)
     # Opening raises where a folder is no longer there.
     folders = {name: _open_prepared(loaded, data) or TokenFolder.open(data) for name, data in sources.items()}
     with_split = {name: folder for name, folder in folders.items() if _has_split(folder, split)} or folders
@@ -127,28 +129,32 @@ def _open_split(folder: ExampleFolder | TokenFolder, split: str, sequence_length
     return example_dataset(folder, split, sequence_length=sequence_length, pack=True, shuffle=False)
 
 
-def _open_files(loaded: LoadedModel, data: Path, split: str, sequence_length: int) -> PackedDataset:
-    if split != "validation":
+def _open_files(loaded: LoadedModel, data: Path, split: FileSplit, sequence_length: int) -> tuple[PackedDataset, str]:
+    if split != "validation" and not data.is_dir():
         raise UserError(f"--split {split}: {data} is not a token folder, and all of it is measured; leave --split out")
     packing: ExamplePacking | ConcatPacking
-    if _has_conversations(data):
-        packing = _pack_conversations(loaded, data, sequence_length)
+    if files := _find_conversations(data, split):
+        packing, notes = _pack_conversations(loaded, data, files, sequence_length), describe_folders([data], split)
     else:
-        packing = ConcatPacking(_TokenizedTexts(loaded, data), sequence_length)
+        source = open_text_source(str(data), split=split)
+        packing = ConcatPacking(_TokenizedTexts(loaded, source), sequence_length)
+        notes = f"; leaves out {describe_left_out(source.left_out)}" if source.left_out else ""
     if not packing.num_sequences:
         raise UserError(f"{data}: holds nothing that can be scored; name other data with --data")
-    return PackedDataset(
+    dataset = PackedDataset(
         packing, name="measured", location=str(data), plan=[str(data)], sequence_length=sequence_length, shuffle=False
     )
+    return dataset, f"all{notes}"
 
 
-def _has_conversations(data: Path) -> bool:
-    """Whether `data` is a file of conversations, by its first record."""
-    if data.is_dir() or content_suffix(data.name) not in {*JSON_SUFFIXES, ".parquet"}:
-        return False
-    record, first = next(iter(read_records(data)), ("", {"text": ""}))
+def _find_conversations(data: Path, split: FileSplit) -> Sequence[Path]:
+    """The files of conversations that `data` is or holds, by its first record; none if it is text."""
+    # In a folder of texts a .json is more often a settings file.
+    known = find_files(data, RECORD_SUFFIXES - {".json"}, split).paths if data.is_dir() else [data]
+    files = [path for path in known if content_suffix(path.name) in RECORD_SUFFIXES]
+    record, first = next((record for path in files for record in read_records(path)), ("", {"text": ""}))
     try:
-        return detect_format(first) != "text"
+        return files if detect_format(first) != "text" else []
     except UserError:
         raise UserError(
             f"{record}: neither a conversation nor a text: its fields are {', '.join(sorted(first))}; rename them as"
@@ -156,8 +162,9 @@ def _has_conversations(data: Path) -> bool:
         ) from None
 
 
-def _pack_conversations(loaded: LoadedModel, data: Path, sequence_length: int) -> ExamplePacking:
-    examples = [each for each in read_conversations(data, loaded.tokenizer) if each.loss_mask[1:].any()]
+def _pack_conversations(loaded: LoadedModel, data: Path, files: Sequence[Path], sequence_length: int) -> ExamplePacking:
+    read = chain.from_iterable(read_conversations(file, loaded.tokenizer) for file in files)
+    examples = [each for each in read if each.loss_mask[1:].any()]
     if overlong := sum(len(each.tokens) - 1 > sequence_length for each in examples):
         limit = loaded.config.max_sequence_length
         most = "" if limit is None else f" of at most {limit}, which the model reads"
@@ -173,9 +180,9 @@ def _pack_conversations(loaded: LoadedModel, data: Path, sequence_length: int) -
 class _TokenizedTexts:
     """The tokens of all documents in memory, each after the model's prefix ids and before its end-of-text token."""
 
-    def __init__(self, loaded: LoadedModel, data: Path) -> None:
+    def __init__(self, loaded: LoadedModel, source: TextSource) -> None:
         tokenizer, documents = loaded.tokenizer, [np.zeros(0, np.int32)]
-        texts = (text for unit in open_text_source(str(data)).units() for text in unit.read() if text.strip())
+        texts = (text for unit in source.units() for text in unit.read() if text.strip())
         while batch := [list(tokenizer.split_long_text(text)) for text in islice(texts, ENCODE_BATCH_TEXTS)]:
             encoded = iter(tokenizer.encode_batch([piece for pieces in batch for piece in pieces]))
             for pieces in batch:

@@ -10,6 +10,7 @@ from torch.distributed.tensor import DTensor
 from lmforge.cluster.distributed import init_distributed
 from lmforge.config.options import validate_options
 from lmforge.config.verbs.models import ExportOptions
+from lmforge.data.sources.folders import FileSplit
 from lmforge.data.tokenizer import Tokenizer
 from lmforge.errors import UserError
 from lmforge.evaluate.measure_loss import measure_loss
@@ -93,7 +94,7 @@ def evaluate_model(
     model: LoadedModel,
     data: str | Path | None = None,
     *,
-    split: str = "validation",
+    split: FileSplit = "validation",
     sequences: int | None = None,
     sequence_length: int | None = None,
     batch_size: int = 16,

@@ -18,6 +18,7 @@ from lmforge.config.tuning import ConversationOptions, ExampleOptions, TunedConf
 from lmforge.data.chat.conversations import read_conversations
 from lmforge.data.chat.examples import (
     EXAMPLES_VERSION,
+    UNUSABLE,
     ExampleFolder,
     ExamplePacking,
     example_dataset,
@@ -29,6 +30,8 @@ from lmforge.data.chat.spill_buffer import ExampleGroup
 from lmforge.data.dataset import PackedDataset, join_datasets
 from lmforge.data.mixture import MixedDataset, Phase, TrainingDataset, proportions_of
 from lmforge.data.packing import TokenizedExample
+from lmforge.data.sources.folders import FileSplit
+from lmforge.data.sources.records import UnusableRecords, describe_folders, find_record_files
 from lmforge.data.tokenizer import Tokenizer
 from lmforge.errors import UserError, prefix_errors
 from lmforge.parallel.dims import plan_batches
@@ -41,17 +44,21 @@ COUNT_LABELS = {
     "overlong": "left out as too long",
     "truncated": "truncated",
     "nothing_to_learn": "left out with nothing to learn",
+    "unusable": f"left out that cannot be used, listed in its {UNUSABLE}",
 }
 
 
-def read_examples(options: ExampleOptions, kind: str, path: Path, tokenizer: Tokenizer) -> Iterator[ExampleGroup]:
-    """The examples of a file. Raises UserError naming the record where one is not valid."""
+def read_examples(
+    options: ExampleOptions, kind: str, path: Path, tokenizer: Tokenizer, unusable: UnusableRecords
+) -> Iterator[ExampleGroup]:
+    """The examples of a file. Raises UserError naming a record that is not valid, unless `unusable` leaves it out."""
+    reading: dict[str, Any] = {"fields": options.renamed, "unusable": unusable}
     if isinstance(options, ConversationOptions):
-        for example in read_conversations(path, tokenizer, format=options.format, mask=options.mask, fields=options.renamed):
+        for example in read_conversations(path, tokenizer, format=options.format, mask=options.mask, **reading):
             yield ExampleGroup((example,))
         return
     assert isinstance(options, AlignDataOptions)
-    reading: dict[str, Any] = {"apply_chat_template": options.apply_chat_template, "fields": options.renamed}
+    reading["apply_chat_template"] = options.apply_chat_template
     if kind == "unpaired":
         for labelled in read_unpaired_preferences(path, tokenizer, **reading):
             yield ExampleGroup((labelled.example,), {"kto_labels": float(labelled.desirable)})
@@ -82,7 +89,7 @@ def _folder_and_plan(config: TunedConfig, source: FileSourceOptions, tokenizer: 
         "beside": {name: text for name, text in tokenizer.files.items() if name != "tokenizer.json"},
         **options.model_dump(mode="json", exclude=NOT_OF_EXAMPLES),
         "files": hash_files(source.files),
-        "validation": hash_files(source.validation_files),
+        "validation": hash_files(source.validation_files, "validation"),
     }
     return options.folder / xxhash.xxh3_64_hexdigest(json.dumps(plan, sort_keys=True).encode()), plan
 
@@ -102,12 +109,16 @@ def _tokenize_examples(config: TunedConfig) -> None:
     # An unpaired completion shares its sequence with another one of the same prompt.
     limit, half = (length // 2, "half of ") if config.kind == "unpaired" else (length, "")
 
-    def read(source: FileSourceOptions, split: str) -> Iterator[ExampleGroup]:
+    unusable = UnusableRecords(options.skip_invalid)
+
+    def read(source: FileSourceOptions, split: FileSplit) -> Iterator[ExampleGroup]:
         for path in source.files if split == "train" else source.validation_files:
-            yield from read_examples(options, config.kind, path, tokenizer)
+            for file in find_record_files(path, split):
+                yield from read_examples(options, config.kind, file, tokenizer, unusable)
 
     for source in options.file_sources:
         folder, plan = _folder_and_plan(config, source, tokenizer)
+        unusable.problems.clear()
         write_examples(
             folder,
             partial(read, source),
@@ -117,6 +128,7 @@ def _tokenize_examples(config: TunedConfig) -> None:
             limit_description=f"{half}data.sequence_length = {length}",
             overlong=options.overlong,
             validation_ratio=None if source.validation_files else options.validation_ratio,
+            unusable=unusable.problems,
         )
 
 
@@ -146,7 +158,7 @@ def open_example_inputs(config: TunedConfig, world_size: int) -> RunInputs:
         model_config,
         batch_plan,
         data_source=", ".join(str(folder.path) for folder in folders),
-        data_summary="; ".join(map(_describe_examples, folders, splits)),
+        data_summary="; ".join(map(_describe_examples, config.data.file_sources, folders, splits)),
         load_weights=pretrained.load_weights,
         source_folders={name: str(folder.path) for name, folder in named.items()} if len(named) > 1 else {},
     )
@@ -199,14 +211,14 @@ def _open_split(config: TunedConfig, folder: ExampleFolder, split: str) -> Packe
     return example_dataset(folder, split, sequence_length=length, pack=pack, seed=config.train.seed, shuffle=split == "train")
 
 
-def _describe_examples(folder: ExampleFolder, train: PackedDataset) -> str:
+def _describe_examples(source: FileSourceOptions, folder: ExampleFolder, train: PackedDataset) -> str:
     counts, splits = folder.manifest["counts"], folder.manifest["splits"]
     in_train, in_validation = splits["train"], splits["validation"]
     left_out = [f"; {counts[name]:,} {words}" for name, words in COUNT_LABELS.items() if counts.get(name)]
     return (
         f"{folder.path}: {in_train['examples']:,} examples in {train.sequences_per_epoch:,} sequences per epoch,"
         f" {in_train['scored']:,} of {in_train['tokens']:,} tokens scored; {in_validation['examples']:,} for validation"
-        f"{''.join(left_out)}"
+        f"{''.join(left_out)}{describe_folders(source.files)}{describe_folders(source.validation_files, 'validation')}"
     )
 
 

@@ -6,7 +6,6 @@ import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
-from itertools import islice
 from pathlib import Path
 
 from rich.console import Console
@@ -22,13 +21,13 @@ from lmforge.data.prepare.prepare import PreparationSummary, prepare
 from lmforge.data.prepare.steps import ProgressCallback
 from lmforge.data.shards.folder import TokenFolder
 from lmforge.data.shards.verify import verify_best_fit, verify_shards
+from lmforge.data.sources.folders import describe_left_out
 from lmforge.data.sources.plugin_unit import PluginReaders
 from lmforge.errors import UserError, format_count
 from lmforge.hub import resolve_model_folder
-from lmforge.untrusted import cut, describe_os_error
+from lmforge.untrusted import describe_os_error
 
 PRINT_EVERY_SECONDS = 5.0
-KINDS_SHOWN = 5
 REASONS = {
     "hook": "by the hook",
     "contaminated": "with a text of the evaluation",
@@ -104,10 +103,8 @@ def _print_summary(summary: PreparationSummary, seconds: float) -> None:
         print(f"left out  {format_count(summary.empty_documents, 'empty document')}")
     for reason, count in summary.removed_documents.items():
         print(f"left out  {format_count(count, 'document')}: {REASONS[reason]}")
-    if kinds := summary.skipped_kinds:
-        named = ", ".join(f"{cut(suffix)} {count:,}" for suffix, count in islice(kinds.items(), KINDS_SHOWN))
-        more = ", …" if len(kinds) > KINDS_SHOWN else ""
-        print(f"left out  {format_count(sum(kinds.values()), 'file')} of kinds that are not read ({named}{more})")
+    if summary.left_out:
+        print(f"left out  {describe_left_out(summary.left_out)}")
     if not summary.already_done:
         print(f"{summary.folder}: ready, vocabulary of {summary.vocab_size:,}, in {seconds:.0f}s")
 

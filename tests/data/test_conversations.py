@@ -17,6 +17,7 @@ from lmforge.data.chat.example_display import format_example
 from lmforge.data.chat.layout import encode_layouts
 from lmforge.data.chat.templates import ChatTemplate
 from lmforge.data.packing import TokenizedExample
+from lmforge.data.sources.records import UnusableRecords
 from lmforge.data.tokenizer import Tokenizer
 from lmforge.errors import UserError
 
@@ -265,3 +266,19 @@ def test_the_program_of_the_page_prints_what_it_says(tmp_path: Path, monkeypatch
     example = chat.chat_example([{"role": role, "content": text} for role, text in messages])
     [example] = encode_layouts(tokenizer, list(chat.build_layouts([example])))
     assert tokenizer.decode(example.tokens.tolist(), include_special_tokens=True) == template
+
+
+def test_records_that_cannot_be_used_are_left_out_with_their_places(tmp_path: Path, byte_tokenizer: Tokenizer) -> None:
+    """In a line, in a record's format, in what the template refuses: the others are as they are without these."""
+    lines = [json.dumps({"messages": TURNS[: 2 * number + 1]}) for number in (1, 0, 2)]
+    lines = [lines[0], "{", lines[1], '["a"]', '{"messages": "a"}', lines[2], '{"a": "\xff"}', "[1]"]
+    (tmp_path / "a.jsonl").write_bytes("\n".join(lines).encode("latin-1"))
+    unusable = UnusableRecords(skip=True)
+    kept = shown(tmp_path / "a.jsonl", byte_tokenizer, unusable=unusable)
+    assert kept == shown(write(tmp_path / "b.jsonl", {"messages": TURNS[:3]}, {"messages": TURNS}), byte_tokenizer)
+    places = [re.sub(r"^.*/a\.jsonl(:\d+|, record \d+)?.*", r"\1", problem) for problem in unusable.problems]
+    assert places == [":2", ", record 3", ":4", ", record 5", "", ":8"]  # with the byte, where it is not UTF-8
+    (tmp_path / "c.json").write_text(json.dumps([{"messages": TURNS}, 1, {"messages": TURNS}]))
+    unusable = UnusableRecords(skip=True)
+    assert len(shown(tmp_path / "c.json", byte_tokenizer, unusable=unusable)) == 2
+    assert unusable.problems[0].startswith(f"{tmp_path}/c.json, record 2: not an object")

@@ -7,6 +7,7 @@ import pytest
 
 from lmforge.data.chat.example_display import format_example
 from lmforge.data.chat.preferences import PromptCounts, read_preference_pairs, read_prompts, read_unpaired_preferences
+from lmforge.data.sources.records import UnusableRecords
 from lmforge.data.tokenizer import Tokenizer
 from lmforge.errors import UserError
 
@@ -65,8 +66,6 @@ def test_texts_that_are_conversations_are_cut_before_the_last_answer(tmp_path: P
 @pytest.mark.parametrize(
     ("record", "complaint"),
     [
-        ({"prompt": "Q", "chosen": "G", "rejected": "G"}, "chosen and rejected are equal"),
-        ({"chosen": [USER, GOOD], "rejected": [USER, GOOD]}, "chosen and rejected are equal"),
         ({"chosen": [USER, GOOD], "rejected": [BAD]}, "must have the same turns before"),
         ({"chosen": [USER, GOOD], "rejected": [USER]}, "must have the same turns before"),
         (
@@ -85,6 +84,14 @@ def test_a_pair_without_a_preference_is_named(record: Any, complaint: str, tmp_p
     file = write(tmp_path / "a.jsonl", {"prompt": "Q", "chosen": "G", "rejected": "B"}, record)
     with pytest.raises(UserError, match=r"a\.jsonl, record 2: .*" + re.escape(complaint)):
         sides(file, byte_tokenizer)
+
+
+@pytest.mark.parametrize("equal", [{"prompt": "Q", "chosen": "G", "rejected": "G"}, {"chosen": [USER], "rejected": [USER]}])
+def test_a_pair_of_equal_sides_is_left_out_and_named(equal: Any, tmp_path: Path, byte_tokenizer: Tokenizer) -> None:
+    pair, unusable = {"prompt": "Q", "chosen": "G", "rejected": "B"}, UnusableRecords()
+    file = write(tmp_path / "a.jsonl", pair, equal, pair)
+    assert len(list(read_preference_pairs(file, byte_tokenizer, unusable=unusable))) == 2
+    assert unusable.problems == [f"{file}, record 2: chosen and rejected are equal: there is nothing to prefer"]
 
 
 @pytest.mark.parametrize("margin", ["1" + "0" * 400, "-1" + "0" * 4000, '"1"', "true", "[1]"])

@@ -474,7 +474,7 @@ def test_pages_of_html_are_prepared_as_their_text_and_kinds_that_are_not_read_ar
     assert run(["prepare", str(tmp_path / "in"), str(tmp_path / "out"), "--vocab_size", "512"]) == 0
     printed = capfd.readouterr()
     assert printed.err == ""
-    assert "left out  2 files of kinds that are not read (.xlsx 1, .pdf 1)\n" in printed.out
+    assert "left out  2 files (.xlsx 1, .pdf 1)\n" in printed.out
     stored = [*stored_texts(tmp_path / "out", TRAIN_SPLIT), *stored_texts(tmp_path / "out", VALIDATION_SPLIT)]
     assert sorted("<p>" in text for text in stored) == [False, False, True]
 

@@ -142,8 +142,8 @@ def test_a_bad_tar_file_is_named_with_the_member(tmp_path: Path) -> None:
 def test_files_of_a_suffix_that_is_named_are_text(tmp_path: Path) -> None:
     (tmp_path / "a.log").write_text("a line")
     (tmp_path / "b.txt").write_text("text")
-    assert dict(open_text_source(str(tmp_path)).skipped_kinds) == {".log": 1}
+    assert dict(open_text_source(str(tmp_path)).left_out) == {".log": 1}
     source = open_text_source(str(tmp_path), text_suffixes=(".LOG",))
     assert texts(source) == ["a line", "text"]
-    assert source.skipped_kinds == ()
+    assert source.left_out == ()
     assert texts(open_text_source(str(tmp_path / "a.log"), text_suffixes=(".log",))) == ["a line"]

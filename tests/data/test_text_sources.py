@@ -96,7 +96,7 @@ def test_a_folder_is_read_to_any_depth_sorted_and_without_what_is_hidden_or_unkn
     source = open_text_source(str(tmp_path))
     assert sorted(texts(source)) == sorted(["a.md", "b/c/d.PY", "b/z.txt", "line", "packed"])
     assert [file.name for file in source.files] == ["a.md", "b/c/d.PY", "b/z.txt", "z.txt.gz", "zz.jsonl"]
-    assert dict(source.skipped_kinds) == {".png": 1, ".json": 1}
+    assert dict(source.left_out) == {".png": 1, ".json": 1}
 
 
 def test_small_files_share_units_and_units_never_change(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -219,7 +219,7 @@ def test_a_binary_file_in_a_folder_of_text_is_left_out_as_before(tmp_path: Path)
     (tmp_path / "in").mkdir()
     (tmp_path / "in" / "a.txt").write_text("text")
     (tmp_path / "in" / "weights.bin").write_bytes(b"1234")
-    assert prepare(str(tmp_path / "in"), tmp_path / "out", vocab_size=300).skipped_kinds == {".bin": 1}
+    assert prepare(str(tmp_path / "in"), tmp_path / "out", vocab_size=300).left_out == ((".bin", 1),)
 
 
 @pytest.mark.parametrize("column", [[[5, 6], None], [[5, None]], [5, None]], ids=["row", "id in a row", "id"])

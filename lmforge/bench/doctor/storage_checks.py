@@ -75,8 +75,11 @@ def _read_data(config: StageConfig, findings: list[Finding]) -> dict[str, str]:
     elif isinstance(config, TunedConfig):
         config.require_inputs()
         for each in config.data.file_sources:
-            for path in (*each.files, *each.validation_files):
+            for path in each.files:
                 contents[str(path)] = hash_files([path])
+            for path in each.validation_files:
+                contents[f"{path}, validation"] = hash_files([path], "validation")
+            for path in (*each.files, *each.validation_files):
                 findings.append(Finding("data", "pass", f"{path}: can be read"))
     return contents
 

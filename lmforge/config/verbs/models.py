@@ -31,7 +31,7 @@ class EvaluateOptions(Options):
     data: Path | None = option(
         None, "token shards, or files: text, jsonl, parquet, conversations (default: what the run was trained on)"
     )
-    split: Literal["validation", "train"] = option("validation", "split of prepared data; all of a file is used")
+    split: Literal["validation", "train"] = option("validation", "split of prepared data or a folder; all of a file is used")
     sequences: int | None = option(None, "sequences to measure, evenly spaced over the split (default: all)", **COUNT)
     sequence_length: int | None = option(None, "tokens in a sequence (default: as in training)", **LENGTH)
     batch_size: int = option(16, "sequences in one forward pass", **SEQUENCES)

@@ -5,7 +5,7 @@ Templates are applied in `templates.py`; pairs and prompts are read in `preferen
 
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import islice
 from pathlib import Path
@@ -16,9 +16,9 @@ from lmforge.data.chat.layout import Layout, encode_layouts
 from lmforge.data.chat.messages import check_encodable, parse_embedded_json
 from lmforge.data.chat.templates import ChatExample, ChatTemplate, LossMaskMode
 from lmforge.data.packing import TokenizedExample
-from lmforge.data.sources.records import Record, read_records, record_text, require_fields
+from lmforge.data.sources.records import Record, UnusableRecords, read_records, record_text, require_fields
 from lmforge.data.tokenizer import Tokenizer
-from lmforge.errors import UserError, prefix_errors
+from lmforge.errors import UserError
 from lmforge.untrusted import cut, list_names
 
 # The fields of a record of each format, in the order in which they are looked for.
@@ -53,6 +53,7 @@ class RecordEncoder:
     tokenizer: Tokenizer
     field_names: Mapping[str, str] | None = None
     apply_chat_template: bool = False
+    unusable: UnusableRecords = field(default_factory=UnusableRecords)
 
     @cached_property
     def chat_template(self) -> ChatTemplate:
@@ -85,36 +86,42 @@ class RecordEncoder:
     def encode_file(self, path: str | Path, lay_out: Callable[[Record], LaidOut[ExampleT]]) -> Iterator[ExampleT]:
         """The examples that `lay_out` describes of the records of a file or folder. Many layouts are encoded at a time.
 
-        A UserError is raised with the place of the record.
+        What `unusable` does not leave out is raised as a UserError with the place of the record.
         """
 
         def laid_out() -> Iterator[tuple[str, LaidOut[ExampleT]]]:
-            for place, record in read_renamed_records(path, self.field_names):
-                with prefix_errors(place):
-                    item = lay_out(record)
-                yield place, item
+            for place, record in read_renamed_records(path, self.field_names, self.unusable):
+                with self.unusable.leave_out(place):
+                    yield place, lay_out(record)
 
         remaining = laid_out()
         while batch := list(islice(remaining, ENCODE_BATCH_SIZE)):
-            finishing = self.finish_layouts([layout for _, (_, layouts) in batch for layout in layouts])
-            finished: list[Layout] = []
-            for place, (_, layouts) in batch:
-                with prefix_errors(place):
-                    finished += islice(finishing, len(layouts))
-            examples = iter(encode_layouts(self.tokenizer, finished))
-            for _, (make, layouts) in batch:
-                yield make(*islice(examples, len(layouts)))
+            finished: list[tuple[Callable[..., ExampleT], list[Layout]]] = []
+            while batch:
+                finishing = self.finish_layouts([layout for _, (_, layouts) in batch for layout in layouts])
+                for place, (make, layouts) in batch.copy():
+                    batch.pop(0)
+                    before = len(finished)
+                    with self.unusable.leave_out(place):
+                        finished.append((make, list(islice(finishing, len(layouts)))))
+                    if len(finished) == before:  # the rest of the batch is begun anew
+                        break
+            examples = iter(encode_layouts(self.tokenizer, [each for _, built in finished for each in built]))
+            for make, built in finished:
+                yield make(*islice(examples, len(built)))
 
 
-def read_renamed_records(path: str | Path, fields: Mapping[str, str] | None) -> Iterator[tuple[str, Record]]:
-    """`read_records`, with {our name: theirs} fields under our names. Raises UserError naming the record that lacks one."""
-    fields = fields or {}
+def read_renamed_records(
+    path: str | Path, fields: Mapping[str, str] | None, unusable: UnusableRecords | None = None
+) -> Iterator[tuple[str, Record]]:
+    """`read_records`, with {our name: theirs} fields under our names. Raises UserError naming a record that cannot be used."""
+    fields, unusable = fields or {}, unusable or UnusableRecords()
     renamed = {theirs: ours for ours, theirs in fields.items()}
-    for place, record in read_records(path):
-        with prefix_errors(place):
+    for place, record in read_records(path, unusable=unusable):
+        with unusable.leave_out(place):
             require_fields(record, *renamed)
-        others = {name: value for name, value in record.items() if name not in renamed and name not in fields}
-        yield place, others | {ours: record[theirs] for theirs, ours in renamed.items()}
+            others = {name: value for name, value in record.items() if name not in renamed and name not in fields}
+            yield place, others | {ours: record[theirs] for theirs, ours in renamed.items()}
 
 
 def read_conversations(
@@ -124,6 +131,7 @@ def read_conversations(
     format: Format = "auto",
     mask: LossMaskMode = "assistant",
     fields: Mapping[str, str] | None = None,
+    unusable: UnusableRecords | None = None,
 ) -> Iterator[TokenizedExample]:
     """The conversations of a file or folder, in order, as they are read.
 
@@ -131,7 +139,7 @@ def read_conversations(
     as {"messages": "chat"}. Prompts and completions that are strings, and plain text, are encoded as they are, without a
     template, and end with the end-of-text token. Raises UserError naming a record that does not have the format.
     """
-    encoder = RecordEncoder(tokenizer, fields)
+    encoder = RecordEncoder(tokenizer, fields, unusable=unusable or UnusableRecords())
 
     def lay_out(record: Record) -> LaidOut[TokenizedExample]:
         nonlocal format
@@ -143,9 +151,11 @@ def read_conversations(
 
 def detect_format(record: Record) -> Format:
     """The format of a record, by its fields. Raises UserError if it is none of FORMAT_FIELDS."""
-    for format, names in FORMAT_FIELDS.items():
-        if all(name in record for name in names):
-            return format
+    # A null is no field where there are those of another format: each row of a table has the columns of all rows.
+    for fields in ({name for name, value in record.items() if value is not None}, record.keys()):
+        for format, names in FORMAT_FIELDS.items():
+            if fields >= {*names}:
+                return format
     known = "; ".join(f"{format}: {', '.join(names)}" for format, names in FORMAT_FIELDS.items())
     raise UserError(f"the fields {list_names(record)} are of no format known ({known}); name them with fields")
 

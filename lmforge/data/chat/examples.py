@@ -20,21 +20,23 @@ from lmforge.data.chat.spill_buffer import ExampleGroup, SpillBuffer
 from lmforge.data.dataset import PackedDataset
 from lmforge.data.labels import IGNORE_INDEX
 from lmforge.data.packing import PackedSequence, Packing, TokenizedExample, best_fit
+from lmforge.data.sources.folders import FileSplit
 from lmforge.data.sources.records import find_record_files
 from lmforge.data.tokenizer import MAX_VOCAB_SIZE, Tokenizer
 from lmforge.errors import UserError
 from lmforge.manifests import EXAMPLES_MANIFEST, ExampleManifest, ExampleSplit
 from lmforge.untrusted import MAX_MANIFEST_BYTES, open_file, read_json
 
-SPLITS = ("train", "validation")
+SPLITS: tuple[FileSplit, ...] = ("train", "validation")
 # Incremented whenever the same files and options would give other sequences.
-EXAMPLES_VERSION = 2
+EXAMPLES_VERSION = 3
+UNUSABLE = "left-out.txt"  # a line for each record that cannot be used
 
 
-def hash_files(files: Sequence[Path]) -> str:
-    """A hash of the contents of files, or of all in a folder, whatever their names. Raises OSError if one cannot be read."""
+def hash_files(files: Sequence[Path], split: FileSplit = "train") -> str:
+    """A hash of the contents of files, or of a split of folders, whatever their names. Raises OSError."""
     digest = xxhash.xxh3_128()
-    for path in (file for each in files for file in find_record_files(each)):
+    for path in (file for each in files for file in find_record_files(each, split)):
         with open_file(path) as file:
             hashlib.file_digest(file, lambda: digest)  # type: ignore[arg-type]
         digest.update(b"\0file")
@@ -43,7 +45,7 @@ def hash_files(files: Sequence[Path]) -> str:
 
 def write_examples(
     folder: Path,
-    read_split: Callable[[str], Iterable[ExampleGroup]],
+    read_split: Callable[[FileSplit], Iterable[ExampleGroup]],
     tokenizer: Tokenizer,
     *,
     plan: dict[str, Any],
@@ -51,13 +53,15 @@ def write_examples(
     limit_description: str,
     overlong: str,
     validation_ratio: float | None,
+    unusable: Sequence[str] = (),
 ) -> None:
     """Write the examples that `read_split(split)` gives into `folder`, atomically; an existing folder stays as it is.
 
     Examples longer than `sequence_length` (in words: `limit_description`) are dropped or truncated (`overlong`); those without
-    a scored token are dropped; both are counted. With `validation_ratio` that fraction of the examples (at least one) is for
-    validation, those with the smallest hashes. Memory holds a few numbers for each. Raises UserError if no example is left, or
-    the disk is full.
+    a scored token are dropped; both are counted. `unusable` are the problems of records that were left out, known once all are
+    read; they are counted and listed. With `validation_ratio` that fraction of the examples (at least one) is for validation,
+    those with the smallest hashes. Memory holds a few numbers for each. Raises UserError if no example is left, or the disk is
+    full.
     """
     if (folder / EXAMPLES_MANIFEST).exists():
         return
@@ -75,12 +79,16 @@ def write_examples(
             splits = {}
             for split, selected in zip(SPLITS, (~validation, validation), strict=True):
                 if not selected.any() and (split == "train" or validation_ratio is None):
+                    first = f", such as {unusable[0]}" if unusable else ""
                     raise UserError(
                         f"no example is left of the {split} files: {counts['overlong']} are longer than {limit_description},"
-                        f" {counts['nothing_to_learn']} have nothing to learn"
+                        f" {counts['nothing_to_learn']} have nothing to learn, {len(unusable)} cannot be used{first}"
                     )
                 splits[split] = buffer.write(partial, split, selected)
             tokenizer.save(partial / "tokenizer")
+        if unusable:
+            counts["unusable"] = len(unusable)
+            (partial / UNUSABLE).write_text("".join(f"{problem}\n" for problem in unusable), encoding="utf-8")
         limits = {"sequence_length": sequence_length, "vocab_size": tokenizer.vocab_size}
         atomic_write_json(partial / EXAMPLES_MANIFEST, {"plan": plan, **limits, "counts": counts, "splits": splits})
 

@@ -19,9 +19,9 @@ from lmforge.data.chat.layout import Layout, encode_layouts
 from lmforge.data.chat.messages import Message, validate_messages
 from lmforge.data.chat.templates import ChatExample
 from lmforge.data.packing import TokenizedExample
-from lmforge.data.sources.records import Record, require_fields
+from lmforge.data.sources.records import Record, UnusableRecords, require_fields
 from lmforge.data.tokenizer import Tokenizer
-from lmforge.errors import UserError, prefix_errors
+from lmforge.errors import NothingToLearn, UserError
 from lmforge.untrusted import quoted
 
 # The text before the last answer in a conversation that is written as one string (Anthropic's hh-rlhf).
@@ -74,14 +74,15 @@ def read_preference_pairs(
     apply_chat_template: bool = False,
     with_margins: bool = False,
     fields: Mapping[str, str] | None = None,
+    unusable: UnusableRecords | None = None,
 ) -> Iterator[PreferencePair]:
     """Records {prompt, chosen, rejected}, or {chosen, rejected} of whole conversations with the same beginning.
 
     Strings are encoded as they are and end with the end-of-text token, unless `apply_chat_template` makes messages of them.
-    `with_margins` keeps the number in a record's `margin`. Raises UserError naming the record without a prompt, an answer or a
-    difference. The rest as in `read_conversations`.
+    `with_margins` keeps the number in a record's `margin`. Pairs of equal sides are left out. Raises UserError naming a record
+    without a prompt or an answer, unless `unusable` leaves it out. The rest as in `read_conversations`.
     """
-    encoder = RecordEncoder(tokenizer, fields, apply_chat_template)
+    encoder = RecordEncoder(tokenizer, fields, apply_chat_template, unusable or UnusableRecords())
 
     def lay_out(record: Record) -> LaidOut[PreferencePair]:
         margin = _parse_margin(record) if with_margins else 0.0
@@ -96,9 +97,10 @@ def read_unpaired_preferences(
     *,
     apply_chat_template: bool = False,
     fields: Mapping[str, str] | None = None,
+    unusable: UnusableRecords | None = None,
 ) -> Iterator[UnpairedPreference]:
     """Records {prompt, completion, label} with true or false labels, as for KTO; the rest as in `read_preference_pairs`."""
-    encoder = RecordEncoder(tokenizer, fields, apply_chat_template)
+    encoder = RecordEncoder(tokenizer, fields, apply_chat_template, unusable or UnusableRecords())
 
     def lay_out(record: Record) -> LaidOut[UnpairedPreference]:
         require_fields(record, "prompt", "completion", "label", hint=RENAMING_HINT)
@@ -118,22 +120,26 @@ def read_prompts(
     fields: Mapping[str, str] | None = None,
     max_prompt_length: int | None = None,
     counts: PromptCounts | None = None,
+    unusable: UnusableRecords | None = None,
 ) -> Iterator[TokenizedPrompt]:
     """Records {prompt, ...columns}: a string as it is, or with `apply_chat_template` as a user's message; or messages, of which
     a last answer is left out. Prompts of more than `max_prompt_length` tokens are dropped, and counted in `counts`.
 
     Raises UserError naming the record without a prompt.
     """
-    encoder, counts = RecordEncoder(tokenizer), counts or PromptCounts()
-    for place, record in read_renamed_records(path, fields):
+    encoder, counts, unusable = RecordEncoder(tokenizer), counts or PromptCounts(), unusable or UnusableRecords()
+    for place, record in read_renamed_records(path, fields, unusable):
         counts.records += 1
-        with prefix_errors(place):
+        tokens = None
+        with unusable.leave_out(place):
             prompt = _parse_prompt(record, apply_chat_template)
             if isinstance(prompt, str):
                 [example] = encode_layouts(tokenizer, [encoder.plain_text_layout([(prompt, False)], add_eos=False)])
                 tokens = example.tokens
             else:
                 tokens = np.array(encoder.chat_template.encode_prompt(prompt, record_tools(record)), np.int32)
+        if tokens is None:
+            continue
         if max_prompt_length is not None and len(tokens) > max_prompt_length:
             counts.overlong += 1
             continue
@@ -153,9 +159,11 @@ def encode_completions(
     return [example.tokens.tolist() for example in encode_layouts(tokenizer, finished)]
 
 
-def read_prompt_columns(path: str | Path, fields: Mapping[str, str]) -> Iterator[tuple[str, dict[str, Any]]]:
+def read_prompt_columns(
+    path: str | Path, fields: Mapping[str, str], unusable: UnusableRecords
+) -> Iterator[tuple[str, dict[str, Any]]]:
     """(place, columns) of each record of prompts."""
-    for place, record in read_renamed_records(path, fields):
+    for place, record in read_renamed_records(path, fields, unusable):
         yield place, _columns(record)
 
 
@@ -164,7 +172,7 @@ def _columns(record: Record) -> dict[str, Any]:
 
 
 def _parse_prompt(record: Record, apply_chat_template: bool) -> str | list[Message]:
-    if "prompt" in record or "messages" not in record:
+    if record.get("prompt") is not None or record.get("messages") is None:
         require_fields(record, "prompt", hint=RENAMING_HINT)
         if isinstance(record["prompt"], str) and not apply_chat_template:
             if not record["prompt"]:
@@ -179,7 +187,7 @@ def _pair_layouts(record: Record, encoder: RecordEncoder) -> list[Layout | ChatE
     require_fields(record, "chosen", "rejected", hint=RENAMING_HINT)
     sides = [record["chosen"], record["rejected"]]
     if sides[0] == sides[1]:
-        raise UserError("chosen and rejected are equal: there is nothing to prefer")
+        raise NothingToLearn("chosen and rejected are equal: there is nothing to prefer")
     prompt = record.get("prompt")
     if all(isinstance(side, list) and side for side in sides):
         sides = [to_messages(side, "assistant") for side in sides]

@@ -25,22 +25,25 @@ from lmforge.data.prepare.dist_context import DistContext, SingleProcessContext
 from lmforge.data.prepare.hook import DocumentHook
 from lmforge.data.prepare.output_folder import lock_output_folder
 from lmforge.data.prepare.pack import is_packed, write_best_fit_index
-from lmforge.data.prepare.steps import CHARACTERS, Preparation, PreparationPlan, ProgressCallback
+from lmforge.data.prepare.steps import CHARACTERS, Preparation, PreparationPlan, ProgressCallback, Source
 from lmforge.data.shards.folder import TokenFolder
 from lmforge.data.shards.format import SHARDS_MANIFEST
-from lmforge.data.sources.open_source import Source, open_source
+from lmforge.data.sources.folders import content_suffix, list_files
+from lmforge.data.sources.hf_dataset import is_dataset, open_dataset_source
 from lmforge.data.sources.plugin_unit import NO_READERS, PluginReaders
-from lmforge.data.sources.token_files import TokenSource
+from lmforge.data.sources.text_sources import known_suffixes, open_text_source
+from lmforge.data.sources.token_files import TokenSource, find_token_files, open_token_source
 from lmforge.data.tokenizer import Tokenizer, byte_tokenizer
 from lmforge.errors import UserError
 from lmforge.manifests import UNFINISHED
+from lmforge.untrusted import expand_home
 
 BYTES = "bytes"  # a tokenizer that is built in
 
 
 @dataclass(frozen=True)
 class PreparationSummary:
-    """The result of a preparation; tokens, documents and bytes of text by split, files that were left out by suffix.
+    """The result of a preparation; tokens, documents and bytes of text by split, files that were left out by suffix or split.
 
     `removed_documents` counts those that were left out, by reason: "hook", "contaminated", "duplicate". `best_fit` describes
     the best-fit packing for each sequence length that there is one for, or its damage.
@@ -52,7 +55,7 @@ class PreparationSummary:
     text_bytes: dict[str, int]
     empty_documents: int
     removed_documents: dict[str, int]
-    skipped_kinds: dict[str, int]
+    left_out: tuple[tuple[str, int], ...]
     vocab_size: int
     best_fit: dict[int, str]
     already_done: bool
@@ -99,16 +102,7 @@ class PreparationOptions:
         given = _open_tokenizer(self.tokenizer)
         ngrams = EvaluationNgrams.of(self.evaluation_texts) if self.evaluation_texts else None
         document_hook = DocumentHook.open(self.hook, self.text_field) if self.hook else None
-        corpus = open_source(
-            source,
-            text_field=self.text_field,
-            text_suffixes=self.text_suffixes,
-            tokenizer=given,
-            separator_id=self.separator_id,
-            split=self.split,
-            subset=self.subset,
-            readers=self.readers,
-        )
+        corpus = self.open_source(source, given)
         if isinstance(corpus, TokenSource) and (document_hook or ngrams or self.deduplicate == "near"):
             raise UserError(f"{source}: tokens: a hook, near duplicates and decontamination need text; leave them out")
         plan = PreparationPlan(
@@ -126,6 +120,33 @@ class PreparationOptions:
         check_num_processes(self.workers or 1)
         return Preparation(out, corpus, given, document_hook, ngrams, plan, progress, dist_ctx)
 
+    def open_source(self, spec: str, tokenizer: Tokenizer | None) -> Source:
+        """The corpus that `spec` names: text, tokens of other tools, or a Hugging Face dataset.
+
+        Tokens need the tokenizer that made them; without one, .bin files in a folder of text are not taken for tokens. Raises
+        UserError if there is nothing to read, or for an option that is of no use with this source.
+        """
+        dataset = is_dataset(spec, self.split, self.subset)
+        if not dataset and (self.split or self.subset):
+            raise UserError(f"{spec}: split and subset are of a Hugging Face dataset, which this is not; leave them out")
+        tokens = [] if dataset else find_token_files(spec)
+        texts = [] if not tokens or expand_home(spec).is_file() else _find_text(expand_home(spec))
+        if tokens and texts and tokenizer is None:
+            tokens = []
+        if self.separator_id is not None and not tokens:
+            raise UserError(f"{spec}: separator_id is of tokens that are imported, and this is text; leave it out")
+        if dataset:
+            return open_dataset_source(spec, self.text_field, self.split, self.subset)
+        if not tokens:
+            return open_text_source(spec, self.text_field, self.text_suffixes, self.readers)
+        if tokenizer is None:
+            raise UserError(f"{spec}: token ids, and nothing says which tokenizer made them; name it with --tokenizer")
+        if texts:
+            raise UserError(
+                f"{spec}: holds both tokens ({tokens[0].name}) and text ({texts[0].name}); name a file, or part them"
+            )
+        return open_token_source(spec, tokens, tokenizer, self.separator_id)
+
 
 def prepare(
     source: str,
@@ -135,7 +156,7 @@ def prepare(
     dist_ctx: DistContext | None = None,
     **options: Any,
 ) -> PreparationSummary:
-    """Turn the corpus that `source` names (see `open_source`) into a token folder.
+    """Turn the corpus that `source` names (see `PreparationOptions.open_source`) into a token folder.
 
     progress  called as progress(step, done, total, bytes of the source done, of how many); the steps are "tokenizer",
               "tokens", "shards" and "packing"; bytes are those on the disk, and 0 of 0 where none are read
@@ -166,6 +187,12 @@ def prepare(
         return dist_ctx.decide_on_rank0(lambda: _summary(out, finished, preparation.corpus))
 
 
+def _find_text(folder: Path) -> list[Path]:
+    """Text files in a folder, sorted, except the document counts that fms-fsdp stores with its tokens."""
+    files = (path for path in list_files(folder) if content_suffix(path.name) in known_suffixes() and path.suffix != ".json")
+    return sorted(path for path in files if not (path.parent.name == "meta" and path.name.endswith("counts.csv")))
+
+
 def _open_tokenizer(name: str | Path | None) -> Tokenizer | None:
     """The given tokenizer; None if it is made from the documents."""
     if name is None or str(name) == CHARACTERS:
@@ -183,7 +210,7 @@ def _summary(out: Path, already_done: bool, corpus: Source) -> PreparationSummar
         text_bytes={split: manifest.text_bytes.get(split, 0) for split in manifest.splits},
         empty_documents=manifest.empty_documents,
         removed_documents=manifest.removed_documents,
-        skipped_kinds=dict(corpus.skipped_kinds),
+        left_out=corpus.left_out,
         vocab_size=manifest.vocab_size,
         best_fit={length: describe_best_fit(folder, length) for length in best_fit_lengths(folder)},
         already_done=already_done,

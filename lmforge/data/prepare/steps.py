@@ -29,7 +29,9 @@ from lmforge.data.prepare.shard_jobs import (
 from lmforge.data.prepare.tokenizer_sample import find_characters, sample_texts
 from lmforge.data.prepare.worker_pool import WorkerPool
 from lmforge.data.shards.format import TRAIN_SPLIT, VALIDATION_SPLIT, hash_tokenizer_files
-from lmforge.data.sources.open_source import Source
+from lmforge.data.sources.hf_dataset import DatasetSource
+from lmforge.data.sources.text_sources import TextSource
+from lmforge.data.sources.token_files import TokenSource
 from lmforge.data.tokenizer import Tokenizer, character_tokenizer, train_tokenizer
 from lmforge.errors import UserError
 from lmforge.manifests import FORMAT_VERSION, UNFINISHED, ShardEntry, TokenFolderManifest
@@ -37,6 +39,7 @@ from lmforge.manifests import FORMAT_VERSION, UNFINISHED, ShardEntry, TokenFolde
 MIN_BYTES_PER_WORKER = 2 << 20
 CHARACTERS = "characters"  # a tokenizer that is built in, of the documents' characters
 
+Source = TextSource | TokenSource | DatasetSource  # each has `units()`, all units of work in a fixed order
 ProgressCallback = Callable[[str, int, int, int, int], None]
 
 
@@ -128,7 +131,7 @@ class Preparation:
             tokenizer=tokenizer.hash,
             vocab_size=tokenizer.vocab_size,
             dtype="uint16" if token_dtype(tokenizer.vocab_size).itemsize == 2 else "uint32",
-            skipped_files=sum(count for _, count in corpus.skipped_kinds),
+            skipped_files=sum(count for _, count in corpus.left_out),
             empty_documents=index.removed["empty"],
             text_bytes={split: int(index.text_bytes[documents].sum()) for split, documents in members.items()},
             splits=splits,

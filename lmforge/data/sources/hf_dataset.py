@@ -9,8 +9,9 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from lmforge.data.sources.folders import list_files
 from lmforge.data.sources.records import ReadProgress
-from lmforge.data.sources.text_sources import FileSource, SourceFile, list_files, stat_files
+from lmforge.data.sources.text_sources import FileSource, SourceFile, stat_files
 from lmforge.data.sources.units import TEXT_FIELD_HINT, Document, SourceUnit, record_document
 from lmforge.errors import UserError, how_to_install
 from lmforge.hub import (

@@ -5,20 +5,22 @@ Callers interpret the fields: `text_sources.py` reads one text of each record, `
 """
 
 import io
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lmforge.errors import UserError
+from lmforge.data.sources.folders import COMPRESSION_SUFFIXES, FileSplit, content_suffix, find_files
+from lmforge.errors import NothingToLearn, UserError, prefix_errors
 from lmforge.untrusted import BYTE_ORDER_MARK, CHUNK_BYTES, expand_home, list_names, parse_json, read_stream
 
 if TYPE_CHECKING:
+    import pyarrow
     import pyarrow.parquet
 
 JSON_SUFFIXES = frozenset({".jsonl", ".ndjson", ".json"})
-COMPRESSION_SUFFIXES = {".gz": "gzip", ".zst": "zstd"}
+RECORD_SUFFIXES = JSON_SUFFIXES | {".parquet"}
 MAX_LINE_BYTES = 2**26
 MAX_LIST_BYTES = 2**30  # of a file that is one JSON list
 READ_BUFFER_BYTES = 1 << 18
@@ -50,57 +52,101 @@ class SourceReader(io.BufferedReader):
         return self.tell() if self._file is None else int(self._file.tell())
 
 
-def content_suffix(name: str) -> str:
-    """The suffix of a file's name without that of the compression, in lower case."""
-    path = Path(name)
-    return Path(path.stem if path.suffix in COMPRESSION_SUFFIXES else name).suffix.lower()
-
-
-def find_record_files(path: str | Path) -> list[Path]:
-    """The file itself, or all files of records in a folder, sorted; `~` is expanded. Raises UserError if there are none, or for
-    a single file of another kind; without a suffix it is taken for JSON lines."""
-    root, known = expand_home(path), JSON_SUFFIXES | {".parquet"}
+def find_record_files(path: str | Path, split: FileSplit = "train") -> Sequence[Path]:
+    """The file itself, or the files of records of a split of a folder; `~` is expanded. Raises UserError if there are none, or
+    for a single file of another kind; without a suffix it is taken for JSON lines."""
+    root = expand_home(path)
     if root.is_file():
-        if (suffix := content_suffix(root.name)) and suffix not in known:
+        if (suffix := content_suffix(root.name)) and suffix not in RECORD_SUFFIXES:
             raise UserError(f"{path}: {suffix} files are not read; convert the records to .jsonl or .parquet")
         return [root]
     if not root.is_dir():
         raise UserError(f"{path}: no such file or folder")
-    files = sorted(file for file in root.iterdir() if file.is_file() and content_suffix(file.name) in known)
+    files = find_files(root, RECORD_SUFFIXES, split).paths
     if not files:
         raise UserError(f"{path}: holds no records: looked for .jsonl, .json, .parquet, and these with .gz or .zst")
     return files
 
 
-def read_records(path: str | Path) -> Iterator[tuple[str, Record]]:
-    """("FILE, record N", record) of a file, or of all such files of a folder, sorted; N counts from 1 in each file.
+def describe_folders(paths: Iterable[Path], split: FileSplit = "train") -> str:
+    """For folders among these paths what is left out of them, and which folders within them are read: of each after `; `."""
+    roots = [root for path in paths if (root := expand_home(path)).is_dir()]
+    notes = [f"; {root} {note}" for root in roots if (note := find_files(root, RECORD_SUFFIXES, split).describe(root))]
+    return "".join(notes)
 
-    .jsonl, .ndjson and .json (lines, or one list), these with .gz or .zst, and .parquet. Raises UserError naming the place.
+
+@dataclass
+class UnusableRecords:
+    """Records that cannot be used. The first ends the command, unless `skip`; those without anything to learn do not."""
+
+    skip: bool = False
+    problems: list[str] = field(default_factory=list)  # of those that were left out, with their places
+
+    def add(self, problem: UserError) -> None:
+        """Leave out a record. Raises `problem` where it ends the command."""
+        if not self.skip and not isinstance(problem, NothingToLearn):
+            raise problem
+        self.problems.append(str(problem))
+
+    @contextmanager
+    def leave_out(self, place: str) -> Iterator[None]:
+        """The record at a place is left out if the block raises a UserError."""
+        try:
+            with prefix_errors(place):
+                yield
+        except UserError as problem:
+            self.add(problem)
+
+    def __str__(self) -> str:
+        """Their number and the first, after `; `; empty if there are none."""
+        number = len(self.problems)
+        return f"; {number:,} left out that cannot be used, such as {self.problems[0]}" if number else ""
+
+
+def read_records(
+    path: str | Path, split: FileSplit = "train", unusable: UnusableRecords | None = None
+) -> Iterator[tuple[str, Record]]:
+    """("FILE, record N", record) of a file, or of all such files of a split of a folder; N counts from 1 in each file.
+
+    .jsonl, .ndjson and .json (lines, or one list), these with .gz or .zst, and .parquet. Raises UserError naming the place,
+    unless `unusable` leaves the record out.
     """
-    for file in find_record_files(path):
-        records = parquet_rows(file) if content_suffix(file.name) == ".parquet" else _json_list_or_lines(file)
+    unusable = unusable or UnusableRecords()
+    for file in find_record_files(path, split):
+        records = _parquet_rows(file) if content_suffix(file.name) == ".parquet" else _json_list_or_lines(file)
         for number, record in enumerate(records, start=1):
-            yield f"{file}, record {number}", record
+            if isinstance(record, UserError):
+                unusable.add(record)
+            else:
+                yield f"{file}, record {number}", record
 
 
-def _json_list_or_lines(path: Path) -> Iterator[Record]:
+def _json_list_or_lines(path: Path) -> Iterator[Record | UserError]:
     with open_decompressed(path) as file:
         if file.peek().removeprefix(BYTE_ORDER_MARK).lstrip().startswith(b"["):
             content = read_stream(file, str(path), MAX_LIST_BYTES)
             hint = "a file that begins with [ must be one JSON list of objects"
-            yield from parse_json(content, list[Record], str(path), max_bytes=MAX_LIST_BYTES, hint=hint, allow_nan=True)
+            items = parse_json(content, list[object], str(path), max_bytes=MAX_LIST_BYTES, hint=hint, allow_nan=True)
+            for number, item in enumerate(items, start=1):
+                yield item if isinstance(item, dict) else UserError(f"{path}, record {number}: not an object; {hint}")
             return
-    yield from (record for _, record in json_lines(path))
+    yield from (record for _, record in _read_lines(path, 0, None, ReadProgress()))
 
 
-def json_lines(
-    path: str | Path, start: int = 0, stop: int | None = None, progress: ReadProgress | None = None
-) -> Iterator[tuple[int, Record]]:
+def json_lines(path: str | Path, start: int, stop: int | None, progress: ReadProgress) -> Iterator[tuple[int, Record]]:
     """(byte offset, object) of each line that begins at bytes `start` … `stop` − 1, or to the end. Blank lines are skipped.
 
     Raises UserError naming file and line if one is not UTF-8, not a JSON object, or longer than MAX_LINE_BYTES.
     """
-    progress = progress or ReadProgress()
+    for offset, record in _read_lines(path, start, stop, progress):
+        if isinstance(record, UserError):
+            raise record
+        yield offset, record
+
+
+def _read_lines(
+    path: str | Path, start: int, stop: int | None, progress: ReadProgress
+) -> Iterator[tuple[int, Record | UserError]]:
     with open_decompressed(path) as file:
         offset = start
         if start:
@@ -108,14 +154,15 @@ def json_lines(
             file.seek(start - 1)
             offset += _skip_line(file) - 1
         while (stop is None or offset < stop) and (line := file.readline(MAX_LINE_BYTES + 1)):
-            if len(line) > MAX_LINE_BYTES:
+            size, content = len(line), line.removeprefix(BYTE_ORDER_MARK)
+            if size > MAX_LINE_BYTES:
                 limit = f"a line of more than {MAX_LINE_BYTES:,} bytes; split the record, or leave it out"
-                raise UserError(f"{line_location(path, offset)}: {limit}")
-            progress.bytes = file.disk_position - start
-            content = line.removeprefix(BYTE_ORDER_MARK)
-            if content and not content.isspace():
+                yield offset, UserError(f"{line_location(path, offset)}: {limit}")
+                size += 0 if line.endswith(b"\n") else _skip_line(file)
+            elif content and not content.isspace():
+                progress.bytes = file.disk_position - start
                 yield offset, _parse_line(content, path, offset)
-            offset += len(line)
+            offset += size
 
 
 def _skip_line(file: io.BufferedReader) -> int:
@@ -128,13 +175,16 @@ def _skip_line(file: io.BufferedReader) -> int:
     return skipped
 
 
-def _parse_line(line: bytes, path: str | Path, offset: int) -> Record:
+def _parse_line(line: bytes, path: str | Path, offset: int) -> Record | UserError:
     try:
         return parse_json(line, Record, "", max_bytes=MAX_LINE_BYTES, allow_nan=True)
     except UserError as problem:
-        decode_utf8(line, path, offset)  # names the byte, for an encoding error
+        try:
+            decode_utf8(line, path, offset)  # names the byte, for an encoding error
+        except UserError as not_utf8:
+            return not_utf8
         surrogate = ": half of a surrogate pair, which UTF-8 cannot encode" if "of hex escape" in str(problem) else ""
-        raise UserError(f"{line_location(path, offset)}{problem}{surrogate}") from None
+        return UserError(f"{line_location(path, offset)}{problem}{surrogate}")
 
 
 def line_location(path: str | Path, offset: int) -> str:
@@ -146,12 +196,75 @@ def line_location(path: str | Path, offset: int) -> str:
     return f"{path}:{line}"
 
 
-def parquet_rows(path: str | Path, columns: list[str] | None = None, row_group: int | None = None) -> Iterator[Record]:
-    """The rows of a parquet file, or of one of its row groups. Raises UserError if it cannot be read."""
+def parquet_rows(path: str | Path, columns: list[str] | None, row_group: int) -> Iterator[Record]:
+    """The rows of a row group of a parquet file. Raises UserError if it cannot be read."""
+    for row in _parquet_rows(path, columns, row_group):
+        if isinstance(row, UserError):
+            raise row
+        yield row
+
+
+def _parquet_rows(
+    path: str | Path, columns: list[str] | None = None, row_group: int | None = None
+) -> Iterator[Record | UserError]:
+    """The rows as lines of JSON would have them (`_to_json`). Columns that are null stay."""
     with open_parquet(path) as parquet:
         row_groups = None if row_group is None else [row_group]
+        rows = 0
         for batch in parquet.iter_batches(PARQUET_BATCH_ROWS, row_groups, columns):
-            yield from batch.to_pylist()
+            decoders = {field.name: decode for field in batch.schema if (decode := _to_json(field.type))}
+            for row in batch.to_pylist():
+                rows += 1
+                try:
+                    row |= {name: decode(row[name]) for name, decode in decoders.items() if row[name] is not None}
+                except UserError as problem:
+                    yield UserError(f"{path}, row {rows}: {problem}")
+                else:
+                    yield row
+
+
+def _to_json(kind: "pyarrow.DataType") -> Callable[[Any], Any] | None:
+    """What makes of a value of this type, not null, what JSON has in its place; None where it is that already.
+
+    Arrow gives every struct of a column the same fields, most of them null: nulls in structs are left out, those in lists stay.
+    Declared JSON is parsed, and keeps its nulls. Times become ISO 8601, decimals floats, and bytes that are UTF-8 text.
+    """
+    import pyarrow
+    from pyarrow import types
+
+    if isinstance(kind, pyarrow.BaseExtensionType):
+        return _parse_json_text if kind.extension_name == "arrow.json" else _to_json(kind.storage_type)
+    if types.is_dictionary(kind):
+        return _to_json(kind.value_type)
+    if types.is_struct(kind):
+        members = {field.name: _to_json(field.type) for field in kind}
+        return lambda row: {name: _decode(row[name], to) for name, to in members.items() if row[name] is not None}
+    if types.is_map(kind):
+        to_value = _to_json(kind.item_type)
+        return lambda items: {str(key): _decode(value, to_value) for key, value in items}
+    if types.is_nested(kind):
+        to_item = _to_json(kind.value_type)
+        return to_item and (lambda items: [_decode(item, to_item) for item in items])
+    if types.is_temporal(kind):
+        return lambda value: value.isoformat() if hasattr(value, "isoformat") else str(value)
+    if types.is_decimal(kind):
+        return float
+    return _decode_bytes if types.is_binary(kind) or types.is_large_binary(kind) else None
+
+
+def _decode(value: Any, decode: Callable[[Any], Any] | None) -> Any:
+    return value if value is None or decode is None else decode(value)
+
+
+def _parse_json_text(text: str) -> Any:
+    return parse_json(text.encode(), object, "a value of a JSON column", max_bytes=MAX_LINE_BYTES, allow_nan=True)
+
+
+def _decode_bytes(value: bytes) -> str | bytes:
+    try:
+        return value.decode()
+    except UnicodeDecodeError:
+        return value
 
 
 @contextmanager
@@ -164,7 +277,7 @@ def open_parquet(path: str | Path) -> Iterator["pyarrow.parquet.ParquetFile"]:
     try:
         with pyarrow.parquet.ParquetFile(path) as parquet:
             yield parquet
-    except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:
+    except (pyarrow.ArrowException, OSError, ValueError) as error:  # such as two fields of one name
         raise UserError(f"{path}: cannot be read as parquet: {error}") from None
 
 

@@ -3,25 +3,27 @@
 A source has names, sizes and times of files; its units read the text (`units.py`). It does not tokenize, shuffle or write.
 """
 
-import os
 import sysconfig
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from lmforge import registry
 from lmforge.checksums import hash_json
-from lmforge.data.sources.plugin_unit import NO_READERS, PluginReaders, PluginUnit
-from lmforge.data.sources.records import (
+from lmforge.data.sources.folders import (
     COMPRESSION_SUFFIXES,
-    JSON_SUFFIXES,
+    DESCRIPTIONS,
+    FileSplit,
+    choose_split,
     content_suffix,
-    open_decompressed,
-    open_parquet,
+    find_splits,
+    list_files,
 )
+from lmforge.data.sources.plugin_unit import NO_READERS, PluginReaders, PluginUnit
+from lmforge.data.sources.records import JSON_SUFFIXES, open_decompressed, open_parquet
 from lmforge.data.sources.units import (
     TABLE_DELIMITERS,
     TEXT_FIELD_HINT,
@@ -54,6 +56,7 @@ CONVERSIONS = {
 }
 # fmt: on
 OTHER_CONVERSION = "if it is plain text, name its suffix in --text_suffixes; if not, extract its text"
+ROW_SUFFIXES = JSON_SUFFIXES | TABLE_DELIMITERS.keys() | {".parquet", ".tar"}
 TEXT_UNIT_BYTES = 2 << 20
 JSONL_UNIT_BYTES = 16 << 20
 # A corpus gets about this many units where they can be smaller, since at the end all processes wait for the last unit.
@@ -76,11 +79,11 @@ class SourceFile:
 
 @dataclass(frozen=True)
 class FileSource(ABC):
-    """The files of a corpus, sorted by name. `skipped_kinds` counts those of a folder that are not read, by suffix."""
+    """The files of a corpus, sorted by name. `left_out` counts those of a folder that are not read, by split or suffix."""
 
     spec: str
     files: tuple[SourceFile, ...]
-    skipped_kinds: tuple[tuple[str, int], ...] = field(default=(), kw_only=True)
+    left_out: tuple[tuple[str, int], ...] = field(default=(), kw_only=True)
 
     @property
     def size(self) -> int:
@@ -154,16 +157,18 @@ def open_text_source(
     text_field: str = "text",
     text_suffixes: Collection[str] = (),
     readers: PluginReaders = NO_READERS,
+    split: FileSplit = "train",
 ) -> TextSource:
     """The corpus that `spec` names: "stdlib", a file, or a folder searched to any depth.
 
     "stdlib" is the standard library of the running Python. A text file is one document, of HTML the text of the page; a line of
     a .jsonl or a row of a .parquet, .csv or .tsv holds one in `text_field`; of a .tar each .txt, or `text_field` of each .json,
-    is one. .gz and .zst are decompressed. Files with `text_suffixes` are text too; `readers` read those of plugins. Raises
-    UserError if there is nothing to read, or for a single file of another kind.
+    is one. .gz and .zst are decompressed. Files with `text_suffixes` are text too; `readers` read those of plugins. Of a folder
+    with files of several splits those of `split` are read. Raises UserError if there is nothing to read, or for a single file
+    of another kind.
     """
-    known = known_suffixes() | {suffix.lower() for suffix in text_suffixes}
-    skipped = Counter[str]()
+    suffixes = {suffix.lower() for suffix in text_suffixes}
+    left_out, known = Counter[str](), known_suffixes() | suffixes
     if spec == "stdlib":
         root = Path(sysconfig.get_path("stdlib"))
         paths = [path for path in list_files(root, STDLIB_EXCLUDED_FOLDERS) if _is_library_code(path.relative_to(root))]
@@ -171,9 +176,11 @@ def open_text_source(
         every = list(list_files(root))
         # Among other files a .json is more often a settings file than a corpus.
         paths = [path for path in every if content_suffix(path.name) in known and path.suffix != ".json"]
-        skipped.update(content_suffix(path.name) or "without a suffix" for path in sorted(set(every).difference(paths)))
+        left_out.update(content_suffix(path.name) or "without a suffix" for path in sorted(set(every).difference(paths)))
         if not paths:
             raise UserError(f"{spec}: holds no text: looked for files such as .txt, .md, .py, .jsonl, .jsonl.gz, .parquet")
+        paths, others = _documents_of_split(paths, root, split, {".txt", *suffixes})
+        left_out.update(others)
     elif root.is_file():
         if content_suffix(root.name) not in known:
             _check_is_text(root)
@@ -183,7 +190,24 @@ def open_text_source(
     files = stat_files(paths, root)
     if not any(file.size for file in files):
         raise UserError(f"{spec}: empty: there is no text in it")
-    return TextSource(spec, files, text_field, readers, skipped_kinds=tuple(skipped.most_common()))
+    return TextSource(spec, files, text_field, readers, left_out=tuple(left_out.most_common()))
+
+
+def _documents_of_split(
+    paths: list[Path], root: Path, split: FileSplit, plain_suffixes: Collection[str]
+) -> tuple[list[Path], Counter[str]]:
+    """The files of a split, and how many others there are. Code and pages are of no split, and plain texts only where the names
+    of all tell one: "test-drive.txt" may be a document of many."""
+    rows = [path for path in paths if content_suffix(path.name) in ROW_SUFFIXES]
+    texts = [path for path in paths if content_suffix(path.name) in plain_suffixes]
+    of_splits = {path for members in find_splits([*rows, *texts], root).values() for path in members}
+    members = rows + texts if of_splits.issuperset(texts) else rows
+    splits = find_splits(members, root)
+    if not splits or (split not in splits and len(members) < len(paths)):
+        return paths, Counter()
+    chosen, left_out = choose_split(members, root, split)
+    cards = {path for path in paths if path.name in DESCRIPTIONS}
+    return [*chosen, *{*paths}.difference(members, cards)], left_out
 
 
 def _check_is_text(path: Path) -> None:
@@ -205,20 +229,6 @@ def stat_files(paths: Iterable[Path], root: Path) -> tuple[SourceFile, ...]:
         for path, stat in stats
     ]
     return tuple(sorted(files, key=lambda file: file.name))
-
-
-def list_files(root: Path, excluded: frozenset[str] = frozenset()) -> Iterator[Path]:
-    """Every file below a folder, without hidden ones."""
-
-    def stop(error: OSError) -> None:
-        raise UserError(f"{error.filename}: cannot be read: {error.strerror}") from None
-
-    for folder, folders, names in os.walk(root, onerror=stop):
-        folders[:] = [name for name in folders if name not in excluded and not name.startswith(".")]
-        for name in names:
-            path = Path(folder, name)
-            if not name.startswith(".") and path.is_file():
-                yield path
 
 
 def _is_library_code(path: Path) -> bool:

@@ -10,6 +10,7 @@ out, and `prepare` ends each document with the tokenizer's own end-of-text id.
 """
 
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -19,8 +20,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from lmforge.data.sources.folders import choose_split, list_files
 from lmforge.data.sources.records import ReadProgress
-from lmforge.data.sources.text_sources import FileSource, list_files, stat_files
+from lmforge.data.sources.text_sources import FileSource, stat_files
 from lmforge.data.tokenizer import Tokenizer
 from lmforge.errors import UserError
 from lmforge.untrusted import cut, expand_home, list_names
@@ -275,13 +277,15 @@ def find_token_files(spec: str) -> list[Path]:
 
 
 def open_token_source(spec: str, paths: Sequence[Path], tokenizer: Tokenizer, separator_id: int | None = None) -> TokenSource:
-    """The tokenized corpus in these files, of this tokenizer. Raises UserError if a folder has files of text too.
+    """The tokenized corpus in these files, of this tokenizer; those of the split train, where a folder's files name splits.
 
     Documents end at the tokenizer's end-of-text id, at `separator_id`, and before a beginning-of-text id.
     """
     if separator_id is not None and separator_id >= tokenizer.vocab_size:
         raise UserError(f"separator_id {separator_id:,}: the vocabulary has ids up to {tokenizer.vocab_size - 1:,}")
     separators = sorted({*tokenizer.named_ids, *([] if separator_id is None else [separator_id])})
-    root = expand_home(spec)
+    root, left_out = expand_home(spec), Counter[str]()
+    if root.is_dir():
+        paths, left_out = choose_split(paths, root, "train")
     files = stat_files(paths, root if root.is_dir() else root.parent)
-    return TokenSource(spec, files, tuple(separators), tokenizer.vocab_size)
+    return TokenSource(spec, files, tuple(separators), tokenizer.vocab_size, left_out=tuple(left_out.most_common()))

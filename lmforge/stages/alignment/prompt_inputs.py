@@ -21,6 +21,8 @@ from lmforge.data.chat.preferences import PromptCounts, TokenizedPrompt, encode_
 from lmforge.data.chat.templates import ChatTemplate
 from lmforge.data.dataset import PackedDataset
 from lmforge.data.packing import PackedSequence, Packing
+from lmforge.data.sources.folders import FileSplit
+from lmforge.data.sources.records import UnusableRecords, describe_folders, find_record_files
 from lmforge.data.tokenizer import Tokenizer
 from lmforge.errors import UserError, prefix_errors
 from lmforge.generate.model_loading import check_reward_head
@@ -62,9 +64,9 @@ def _check_prompts_and_rewards(config: AlignConfig) -> None:
             check_reward_head(find_pretrained(Path(spec)).resolve_model_config(ModelOptions()), Path(spec), reward_model=True)
     functions = [spec for spec in config.rollout.reward_functions if spec not in models]
     with load_reward_functions(functions, options=reward_options(config.rollout)) as rewards:
-        for files in filter(None, (config.data.files, config.data.validation_files)):
-            names: set[str] = set()
-            records = chain.from_iterable(read_prompt_columns(path, config.data.renamed) for path in files)
+        for files in filter(None, (_files_of(config, "train"), _files_of(config, "validation"))):
+            names, unusable = set[str](), UnusableRecords(config.data.skip_invalid)
+            records = chain.from_iterable(read_prompt_columns(path, config.data.renamed, unusable) for path in files)
             for location, columns in records:
                 names.update(columns)
                 with prefix_errors(location):
@@ -79,31 +81,37 @@ def reward_options(rollout: RolloutOptions) -> dict[str, str]:
     return {entry.name: entry_options(rollout, entry).model_dump_json() for entry in entries}
 
 
-def _read_split(config: AlignConfig, tokenizer: Tokenizer, files_option: str) -> tuple[list[TokenizedPrompt], PromptCounts]:
-    """The prompts of `data.files` or `data.validation_files`, with counts. Raises UserError where there are files but no
-    prompts."""
-    options, counts = config.data, PromptCounts()
+def _files_of(config: AlignConfig, split: FileSplit) -> list[Path]:
+    """The files of `data.files` or `data.validation_files`, and of the folders among them. Raises UserError."""
+    paths = config.data.files if split == "train" else config.data.validation_files
+    return [file for path in paths for file in find_record_files(path, split)]
+
+
+def _read_split(config: AlignConfig, tokenizer: Tokenizer, split: FileSplit) -> tuple[list[TokenizedPrompt], str]:
+    """The prompts of the files of a split, with counts. Raises UserError where there are files but no prompts."""
+    options, counts, unusable = config.data, PromptCounts(), UnusableRecords(config.data.skip_invalid)
     reading: dict[str, Any] = {
         "apply_chat_template": options.apply_chat_template,
         "fields": options.renamed,
         "max_prompt_length": options.sequence_length - config.rollout.max_completion_length,
         "counts": counts,
+        "unusable": unusable,
     }
-    files = getattr(options, files_option)
+    files = _files_of(config, split)
     prompts = [prompt for path in files for prompt in read_prompts(path, tokenizer, **reading)]
     if files and not counts.kept:
         raise UserError(
-            f"data.{files_option}: no prompt is left ({counts}); make data.sequence_length longer, or"
-            " rollout.max_completion_length shorter"
+            f"data.{'files' if split == 'train' else 'validation_files'}: no prompt is left ({counts}{unusable});"
+            " make data.sequence_length longer, or rollout.max_completion_length shorter"
         )
-    return prompts, counts
+    return prompts, f"{counts}{unusable}"
 
 
 def _read_prompts(config: AlignConfig, tokenizer: Tokenizer) -> tuple[list[TokenizedPrompt], list[TokenizedPrompt], str]:
     """Training and validation prompts, and a description of how many records were used and skipped."""
-    prompts, counts = _read_split(config, tokenizer, "files")
+    prompts, counts = _read_split(config, tokenizer, "train")
     if config.data.validation_files:
-        validation, validation_counts = _read_split(config, tokenizer, "validation_files")
+        validation, validation_counts = _read_split(config, tokenizer, "validation")
         return prompts, validation, f"{counts}; validation: {validation_counts}"
     hashes = np.array([xxhash.xxh3_64_intdigest(prompt.tokens.tobytes()) for prompt in prompts], np.uint64)
     is_validation = select_validation(hashes, config.data.validation_ratio)
@@ -125,7 +133,7 @@ def open_prompt_inputs(config: AlignConfig, world_size: int) -> RunInputs:
         # Raises UserError where a reward model has no chat template, and so cannot read such prompts.
         with prefix_errors(f"rollout.reward_functions: {spec}"):
             encode_completions(find_pretrained(Path(spec)).tokenizer(), [prompts[0].prompt], ["."])
-    dataset = _prompt_dataset(config, prompts, validation_prompts)
+    dataset, notes = _prompt_dataset(config, prompts, validation_prompts), describe_folders(config.data.files)
     return RunInputs(
         tokenizer,
         dataset,
@@ -133,7 +141,7 @@ def open_prompt_inputs(config: AlignConfig, world_size: int) -> RunInputs:
         model_config,
         batch_plan,
         data_source=dataset.location,
-        data_summary=f"{dataset.location}: {counts}; {config.rollout.num_generations} completions each",
+        data_summary=f"{dataset.location}: {counts}{notes}; {config.rollout.num_generations} completions each",
         load_weights=pretrained.load_weights,
         sequences_per_sample=config.rollout.num_generations,
     )

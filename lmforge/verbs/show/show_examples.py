@@ -13,6 +13,7 @@ from lmforge.config.verbs.examine import ShowOptions
 from lmforge.data.chat.conversations import FORMAT_FIELDS, read_conversations, read_renamed_records
 from lmforge.data.chat.preferences import read_preference_pairs, read_prompts, read_unpaired_preferences
 from lmforge.data.packing import TokenizedExample
+from lmforge.data.sources.records import UnusableRecords, describe_folders
 from lmforge.data.tokenizer import Tokenizer
 from lmforge.errors import UserError
 from lmforge.interop.kinds import Kind, kind_of
@@ -28,19 +29,23 @@ def show_examples(options: ShowOptions, model: Path) -> str:
     # A folder may hold a tokenizer alone.
     tokenizer = Tokenizer.open(model) if kind_of(model) == Kind.FOLDER else find_pretrained(model).tokenizer()
     first, after = parse_range(options.samples, (0, 3))
-    lines = []
-    for number, title, example in _read_examples(options, tokenizer):
+    lines, unusable = [], UnusableRecords()
+    for number, title, example in _read_examples(options, tokenizer, unusable):
         if number >= after:
             break
         if number >= first:
             in_loss = "no completion" if title.startswith("prompt ") else f"{int(example.loss_mask.sum())} in the loss"
             lines.append(f"{title}: {len(example.tokens)} tokens, {in_loss}\n{render_example(example, tokenizer)}\n")
+    assert options.of is not None
     if not lines:
         raise UserError(f"{options.of}: has no record {first}")
-    return "\n".join(lines)
+    notes = [f"{note}\n" for note in f"{unusable}{describe_folders([options.of])}".split("; ")[1:]]
+    return "\n".join([*lines, *notes])
 
 
-def _read_examples(options: ShowOptions, tokenizer: Tokenizer) -> Iterator[tuple[int, str, TokenizedExample]]:
+def _read_examples(
+    options: ShowOptions, tokenizer: Tokenizer, unusable: UnusableRecords
+) -> Iterator[tuple[int, str, TokenizedExample]]:
     """The examples of the file, each with the number of its record and a title. Raises UserError."""
     assert options.of is not None
     file, fields = options.of, renamed_fields(options.fields, "--fields")
@@ -48,7 +53,9 @@ def _read_examples(options: ShowOptions, tokenizer: Tokenizer) -> Iterator[tuple
     kind = _record_format(options, record)
     if kind != "conversations" and options.mask != "assistant":
         raise UserError(f"--mask {options.mask}: is for conversations, not for {kind}; leave it out")
-    reading: dict[str, Any] = {"apply_chat_template": options.apply_chat_template, "fields": fields}
+    reading: dict[str, Any] = {"fields": fields, "unusable": unusable}
+    conversations = {**reading, "format": options.format, "mask": options.mask}
+    reading["apply_chat_template"] = options.apply_chat_template
     if kind == "pairs":
         for number, pair in enumerate(read_preference_pairs(file, tokenizer, **reading)):
             yield number, f"pair {number}, chosen", pair.chosen
@@ -61,21 +68,21 @@ def _read_examples(options: ShowOptions, tokenizer: Tokenizer) -> Iterator[tuple
             yield number, f"prompt {number}", TokenizedExample(prompt.tokens, np.zeros(len(prompt.tokens), bool))
     else:
         assert options.format != "prompts"
-        examples = read_conversations(file, tokenizer, format=options.format, mask=options.mask, fields=fields)
-        for number, example in enumerate(examples):
+        for number, example in enumerate(read_conversations(file, tokenizer, **conversations)):
             yield number, f"record {number}", example
 
 
 def _record_format(options: ShowOptions, record: dict[str, Any]) -> str:
-    """The kind of examples in a file, by its first record."""
+    """The kind of examples in a file, by the fields of its first record; a null of a table is none."""
+    fields = {name for name, value in record.items() if value is not None}
     if options.format == "prompts":
         return "prompts"
     if options.format == "auto":
-        if {"chosen", "rejected"} <= record.keys():
+        if {"chosen", "rejected"} <= fields:
             return "pairs"
-        if {"prompt", "completion", "label"} <= record.keys() and options.mask == "assistant":
+        if {"prompt", "completion", "label"} <= fields and options.mask == "assistant":
             return "unpaired"
-        if "prompt" in record and not any(set(names) <= record.keys() for names in FORMAT_FIELDS.values()):
+        if "prompt" in fields and not any(fields >= {*names} for names in FORMAT_FIELDS.values()):
             return "prompts"
     if options.apply_chat_template:
         raise UserError(
