@@ -57,8 +57,8 @@ def test_a_folder_of_files_is_a_dataset_if_a_split_is_named(tmp_path: Path, monk
     options = {"tokenizer": "bytes", "validation_ratio": 0.5}
     prepare(str(tmp_path / "in"), tmp_path / "a", split="test", **options)
     assert all_texts(tmp_path / "a") == ["four", "three"]
-    prepare(str(tmp_path / "in"), tmp_path / "b", **options)
-    assert all_texts(tmp_path / "b") == sorted(["What this is.", "one", "two", "three", "four"])
+    assert prepare(str(tmp_path / "in"), tmp_path / "b", **options).left_out == (("split test", 1),)
+    assert all_texts(tmp_path / "b") == ["one", "two"]
 
 
 def test_a_dataset_without_the_column_or_the_split_is_refused_with_those_it_has(tmp_path: Path, refused: Refusal) -> None:
