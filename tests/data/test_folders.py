@@ -1,6 +1,7 @@
 """Folders of files: which are read, and what is said of the others."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -35,7 +36,11 @@ def test_splits_are_those_that_datasets_finds_by_the_names(names: set[str], tmp_
     data_files = pytest.importorskip("datasets.data_files")
     root = tmp_path_factory.mktemp("drawn")
     paths = [write(root / name.replace(" /", "/")) for name in sorted(names)]
-    patterns = data_files.get_data_patterns(str(root))
+    try:
+        patterns = data_files.get_data_patterns(str(root))
+    except ValueError:  # of a name such as data/a-b-00000-of-00001.jsonl, which it refuses
+        assert any(re.search("[^A-Za-z0-9_.]", split) for split in find_splits(paths, root))
+        return
     resolved = data_files.DataFilesDict.from_patterns(patterns, str(root))
     expected = {str(split): {Path(file) for file in files} for split, files in resolved.items()}
     found = {split: {*members} for split, members in find_splits(paths, root).items()}
