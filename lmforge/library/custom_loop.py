@@ -42,7 +42,7 @@ def open_batches(
     `micro_batch_size` sequences go through `model` at once, by default all of this rank's. Close it, or use it in a `with`.
     """
     dist_ctx = model.dist_ctx
-    rank, size = data_parallel_rank_and_size(model.parallel_options, dist_ctx.rank_info.rank, dist_ctx.world_size)
+    rank, size = data_parallel_rank_and_size(model.options, dist_ctx.rank_info.rank, dist_ctx.world_size)
     return BatchLoader(
         dataset,
         global_batch_size=batch_size,

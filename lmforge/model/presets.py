@@ -16,21 +16,22 @@ _LLAMA31_SCALING = {
     "original_max_position_embeddings": 8192,
 }
 _LLAMA31 = {**_LLAMA3, "max_position_embeddings": 131072, "rope_scaling": _LLAMA31_SCALING}
-
+_LLAMA32 = {"rope_scaling": {**_LLAMA31_SCALING, "factor": 32.0}, "tie_word_embeddings": True}
+_LONG = {"max_position_embeddings": 32768}
+_QWEN = {"rope_theta": 1e6, "tie_word_embeddings": True}
 _GEMMA3 = {
+    **_QWEN,
+    **_LONG,
     "model_type": "gemma3_text",
     "vocab_size": 262144,
-    "max_position_embeddings": 32768,
     "head_dim": 256,
     "query_pre_attn_scalar": 256,
-    "rope_theta": 1e6,
     "sliding_window": 512,
-    "tie_word_embeddings": True,
 }
 
 
-def _sizes(
-    hidden_size: int, intermediate_size: int, num_layers: int, num_heads: int, num_kv_heads: int | None = None
+def _preset(
+    hidden_size: int, intermediate_size: int, num_layers: int, num_heads: int, num_kv_heads: int | None = None, **fields: Any
 ) -> dict[str, Any]:
     return {
         "hidden_size": hidden_size,
@@ -38,18 +39,14 @@ def _sizes(
         "num_hidden_layers": num_layers,
         "num_attention_heads": num_heads,
         "num_key_value_heads": num_kv_heads or num_heads,
+        **fields,
     }
 
 
 PRESETS: dict[str, dict[str, Any]] = {
-    "nano": {"vocab_size": 4096, **_sizes(192, 512, 4, 3)},
-    "124m": {"vocab_size": 50257, "tie_word_embeddings": True, **_sizes(768, 2048, 12, 12)},
-    "1b": {
-        **_LLAMA31,
-        **_sizes(2048, 8192, 16, 32, 8),
-        "rope_scaling": {**_LLAMA31_SCALING, "factor": 32.0},
-        "tie_word_embeddings": True,
-    },
+    "nano": _preset(192, 512, 4, 3, vocab_size=4096),
+    "124m": _preset(768, 2048, 12, 12, vocab_size=50257, tie_word_embeddings=True),
+    "1b": _preset(2048, 8192, 16, 32, 8, **_LLAMA31 | _LLAMA32),
     "gpt2-124m": {
         "model_type": "gpt2",
         "vocab_size": 50257,
@@ -59,49 +56,25 @@ PRESETS: dict[str, dict[str, Any]] = {
         "max_position_embeddings": 1024,
         "tie_word_embeddings": True,
     },
-    "smollm-135m": {"vocab_size": 49152, "tie_word_embeddings": True, "rms_norm_eps": 1e-5, **_sizes(576, 1536, 30, 9, 3)},
-    "qwen2.5-0.5b": {
-        "model_type": "qwen2",
-        "vocab_size": 151936,
-        "max_position_embeddings": 32768,
-        "rope_theta": 1e6,
-        "tie_word_embeddings": True,
-        **_sizes(896, 4864, 24, 14, 2),
-    },
-    "qwen3-0.6b": {
-        "model_type": "qwen3",
-        "vocab_size": 151936,
-        "max_position_embeddings": 40960,
-        "rope_theta": 1e6,
-        "head_dim": 128,
-        "tie_word_embeddings": True,
-        **_sizes(1024, 3072, 28, 16, 8),
-    },
-    "mistral-7b": {
-        "model_type": "mistral",
-        "vocab_size": 32000,
-        "max_position_embeddings": 32768,
-        "rms_norm_eps": 1e-5,
-        "sliding_window": 4096,
-        **_sizes(4096, 14336, 32, 32, 8),
-    },
-    "olmo2-1b": {
-        "model_type": "olmo2",
-        "vocab_size": 100352,
-        "max_position_embeddings": 4096,
-        "rope_theta": 5e5,
-        **_sizes(2048, 8192, 16, 16),
-    },
-    "gemma3-270m": {**_GEMMA3, **_sizes(640, 2048, 18, 4, 1)},
-    "gemma3-1b": {**_GEMMA3, **_sizes(1152, 6912, 26, 4, 1)},
-    "codellama-7b": {**_CODELLAMA, "vocab_size": 32016, **_sizes(4096, 11008, 32, 32)},
-    "codellama-34b": {**_CODELLAMA, **_sizes(8192, 22016, 48, 64, 8)},
-    "llama2-7b": {**_LLAMA2, **_sizes(4096, 11008, 32, 32)},
-    "llama2-13b": {**_LLAMA2, **_sizes(5120, 13824, 40, 40)},
-    "llama2-34b": {**_LLAMA2, **_sizes(8192, 22016, 48, 64, 8)},
-    "llama2-70b": {**_LLAMA2, **_sizes(8192, 28672, 80, 64, 8)},
-    "llama3-8b": {**_LLAMA3, **_sizes(4096, 14336, 32, 32, 8)},
-    "llama3-70b": {**_LLAMA3, **_sizes(8192, 28672, 80, 64, 8)},
-    "llama3.1-8b": {**_LLAMA31, **_sizes(4096, 14336, 32, 32, 8)},
-    "llama3.1-405b": {**_LLAMA31, **_sizes(16384, 53248, 126, 128, 8)},
+    "smollm-135m": _preset(576, 1536, 30, 9, 3, vocab_size=49152, tie_word_embeddings=True, rms_norm_eps=1e-5),
+    "qwen2.5-0.5b": _preset(896, 4864, 24, 14, 2, model_type="qwen2", vocab_size=151936, **_QWEN, **_LONG),
+    "qwen3-0.6b": _preset(
+        1024, 3072, 28, 16, 8, model_type="qwen3", vocab_size=151936, max_position_embeddings=40960, head_dim=128, **_QWEN
+    ),
+    "mistral-7b": _preset(4096, 14336, 32, 32, 8, model_type="mistral", sliding_window=4096, **_LLAMA2 | _LONG),
+    "olmo2-1b": _preset(
+        2048, 8192, 16, 16, model_type="olmo2", vocab_size=100352, max_position_embeddings=4096, rope_theta=5e5
+    ),
+    "gemma3-270m": _preset(640, 2048, 18, 4, 1, **_GEMMA3),
+    "gemma3-1b": _preset(1152, 6912, 26, 4, 1, **_GEMMA3),
+    "codellama-7b": _preset(4096, 11008, 32, 32, **_CODELLAMA | {"vocab_size": 32016}),
+    "codellama-34b": _preset(8192, 22016, 48, 64, 8, **_CODELLAMA),
+    "llama2-7b": _preset(4096, 11008, 32, 32, **_LLAMA2),
+    "llama2-13b": _preset(5120, 13824, 40, 40, **_LLAMA2),
+    "llama2-34b": _preset(8192, 22016, 48, 64, 8, **_LLAMA2),
+    "llama2-70b": _preset(8192, 28672, 80, 64, 8, **_LLAMA2),
+    "llama3-8b": _preset(4096, 14336, 32, 32, 8, **_LLAMA3),
+    "llama3-70b": _preset(8192, 28672, 80, 64, 8, **_LLAMA3),
+    "llama3.1-8b": _preset(4096, 14336, 32, 32, 8, **_LLAMA31),
+    "llama3.1-405b": _preset(16384, 53248, 126, 128, 8, **_LLAMA31),
 }

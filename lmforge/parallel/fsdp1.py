@@ -42,7 +42,7 @@ class FSDP1Model(ParallelModel):
 
     def _wrap(self, model_with_loss: nn.Module) -> nn.Module:
         """Wrap a model whose weights are allocated, on any device. Raises UserError for no-shard."""
-        model, dims, options = self.model, self._dims, self._options
+        model, dims, options = self.model, self._dims, self.options
         if dims.fsdp_degree == 1:
             # Its no-shard is deprecated, and hybrid sharding with groups of one rank computes wrong gradients, since it does
             # not reduce them.

@@ -40,7 +40,7 @@ class FSDP2Model(ParallelModel):
             fully_shard,
             mesh=self._fsdp_mesh,
             mp_policy=MixedPrecisionPolicy(param_dtype=self._dtype, reduce_dtype=torch.float32),
-            offload_policy=CPUOffloadPolicy(pin_memory=pin_memory) if self._options.cpu_offload else OffloadPolicy(),
+            offload_policy=CPUOffloadPolicy(pin_memory=pin_memory) if self.options.cpu_offload else OffloadPolicy(),
         )
         self._apply_fsdp(model_with_loss)
         self._root = cast(FSDPModule, model_with_loss)
@@ -48,8 +48,8 @@ class FSDP2Model(ParallelModel):
         for unit in self._units:
             unit.set_gradient_divide_factor(1.0)
             unit.set_force_sum_reduction_for_comms(True)
-        if self._options.prefetch_blocks:
-            self._set_prefetch(self._options.prefetch_blocks)
+        if self.options.prefetch_blocks:
+            self._set_prefetch(self.options.prefetch_blocks)
         return model_with_loss
 
     def _apply_fsdp(self, root: nn.Module) -> None:
@@ -61,7 +61,7 @@ class FSDP2Model(ParallelModel):
     def _shard_modules(
         self, root: nn.Module, blocks: Iterable[nn.Module], embeddings: Iterable[nn.Module], heads: Iterable[nn.Module]
     ) -> None:
-        for block in (*blocks, *(embeddings if self._options.wrap_embedding else [])):
+        for block in (*blocks, *(embeddings if self.options.wrap_embedding else [])):
             self._fully_shard(block, reshard_after_forward=self._dims.reshard_after_forward)
         for head in heads:
             # The backward pass begins with the head.
@@ -86,7 +86,7 @@ class FSDP2Model(ParallelModel):
         return nullcontext()
 
     def _sum_over_ranks(self, squares: Tensor) -> Tensor:
-        if self._options.splits_model:
+        if self.options.splits_model:
             # Tensors may be split over different numbers of ranks. Each part counts once, even if several ranks hold it.
             if self._replication is None:
                 counts = [_replication_count(parameter) for parameter in self.parameters() if parameter.grad is not None]

@@ -13,7 +13,6 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from lmforge.cluster.distributed import DistributedContext
-from lmforge.config.sections import ParallelOptions
 from lmforge.data.batch import Batch, Metrics
 from lmforge.model.layers import LanguageModel
 from lmforge.parallel.dims import ParallelDims
@@ -139,9 +138,9 @@ class ParallelModel:
         self.model = model
         self.dist_ctx = dist_ctx
         self._loss_fn = loss_fn
-        self._dims, self._options = dims, dims.options
+        self._dims, self.options = dims, dims.options  # by which it is distributed
         # Whether FSDP reduces gradients with the last micro-batch only.
-        self._reduces_once = not self._options.reduce_every_micro_batch
+        self._reduces_once = not self.options.reduce_every_micro_batch
         self._dtype, self._mesh = dtype, mesh
         # Number of ranks that work on the same sequences.
         self.model_parallel_size = dims.options.model_parallel_size
@@ -155,17 +154,12 @@ class ParallelModel:
         return model_with_loss
 
     @property
-    def parallel_options(self) -> ParallelOptions:
-        """The options by which it is distributed."""
-        return self._options
-
-    @property
     def description(self) -> str:
         """A description of the engine and its sharding."""
         if not self.is_sharded:
             return self.engine
         once = ", gradients reduced with the last micro-batch" if self._reduces_once else ""
-        return f"{self.engine} {self._dims}{once}" + (", offloaded to the CPU" if self._options.cpu_offload else "")
+        return f"{self.engine} {self._dims}{once}" + (", offloaded to the CPU" if self.options.cpu_offload else "")
 
     def parameters(self) -> list[nn.Parameter]:
         """The trainable parameters."""
@@ -214,7 +208,7 @@ class ParallelModel:
 
     def zero_grad(self, optimizer: Optimizer) -> None:
         # Gradients in host memory are kept: host memory is not scarce, and allocating them again costs time.
-        optimizer.zero_grad(set_to_none=not self._options.cpu_offload)
+        optimizer.zero_grad(set_to_none=not self.options.cpu_offload)
 
     def _local_grads(self) -> list[Tensor]:
         return [local_tensor(parameter.grad) for parameter in self.parameters() if parameter.grad is not None]
@@ -226,7 +220,7 @@ class ParallelModel:
     def _grad_norm(self, gradients: list[Tensor]) -> Tensor:
         """L2 norm of the whole gradient, given this rank's parts: fp32, where they are (with cpu_offload on the CPU)."""
         if not gradients:  # with many ranks one may hold no part of any tensor
-            device = torch.device("cpu") if self._options.cpu_offload else self.dist_ctx.device
+            device = torch.device("cpu") if self.options.cpu_offload else self.dist_ctx.device
             return self._sum_over_ranks(torch.zeros(1, device=device)).sqrt()
         on_cpu = gradients[0].device.type == "cpu"
         norms = [*map(_norm_by_rows, gradients)] if on_cpu else torch._foreach_norm(gradients, 2, dtype=torch.float32)

@@ -90,7 +90,7 @@ class PipelineModel(FSDP2Model):
         assert self._mesh is not None
         self._group = self._mesh[PIPELINE].get_group()
         size, self.pipeline_rank = self._group.size(), self._group.rank()
-        per_rank = self._options.stages_per_rank
+        per_rank = self.options.stages_per_rank
         self._num_stages = size * per_rank
         cuts = split_blocks(len(self.model.blocks), self._num_stages)
         self._indices = [self.pipeline_rank + size * turn for turn in range(per_rank)]
@@ -154,7 +154,7 @@ class PipelineModel(FSDP2Model):
         hidden, device = batch.tokens, self.dist_ctx.device
         result: Any = torch.zeros((), dtype=torch.float64, device=device)
         size = self._group.size()
-        parts = self._options.context_parallel_degree * self._options.tensor_parallel_degree
+        parts = self.options.context_parallel_degree * self.options.tensor_parallel_degree
         shape = batch.batch_size, batch.sequence_length // parts, self.model.config.hidden_size
         for stage, index in zip(self._stages, self._indices, strict=True):
             if not stage.is_first:

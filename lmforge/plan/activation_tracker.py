@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves
 
 # Operators of these hold gathered parameters, and gradients that are being reduced.
@@ -48,6 +48,10 @@ class ActivationTracker(TorchDispatchMode):
         return result
 
     def _track(self, tensor: Tensor, into: dict[int, StorageWeakRef]) -> None:
+        if is_traceable_wrapper_subclass(tensor):  # a DTensor, or one that is being gathered: it has no memory but its parts'
+            for part in _tensors([getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]]):
+                self._track(part, into)
+            return
         storage = tensor.untyped_storage()
         if storage._cdata not in self._created and storage._cdata not in self._ignored:
             into[storage._cdata] = StorageWeakRef(storage)

@@ -6,7 +6,7 @@ import os
 import shlex
 import signal
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -81,8 +81,7 @@ class MetricsFile:
 
 
 class RunEvents:
-    """Appends events to `events.jsonl`, one object a line, and calls `observe` with each. Without a path, as on ranks other
-    than 0, it does nothing.
+    """Appends events to `events.jsonl`, one object a line. Without a path, as on ranks other than 0, it does nothing.
 
     Every event has `time` (ISO 8601, UTC), `kind` and `step` (steps done, None where not known). Kinds, and their fields:
 
@@ -93,8 +92,8 @@ class RunEvents:
       stall        no rank makes progress: reason              stall over   they do again: reason
     """
 
-    def __init__(self, path: Path | None, observe: Callable[[dict[str, Any]], None] = lambda event: None) -> None:
-        self._path, self._observe = path, observe
+    def __init__(self, path: Path | None) -> None:
+        self._path = path
 
     def add(self, kind: str, step: int | None, **fields: Any) -> None:
         """Append an event. A file that cannot be written does not stop the training."""
@@ -104,7 +103,6 @@ class RunEvents:
         line = json.dumps(record, ensure_ascii=False).encode(errors="replace")  # of a lone surrogate, which UTF-8 lacks
         with suppress(OSError), open(self._path, "a+b") as file:
             file.write((b"\n" if has_torn_end(file) else b"") + line + b"\n")
-        self._observe(json.loads(line))
 
 
 @dataclass(frozen=True)
@@ -147,7 +145,7 @@ def start_attempt(config: StageConfig, run: Run, dist_ctx: DistributedContext, c
     )
     console = ConsoleLogger(dist_ctx, config.train.steps, path, panel=config.log.panel)
     trackers = TrackerThreads(console.info, console.warn)
-    events = RunEvents(run.events_path if dist_ctx.is_rank0 else None, trackers.report)
+    events = RunEvents(run.events_path if dist_ctx.is_rank0 else None)
     if dist_ctx.is_rank0:
         trackers.start(run, config)
     if config.log.memory_snapshot:

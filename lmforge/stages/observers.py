@@ -124,7 +124,7 @@ class Observers(LoopCallbacks):
             self._metrics_file.write(record)
             self._report.write_if_due()
         self._ctx.console.log_metrics(record)
-        self._ctx.trackers.report(record)
+        self._ctx.trackers.wake()
 
     def on_save(self, step: int, kept: bool) -> None:
         self._ctx.run.check_lock()

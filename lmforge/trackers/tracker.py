@@ -47,7 +47,7 @@ class Table:
 
 class Tracker(Protocol):
     """An open run of a tracker. Its methods are called in one thread, not the main one, and may wait for the network. What a
-    call that raises was to send is counted as not sent."""
+    call that raises was to send is sent once more."""
 
     run_id: str
     """By which the tracker continues this run."""

@@ -20,6 +20,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from lmforge.config.activation_checkpointing import CHECKPOINTING_MODES
 from lmforge.config.builtin_names import FAMILIES
+from lmforge.config.sections import ParallelOptions
 from lmforge.model import build_model
 from lmforge.model.attention import AttentionMask, create_attention_mask
 from lmforge.model.config import ModelConfig
@@ -28,6 +29,7 @@ from lmforge.model.lora import LoraConfig, add_lora
 from lmforge.model.rope import rotary_embedding
 from lmforge.parallel.activation_checkpointing import apply_activation_checkpointing
 from lmforge.parallel.tensor_parallel import apply_tensor_parallel
+from lmforge.parallel.validate import why_not_compiled
 from lmforge.plan.block_trace import TracedModel, model_shapes, trace_block
 
 # No dimension of a parameter is their product, or the first.
@@ -157,7 +159,9 @@ def test_a_rank_of_tensor_parallelism_keeps_what_its_trace_keeps(mode: str) -> N
         assert traced_bytes(CONFIGS["llama"], mode, 2, compiled=False) == allocated_bytes(block, args)
 
 
-FAST = [("llama", mode) for mode in ("none", "selective-ops", "full")] + [("gpt2", "none")]
+# One mode of each kind.
+KINDS = {(mode.recomputes_block(1, 1), mode.keeps_operators): name for name, mode in CHECKPOINTING_MODES.items()}
+FAST = [("llama", mode) for mode in KINDS.values()] + [("gpt2", "none")]
 MORE = [
     pytest.param(family, mode, marks=pytest.mark.slow) for family in CONFIGS for mode in MODES if (family, mode) not in FAST
 ]
@@ -169,7 +173,12 @@ def test_a_compiled_block_keeps_what_its_trace_keeps(family: str, mode: str) -> 
         assert traced_bytes(CONFIGS[family], mode, compiled=True) == partitioned_bytes(block, args)
 
 
-@pytest.mark.parametrize("mode", ["none", "selective-ops"])  # on a CPU the others cannot be compiled with it
+def compiles_with_tensor_parallelism(mode: str) -> bool:
+    options = ParallelOptions(tensor_parallel_degree=2, activation_checkpointing=mode)
+    return why_not_compiled(options, "cpu") is None
+
+
+@pytest.mark.parametrize("mode", [*filter(compiles_with_tensor_parallelism, MODES)])
 def test_a_compiled_rank_of_tensor_parallelism_keeps_what_its_trace_keeps(mode: str) -> None:
     with real_block(CONFIGS["llama"], mode, ranks=2) as (block, args):
         assert traced_bytes(CONFIGS["llama"], mode, 2, compiled=True) == partitioned_bytes(block, args)
@@ -204,15 +213,20 @@ def test_flops_by_the_convention_are_those_of_the_trace(family: str) -> None:
     assert traced == flops_per_token(config, LENGTH)
 
 
-@pytest.mark.parametrize(("mode", "again"), [("none", 0), ("selective-ops", 3), ("selective-blocks", 6), ("full", 6)])
+@pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("compiled", [False, True])
-def test_a_trace_has_what_a_mode_computes_again(mode: str, again: int, compiled: bool) -> None:
+def test_a_trace_has_what_a_mode_computes_again(mode: str, compiled: bool) -> None:
+    chosen = CHECKPOINTING_MODES[mode]
+    recomputes = chosen.recomputes_block(1, 1)
+    # Of seven products; the backward pass does not need the last one.
+    again = recomputes * sum(not chosen.keeps_product(number) for number in range(1, 7))
     traced = TracedModel(CONFIGS["llama"], torch.bfloat16)
     plain, trace = (trace_block(traced, LENGTH, each, compiled=compiled, on_gpu=True) for each in ("none", mode))
     recomputed = trace.backward.beyond(plain.backward)
     assert len(recomputed.products) == again
-    assert recomputed.attention_flops == (plain.forward.attention_flops if again > 3 else 0)
-    assert (recomputed.moved_bytes > 0) == (again > 0)
+    attends_again = recomputes and not chosen.keeps_operators
+    assert recomputed.attention_flops == (plain.forward.attention_flops if attends_again else 0)
+    assert (recomputed.moved_bytes > 0) == recomputes
 
 
 @pytest.mark.parametrize("length", [96, 600])

@@ -12,6 +12,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from lmforge.cluster.distributed import DistributedContext
 from lmforge.cluster.rank_info import RankInfo
+from lmforge.config.activation_checkpointing import CHECKPOINTING_MODES
 from lmforge.config.sections import ParallelOptions
 from lmforge.data.batch import Batch
 from lmforge.model import build_model
@@ -38,8 +39,7 @@ MORE_CASES = [
     (DEEP, 8, (1, 64), {"activation_checkpointing": "full"}),
     (DEEP, 64, (1, 64), {"sharding": "hybrid-full-shard"}),
     (WIDE_HEAD, 8, (1, 256), {"activation_checkpointing": "full"}),
-    (DEEP, 64, (2, 512), {"activation_checkpointing": "selective-ops"}),
-    (DEEP, 64, (2, 512), {"activation_checkpointing": "selective-blocks"}),
+    *((DEEP, 64, (2, 512), {"activation_checkpointing": mode}) for mode in CHECKPOINTING_MODES if mode not in ("none", "full")),
     (DEEP, 1024, (2, 512), {"sharding": "grad-shard"}),
     (DEEP, 128, (2, 512), {"activation_checkpointing": "full", "sharding": "grad-shard"}),
     (DEEP, 256, (1, 64), {"wrap_embedding": False}),

@@ -17,7 +17,7 @@ class Recording:
     url = "http://example.org/run"
 
     def __init__(self, run: TrackedRun) -> None:
-        self._path = run.folder / "recorded.jsonl"
+        self._path, self._calls = run.folder / "recorded.jsonl", 0
         self.run_id = run.run_id or f"id-of-{run.path.name}"
         self._write("open", run.run_id)
         if run.options is not None:
@@ -28,7 +28,8 @@ class Recording:
             file.write(json.dumps(what) + "\n")
 
     def log_metrics(self, step: int, values: Mapping[str, float]) -> None:
-        fault(f"metrics {step}")
+        self._calls += 1
+        fault(f"metrics {step}", self._calls)
         self._write("metrics", step, dict(values))
 
     def log_table(self, table: Table) -> None:
@@ -42,12 +43,12 @@ class Recording:
         self._write("close", state)
 
 
-def fault(place: str) -> None:
+def fault(place: str, call: int = 0) -> None:
     """What LMFORGE_TEST_TRACKER says is to happen here, such as `hang AT`; AT may be the beginning of a place."""
     kind, _, at = os.environ.get("LMFORGE_TEST_TRACKER", "").partition(" ")
     if not at or not f"{place} ".startswith(f"{at} "):
         return
-    if kind == "fail":
+    if kind == "fail" or (kind == "outage" and call in (2, 3)):
         raise ConnectionError("no route to the server")
     if kind == "exit":
         sys.exit(3)

@@ -2,10 +2,9 @@
 
 import itertools
 import os
-from contextlib import suppress
-from pathlib import Path
 
-from lmforge.cluster.processes import read_process_stat
+import psutil
+
 from lmforge.config.load import STAGES
 
 # Pipelines and the quickstart train in their own process, or start ranks.
@@ -13,16 +12,9 @@ TRAINING_VERBS = {*STAGES, "quickstart", "run"}
 
 
 def other_trainings() -> list[int]:
-    """Process ids of other trainings; of each the first process, which is the launcher of its ranks. Empty where the system has
-    no /proc."""
-    parents = {}
-    for folder in Path("/proc").glob("[0-9]*"):
-        process = int(folder.name)
-        with suppress(OSError):  # it has ended
-            words = (folder / "cmdline").read_bytes().split(b"\0")
-            is_training = _is_training([os.path.basename(word).decode(errors="replace") for word in words])
-            if is_training and (stat := read_process_stat(process)):
-                parents[process] = stat.parent
+    """Process ids of other trainings; of each the first process, which is the launcher of its ranks."""
+    processes = psutil.process_iter(["cmdline", "ppid"])
+    parents = {each.pid: each.info["ppid"] for each in processes if _is_training(each.info["cmdline"] or [""])}
 
     def first(process: int) -> int:
         while parents.get(process) in parents:
@@ -33,7 +25,8 @@ def other_trainings() -> list[int]:
     return sorted({first(process) for process in parents} - {own})
 
 
-def _is_training(words: list[str]) -> bool:
+def _is_training(command: list[str]) -> bool:
     """Whether this is the command line, folders left out, of `python … lmforge pretrain …` or of another verb that trains."""
+    words = [os.path.basename(word) for word in command]
     follows = itertools.pairwise(words)
     return words[0].startswith("python") and any(one == "lmforge" and other in TRAINING_VERBS for one, other in follows)

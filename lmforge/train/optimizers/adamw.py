@@ -18,9 +18,8 @@ from lmforge.parallel.parallel_model import local_tensor
 MAX_CHUNK_NUMEL = 2**25
 # An odd number near 2^16 divided by the golden ratio: its multiples modulo 2^16 are spread evenly, however many.
 STEP_NOISE = 40_503
-# The number of previous steps, and one-dimensional views of this rank's part of a parameter, its exp_avg, exp_avg_sq and
-# gradient.
-Chunk = tuple[Tensor, tuple[Tensor, ...]]
+# What belongs to a parameter, and this rank's parts of tensors of its shape, of which the last is the gradient.
+Part = tuple[Any, tuple[Tensor, ...]]
 
 
 class AdamW(torch.optim.Optimizer):
@@ -72,30 +71,18 @@ class AdamW(torch.optim.Optimizer):
 
     def update_group(self, parameters: list[Tensor], group: dict[str, Any], skip: Tensor) -> None:
         """One step of `parameters`, which are of `group`, or none where `skip` is true."""
-        for chunks in _batch_chunks(self._chunks(parameters, group)):
-            steps, tensors = zip(*chunks, strict=True)
-            stored = list(zip(*tensors, strict=True))
-            # Everything is computed in fp32, masters and gradients in bf16 too; in fp32 these are the tensors themselves.
-            values, first, second, gradients = ([tensor.float() for tensor in each] for each in stored)
-            update = _foreach_update if self.foreach else _fused_update
-            update(values, gradients, first, second, list(steps), group, skip)
+        update = _foreach_update if self.foreach else _fused_update
+        parts = (self._part(parameter, self.get_or_init_state(parameter, group)) for parameter in parameters)
+        for counted, (values, first, second, gradients) in fp32_batches(parts):
+            steps = [step.clone() for step in counted]
+            update(values, gradients, first, second, steps, group, skip)
             if self.state_dtype != torch.float32:
                 stochastic_round_(second, steps[0])
-            # A tensor that was not updated has its bf16 values again, and needs no rounding.
-            for olds, news in zip(stored, (values, first, second), strict=False):
-                if olds[0].dtype != torch.float32:
-                    torch._foreach_copy_(olds, news)
         counters = [self.get_or_init_state(parameter, group)["step"] for parameter in parameters]
         torch._foreach_add_(counters, [(~skip).float()] * len(counters))
 
-    def _chunks(self, parameters: list[Tensor], group: dict[str, Any]) -> Iterator[Chunk]:
-        for parameter in parameters:
-            state = self.get_or_init_state(parameter, group)
-            assert parameter.grad is not None
-            flat = [local_tensor(tensor).view(-1) for tensor in (parameter, state["exp_avg"], state["exp_avg_sq"])]
-            flat.append(local_tensor(parameter.grad).reshape(-1))
-            for tensors in zip(*(tensor.split(MAX_CHUNK_NUMEL) for tensor in flat), strict=True):
-                yield state["step"].clone(), tensors
+    def _part(self, parameter: Tensor, state: dict[str, Tensor]) -> Part:
+        return state["step"], local_parts(parameter, state["exp_avg"], state["exp_avg_sq"])
 
 
 def _fused_update(
@@ -147,19 +134,40 @@ def assign_unless(skip: Tensor, tensors: Iterable[Tensor], values: Iterable[Tens
         torch.where(skip, tensor, value.to(tensor.dtype), out=tensor)
 
 
-def _batch_chunks(chunks: Iterable[Chunk]) -> Iterator[list[Chunk]]:
-    """Lists of chunks with at most MAX_CHUNK_NUMEL elements together, or of one chunk."""
-    batch: list[Chunk] = []
+def local_parts(parameter: Tensor, *states: Tensor) -> tuple[Tensor, ...]:
+    """This rank's part of a parameter, of its states and of its gradient, as tensors of one dimension."""
+    assert parameter.grad is not None
+    return (*(local_tensor(each).view(-1) for each in (parameter, *states)), local_tensor(parameter.grad).reshape(-1))
+
+
+def fp32_batches(parts: Iterable[Part]) -> Iterator[tuple[list[Any], list[list[Tensor]]]]:
+    """What an elementwise update computes with: of each part what belongs to it, and its tensors in fp32, a list for each kind.
+
+    Those in fp32 are the tensors themselves. Others are rounded back when the next batch is asked for, but not gradients. A
+    batch has at most MAX_CHUNK_NUMEL elements of a kind; larger parts are cut.
+    """
+    batch: list[Part] = []
     numel = 0
-    for chunk in chunks:
-        _, (param, *_) = chunk
-        if batch and numel + param.numel() > MAX_CHUNK_NUMEL:
-            yield batch
-            batch, numel = [], 0
-        batch.append(chunk)
-        numel += param.numel()
+    for owned, tensors in parts:
+        for chunk in zip(*(tensor.split(MAX_CHUNK_NUMEL) for tensor in tensors), strict=True):
+            if batch and numel + chunk[0].numel() > MAX_CHUNK_NUMEL:
+                yield from _in_fp32(batch)
+                batch, numel = [], 0
+            batch.append((owned, chunk))
+            numel += chunk[0].numel()
     if batch:
-        yield batch
+        yield from _in_fp32(batch)
+
+
+def _in_fp32(batch: list[Part]) -> Iterator[tuple[list[Any], list[list[Tensor]]]]:
+    owned, tensors = zip(*batch, strict=True)
+    stored = [*zip(*tensors, strict=True)]
+    computed = [[tensor.float() for tensor in each] for each in stored]
+    yield [*owned], computed
+    # A tensor that was not updated has its 16-bit values again, and needs no rounding.
+    for olds, news in zip(stored[:-1], computed, strict=False):
+        if olds[0].dtype != torch.float32:
+            torch._foreach_copy_(olds, news)
 
 
 def stochastic_round_(tensors: Sequence[Tensor], step: Tensor) -> None:

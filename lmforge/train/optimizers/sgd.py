@@ -1,18 +1,18 @@
 """Gradient descent with momentum, by torch's fused kernel on each rank's part of the parameters."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim.sgd import sgd
 
-from lmforge.parallel.parallel_model import local_tensor
-from lmforge.train.optimizers.adamw import MAX_CHUNK_NUMEL
+from lmforge.train.optimizers.adamw import Part, fp32_batches, local_parts
 
 
 class SGD(torch.optim.Optimizer):
-    """SGD on fp32 or bf16 parameters, plain or DTensor; torch's own fused SGD does not support all of these.
+    """SGD on fp32 or bf16 parameters, plain or DTensor, which torch's own fused SGD does not support: on a CPU its kernel
+    (2.13) does not update bf16 parameters, and doubles their momentum.
 
     The gradient plus weight decay is added to `momentum` times the previous buffer. Where `found_inf` is set on the optimizer,
     as for torch's fused ones, and is 1, a step leaves parameters and state as they are.
@@ -32,40 +32,22 @@ class SGD(torch.optim.Optimizer):
     def step(self, closure: None = None) -> None:  # type: ignore[override]
         """One step of every parameter that has a gradient. The host does not wait for the device."""
         for group in self.param_groups:
-            ready = [parameter for parameter in group["params"] if parameter.grad is not None]
-            states = [self.get_or_init_state(parameter, group) for parameter in ready]
-            values = [local_tensor(parameter) for parameter in ready]
-            gradients = [local_tensor(parameter.grad) for parameter in ready]
-            sums = [local_tensor(state["momentum_buffer"]) if state else None for state in states]
-            if all(value.dtype == torch.float32 for value in values):
-                self._update(values, gradients, sums, group)
-            else:
-                for tensors in zip(values, gradients, sums, strict=True):
-                    self._update_in_fp32(*tensors, group)
+            for _, (values, *sums, gradients) in fp32_batches(self._parts(group)):
+                sgd(
+                    values,
+                    gradients,
+                    sums[0] if sums else [None] * len(values),
+                    weight_decay=group["weight_decay"],
+                    momentum=group["momentum"],
+                    lr=group["lr"],
+                    dampening=0.0,
+                    nesterov=False,
+                    maximize=False,
+                    fused=True,
+                    found_inf=getattr(self, "found_inf", None),
+                )
 
-    def _update_in_fp32(self, value: Tensor, gradient: Tensor, momentum: Tensor | None, group: dict[str, Any]) -> None:
-        """Update a parameter in bf16. On a CPU, torch 2.13's kernel does not update bf16 parameters, and doubles their
-        momentum."""
-        stored = [tensor for tensor in (value, gradient, momentum) if tensor is not None]
-        for chunks in zip(*(tensor.view(-1).split(MAX_CHUNK_NUMEL) for tensor in stored), strict=True):
-            computed = [chunk.float() for chunk in chunks]
-            self._update(computed[:1], computed[1:2], computed[2:] or [None], group)
-            for chunk, result in zip(chunks, computed, strict=True):
-                chunk.copy_(result)
-
-    def _update(
-        self, values: list[Tensor], gradients: list[Tensor], sums: Sequence[Tensor | None], group: dict[str, Any]
-    ) -> None:
-        sgd(
-            values,
-            gradients,
-            list(sums),
-            weight_decay=group["weight_decay"],
-            momentum=group["momentum"],
-            lr=group["lr"],
-            dampening=0.0,
-            nesterov=False,
-            maximize=False,
-            fused=True,
-            found_inf=getattr(self, "found_inf", None),
-        )
+    def _parts(self, group: dict[str, Any]) -> Iterator[Part]:
+        for parameter in group["params"]:
+            if parameter.grad is not None:
+                yield None, local_parts(parameter, *self.get_or_init_state(parameter, group).values())
