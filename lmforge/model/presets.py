@@ -5,9 +5,9 @@ Presets named after a published model have its config, so its weights can be loa
 
 from typing import Any
 
-_LLAMA2 = {"vocab_size": 32000, "max_position_embeddings": 4096, "rms_norm_eps": 1e-5}
-_CODELLAMA = {**_LLAMA2, "max_position_embeddings": 16384, "rope_theta": 1e6}
-_LLAMA3 = {"vocab_size": 128256, "max_position_embeddings": 8192, "rms_norm_eps": 1e-5, "rope_theta": 5e5}
+_LLAMA2: dict[str, Any] = {"vocab_size": 32000, "max_position_embeddings": 4096, "rms_norm_eps": 1e-5}
+_CODELLAMA: dict[str, Any] = {**_LLAMA2, "max_position_embeddings": 16384, "rope_theta": 1e6}
+_LLAMA3: dict[str, Any] = {"vocab_size": 128256, "max_position_embeddings": 8192, "rms_norm_eps": 1e-5, "rope_theta": 5e5}
 _LLAMA31_SCALING = {
     "rope_type": "llama3",
     "factor": 8.0,
@@ -18,7 +18,7 @@ _LLAMA31_SCALING = {
 _LLAMA31 = {**_LLAMA3, "max_position_embeddings": 131072, "rope_scaling": _LLAMA31_SCALING}
 _LLAMA32 = {"rope_scaling": {**_LLAMA31_SCALING, "factor": 32.0}, "tie_word_embeddings": True}
 _LONG = {"max_position_embeddings": 32768}
-_QWEN = {"rope_theta": 1e6, "tie_word_embeddings": True}
+_QWEN: dict[str, Any] = {"rope_theta": 1e6, "tie_word_embeddings": True}
 _GEMMA3 = {
     **_QWEN,
     **_LONG,

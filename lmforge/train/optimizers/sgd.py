@@ -36,7 +36,7 @@ class SGD(torch.optim.Optimizer):
                 sgd(
                     values,
                     gradients,
-                    sums[0] if sums else [None] * len(values),
+                    [*sums[0]] if sums else [None] * len(values),
                     weight_decay=group["weight_decay"],
                     momentum=group["momentum"],
                     lr=group["lr"],
