@@ -333,6 +333,11 @@ def _terminate_with_launcher() -> None:
         os.kill(os.getpid(), signal.SIGTERM)
 
 
+def is_launched_by_us() -> bool:
+    """Whether a launcher of `lmforge` started this rank, as `--launch.processes` does."""
+    return _launcher is not None
+
+
 def launcher_is_lost() -> bool:
     """Whether the launcher of `lmforge` that started this rank has ended before it."""
     return _launcher is not None and os.getppid() != _launcher

@@ -275,6 +275,13 @@ def _tasks_on_node(environ: Mapping[str, str], node: int) -> int:
     raise UserError(f"environment: SLURM_NODEID = {node}, but {name} = {quoted(environ[name])} has {nodes_before} nodes")
 
 
+def under_launcher(info: RankInfo, command: str) -> str:
+    """How `lmforge`, typed as `command`, is started with the launcher of these ranks; its options are left out."""
+    if info.environment == TORCHRUN.name:
+        return "torchrun … -m lmforge"
+    return f"{LAUNCHERS[info.environment].command.partition(' of ')[0]} … {command}"
+
+
 def _first_set(environ: Mapping[str, str], names: tuple[str, ...]) -> str | None:
     return next((name for name in names if name in environ), None)
 

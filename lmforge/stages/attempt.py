@@ -17,7 +17,7 @@ from typing import Any, BinaryIO, TypeVar
 from lmforge.atomic_files import atomic_write_json, without_non_finite
 from lmforge.cluster import distributed as cluster
 from lmforge.cluster.distributed import DistributedContext
-from lmforge.cluster.environment import JOB_VARIABLE
+from lmforge.cluster.environment import JOB_VARIABLE, under_launcher
 from lmforge.cluster.memory import record_memory, write_memory_snapshot
 from lmforge.cluster.rank_info import launcher_identity, threads_per_rank
 from lmforge.cluster.standby import describe_standby
@@ -171,8 +171,12 @@ def notes_on_ranks(config: StageConfig, dist_ctx: DistributedContext) -> list[st
 def describe_stop(ctx: RunContext, stopped_by: int, step: int) -> str:
     """What ended a run that is saved, and the command that continues it: of a job, by its launcher."""
     by = "the loss of its launcher" if cluster.launcher_is_lost() else signal.Signals(stopped_by).name
-    launch = "launch " if JOB_VARIABLE in os.environ else ""
-    again = f"{typed_command()} {launch}{ctx.config.of_stage} {shlex.quote(str(ctx.run.recipe_path))}"
+    info, command = ctx.dist_ctx.rank_info, typed_command()
+    if JOB_VARIABLE in os.environ:
+        command += " launch"
+    elif info.world_size > 1 and not cluster.is_launched_by_us():
+        command = under_launcher(info, command)
+    again = f"{command} {ctx.config.of_stage} {shlex.quote(str(ctx.run.recipe_path))}"
     return f"stopped by {by} after step {step}, which is saved; to continue: {again}"
 
 

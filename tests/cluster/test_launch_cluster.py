@@ -173,6 +173,20 @@ def test_a_launcher_of_slurm_that_is_killed_is_named_and_the_job_is_queued_again
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(500)
+def test_a_job_of_slurm_does_not_wait_for_a_node_that_is_lost(cluster: Desk, laboratory: Laboratory) -> None:
+    """Slurm itself notices after five minutes."""
+    run = cluster.launch("--on", "slurm", "--nodes", "2", *LONG)
+    cluster.wait_for_step(run, 12)
+    with laboratory.without_network("node2"):
+        expected = "lmforge: a node is lost: the job does not wait for Slurm to notice"
+        cluster.wait(lambda: expected in cluster.output(run), run, 260)
+        cluster.wait_for_state(run, r" pending ")
+    assert "lmforge: node2: no heartbeat for 60 s" in cluster.output(run)
+    assert cluster("stop", "recipe").returncode == 0
+
+
+@pytest.mark.slow
 def test_a_job_of_slurm_that_is_out_of_time_is_queued_again_and_its_result_is_that_of_an_undisturbed_run(
     cluster: Desk, undisturbed: Run
 ) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from lmforge.cluster import processes
-from lmforge.cluster.environment import ENVIRONMENT_VARIABLE, RankInfo, read_environment
+from lmforge.cluster.environment import ENVIRONMENT_VARIABLE, RankInfo, read_environment, under_launcher
 from lmforge.cluster.rank_info import read_rank_info
 from lmforge.cluster.rendezvous import candidate_ports, hosts_to_ask, job_identity, list_hosts, own_address
 from lmforge.errors import UserError
@@ -130,6 +130,11 @@ def test_contradictions_and_unknown_launchers_are_named(environ: Variables, mess
     with pytest.raises(UserError, match=r"^environment: [^\n]{0,400}$") as raised:
         read_rank_info(environ)
     assert message in str(raised.value)
+
+
+def test_a_run_is_continued_with_the_launcher_that_started_it() -> None:
+    for environ, expected in ((TORCHRUN, "torchrun … -m lmforge"), (SRUN, "srun … lmforge"), (OPENMPI, "mpiexec … lmforge")):
+        assert under_launcher(read_environment(environ), "lmforge") == expected
 
 
 def test_pbs_is_whichever_mpiexec_it_has_and_local_is_this_machine() -> None:
