@@ -14,9 +14,11 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import BinaryIO, Literal, NamedTuple
+
+from typing_extensions import TypedDict
 
 from lmforge.atomic_files import PARTIAL_SUFFIX, atomic_write_json, atomic_write_text, check_output
 from lmforge.errors import DISK_FULL_ERRNOS, UserError
@@ -38,13 +40,10 @@ OWN_FILES_PREFIX = ".lmforge-download."
 DOWNLOAD_RECORD = f"{OWN_FILES_PREFIX}json"
 MAX_INDEX_BYTES = 2**28
 BLOCK_BYTES = 1 << 20
-MAX_ATTEMPTS = 5
-RETRY_SECONDS = 1.0
-TIMEOUT_SECONDS = 30.0
-REPORT_EVERY_SECONDS = 10.0
+MAX_ATTEMPTS, RETRY_SECONDS = 5, 1.0
+TIMEOUT_SECONDS, REPORT_EVERY_SECONDS = 30.0, 10.0
 # Folder names of lmforge's defaults and documentation: runs/x is never a model of an organization "runs".
 LOCAL_FOLDERS = frozenset({"runs", "data", "models", "checkpoints"})
-
 # A compute node without a network may silently drop packets.
 LOOKUP_SECONDS = 10.0
 
@@ -79,10 +78,7 @@ class DownloadResult:
     already_present: list[HubFile]
 
 
-@dataclass(frozen=True)
-class WeightIndex:
-    """model.safetensors.index.json: which file holds each tensor."""
-
+class WeightIndex(TypedDict):  # model.safetensors.index.json
     weight_map: dict[str, str]
 
 
@@ -90,9 +86,8 @@ def parse_model_name(name: str, revision: str | None = None) -> tuple[str, str]:
     """`org/name[@revision]` as (org/name, revision), "main" by default. Raises UserError for anything else."""
     parts = MODEL_NAME_PATTERN.fullmatch(name)
     if parts is None:
-        raise UserError(
-            f"{cut(name)}: not the name of a model on the hub; give organisation/model or organisation/model@revision"
-        )
+        form = "organisation/model or organisation/model@revision"
+        raise UserError(f"{cut(name)}: not the name of a model on the hub; give {form}")
     if revision and parts["revision"] and revision != parts["revision"]:
         raise UserError(f"{name}: names one revision and --revision {revision} another; give one of them")
     chosen = revision or parts["revision"] or "main"
@@ -155,7 +150,7 @@ def indexed_weight_files(folder: Path) -> list[str]:
     """The weight files that a folder's index names, sorted. Raises UserError if it is not an index; OSError passes."""
     path = folder / SAFE_WEIGHTS_INDEX_NAME
     index = read_json(path, WeightIndex, max_bytes=MAX_INDEX_BYTES, hint="copy the file again")
-    return sorted(set(index.weight_map.values()))
+    return sorted(set(index["weight_map"].values()))
 
 
 def download(
@@ -177,7 +172,7 @@ def download(
         raise UserError(offline_message(name, revision, kind))
     commit, listed = _list_files(name, revision, kind)
     root = folder or cache_folder() / f"{kind}s--{name.replace('/', '--')}"
-    with _disk_errors_as_user_errors(root), _download_lock(root, report):
+    with _download_into(root, report):
         destination = _Destination(folder or root / "snapshots" / commit, None if folder else root / "blobs")
         result = DownloadResult(destination.folder, commit, [], [])
         chosen = _files_to_download(name, listed, destination.folder, include_weights)
@@ -223,9 +218,8 @@ def _data_files(name: str, listed: dict[str, HubFile]) -> list[HubFile]:
     """The files of a dataset that are read; no code."""
     chosen = [listed[each] for each in sorted(listed) if DATA_FILES.fullmatch(each)]
     if all(file.name == "README.md" for file in chosen):
-        raise UserError(
-            f"{name}: has no data on the hub that is read (JSON lines, CSV, Parquet, Arrow, text, archives of them)"
-        )
+        kinds = "JSON lines, CSV, Parquet, Arrow, text, archives of them"
+        raise UserError(f"{name}: has no data on the hub that is read ({kinds})")
     return chosen
 
 
@@ -297,9 +291,8 @@ def _list_files(name: str, revision: str, kind: Kind) -> tuple[str, dict[str, Hu
     for each in info.siblings or ():
         # Git has no such names but the last, which would pass files off as verified: this hub is damaged or means harm.
         if not is_inner_path(each.rfilename) or Path(each.rfilename).name.startswith(OWN_FILES_PREFIX):
-            raise UserError(
-                f"{name}: the hub lists a file {quoted(each.rfilename)}, which is not written; nothing is downloaded"
-            )
+            listed = f"lists a file {quoted(each.rfilename)}"
+            raise UserError(f"{name}: the hub {listed}, which is not written; nothing is downloaded")
         digest = each.lfs.sha256 if each.lfs is not None else each.blob_id
         if each.size is not None and digest and DIGEST_PATTERN.fullmatch(digest):
             files[each.rfilename] = HubFile(each.rfilename, each.size, digest)
@@ -322,9 +315,8 @@ def _download_file(name: str, commit: str, file: HubFile, path: Path, report: Re
             return
         unfinished.unlink()
         if not resumed:  # otherwise the rest of an earlier attempt may be damaged: try again from the start
-            raise UserError(
-                f"{name}: {file.name} did not arrive as the hub describes it (its checksum differs) and was deleted; try again"
-            )
+            wrong = "did not arrive as the hub describes it (its checksum differs) and was deleted"
+            raise UserError(f"{name}: {file.name} {wrong}; try again")
 
 
 def _append_rest(name: str, commit: str, file: HubFile, growing: BinaryIO, report: Report, kind: Kind) -> None:
@@ -391,26 +383,18 @@ def hub_errors_as_user_errors(name: str, revision: str, file: str = "", kind: Ki
 
 
 @contextmanager
-def _disk_errors_as_user_errors(folder: Path) -> Iterator[None]:
+def _download_into(folder: Path, report: Report) -> Iterator[None]:
+    """One process at a time downloads into a folder, however long the others wait. Errors of the disk are UserErrors."""
+
+    @cache
+    def report_wait() -> bool:
+        report(f"{folder}: another process is downloading into it; waiting")
+        return False
+
     try:
-        yield
+        folder.mkdir(parents=True, exist_ok=True)
+        with hold_lock(folder / f"{OWN_FILES_PREFIX}lock", report_wait):
+            yield
     except OSError as problem:
         what = "no space to download into it" if problem.errno in DISK_FULL_ERRNOS else "cannot be written"
         raise UserError(f"{folder}: {what} ({problem.strerror}); run it again to resume") from None
-
-
-@contextmanager
-def _download_lock(folder: Path, report: Report) -> Iterator[None]:
-    """One process at a time downloads into a folder; the others wait for as long as that takes."""
-    folder.mkdir(parents=True, exist_ok=True)
-    has_reported = False
-
-    def report_wait() -> bool:
-        nonlocal has_reported
-        if not has_reported:
-            has_reported = True
-            report(f"{folder}: another process is downloading into it; waiting")
-        return False
-
-    with hold_lock(folder / f"{OWN_FILES_PREFIX}lock", report_wait):
-        yield

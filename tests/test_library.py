@@ -29,7 +29,7 @@ FUNCTIONS = {
     "open_tokenizer": "path",
     "build_model": "config='nano', *, vocab_size=None, seed=0, device='cpu', **fields",
     "load_model": "path, *, device='auto', dtype='auto'",
-    "generate_text": "model, prompts, *, max_tokens=64, temperature=0.8, top_k=0, top_p=1.0, seed=0",
+    "generate_text": "model, prompts, *, max_tokens=64, temperature=None, top_k=None, top_p=None, seed=0",
     "evaluate_model": "model, data=None, *, split='validation', sequences=None, sequence_length=None, batch_size=16",
     "save_model": "model, folder, *, tokenizer=None, dtype=None, overwrite=False",
     "export_model": "run, folder, *, dtype='fp32', adapters=False, overwrite=False",

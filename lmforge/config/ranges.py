@@ -54,4 +54,5 @@ ROPE_SCALING_RANGES: dict[str, Range] = {
     "low_freq_factor": {"gt": 0, "le": 1e6},
     "high_freq_factor": {"gt": 0, "le": 1e6},
     "original_max_position_embeddings": MODEL_RANGES["max_position_embeddings"],
+    **dict.fromkeys(("beta_fast", "beta_slow", "attention_factor", "mscale", "mscale_all_dim"), Range(gt=0, le=1e6)),
 }

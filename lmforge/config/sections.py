@@ -98,6 +98,10 @@ class ModelOptions(Options):
         "lmforge", "with model.source: the code that runs it; transformers (an extra) supports every family, lmforge is faster"
     )
     load_weights: bool = option(True, "with model.source: load its weights; false takes its config only")
+    resize_vocab: bool = option(
+        False, "with model.source: grow its vocabulary to the tokenizer's; new rows are the others' mean"
+    )
+    pad_vocab_to_multiple_of: int | None = option(None, "with model.resize_vocab: round the vocabulary up", **COUNT)
     model_type: str | None = choice(
         None, "model family; it decides which of the options below exist (default: unchanged)", "model_family"
     )
@@ -126,6 +130,10 @@ class ModelOptions(Options):
     def problems(self) -> Iterator[str]:
         if self.preset and self.source:
             yield "model.preset and model.source: give one of them, not both"
+        if self.resize_vocab and not self.source:
+            yield "model.resize_vocab: a new model has the tokenizer's vocabulary; leave it out, or name a model.source"
+        if self.pad_vocab_to_multiple_of and not self.resize_vocab:
+            yield "model.pad_vocab_to_multiple_of: add --model.resize_vocab true, or leave it out"
         if self.implementation == "lmforge":
             return
         if not self.source:
@@ -138,6 +146,7 @@ class ModelOptions(Options):
     def overrides(self) -> dict[str, object]:
         """The fields of the model config that were given, by their Hugging Face names."""
         own = {"preset", "source", "implementation", "load_weights", "embedding_initializer_range", "dropout"}
+        own |= {"resize_vocab", "pad_vocab_to_multiple_of"}
         fields = self.model_dump(exclude=own | {"neftune_noise_alpha"}, exclude_none=True)
         return {name: value for name, value in fields.items() if not isinstance(getattr(self, name), Options)}
 

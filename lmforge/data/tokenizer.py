@@ -22,10 +22,11 @@ import xxhash
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from lmforge.atomic_files import atomic_write_text
+from lmforge.data import tokenizer_json
 from lmforge.data.sentencepiece_model import convert_sentencepiece
-from lmforge.data.tokenizer_json import tokenizer_problem
+from lmforge.data.tokenizer_json import CONFIG_FILES
 from lmforge.errors import UserError, prefix_errors
-from lmforge.untrusted import parse_json, quoted, read_bounded
+from lmforge.untrusted import parse_json, read_bounded
 
 EOS_TOKEN = "<|endoftext|>"
 # Reserved in every trained vocabulary, so that a pretrained model can learn to chat without growing it.
@@ -55,7 +56,6 @@ CUT_CONTEXT_CHARACTERS = 200
 MAX_CUT_ATTEMPTS = 20
 
 # Files beside a tokenizer.json with what it does not hold itself; copied with it.
-CONFIG_FILES = ("tokenizer_config.json", "special_tokens_map.json")
 COMPANION_FILES = (*CONFIG_FILES, "chat_template.jinja")
 MAX_TOKENIZER_BYTES = 2**28
 MAX_VOCAB_SIZE = 2**24
@@ -113,7 +113,8 @@ class Tokenizer:
 
     named_ids     the ids of the tokens that end and begin a text
     configs       the contents of CONFIG_FILES by name, empty for a file that is not there
-    added_tokens  the tokens that tokenizer.json adds to its vocabulary, special ones among them, as it lists them
+    roles         what they say of the roles of tokens, such as eos_token
+    added_tokens  the tokens that are added to its vocabulary, special ones among them, as a tokenizer.json lists them
     """
 
     def __init__(self, text: str, companions: dict[str, str], location: str = "tokenizer.json"):
@@ -126,7 +127,7 @@ class Tokenizer:
             name: parse_json(companions.get(name, "{}").encode(), dict[str, Any], str(Path(location).parent / name))
             for name in CONFIG_FILES
         }
-        if problem := tokenizer_problem(self._json):
+        if problem := tokenizer_json.tokenizer_problem(self._json):
             raise UserError(f"{location}: {problem}")
         self._location = location
         with self._library_errors(hint):
@@ -140,13 +141,10 @@ class Tokenizer:
         self.vocab_size = 1 + max(self._vocab.values(), default=-1)
         if not 0 < self.vocab_size <= MAX_VOCAB_SIZE:
             raise UserError(f"{location}: its ids go up to {self.vocab_size - 1:,}: expected 1 to {MAX_VOCAB_SIZE:,} tokens")
-        for index, token in enumerate(self.added_tokens):
-            # The library gives a token that is not in the vocabulary the next free id, whatever the file says.
-            id = self._vocab.get(token["content"])
-            if token["id"] != id and (id is not None or token["id"] >= self.vocab_size):
-                given = "no id" if id is None else f"the id {id}"
-                field = f"{location}: added_tokens[{index}].id"
-                raise UserError(f"{field}: {token['id']}, but the library gives {quoted(token['content'])} {given}")
+        if problem := tokenizer_json.misplaced_token(self.added_tokens, self._vocab, self.vocab_size):
+            raise UserError(f"{location}: {problem}")
+        self.roles = tokenizer_json.special_roles(self.configs)
+        self._add_declared(tokenizer_json.declared_tokens(self.configs, str(Path(location).parent)))
         with prefix_errors(location):
             self.eos_token_id = self._find_eos_token_id()
             self.bos_token_id = self._named_token_id("bos_token")
@@ -154,6 +152,20 @@ class Tokenizer:
         # Some files do not mark these tokens as special, so text that spells them would be encoded as them.
         self._backend.add_special_tokens([self.id_to_token(id) for id in self.named_ids])
         self._encoder = self._text_encoder()
+
+    def _add_declared(self, tokens: list[tokenizers.AddedToken]) -> None:
+        """Add the tokens that other files declare; those that tokenizer.json does not have at all get the next ids."""
+        known = {token["content"]: token["special"] for token in self.added_tokens}
+        new = [token for token in tokens if known.get(token.content) is not True and known.get(token.content) != token.special]
+        if not new:
+            return
+        self._backend.add_tokens(new)
+        self.added_tokens = [
+            {"id": id, **{name: getattr(token, name) for name in tokenizer_json.ADDED_TOKEN_FIELDS}}
+            for id, token in sorted(self._backend.get_added_tokens_decoder().items())
+        ]
+        self._vocab = self._backend.get_vocab(with_added_tokens=True)
+        self.vocab_size = 1 + max(self._vocab.values())
 
     def _text_encoder(self) -> tokenizers.Tokenizer:
         """What encodes a text: the same tokenizer, but no text spells a special token of its vocabulary."""
@@ -213,7 +225,8 @@ class Tokenizer:
     @cached_property
     def hash(self) -> str:
         """xxh3 of the tokenizer.json, regardless of its spacing and key order, and of the end-of-text token's id."""
-        canonical = json.dumps([self._json, self.eos_token_id], sort_keys=True, separators=(",", ":"))
+        declared = [self.added_tokens] if self.added_tokens != (self._json.get("added_tokens") or []) else []
+        canonical = json.dumps([self._json, self.eos_token_id, *declared], sort_keys=True, separators=(",", ":"))
         return xxhash.xxh3_128_hexdigest(canonical.encode())
 
     def encode(self, text: str, *, parse_special_tokens: bool = False) -> list[int]:
@@ -303,15 +316,8 @@ class Tokenizer:
         raise UserError(f"cannot tell which token ends a document: {hint}")
 
     def _named_token_id(self, role: str) -> int | None:
-        for name, config in self.configs.items():
-            token = config.get(role)
-            if isinstance(token, dict):
-                token = token.get("content")
-            if token is not None:
-                if not isinstance(token, str) or token not in self._vocab:
-                    raise UserError(f"has no token {quoted(token)}, which {name} says is its {role}")
-                return self._vocab[token]
-        return None
+        token = tokenizer_json.named_token(self.configs, role, self._vocab)
+        return None if token is None else self._vocab[token]
 
     def id_to_bytes(self, token_id: int) -> bytes:
         """The bytes that an id stands for within a text; the spelling of a special token."""
@@ -356,8 +362,8 @@ class Tokenizer:
             if id in added:
                 pieces[id] = token.encode()
             elif "ByteLevel" in kinds:
-                known = all(character in _BYTE_OF_CHARACTER for character in token)
-                pieces[id] = bytes(map(_BYTE_OF_CHARACTER.__getitem__, token)) if known else token.encode()
+                known = all(character in tokenizer_json.BYTE_OF_CHARACTER for character in token)
+                pieces[id] = bytes(map(tokenizer_json.BYTE_OF_CHARACTER.__getitem__, token)) if known else token.encode()
             elif "ByteFallback" in kinds and BYTE_TOKEN.fullmatch(token):
                 pieces[id] = bytes([int(token[3:5], 16)])
             elif "WordPiece" in kinds:
@@ -395,10 +401,3 @@ class StreamDecoder:
     def finish(self) -> str:
         """The remaining text, with U+FFFD for an incomplete character."""
         return self._utf8.decode(b"", final=True)
-
-
-# The 256 characters in which byte-level tokenizers write bytes (Radford et al. 2019), each with its byte: bytes that print as
-# themselves stay; the others, in order, take the characters from U+0100 on.
-_PRINTABLE = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-_OTHERS = sorted({*range(256)} - {*_PRINTABLE})
-_BYTE_OF_CHARACTER = {chr(byte): byte for byte in _PRINTABLE} | {chr(0x100 + i): byte for i, byte in enumerate(_OTHERS)}

@@ -16,7 +16,7 @@ from lmforge.data.order import derive_key
 from lmforge.data.tokenizer import Tokenizer
 from lmforge.errors import RunFailed, UserError
 from lmforge.generate.prompts import check_room, encode_prompt, scored_logits, stop_string_ids
-from lmforge.generate.sampling import SamplingParams, draw_uniforms, sample_tokens
+from lmforge.generate.sampling import SamplingParams, draw_uniforms, penalize_repetition, sample_tokens
 from lmforge.generate.text_streamer import TextStreamer
 from lmforge.model.layers import LanguageModel
 
@@ -63,6 +63,7 @@ class _RunningRequest:
     request: GenerationRequest
     num_generated: int = 0
     prompt: list[GeneratedToken] = field(default_factory=list)
+    seen: Tensor | None = None  # bool [vocab]: the tokens of prompt and answer, where repetition is penalized
 
 
 class Engine:
@@ -154,6 +155,9 @@ class Engine:
         for row, each in zip(uniforms, added, strict=True):
             if not each.request.sampling.is_greedy:
                 row[: each.request.max_tokens] = draw_uniforms(each.request.seed, each.request.max_tokens)
+            if each.request.sampling.repetition_penalty != 1:
+                each.seen = torch.zeros(self._vocab_size, dtype=torch.bool, device=self._device)
+                each.seen[torch.tensor(each.request.prompt_ids, device=self._device)] = True
         self._uniforms = torch.cat([self._uniforms, uniforms.to(self._device)])
         self._num_generated = torch.cat([self._num_generated, self._num_generated.new_zeros(len(added), 1)])
         self._running += added
@@ -181,7 +185,13 @@ class Engine:
         for sampling in dict.fromkeys(params):
             rows = [row for row, each in enumerate(params) if each == sampling]
             index = slice(None) if len(rows) == len(params) else torch.tensor(rows, device=self._device)
-            tokens, probs = sample_tokens(logits[index], sampling, uniforms[index])
+            seen = [each.seen for each in self._running if each.request.sampling == sampling and each.seen is not None]
+            scores = logits[index]
+            if seen:
+                scores = penalize_repetition(scores, torch.stack(seen), sampling.repetition_penalty)
+            tokens, probs = sample_tokens(scores, sampling, uniforms[index])
+            for marks, token in zip(seen, tokens, strict=False):
+                marks[token] = True
             columns = [tokens[:, None], probs.gather(1, tokens[:, None]).log()]
             if top:
                 likeliest = probs.topk(top, dim=1)

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from pydantic import BaseModel
 
 from lmforge import checkpoint
 from lmforge.checkpoint import Manifest
@@ -17,6 +16,7 @@ from lmforge.cluster.rank_info import threads_per_rank
 from lmforge.data.chat.templates import ChatTemplate
 from lmforge.data.tokenizer import Tokenizer
 from lmforge.errors import UserError
+from lmforge.generate.sampling import SamplingParams, choose_sampling
 from lmforge.hub import resolve_model_folder
 from lmforge.interop.kinds import Kind, kind_of
 from lmforge.interop.peft_folder import base_model_of, load_peft_folder
@@ -27,7 +27,6 @@ from lmforge.model.config import ModelConfig
 from lmforge.model.layers import LanguageModel
 from lmforge.parallel.precision import choose_dtype
 from lmforge.runs import parse_location
-from lmforge.untrusted import read_json
 
 # A model may support sequences that are too long for the memory of a KV cache.
 DEFAULT_MAX_LENGTH = 4096
@@ -57,6 +56,21 @@ class LoadedModel:
     def chat_template(self) -> ChatTemplate:
         """The tokenizer's chat template. Raises UserError where it has none that can be used."""
         return ChatTemplate.from_tokenizer(self.tokenizer)
+
+    def sampling(self, default_temperature: float, **given: float | None) -> SamplingParams:
+        """How tokens are chosen: `given`, else as the model says; see choose_sampling."""
+        return choose_sampling(self.config.generation_config, self.path, default_temperature, **given)
+
+    @property
+    def max_new_tokens(self) -> int | None:
+        """How long an answer is at most, as the model says."""
+        return (self.config.generation_config or {}).get("max_new_tokens")
+
+    @property
+    def stop_strings(self) -> list[str]:
+        """Strings that end a text, as the model says."""
+        stated = (self.config.generation_config or {}).get("stop_strings") or []
+        return [stated] if isinstance(stated, str) else stated
 
     @property
     def text_stop_ids(self) -> frozenset[int]:
@@ -121,8 +135,7 @@ def _from_folder(folder: Path, device: torch.device, dtype: torch.dtype, reward_
     tokenizer = Tokenizer.open(folder)
     model = build_model(config, device)
     load_folder(folder, model)
-    stop_ids = _read_eos_token_ids(folder, config.vocab_size)
-    return LoadedModel(model.to(dtype).eval(), config, tokenizer, folder, None, tokenizer.prefix_ids, stop_ids)
+    return LoadedModel(model.to(dtype).eval(), config, tokenizer, folder, None, tokenizer.prefix_ids, config.end_token_ids)
 
 
 def _from_checkpoint(
@@ -133,14 +146,15 @@ def _from_checkpoint(
     model = build_model(config, device)
     checkpoint.load_weights(folder, manifest, model)
     tokenizer = Tokenizer.open(folder)
-    ids = prefix_and_stop_ids(tokenizer, training_stage(manifest))
+    prefix_ids, stop_ids = prefix_and_stop_ids(tokenizer, training_stage(manifest))
     recipe = manifest.recipe
     data = manifest.written_by.get("data") or recipe.get("data", {}).get("folder")
     sources = manifest.written_by.get("sources") or ({data: data} if data else {})
     # GRPO has prompts without answers, so there is no data to measure a loss on.
     has_text = recipe.get("align", {}).get("method") != "grpo"
     training_data = {name: parse_location(source) for name, source in sources.items()} if has_text else {}
-    return LoadedModel(model.to(dtype).eval(), config, tokenizer, folder, recipe, *ids, training_data)
+    stop_ids |= config.end_token_ids
+    return LoadedModel(model.to(dtype).eval(), config, tokenizer, folder, recipe, prefix_ids, stop_ids, training_data)
 
 
 def check_reward_head(config: ModelConfig, path: Path, reward_model: bool) -> None:
@@ -172,17 +186,3 @@ def chat_template(tokenizer: Tokenizer, stage: str | None) -> ChatTemplate | Non
     with suppress(UserError):
         return ChatTemplate.from_tokenizer(tokenizer) if stage in POST_TRAINING_STAGES else None
     return None
-
-
-class _EosConfig(BaseModel):
-    eos_token_id: int | list[int] | None = None
-
-
-def _read_eos_token_ids(folder: Path, vocab_size: int) -> frozenset[int]:
-    """Every `eos_token_id` of a Hugging Face folder: chat models have several."""
-    ids: set[int] = set()
-    for path in (folder / "config.json", folder / "generation_config.json"):
-        if path.exists():
-            named = read_json(path, _EosConfig).eos_token_id
-            ids.update([named] if isinstance(named, int) else named or [])
-    return frozenset(id for id in ids if 0 <= id < vocab_size)

@@ -1,6 +1,10 @@
-"""From logits to tokens: greedy, temperature, top-k, top-p. One uniform number per sequence decides what is drawn."""
+"""From logits to tokens: greedy, temperature, top-k, top-p, min-p, as asked for or as the model says. One uniform number per
+sequence decides what is drawn."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -8,6 +12,9 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from lmforge.data.order import splitmix64
+from lmforge.errors import UserError
+from lmforge.interop.config_json import NEUTRAL_SAMPLING
+from lmforge.untrusted import quoted
 
 # A request's numbers are the SplitMix64 stream of its seed: a counter with this increment, scrambled by `splitmix64`.
 _SPLITMIX_INCREMENT = 0x9E3779B97F4A7C15
@@ -15,19 +22,49 @@ _SPLITMIX_INCREMENT = 0x9E3779B97F4A7C15
 _SEARCH_BLOCK = 128
 # Below this temperature only one token can be drawn, and fp32 soon rounds it to zero.
 MIN_TEMPERATURE = 1e-30
+# What a generation_config.json may say, and what transformers takes where it does not.
+TRANSFORMERS_SAMPLING = {"temperature": 1.0, "top_k": 50, "top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0}
 
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """A `temperature` below MIN_TEMPERATURE is greedy. `top_k` 0 and `top_p` 1 leave the distribution unchanged."""
+    """A `temperature` below MIN_TEMPERATURE is greedy. `top_k` 0, `top_p` 1, `min_p` 0 and `repetition_penalty` 1 leave the
+    distribution unchanged."""
 
     temperature: float = 1.0
     top_k: int = 0
     top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
 
     @property
     def is_greedy(self) -> bool:
         return self.temperature < MIN_TEMPERATURE
+
+
+def choose_sampling(
+    generation_config: Mapping[str, Any] | None, path: Path, default_temperature: float, **given: float | None
+) -> SamplingParams:
+    """What is `given` and not None, else what the model's generation_config.json says, else only the default temperature.
+
+    A file that says how to sample is read as transformers does: greedy without do_sample, and with that library's defaults.
+    Raises UserError, naming the file in the folder `path`, for what is not computed here.
+    """
+    stated = {name: value for name, value in (generation_config or {}).items() if value is not None}
+    for name, neutral in NEUTRAL_SAMPLING.items():
+        if (value := stated.get(name)) and value != neutral:
+            raise UserError(f"{path / 'generation_config.json'}: {name}: {quoted(value)} is not supported; remove it there")
+    chosen: dict[str, Any] = {"temperature": default_temperature}
+    if stated.get("do_sample") is False or TRANSFORMERS_SAMPLING.keys() & stated.keys():
+        chosen = {name: stated.get(name, default) for name, default in TRANSFORMERS_SAMPLING.items()}
+        if not stated.get("do_sample"):
+            chosen["temperature"] = 0.0
+    return SamplingParams(**chosen | {name: value for name, value in given.items() if value is not None})
+
+
+def penalize_repetition(logits: Tensor, seen: Tensor, penalty: float) -> Tensor:
+    """Logits [batch, vocab] of which those that are `seen`, bool of that shape, are made less likely (arXiv 1909.05858)."""
+    return torch.where(seen, torch.where(logits < 0, logits * penalty, logits / penalty), logits)
 
 
 def draw_uniforms(seed: int, count: int) -> Tensor:
@@ -38,7 +75,7 @@ def draw_uniforms(seed: int, count: int) -> Tensor:
 
 
 def sampling_probs(logits: Tensor, params: SamplingParams) -> Tensor:
-    """Probabilities fp32 [batch, vocab] after top-k, then temperature, then top-p (nucleus, arXiv 1904.09751).
+    """Probabilities fp32 [batch, vocab] after top-k, temperature, top-p (nucleus, arXiv 1904.09751), and min-p (2407.01082).
 
     The likeliest token always stays, and so do tokens that tie with the k-th. With greedy sampling it is the model's own
     distribution; top-k and top-p are ignored.
@@ -56,6 +93,10 @@ def sampling_probs(logits: Tensor, params: SamplingParams) -> Tensor:
         beyond = ordered.cumsum(-1) - ordered >= params.top_p
         beyond[:, 0] = False  # even if top_p rounds to 0 in fp32
         probabilities = probabilities.masked_fill(torch.zeros_like(beyond).scatter(-1, order, beyond), 0.0)
+        probabilities = probabilities / probabilities.sum(-1, keepdim=True)
+    if params.min_p:
+        least = params.min_p * probabilities.amax(-1, keepdim=True)
+        probabilities = probabilities.masked_fill(probabilities < least, 0.0)
         probabilities = probabilities / probabilities.sum(-1, keepdim=True)
     return probabilities
 

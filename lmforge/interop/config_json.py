@@ -7,12 +7,12 @@ former, which both read. Refuses by name what lmforge cannot compute. model/conf
 import re
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel, Field, ValidationError
 
 from lmforge import registry
-from lmforge.config.ranges import MODEL_RANGES
+from lmforge.config.ranges import LENGTH, MODEL_RANGES
 from lmforge.errors import UserError
 from lmforge.model.config import ModelConfig, base_model_type
 from lmforge.model.family import load_family
@@ -20,6 +20,7 @@ from lmforge.untrusted import describe, quoted, read_json
 
 NUM_EXPERTS_FIELDS = ("num_local_experts", "num_experts", "n_routed_experts")
 REQUIRED_FIELDS = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads")
+_SIZES = (*REQUIRED_FIELDS[1:], "max_position_embeddings")
 _COMMON_FIELDS = (
     "vocab_size",
     "hidden_size",
@@ -35,6 +36,32 @@ _COMMON_FIELDS = (
     "pad_token_id",
 )
 _CLASSIFIER_SUFFIX = "ForSequenceClassification"
+
+
+TokenIds = Annotated[int, Field(ge=0)] | list[Annotated[int, Field(ge=0)]]
+# How transformers samples, and the values that leave the model's distribution as it is. Further ones are not computed here.
+NEUTRAL_SAMPLING: dict[str, Any] = {
+    "num_beams": 1, "min_length": 0, "min_new_tokens": 0, "max_time": None, "typical_p": 1.0, "top_h": None,
+    "epsilon_cutoff": 0.0, "eta_cutoff": 0.0, "encoder_repetition_penalty": 1.0, "no_repeat_ngram_size": 0,
+    "bad_words_ids": None, "forced_bos_token_id": None, "forced_eos_token_id": None,
+    "exponential_decay_length_penalty": None, "suppress_tokens": None, "begin_suppress_tokens": None,
+    "sequence_bias": None, "guidance_scale": 1, "watermarking_config": None, "penalty_alpha": None, "dola_layers": None,
+    "constraints": None, "force_words_ids": None, "token_healing": False, "num_return_sequences": 1,
+}  # fmt: skip
+
+
+class GenerationConfig(BaseModel, strict=True, extra="allow", allow_inf_nan=False):
+    """What is used of a generation_config.json; null is a field left out. Its other fields are kept."""
+
+    eos_token_id: TokenIds | None = None
+    do_sample: bool | None = None
+    temperature: Annotated[float, Field(ge=0)] | None = None
+    top_k: Annotated[int, Field(ge=0)] | None = None
+    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    min_p: Annotated[float, Field(ge=0, le=1)] | None = None
+    repetition_penalty: Annotated[float, Field(gt=0)] | None = None
+    max_new_tokens: Annotated[int, Field(gt=0, le=LENGTH["le"])] | None = None
+    stop_strings: str | list[str] | None = None
 
 
 class _ConfigJson(BaseModel, strict=True):
@@ -62,17 +89,26 @@ class _ConfigJson(BaseModel, strict=True):
 
 
 def read_config_json(path: Path) -> dict[str, Any]:
-    """The content of a config.json. Raises UserError where it cannot be read."""
+    """The content of a config.json, and in `generation_config` that of the file beside it. Raises UserError where it cannot be
+    read."""
     if not path.is_file():
         raise UserError(f"{path}: no such file; give a folder in Hugging Face's layout, or the name of a preset")
     # Infinity is refused later, with the name of its field.
-    return read_json(path, dict[str, Any], hint="copy the file again", allow_nan=True)
+    content = read_json(path, dict[str, Any], hint="copy the file again", allow_nan=True)
+    beside = path.parent / "generation_config.json"
+    content.pop("generation_config", None)
+    if beside.is_file():
+        read = read_json(beside, GenerationConfig, hint="correct it, or copy the file again")
+        content["generation_config"] = read.model_dump(exclude_unset=True)
+    return content
 
 
 def to_config_json(config: ModelConfig) -> dict[str, Any]:
-    """A model config as the content of a config.json that transformers 4 and 5 both read."""
+    """A model config as the content of a config.json that transformers 4 and 5 both read; under `generation_config` that of the
+    file beside it, if there was one."""
+    generation = {} if config.generation_config is None else {"generation_config": config.generation_config}
     if config.implementation == "transformers":
-        return dict(config.config_dict)  # type: ignore[attr-defined]
+        return config.config_dict | generation  # type: ignore[attr-defined]
     family = config.family
     architecture = family.classifier if config.reward else family.architecture
     content: dict[str, Any] = {"architectures": [architecture], "model_type": config.model_type}
@@ -84,7 +120,7 @@ def to_config_json(config: ModelConfig) -> dict[str, Any]:
     if not family.learned_positions:
         scaling = asdict(config.rope_scaling) if config.rope_scaling else {}
         content["rope_scaling"] = {name: value for name, value in scaling.items() if value is not None} or None
-    return content | dict.fromkeys(family.dropouts, 0.0) | family.write(config)
+    return content | dict.fromkeys(family.dropouts, 0.0) | family.write(config) | generation
 
 
 def config_fields_from_json(content: dict[str, Any]) -> dict[str, Any]:
@@ -104,19 +140,19 @@ def config_fields_from_json(content: dict[str, Any]) -> dict[str, Any]:
         if content.get(field) not in (None, value):
             raise UserError(f"{field}: {content[field]} is not supported; use a {name} model with {value}")
     fields: dict[str, Any] = {"model_type": name, **family.defaults, "reward": _is_reward_model(content)}
-    fields["final_logit_softcapping"] = content.get("final_logit_softcapping")
+    fields |= {each: content.get(each) for each in ("final_logit_softcapping", "generation_config")}
     for ours in (*_COMMON_FIELDS, *family.fields):
-        theirs = family.names.get(ours, ours)
-        # Null is a field left out, except where it is a value.
-        if theirs in content and (content[theirs] is not None or getattr(ModelConfig, ours, None) is None):
+        # Sizes under their common names win over the family's own.
+        theirs = ours if ours in content and ours in _SIZES else family.names.get(ours, ours)
+        unset = getattr(ModelConfig, ours, None)
+        # Null is a field left out, except where it is a value: none at all, or one to be derived.
+        if content.get(theirs) is not None:
             fields[ours] = content[theirs]
+        elif theirs in content and not unset:
+            fields[ours] = unset
     for ours in REQUIRED_FIELDS:
         if fields.get(ours) is None:
             raise UserError(f"{family.names.get(ours, ours)}: missing; add it")
-    if not family.learned_positions:
-        # transformers 5 writes one table where transformers 4 wrote a number and, if frequencies are scaled, a table.
-        rope = _rope_table(content)
-        fields |= {"rope_scaling": rope, **{name: rope[name] for name in ("rope_theta",) if name in rope}}
     return fields | family.read(content)
 
 
@@ -128,13 +164,6 @@ def reject_extreme_sizes(content: dict[str, Any]) -> None:
             reject_extreme_sizes(value)
         elif re.search("layers?$|experts$|^depth$", name) and isinstance(value, int | float) and not value <= most:
             raise UserError(f"{name}: expected at most {most:,}, got {quoted(value)}")
-
-
-def _rope_table(content: dict[str, Any]) -> dict[str, Any]:
-    rope = content.get("rope_parameters") or content.get("rope_scaling") or {}
-    if not isinstance(rope, dict):
-        raise UserError(f"rope_scaling: expected an object, got {quoted(rope)}")
-    return rope
 
 
 def _is_reward_model(content: dict[str, Any]) -> bool:
@@ -157,9 +186,7 @@ def _reject_unsupported(content: dict[str, Any]) -> None:
     for name in NUM_EXPERTS_FIELDS:
         if content.get(name):
             raise UserError(f"{name}: mixtures of experts are not supported; use a dense model")
-    rope = _rope_table(content)
-    rotated = rope.get("partial_rotary_factor", content.get("partial_rotary_factor"))
-    if rotated not in (None, 1):
-        raise UserError(f"partial_rotary_factor: {rotated} is not supported; use a model that rotates whole heads")
+    if content.get("per_layer_config"):
+        raise UserError("per_layer_config: layers that differ are not supported; use a model whose layers are alike")
     if content.get("quantization_config"):
         raise UserError("quantization_config: quantized weights cannot be trained; use the unquantized model")

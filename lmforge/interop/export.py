@@ -56,7 +56,7 @@ def export_folder(
         overwrite: replace the folder if it exists and holds a model. Otherwise an existing folder is a UserError.
         read_tensor: returns the tensor of a name, where those of `model` are on the meta device. Each is read when it is
             written, so that only one of them is in memory; those of a wrapped model are all read at once.
-        extra_files: other files by name, JSON or text; fields for config.json are added to it.
+        extra_files: other files by name, JSON or text; fields for config.json replace its own.
     """
     wrapped = isinstance(config, TransformersConfig)
     if config.final_logit_softcapping is not None and not (wrapped or config.family.caps_logits):
@@ -84,11 +84,14 @@ def export_folder(
     with new_folder(folder, overwrite, marker="config.json", content="a model") as partial:
         for path in _tokenizer_files(tokenizer_folder):
             shutil.copyfile(path, partial / path.name)
-        files = dict(extra_files or {})
-        stored_dtype = dtype or next(iter(tensors.values())).dtype
+        content = to_config_json(config) | {
+            "torch_dtype": str(dtype or next(iter(tensors.values())).dtype).removeprefix("torch.")
+        }
+        generation = content.pop("generation_config", None)
+        files = ({} if generation is None else {"generation_config.json": generation}) | dict(extra_files or {})
         extra_fields = files.get("config.json", {})
         assert isinstance(extra_fields, dict)
-        files["config.json"] = extra_fields | to_config_json(config) | {"torch_dtype": str(stored_dtype).removeprefix("torch.")}
+        files["config.json"] = content | extra_fields
         for file, content in files.items():
             if not (partial / file).exists():
                 text = content if isinstance(content, str) else json.dumps(content, indent=2) + "\n"

@@ -1,4 +1,4 @@
-"""The checkpoints of other trainers: which of their stored tensors make up each of ours.
+"""The checkpoints of other trainers: which of their stored tensors make up each of ours, as the families describe them.
 
 nanoGPT (a torch.save file: GPT-2 with linear maps that are not transposed), torchtitan (a DCP folder: Llama under Meta's
 names) and fms-fsdp (a DCP folder or a file: Llama under the names of IBM's foundation-model-stack, some matrices fused).
@@ -7,7 +7,7 @@ first half with one of the second. So the rows of their query and key matrices a
 """
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
@@ -16,10 +16,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lmforge.config.builtin_names import FAMILIES
 from lmforge.errors import UserError
 from lmforge.interop.torch_checkpoints import TensorSource
 from lmforge.model import build_model
 from lmforge.model.config import ModelConfig
+from lmforge.model.family import load_family
 
 # Keys under which trainers store the model in a checkpoint, and prefixes that wrappers add to its names.
 _PREFIXES = ("", "model.", "model_state.", "state_dict.", "module.")
@@ -30,47 +32,13 @@ _NOT_LEARNED = re.compile(r"(\.attn\.bias|freqs_cis|rot_emb\..*|rope\.\w+|rotary
 _SIZING_LAYERS = ("self_attn.q_proj", "self_attn.k_proj", "mlp.down_proj")
 _BLOCK_PREFIX = r"layers\.(\d+)\."
 
-_TORCHTITAN = {
-    "tok_embeddings": "model.embed_tokens",
-    "norm": "model.norm",
-    "output": "lm_head",
-    "attention.wq": "self_attn.q_proj",
-    "attention.wk": "self_attn.k_proj",
-    "attention.wv": "self_attn.v_proj",
-    "attention.wo": "self_attn.o_proj",
-    "feed_forward.w1": "mlp.gate_proj",
-    "feed_forward.w3": "mlp.up_proj",
-    "feed_forward.w2": "mlp.down_proj",
-    "attention_norm": "input_layernorm",
-    "ffn_norm": "post_attention_layernorm",
-}
-_FMS = {
-    "shared.emb": "model.embed_tokens",
-    "embedding": "model.embed_tokens",
-    "dec_norm": "model.norm",
-    "shared.head": "lm_head",
-    "head": "lm_head",
-    "attn.query": "self_attn.q_proj",
-    "attn.key": "self_attn.k_proj",
-    "attn.value": "self_attn.v_proj",
-    "attn.in_proj.query": "self_attn.q_proj",
-    "attn.in_proj.key": "self_attn.k_proj",
-    "attn.in_proj.value": "self_attn.v_proj",
-    "attn.in_proj.qkv_fused": "self_attn.q_proj + self_attn.k_proj + self_attn.v_proj",
-    "attn.dense": "self_attn.o_proj",
-    "ff_sub_layer.wg": "mlp.gate_proj",
-    "ff_sub_layer.w1": "mlp.up_proj",
-    "ff_sub_layer.wg1_fused": "mlp.gate_proj + mlp.up_proj",
-    "ff_sub_layer.w2": "mlp.down_proj",
-    "ln": "input_layernorm",
-    "ff_ln": "post_attention_layernorm",
-}
-_MARKER_TENSORS = {
-    "nanogpt": "transformer.wte.weight",
-    "torchtitan": "tok_embeddings.weight",
-    "fms": "layers.0.ff_sub_layer.w2.weight",
-}
 _TRANSPOSED = re.compile(r"(c_attn|c_proj|c_fc)\.weight$")
+
+
+# Each known layout: its model_type, and its description.
+LAYOUTS = {
+    name: (model_type, layout) for model_type in FAMILIES for name, layout in load_family(model_type).foreign_layouts.items()
+}
 
 
 @dataclass(frozen=True)
@@ -82,7 +50,7 @@ class LayoutHints:
     rope_scaling: Any = None
     rms_norm_eps: float = 1e-5
     max_position_embeddings: int = 4096
-    activation: str = "gelu"
+    hidden_act: str = "gelu"
 
 
 @dataclass(frozen=True)
@@ -122,19 +90,17 @@ def convert_checkpoint(path: Path, checkpoint: TensorSource, layout: str, hints:
     """
     source = _without_wrappers(checkpoint)
     if layout == "auto":
-        layouts = [each for each, marker in _MARKER_TENSORS.items() if marker in source.tensors]
+        layouts = [each for each, (_, described) in LAYOUTS.items() if described.marker in source.tensors]
         if not layouts:
             some = ", ".join(sorted(source.tensors)[:3]) or "no tensors"
-            raise UserError(f"{path}: not of a known layout ({', '.join(_MARKER_TENSORS)}); it has {some}")
+            raise UserError(f"{path}: not of a known layout ({', '.join(LAYOUTS)}); it has {some}")
         layout = layouts[0]
-    marker = _MARKER_TENSORS[layout]
+    model_type, (marker, names) = LAYOUTS[layout]
     if marker not in source.tensors:
         close = get_close_matches(marker, source.tensors, n=1)
         raise UserError(f"{path}: not of layout {layout}: has no {marker}" + (f", but {close[0]}" if close else ""))
-    if layout == "nanogpt":
-        config, parts = _convert_nanogpt(path, source, hints)
-    else:
-        config, parts = _convert_llama(path, source, _TORCHTITAN if layout == "torchtitan" else _FMS, hints)
+    convert = _convert_renamed if names else _convert_transposed
+    config, parts = convert(path, source, model_type, names, hints)
     tensors = _check_tensors(path, config, parts, source)
 
     def read(name: str) -> Tensor:
@@ -152,7 +118,7 @@ def _without_wrappers(checkpoint: TensorSource) -> TensorSource:
             short = _WRAPPER_NAMES.sub("", name)
             if short.startswith(root):
                 names[short.removeprefix(root).removeprefix("base_model.")] = name
-        if any(marker in names for marker in _MARKER_TENSORS.values()):
+        if any(layout.marker in names for _, layout in LAYOUTS.values()):
             break
     else:
         names = {name: name for name in checkpoint.tensors}
@@ -162,7 +128,10 @@ def _without_wrappers(checkpoint: TensorSource) -> TensorSource:
     return TensorSource(tensors, lambda short: checkpoint.read(names[short]), checkpoint.non_tensors)
 
 
-def _convert_nanogpt(path: Path, source: TensorSource, hints: LayoutHints) -> tuple[ModelConfig, _Parts]:
+def _convert_transposed(
+    path: Path, source: TensorSource, model_type: str, names: Mapping[str, str], hints: LayoutHints
+) -> tuple[ModelConfig, _Parts]:
+    """nanoGPT's: our names, with linear maps that are not transposed."""
     heads = hints.num_attention_heads or source.non_tensors.get("model_args.n_head")
     if not isinstance(heads, int):
         raise UserError(f"{path}: does not say how many heads it has (model_args.n_head); give --num_attention_heads")
@@ -171,13 +140,13 @@ def _convert_nanogpt(path: Path, source: TensorSource, hints: LayoutHints) -> tu
     if positions is None:
         raise UserError(f"{path}: has no transformer.wpe.weight; only nanoGPT with learned positions can be imported")
     config = ModelConfig(
-        model_type="gpt2",
+        model_type=model_type,
         vocab_size=vocabulary,
         hidden_size=width,
         num_hidden_layers=_count_layers(source, r"transformer\.h\.(\d+)\."),
         num_attention_heads=heads,
         max_position_embeddings=len(positions),
-        hidden_act=hints.activation,
+        hidden_act=hints.hidden_act,
         tie_word_embeddings=True,
     )
     everything = slice(None)
@@ -189,15 +158,16 @@ def _convert_nanogpt(path: Path, source: TensorSource, hints: LayoutHints) -> tu
     return config, parts
 
 
-def _convert_llama(
-    path: Path, source: TensorSource, name_map: dict[str, str], hints: LayoutHints
+def _convert_renamed(
+    path: Path, source: TensorSource, model_type: str, names: Mapping[str, str], hints: LayoutHints
 ) -> tuple[ModelConfig, _Parts]:
+    """Other names, some of several matrices in one, whose rotary positions turn neighbouring channels."""
     for option in ("num_attention_heads", "rope_theta"):
         if getattr(hints, option) is None:
             raise UserError(
                 f"{path}: this layout does not say {option}; give --{option}, or --config_from a model that has the same"
             )
-    our_names = _map_to_our_names(path, source, name_map)
+    our_names = _map_to_our_names(path, source, names)
     stored_name = {name: stored for stored, names in our_names.items() for name in names}
     q_proj, k_proj, down_proj = (f"model.layers.0.{name}.weight" for name in _SIZING_LAYERS)
     for name in (q_proj, k_proj, down_proj):
@@ -221,6 +191,7 @@ def _convert_llama(
     tied = output is None or torch.equal(source.read(output), source.read(embedding))
     attention_bias = "model.layers.0.self_attn.o_proj.bias" in stored_name
     config = ModelConfig(
+        model_type=model_type,
         vocab_size=vocabulary,
         hidden_size=width,
         intermediate_size=shape(down_proj)[1],
@@ -238,11 +209,11 @@ def _convert_llama(
     )
     rows, rotated_heads = {"q_proj": queries, "k_proj": keys, "v_proj": keys}, {"q_proj": heads, "k_proj": keys // head}
     parts: _Parts = {}
-    for stored, names in our_names.items():
+    for stored, parts_of_it in our_names.items():
         start = 0
-        for name in names:
+        for name in parts_of_it:
             module = name.split(".")[-2]
-            stop = start + rows.get(module, len(source.tensors[stored]) // len(names))
+            stop = start + rows.get(module, len(source.tensors[stored]) // len(parts_of_it))
             parts[name] = _StoredSlice(stored, slice(start, stop), rotated_heads.get(module, 0))
             start = stop
     if tied:
@@ -250,7 +221,7 @@ def _convert_llama(
     return config, parts
 
 
-def _map_to_our_names(path: Path, source: TensorSource, name_map: dict[str, str]) -> dict[str, list[str]]:
+def _map_to_our_names(path: Path, source: TensorSource, name_map: Mapping[str, str]) -> dict[str, list[str]]:
     """Our names of each stored tensor: one, or several that are fused. Raises UserError for an unknown tensor."""
     our_names = {}
     for stored in source.tensors:

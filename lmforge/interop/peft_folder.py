@@ -6,6 +6,7 @@ are refused by name, and so are options that are not known here.
 
 import json
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, NotRequired
 
@@ -19,13 +20,14 @@ from lmforge.interop.kinds import ADAPTER_CONFIG, Kind, kind_of
 from lmforge.interop.safetensors_file import SafetensorsFile, write_safetensors
 from lmforge.model.init_weights import LORA_SUFFIXES
 from lmforge.model.lora import ALL_LINEAR, LoraConfig
-from lmforge.untrusted import read_json
+from lmforge.untrusted import compile_pattern, read_json
 
 ADAPTER_WEIGHTS_FILE = "adapter_model.safetensors"
 _PREFIX = "base_model.model."
 # Options that are read here, or that do not change the computation once tensors exist.
 _SUPPORTED = {
-    "r", "lora_alpha", "lora_dropout", "use_rslora", "target_modules", "peft_type",
+    "r", "lora_alpha", "rank_pattern", "alpha_pattern", "modules_to_save", "lora_dropout", "use_rslora", "target_modules",
+    "peft_type",
     "exclude_modules", "layers_to_transform", "layers_pattern", "fan_in_fan_out",
     "auto_mapping", "base_model_name_or_path", "revision", "task_type", "inference_mode", "peft_version",
     "megatron_core", "qalora_group_size", "runtime_config", "ephemeral_gpu_offload", "eva_config",
@@ -35,13 +37,19 @@ _UNSET_VALUES: tuple[Any, ...] = (None, False, "none", [], {})
 _SUPPORTED_INITS = (True, False, None, "gaussian", "orthogonal", "eva")
 
 
+_Rank = Annotated[int, Field(ge=1)]
+_Alpha = Annotated[float, Field(gt=0)]
+
+
 class _PeftConfig(TypedDict):
     """The options that are read here; others are kept, to be refused by name."""
 
     __pydantic_config__ = ConfigDict(extra="allow")  # type: ignore[misc]
     peft_type: NotRequired[str | None]
-    r: Annotated[int, Field(ge=1)]
-    lora_alpha: Annotated[float, Field(gt=0)]
+    r: _Rank
+    lora_alpha: _Alpha
+    rank_pattern: NotRequired[dict[str, _Rank] | None]
+    alpha_pattern: NotRequired[dict[str, _Alpha] | None]
     lora_dropout: NotRequired[Annotated[float, Field(ge=0, lt=1)]]
     use_rslora: NotRequired[bool]
     base_model_name_or_path: NotRequired[str | None]
@@ -93,9 +101,10 @@ def base_model_of(folder: Path) -> Path:
 
 
 def load_peft_folder(folder: str | Path) -> tuple[LoraConfig, dict[str, Tensor]]:
-    """The adapters of a PEFT folder: the config for `add_lora`, and full tensors by our names for `merge_adapters`.
+    """The adapters of a PEFT folder: their config, and full tensors by our names for `merge_adapters`.
 
-    Raises UserError where the folder is damaged, or for a type of adapter that is not supported.
+    Those that need another scaling than the config's have it in their B. Whole weights that replace the model's are among the
+    tensors. Raises UserError where the folder is damaged, or for a type of adapter that is not supported.
     """
     folder = Path(folder)
     path = folder / ADAPTER_CONFIG
@@ -112,18 +121,30 @@ def load_peft_folder(folder: str | Path) -> tuple[LoraConfig, dict[str, Tensor]]
         options = ", ".join(f"{name} = {json.dumps(content[name])}" for name in refused)
         raise UserError(f"{path}: {options}: not supported; merge it into its model with PEFT first")
     tensors = _read_tensors(folder / ADAPTER_WEIGHTS_FILE)
-    layers = _layer_names(tensors)
-    targets = content.get("target_modules")
-    narrowed = any(content.get(name) for name in ("exclude_modules", "layers_to_transform"))
-    by_last_name = isinstance(targets, list) and sorted(map(str, targets)) == _module_names(layers) and not narrowed
     config = LoraConfig(
         rank=content["r"],
         alpha=content["lora_alpha"],
-        target_modules=tuple(_module_names(layers) if by_last_name else layers),
+        target_modules=tuple(_layer_names(tensors)),
         dropout=content.get("lora_dropout", 0.0),
         use_rslora=content.get("use_rslora", False),
     )
+    for layer in _layer_names(tensors):
+        ranks, alphas = content.get("rank_pattern") or {}, content.get("alpha_pattern") or {}
+        own = replace(config, rank=_of_layer(ranks, layer, config.rank), alpha=_of_layer(alphas, layer, config.alpha))
+        a, b = (f"{layer}{end}" for end in LORA_SUFFIXES)
+        if b not in tensors or not tensors[a].shape[0] == tensors[b].shape[1] == own.rank:
+            raise UserError(f"{folder}: {layer}: not a pair of matrices of rank {own.rank}; copy the folder again")
+        if own.scaling != config.scaling:
+            tensors[b] = tensors[b].float() * (own.scaling / config.scaling)
     return config, tensors
+
+
+def _of_layer(patterns: Mapping[str, Any], layer: str, default: Any) -> Any:
+    """The value of the first pattern that matches the end of a layer's name, as PEFT does it."""
+    for pattern, value in patterns.items():
+        if compile_pattern(rf"(.*\.)?({pattern})", "rank_pattern, alpha_pattern").fullmatch(layer):
+            return value
+    return default
 
 
 def _read_config(path: Path) -> dict[str, Any]:
@@ -133,15 +154,20 @@ def _read_config(path: Path) -> dict[str, Any]:
 
 
 def _read_tensors(path: Path) -> dict[str, Tensor]:
+    """Adapters, those of embeddings as pairs for their transpose, and whole weights."""
     if not path.is_file():
         raise UserError(f"{path}: no such file; adapters are loaded from safetensors only")
     file = SafetensorsFile(path)
     tensors = {}
     for name, stored in file.entries.items():
-        ours = name.removeprefix(_PREFIX)
-        if ours == name or not ours.endswith(LORA_SUFFIXES) or len(stored.shape) != 2:
+        ours = name.removeprefix(_PREFIX).replace(".base_layer.", ".")
+        layer, _, kind = ours.rpartition(".lora_embedding_")
+        if layer and kind in ("A", "B"):
+            tensors[layer + LORA_SUFFIXES[kind == "A"]] = file.read(name).t()
+        elif name.startswith(_PREFIX) and len(stored.shape) <= 2 and (ours.endswith(LORA_SUFFIXES) or ".lora_" not in ours):
+            tensors[ours] = file.read(name)
+        else:
             raise UserError(f"{path}: {name}: not an adapter of a linear layer, so not supported")
-        tensors[ours] = file.read(name)
     if not tensors:
         raise UserError(f"{path}: holds no tensors; copy the folder again")
     return tensors

@@ -11,12 +11,17 @@ from lmforge.errors import UserError, did_you_mean, prefix_errors
 from lmforge.hub import resolve_model_folder
 from lmforge.interop.config_json import REQUIRED_FIELDS, config_fields_from_json, is_supported_family, read_config_json
 from lmforge.manifests import Manifest
-from lmforge.model.config import ModelConfig, get_preset
+from lmforge.model.config import ModelConfig, base_model_type, get_preset
+from lmforge.model.family import load_family
 from lmforge.model.presets import PRESETS
 
 
 def resolve_model_config(
-    source: str | Path | None, overrides: dict[str, Any], vocab_size: int | None = None, implementation: str = "lmforge"
+    source: str | Path | None,
+    overrides: dict[str, Any],
+    vocab_size: int | None = None,
+    implementation: str = "lmforge",
+    vocab_multiple: int | None = None,
 ) -> ModelConfig:
     """The model config of a recipe. Raises UserError for one that cannot be computed.
 
@@ -26,7 +31,8 @@ def resolve_model_config(
         overrides: fields of ModelConfig that replace the source's. Fields that the source leaves to be derived (head_dim
             from hidden_size, say) are derived after that.
         vocab_size: entries of the tokenizer. It sets the vocabulary unless the config comes from a folder, whose own
-            vocabulary stays: it may be larger (embeddings that no token uses) but not smaller.
+            vocabulary stays: it may be larger (embeddings that no token uses) but not smaller, unless it may grow.
+        vocab_multiple: a folder's vocabulary may grow to the tokenizer's, to a multiple of this; None: it may not.
         implementation: what is to compute a folder's model: "lmforge", "transformers" (transformers_model.py), or "auto",
             which is lmforge for the families that it supports.
     """
@@ -40,7 +46,7 @@ def resolve_model_config(
     if implementation == "transformers":
         if path is None:
             raise UserError(f"{source}: no such folder; model.implementation = transformers wraps a Hugging Face folder")
-        return _resolve_transformers_config(path, overrides, vocab_size)
+        return _resolve_transformers_config(path, overrides, vocab_size, vocab_multiple)
     where, chosen = str(path or "model"), {}
     if path is not None:
         chosen = _read_config_fields(path)
@@ -53,7 +59,7 @@ def resolve_model_config(
     for name in REQUIRED_FIELDS:
         if name not in chosen:
             raise UserError(f"model.{name}: missing; give it, or begin from a preset ({', '.join(PRESETS)})")
-    _check_vocabulary(where, chosen["vocab_size"], vocab_size)
+    chosen["vocab_size"] = _fit_vocabulary(where, chosen["vocab_size"], vocab_size, vocab_multiple)
     with prefix_errors(where):
         return ModelConfig(**chosen)
 
@@ -61,7 +67,8 @@ def resolve_model_config(
 def model_config_from_options(options: ModelOptions, vocab_size: int | None = None) -> ModelConfig:
     """The model config from the options of a recipe; nano where they name none. Raises UserError."""
     source = options.source or options.preset or "nano"
-    return resolve_model_config(source, options.overrides(), vocab_size, options.implementation)
+    multiple = options.pad_vocab_to_multiple_of or 1 if options.resize_vocab else None
+    return resolve_model_config(source, options.overrides(), vocab_size, options.implementation, multiple)
 
 
 def _with_overrides(chosen: dict[str, Any], overrides: dict[str, Any]) -> dict[str, Any]:
@@ -98,24 +105,35 @@ def stored_model_config(manifest: Manifest) -> ModelConfig:
     return model_config_from_json(manifest.hf_config, "the checkpoint's manifest", implementation)
 
 
-def _check_vocabulary(where: str, model_size: Any, tokenizer_size: int | None) -> None:
-    if tokenizer_size is not None and isinstance(model_size, int) and model_size < tokenizer_size:
+def _fit_vocabulary(where: str, model_size: Any, tokenizer_size: int | None, multiple: int | None) -> Any:
+    """The size of the vocabulary, grown if it may. Raises UserError where the tokenizer does not fit it."""
+    if tokenizer_size is None or not isinstance(model_size, int):
+        return model_size
+    if multiple is not None:
+        return -(-max(model_size, tokenizer_size) // multiple) * multiple
+    if model_size < tokenizer_size:
         raise UserError(
             f"{where}: vocab_size is {model_size} and the tokenizer has {tokenizer_size} entries; "
-            "use the tokenizer that belongs to this model"
+            "use the tokenizer that belongs to this model, or let it grow: --model.resize_vocab true"
         )
+    return model_size
 
 
 def _read_config_fields(path: Path) -> dict[str, Any]:
     content = read_config_json(path)
     try:
-        return config_fields_from_json(content)
+        fields = config_fields_from_json(content)
+        if fields["final_logit_softcapping"] is not None and not load_family(base_model_type(fields["model_type"])).caps_logits:
+            raise UserError(f"final_logit_softcapping: transformers' {fields['model_type']} models have none; remove it")
+        return fields
     except UserError as error:
         advice = "; or let transformers compute it: --model.implementation transformers"
         raise UserError(f"{path}: {error}{'' if is_supported_family(content) else advice}") from None
 
 
-def _resolve_transformers_config(path: Path, overrides: dict[str, Any], vocab_size: int | None) -> ModelConfig:
+def _resolve_transformers_config(
+    path: Path, overrides: dict[str, Any], vocab_size: int | None, vocab_multiple: int | None
+) -> ModelConfig:
     """The config of a Hugging Face folder, with `overrides` in the names of its config.json."""
     from lmforge.interop.transformers_causal_lm import read_pretrained_config
     from lmforge.interop.transformers_model import to_transformers_config
@@ -128,10 +146,11 @@ def _resolve_transformers_config(path: Path, overrides: dict[str, Any], vocab_si
     heads, kv_heads = "num_attention_heads", "num_key_value_heads"
     if heads in overrides and getattr(theirs, kv_heads, None) == getattr(theirs, heads):  # as in _with_overrides
         overrides = {kv_heads: overrides[heads], **overrides}
+    theirs_size = getattr(theirs, "vocab_size", None)
+    overrides = overrides | {"vocab_size": _fit_vocabulary(str(path), theirs_size, vocab_size, vocab_multiple)}
     # Each family has its own spelling of some names.
     content |= {theirs.attribute_map.get(name, name): value for name, value in overrides.items()}
     config = to_transformers_config(content, str(path))
-    _check_vocabulary(str(path), config.vocab_size, vocab_size)
     try:
         config.counted_parameters()  # builds the model, and so refuses what cannot be wrapped
     except UserError as error:

@@ -64,7 +64,8 @@ def read_pretrained_config(content: dict[str, Any], source: str) -> Any:
     with prefix_errors(source):
         reject_extreme_sizes(content)
     try:
-        config = transformers.CONFIG_MAPPING[model_type].from_dict(dict(content))
+        fields = {name: value for name, value in content.items() if name != "generation_config"}
+        config = transformers.CONFIG_MAPPING[model_type].from_dict(fields)
     except Exception as error:  # whatever a family's own checks raise
         raise UserError(f"{source}: transformers cannot read it ({_one_line(error)}); copy the file again") from None
     if type(config) not in transformers.MODEL_FOR_CAUSAL_LM_MAPPING:

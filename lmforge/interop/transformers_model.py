@@ -68,6 +68,8 @@ def _first(config: Any, *names: str, default: Any = 0) -> Any:
 
 def to_transformers_config(content: dict[str, Any], source: str) -> TransformersConfig:
     """The config that a config.json describes. Raises UserError, beginning with `source`, for what cannot be wrapped."""
+    content = dict(content)
+    generation = content.pop("generation_config", None)
     theirs = read_pretrained_config(content, source)
     first = partial(_first, theirs)
     heads, end_tokens = first("num_attention_heads", default=1), getattr(theirs, "eos_token_id", None)
@@ -89,6 +91,7 @@ def to_transformers_config(content: dict[str, Any], source: str) -> Transformers
         initializer_range=first("initializer_range", "init_std", default=0.02),
         eos_token_id=tuple(end_tokens) if isinstance(end_tokens, list) else end_tokens,
         final_logit_softcapping=first("final_logit_softcapping", default=None),
+        generation_config=generation,
         config_dict=content,
         max_sequence_length=None if unbounded else longest,
     )

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from lmforge.errors import UserError, name_some
 from lmforge.hub import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, indexed_weight_files
+from lmforge.interop.config_json import read_config_json
 from lmforge.interop.safetensors_file import SafetensorsFile
 from lmforge.interop.transformers_causal_lm import TensorConversion, map_stored_names
 from lmforge.interop.transformers_model import TransformersModel
@@ -25,6 +26,12 @@ from lmforge.model.lora import LoraConfig, lora_delta
 StoredFiles = dict[str, tuple[SafetensorsFile, str]]  # our name of a tensor → its file, and its name there
 # Our head, and the head of a classifier of transformers.
 LM_HEAD_WEIGHT, CLASSIFIER_HEAD_WEIGHT = "lm_head.weight", "score.weight"
+# Which field of config.json says that there are tensors of these names.
+_FLAGS = {
+    LM_HEAD_WEIGHT: "tie_word_embeddings",
+    **{f".self_attn.{name}_proj.bias": "attention_bias" for name in "qkvo"},
+    **{f".mlp.{name}_proj.bias": "mlp_bias" for name in ("gate", "up", "down")},
+}
 # Constants that older versions of transformers stored among the weights.
 _CONSTANT_SUFFIXES = (".rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias")
 
@@ -35,7 +42,8 @@ def load_folder(folder: str | Path, model: nn.Module, new_names: Collection[str]
 
     Adapters and `new_names` (such as a new head) are not in the folder and stay as they are. The model must be allocated
     (not on meta) and may be sharded: of a DTensor each rank reads only its own part, in few long reads, and holds little
-    more than that. A pipeline stage may lack parameters: the folder must hold the full model, and the local part is filled.
+    more than that. Where its vocabulary is larger than that of the folder's config.json, further rows become the mean of those
+    there. A pipeline stage may lack parameters: the folder must hold the full model, and the local part is filled.
     Raises UserError where a file is missing or damaged, or where names or shapes differ, naming the first few.
     """
     folder = Path(folder)
@@ -53,15 +61,21 @@ def load_folder(folder: str | Path, model: nn.Module, new_names: Collection[str]
         our_names = {stored: _our_name(stored, prefix) for stored in file_of}
     ignored = (*_CONSTANT_SUFFIXES, *new_names)
     stored = {ours: (file_of[name], name) for name, ours in our_names.items() if not ours.endswith(ignored)}
-    _resolve_tied_head(full_model, expected, stored)
+    tied, head = _resolve_tied_head(full_model, expected, stored)
     for conversion in conversions:
         _check_converted(folder, expected, conversion.convert(lambda name: file_of[name].entries[name].meta))
-    _reject_differences(folder, expected, stored)
+    _reject_differences(folder, expected, stored, rows := _rows_to_grow(folder, model))
     for file in opened:
         targets = {name: local[ours] for ours, (source, name) in stored.items() if source is file and ours in local}
         for name in targets:
             _reject_quantized(file.entries[name].dtype, f"{file.path}: {name}")
-        file.read_parts([(name, *local_part(target)) for name, target in targets.items()])
+        _read_parts(file, [(name, *local_part(target)) for name, target in targets.items()], rows)
+    if head is not None and tied in local:
+        target, part = local_part(local[tied])
+        again = torch.empty_like(target)
+        _read_parts(head[0], [(head[1], again, part)], rows)
+        if not torch.equal(again, target):
+            raise _mismatch(folder, f"it says tie_word_embeddings, and {head[1]} is not {tied}")
     for conversion in conversions:
         for name, value in conversion.convert(lambda name: file_of[name].read(name)).items():
             _reject_quantized(value.dtype, f"{folder}: {name}")
@@ -69,28 +83,72 @@ def load_folder(folder: str | Path, model: nn.Module, new_names: Collection[str]
             target.copy_(value[part])
 
 
+def _rows_to_grow(folder: Path, model: Any) -> dict[str, int]:
+    """How many rows a folder has of the parameters that have one for each token, where the model has more of them."""
+    rows = read_config_json(folder / "config.json").get("vocab_size")
+    if not isinstance(rows, int) or rows >= model.config.vocab_size:
+        return {}
+    return dict.fromkeys((f"{model.embedding_names[0]}.weight", LM_HEAD_WEIGHT, "lm_head.bias"), rows)
+
+
+def _read_parts(file: SafetensorsFile, requests: list[tuple[str, Tensor, tuple[slice, ...]]], rows: dict[str, int]) -> None:
+    """As `read_parts`; a matrix with fewer rows than asked for gets the mean of its rows as further ones."""
+    file.read_parts([each for each in requests if each[0] not in rows])
+    for name, target, (wanted, *columns) in requests:
+        if name in rows:
+            value = file.read(name)
+            kept = value[(slice(wanted.start, wanted.stop), *columns)]
+            target[: len(kept)] = kept
+            target[len(kept) :] = value.mean(0, dtype=torch.float32)[tuple(columns)]
+
+
 @torch.no_grad()
 def merge_adapters(model: LanguageModel, lora_config: LoraConfig, tensors: Mapping[str, Tensor], source: str) -> None:
-    """Add low-rank adapters, full tensors by our names, to the weights of a model in place.
+    """Add low-rank adapters, full tensors by our names, to the weights of a model in place; other tensors replace its own.
 
     In a sharded model each rank adds to its own part; a pipeline stage may lack layers; adapters that the model has itself stay
-    as they are. Raises UserError, beginning with `source` (where they come from), unless each fits a layer of the model.
+    as they are. Raises UserError, beginning with `source` (where they come from), unless each fits the model.
     """
     local = dict(model.named_parameters())
-    shapes = {name: [*each.shape] for name, each in _full_model(model).named_parameters()}
-    transposed = model.config.family.transposed
+    full_model = _full_model(model)
+    shapes = {name: [*each.shape] for name, each in full_model.named_parameters()}
+    whole = {name: tensor for name, tensor in tensors.items() if not name.endswith(LORA_SUFFIXES)}
+    embedding = f"{model.embedding_names[0]}.weight"
+    if model.config.tie_word_embeddings:
+        _reject_half_of_tied(whole, tensors, embedding, source)
+    for name, value in whole.items():
+        _check_shape(source, name, shapes, [*value.shape])
+        if name in local:
+            target, part = local_part(local[name])
+            target.copy_(value[part])
     for layer in dict.fromkeys(name.removesuffix(end) for name in tensors for end in LORA_SUFFIXES if name.endswith(end)):
-        a, b = (tensors.get(f"{layer}{end}") for end in LORA_SUFFIXES)
-        if a is None or b is None or a.shape[0] != b.shape[1] or a.shape[0] != lora_config.rank:
-            raise UserError(f"{source}: {layer}: not a pair of matrices of rank {lora_config.rank}; copy the folder again")
-        sizes = [a.shape[1], b.shape[0]] if transposed else [b.shape[0], a.shape[1]]
         name = f"{layer}.weight"
-        if shapes.get(name) != sizes:
-            ours = "has none" if name not in shapes else f"has {shapes[name]}"
-            raise UserError(f"{source}: adapters for another model: they are for {name} {sizes}, and the model {ours}")
+        transposed = model.config.family.transposed and name not in (embedding, LM_HEAD_WEIGHT)
+        a, b = (tensors.get(f"{layer}{end}") for end in LORA_SUFFIXES)
+        if a is None or b is None or a.shape[0] != b.shape[1]:
+            raise UserError(f"{source}: {layer}: not a pair of matrices of one rank; copy the folder again")
+        _check_shape(source, name, shapes, [a.shape[1], b.shape[0]] if transposed else [b.shape[0], a.shape[1]])
         if name in local:
             target, part = local_part(local[name])
             target += lora_delta(lora_config.scaling, a, b, transposed)[part].to(target.device)
+
+
+def _reject_half_of_tied(whole: dict[str, Tensor], tensors: Mapping[str, Tensor], embedding: str, source: str) -> None:
+    """Raise UserError where embedding and head of a tied model would differ; take the head out of `whole`."""
+    head, other = whole.pop(LM_HEAD_WEIGHT, None), whole.get(embedding)
+    layers = [name.removesuffix(".weight") for name in (embedding, LM_HEAD_WEIGHT)]
+    adapted = any(f"{layer}{LORA_SUFFIXES[0]}" in tensors for layer in layers)
+    if adapted or (head is None) != (other is None) or (head is not None and other is not None and not head.equal(other)):
+        raise UserError(
+            f"{source}: changes the embedding or the head alone, and its model ties them (tie_word_embeddings);"
+            " merge it into its model with PEFT first, untied"
+        )
+
+
+def _check_shape(source: str, name: str, shapes: Mapping[str, list[int]], sizes: list[int]) -> None:
+    if shapes.get(name) != sizes:
+        ours = "has none" if name not in shapes else f"has {shapes[name]}"
+        raise UserError(f"{source}: adapters for another model: they are for {name} {sizes}, and the model {ours}")
 
 
 def _full_model(model: Any) -> nn.Module:
@@ -109,7 +167,7 @@ def _check_converted(folder: Path, expected: dict[str, nn.Parameter], converted:
 
 def _mismatch(folder: Path, difference: str) -> UserError:
     return UserError(
-        f"{folder}: its weights do not fit its config.json: {difference}; use the config.json that belongs to these weights"
+        f"{folder / 'config.json'}: does not fit the weights: {difference}; use the config.json that belongs to them"
     )
 
 
@@ -138,24 +196,31 @@ def _our_name(stored: str, optional_prefix: str) -> str:
     return stored if stored.startswith((optional_prefix, "lm_head.")) else optional_prefix + stored
 
 
-def _resolve_tied_head(model: nn.Module, expected: Mapping[str, nn.Parameter], files: StoredFiles) -> None:
-    """A tied matrix may be stored under the embedding's name, the head's, or both."""
+def _resolve_tied_head(
+    model: nn.Module, expected: Mapping[str, nn.Parameter], files: StoredFiles
+) -> tuple[str, tuple[SafetensorsFile, str] | None]:
+    """A tied matrix may be stored under the embedding's name, the head's, or both: then returns the former, and the latter."""
     if LM_HEAD_WEIGHT in expected or LM_HEAD_WEIGHT not in files:
-        return
-    head = files.pop(LM_HEAD_WEIGHT)
+        return "", None
     tied = next(name for name, parameter in expected.items() if parameter is model.get_parameter(LM_HEAD_WEIGHT))
-    files.setdefault(tied, head)
+    head = files.pop(LM_HEAD_WEIGHT)
+    return tied, None if files.setdefault(tied, head) is head else head
 
 
-def _reject_differences(folder: Path, expected: Mapping[str, nn.Parameter], files: StoredFiles) -> None:
-    if missing := [name for name in expected if name not in files]:
-        raise _mismatch(folder, f"missing {name_some(missing, limit=3)}")
-    if unexpected := [name for name in files if name not in expected]:
-        raise _mismatch(folder, f"unexpected {name_some(unexpected, limit=3)}")
+def _reject_differences(
+    folder: Path, expected: Mapping[str, nn.Parameter], files: StoredFiles, rows: Mapping[str, int]
+) -> None:
+    for kind, names in (
+        ("missing", [name for name in expected if name not in files]),
+        ("unexpected", [name for name in files if name not in expected]),
+    ):
+        if names:
+            flag = next((flag for end, flag in _FLAGS.items() if names[0].endswith(end)), None)
+            raise _mismatch(folder, f"{kind} {name_some(names, limit=3)}" + (f", against its {flag}" if flag else ""))
     misshaped = [
         f"{name} is {list(shape)} and should be {list(expected[name].shape)}"
         for name, (file, stored) in files.items()
-        if (shape := file.entries[stored].shape) != expected[name].shape
+        if (shape := file.entries[stored].shape) != (rows.get(name, expected[name].shape[0]), *expected[name].shape[1:])
     ]
     if misshaped:
         raise _mismatch(folder, name_some(misshaped, limit=3, separator="; "))

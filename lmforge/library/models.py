@@ -17,7 +17,6 @@ from lmforge.evaluate.measure_loss import measure_loss
 from lmforge.generate import engine, model_loading
 from lmforge.generate.model_loading import LoadedModel, resolve_device_and_dtype
 from lmforge.generate.prompts import max_input_length
-from lmforge.generate.sampling import SamplingParams
 from lmforge.interop.export import export_folder
 from lmforge.interop.resolve import resolve_model_config
 from lmforge.model import build_model as build_module
@@ -69,20 +68,21 @@ def generate_text(
     prompts: str | Sequence[str],
     *,
     max_tokens: int = 64,
-    temperature: float = 0.8,
-    top_k: int = 0,
-    top_p: float = 1.0,
+    temperature: float | None = None,
+    top_k: int | None = None,
+    top_p: float | None = None,
     seed: int = 0,
 ) -> list[str]:
     """The text that the model generates after each prompt, without the prompt. The same seed gives the same text; temperature 0
-    is greedy."""
+    is greedy. None: as the model's generation_config.json says, else temperature 0.8 alone."""
     completions = engine.generate(
         model.model,
         model.tokenizer,
         [prompts] if isinstance(prompts, str) else prompts,
         max_tokens=max_tokens,
-        sampling=SamplingParams(temperature, top_k, top_p),
+        sampling=model.sampling(0.8, temperature=temperature, top_k=top_k, top_p=top_p),
         seed=seed,
+        stop_strings=model.stop_strings,
         prefix_ids=model.prefix_ids,
         stop_token_ids=model.stop_token_ids,
         max_length=max_input_length(model.config),

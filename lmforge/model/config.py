@@ -4,6 +4,7 @@ their spelling in a config.json is in interop/config_json.py, where a recipe get
 model costs is in flops.py.
 """
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
@@ -22,6 +23,9 @@ class RopeScaling:
 
     `linear` divides every frequency by `factor`. `llama3` (Llama 3.1) divides the low frequencies, keeps the high ones and
     interpolates between; its bounds are the wavelengths original_max_position_embeddings / low_ and high_freq_factor.
+    `yarn` (arXiv 2309.00071) does so between channel pairs that turn beta_fast and beta_slow times within
+    original_max_position_embeddings, at whole pairs if `truncate`, and multiplies cosines and sines by attention_factor: where
+    that is not given, by the paper's 0.1 ln(factor) + 1, or a ratio of two of these with mscale and mscale_all_dim.
     """
 
     rope_type: str
@@ -29,6 +33,12 @@ class RopeScaling:
     low_freq_factor: float | None = None
     high_freq_factor: float | None = None
     original_max_position_embeddings: int | None = None
+    beta_fast: float | None = None
+    beta_slow: float | None = None
+    attention_factor: float | None = None
+    mscale: float | None = None
+    mscale_all_dim: float | None = None
+    truncate: bool | None = None
 
 
 @dataclass(frozen=True)
@@ -87,6 +97,8 @@ class ModelConfig:
     bos_token_id: int | None = None
     eos_token_id: int | tuple[int, ...] | None = None
     pad_token_id: int | None = None
+    # The content of a generation_config.json, if there was one.
+    generation_config: dict[str, Any] | None = field(default=None, hash=False)
     # What computes it, as in the option model.implementation.
     implementation: ClassVar[str] = "lmforge"
 
@@ -95,7 +107,7 @@ class ModelConfig:
             known = ", ".join(registry.names("model_family"))
             raise UserError(f'model_type: "{self.model_type}" is not supported; choose one of {known}, or load its plugin')
         if isinstance(self.rope_scaling, dict):
-            self._set("rope_scaling", _parse_rope_scaling(self.rope_scaling))
+            self._set("rope_scaling", _parse_rope_scaling(self.rope_scaling, self.max_position_embeddings))
         for name in ("layer_types", "eos_token_id"):
             if isinstance(getattr(self, name), list):
                 self._set(name, tuple(getattr(self, name)))
@@ -139,6 +151,12 @@ class ModelConfig:
     def family(self) -> Family:
         """The description of its model_type; for a plugin's family, of the one that it extends."""
         return load_family(base_model_type(self.model_type))
+
+    @property
+    def end_token_ids(self) -> frozenset[int]:
+        """The ids that end a text, as transformers reads them: generation_config.json's, else config.json's."""
+        ids = self.eos_token_id if self.generation_config is None else self.generation_config.get("eos_token_id")
+        return frozenset(id for id in ([ids] if isinstance(ids, int) else ids or ()) if 0 <= id < self.vocab_size)
 
     @property
     def num_outputs(self) -> int:
@@ -203,21 +221,41 @@ def get_preset(name: str) -> ModelConfig:
     return ModelConfig(**PRESETS[name])
 
 
-def _parse_rope_scaling(table: dict[str, Any]) -> RopeScaling | None:
+# Of each rope_type: the fields that it needs, and those that it may have.
+_ROPE_FIELDS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
+    "default": ((), ()),
+    "linear": (("factor",), ()),
+    "llama3": (("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"), ()),
+    "yarn": (
+        ("factor", "original_max_position_embeddings"),
+        ("beta_fast", "beta_slow", "attention_factor", "mscale", "mscale_all_dim"),
+    ),
+}
+
+
+def _parse_rope_scaling(table: dict[str, Any], max_positions: int) -> RopeScaling | None:
+    """A table of config.json. What it leaves out is derived as transformers does."""
     rope_type = str(table.get("rope_type", table.get("type", "default")))
-    needed = {
-        "default": (),
-        "linear": ("factor",),
-        "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
+    if rope_type not in _ROPE_FIELDS:
+        raise UserError(f'rope_scaling: rope_type "{rope_type}" is not supported; choose one of {", ".join(_ROPE_FIELDS)}')
+    needed, optional = _ROPE_FIELDS[rope_type]
+    values: dict[str, Any] = {name: table.get(name) for name in needed} | {
+        name: table[name] for name in optional if table.get(name)
     }
-    if rope_type not in needed:
-        raise UserError(f'rope_scaling: rope_type "{rope_type}" is not supported; choose one of {", ".join(needed)}')
-    values: dict[str, Any] = {name: table.get(name) for name in needed[rope_type]}
+    original = "original_max_position_embeddings"
+    if original in needed and original not in table:
+        values[original] = max_positions
+    if rope_type == "yarn" and "factor" in table and table["factor"] is None:
+        values["factor"] = max_positions / (values[original] or math.inf)
     for name, value in values.items():
-        if problem := number_problem(value, ROPE_SCALING_RANGES[name], whole=name == "original_max_position_embeddings"):
+        if problem := number_problem(value, ROPE_SCALING_RANGES[name], whole=name == original):
             raise UserError(f'rope_scaling: rope_type "{rope_type}" needs {name}: {problem}')
     if rope_type == "llama3" and table["low_freq_factor"] >= table["high_freq_factor"]:
         raise UserError("rope_scaling: low_freq_factor must be below high_freq_factor")
+    if rope_type == "yarn":
+        values["truncate"] = table.get("truncate", True)
+        if not isinstance(values["truncate"], bool):
+            raise UserError(f"rope_scaling: truncate: expected true or false, got {quoted(values['truncate'])}")
     return RopeScaling(rope_type, **values) if values else None
 
 
@@ -274,6 +312,8 @@ def _check_options(config: ModelConfig) -> None:
         )
     if family.learned_positions and config.rope_scaling is not None:
         raise UserError(f"rope_scaling: a {model_type} model has learned positions; leave it out, or use model_type llama")
+    if config.rope_scaling is not None and config.rope_scaling.rope_type == "yarn" and config.rope_theta <= 1:
+        raise UserError(f"rope_theta: yarn needs a base above 1, got {config.rope_theta}")
     biases = (config.attention_bias, config.attention_output_bias)
     if biases not in family.attention_biases:
         possible = " or ".join(map(str, family.attention_biases))

@@ -12,7 +12,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from importlib import import_module
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+
+from lmforge.errors import UserError
+from lmforge.untrusted import quoted
 
 if TYPE_CHECKING:
     from lmforge.model.config import ModelConfig
@@ -59,6 +62,37 @@ def gated_linears(config: ModelConfig) -> tuple[Linear, ...]:
     )
 
 
+def read_rope(content: dict[str, Any], table: Any = None) -> dict[str, Any]:
+    """rope_scaling and rope_theta of a ModelConfig, from `table` or, as transformers chooses them, tables of a config.json.
+
+    `rope_scaling`, which transformers 4 writes, replaces `rope_parameters` of transformers 5, which has rope_theta too.
+    """
+    name = "rope_scaling" if content.get("rope_scaling") else "rope_parameters"
+    if table is None:
+        table, beside = content.get(name) or {}, content.get("original_max_position_embeddings")
+    else:
+        beside = None
+    if not isinstance(table, dict):
+        raise UserError(f"{name}: expected an object, got {quoted(table)}")
+    if nested := [key for key, value in table.items() if isinstance(value, dict)]:
+        raise UserError(f"{name}: {quoted(nested[0])}: positions of a type of layers are not supported in this family")
+    rotated = table.get("partial_rotary_factor", content.get("partial_rotary_factor"))
+    if rotated not in (None, 1):
+        raise UserError(f"partial_rotary_factor: {quoted(rotated)} is not supported; use a model that rotates whole heads")
+    if beside is not None:
+        table = {**table, "original_max_position_embeddings": beside}
+    theta = table.get("rope_theta")
+    return {"rope_scaling": table} | ({} if theta is None else {"rope_theta": theta})
+
+
+class ForeignLayout(NamedTuple):
+    """How another trainer names the tensors of a family: `marker` is one that only it has; `names` are ours by its, of a block
+    and of the ends, several joined by " + " where it fuses them; empty: they are ours, but linear layers are transposed."""
+
+    marker: str
+    names: Mapping[str, str]
+
+
 @dataclass(frozen=True)
 class Family:
     """One model_type. The defaults are those of Llama.
@@ -90,8 +124,11 @@ class Family:
         fields: those of ModelConfig besides the common ones. names: by our names, where they differ.
         defaults: what transformers assumes for fields that are left out. required_values: others are refused.
         dropouts: written as zero.
-        read, write: fields of ModelConfig from a config.json, and the reverse, which are more than names.
+        read, write: fields of ModelConfig from a config.json, and the reverse, which are more than names; the former reads the
+            rotary positions, too.
         optional_prefix: of tensor names on disk, which may leave it out.
+        foreign_layouts: checkpoints of other trainers that can be imported, by their names. foreign_fields: those of a config
+            that they may lack.
     """
 
     architecture: str
@@ -124,9 +161,11 @@ class Family:
     defaults: Mapping[str, Any] = field(default_factory=dict)
     required_values: Mapping[str, Any] = field(default_factory=dict)
     dropouts: tuple[str, ...] = ("attention_dropout",)
-    read: Callable[[dict[str, Any]], dict[str, Any]] = lambda content: {}
+    read: Callable[[dict[str, Any]], dict[str, Any]] = read_rope
     write: Callable[[ModelConfig], dict[str, Any]] = lambda config: {}
     optional_prefix: str = ""
+    foreign_layouts: Mapping[str, ForeignLayout] = field(default_factory=dict)
+    foreign_fields: tuple[str, ...] = ()
 
     def norms(self, config: ModelConfig) -> tuple[Norm, ...]:
         """The norms of a block."""

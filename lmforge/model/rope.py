@@ -9,7 +9,7 @@ import math
 import torch
 from torch import Tensor
 
-from lmforge.model.config import Rope
+from lmforge.model.config import Rope, RopeScaling
 
 
 class RotaryEmbedding:
@@ -39,14 +39,40 @@ def rotary_frequencies(rope: Rope, head_dim: int, device: torch.device | str = "
         return base
     if scaling.rope_type == "linear":
         return base / scaling.factor
-    assert scaling.low_freq_factor
-    assert scaling.high_freq_factor
     assert scaling.original_max_position_embeddings
-    # The number of full rotations within the original length decides how much of the unscaled frequency is kept.
-    rotations = scaling.original_max_position_embeddings * base / (2 * math.pi)
-    kept = (rotations - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
+    # How much of the unscaled frequency is kept: of those with many full rotations within the original length all of it.
+    if scaling.rope_type == "yarn":
+
+        def pair(rotations: float) -> float:
+            """The channel pair, as a fraction, that turns this often."""
+            wavelength = (scaling.original_max_position_embeddings or 0) / (rotations * 2 * math.pi)
+            return head_dim * math.log(wavelength) / (2 * math.log(rope.theta))
+
+        first, last = pair(scaling.beta_fast or 32), pair(scaling.beta_slow or 1)
+        if scaling.truncate:
+            first, last = math.floor(first), math.ceil(last)
+        first, last = max(first, 0), min(last, head_dim - 1)
+        last += 0.001 if first == last else 0
+        kept = 1 - (torch.arange(head_dim // 2, dtype=torch.float32, device=device) - first) / (last - first)
+    else:
+        assert scaling.low_freq_factor
+        assert scaling.high_freq_factor
+        rotations = scaling.original_max_position_embeddings * base / (2 * math.pi)
+        kept = (rotations - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
     kept = kept.clamp(0.0, 1.0)
     return base * (kept + (1 - kept) / scaling.factor)
+
+
+def attention_factor(scaling: RopeScaling | None) -> float:
+    """What cosines and sines are multiplied by, so that attention scores are by its square."""
+    if scaling is None or scaling.rope_type != "yarn":
+        return 1.0
+    if scaling.attention_factor is not None:
+        return scaling.attention_factor
+    growth = 0.1 * math.log(max(1.0, scaling.factor))
+    if scaling.mscale is not None and scaling.mscale_all_dim is not None:
+        return (growth * scaling.mscale + 1) / (growth * scaling.mscale_all_dim + 1)
+    return growth + 1
 
 
 def rotary_embedding(positions: Tensor, rope: Rope | None, head_dim: int) -> RotaryEmbedding | None:
@@ -54,4 +80,5 @@ def rotary_embedding(positions: Tensor, rope: Rope | None, head_dim: int) -> Rot
     if rope is None:
         return None
     angles = positions.float()[:, :, None, None] * rotary_frequencies(rope, head_dim, positions.device)
-    return RotaryEmbedding(angles.cos(), angles.sin())
+    cos, sin, factor = angles.cos(), angles.sin(), attention_factor(rope.scaling)
+    return RotaryEmbedding(cos, sin) if factor == 1 else RotaryEmbedding(cos * factor, sin * factor)

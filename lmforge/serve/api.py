@@ -30,7 +30,6 @@ from lmforge.data.order import derive_key
 from lmforge.errors import UserError
 from lmforge.generate.engine import GenerationRequest
 from lmforge.generate.prompts import PromptTooLong, check_room, encode_prompt, stop_string_ids
-from lmforge.generate.sampling import SamplingParams
 from lmforge.serve.batching import GenerationStream, TextDelta
 from lmforge.serve.model_registry import ModelInfo, ModelRegistry, ServedModel
 from lmforge.serve.protocol import (
@@ -155,7 +154,8 @@ async def _respond(
             echoes = [text for text in texts for _ in range(body.n)]
     else:
         continued = body.continue_final_message
-    stream = GenerationStream(served.batcher, tokenizer, requests, body.stop_strings, continued, echoes, body.max_tokens == 0)
+    stops = [*body.stop_strings, *served.loaded.stop_strings]
+    stream = GenerationStream(served.batcher, tokenizer, requests, stops, continued, echoes, body.max_tokens == 0)
     reply = _Reply(body, stream, prompt_tokens=sum(map(len, prompts)), num_choices=len(requests))
     if body.stream:
         return _EventStreamResponse(reply.events(), stream)
@@ -180,12 +180,18 @@ def _generation_requests(
     if max_tokens == 0 and not echo:
         raise ApiError(400, "max_tokens: 0 only with echo, for the log-probabilities of a prompt", param="max_tokens")
     seed = secrets.randbelow(SEED["le"]) if body.seed is None else body.seed
-    sampling = SamplingParams(body.temperature, max(0, body.top_k), body.top_p)
+    top_k = None if body.top_k is None else max(0, body.top_k)
+    try:
+        sampling = served.loaded.sampling(1.0, temperature=body.temperature, top_k=top_k, top_p=body.top_p)
+    except UserError as problem:
+        raise ApiError(400, str(problem), param="model") from None
     stop_ids = served.loaded.chat_stop_ids if chat else served.loaded.text_stop_ids
-    stop_ids |= stop_string_ids(served.loaded.tokenizer, body.stop_strings)
+    stop_ids |= stop_string_ids(served.loaded.tokenizer, [*body.stop_strings, *served.loaded.stop_strings])
     requests: list[GenerationRequest] = []
     for prompt in prompts:
         room = check_room(len(prompt), served.max_length, 1 if max_tokens == 0 else max_tokens)
+        if max_tokens is None:
+            room = min(room, served.loaded.max_new_tokens or room)
         for _ in range(body.n):
             own_seed = derive_key(seed, "choice", len(requests))
             scored = echo and top is not None

@@ -92,13 +92,14 @@ class StreamOptions(_StrictModel):
 
 
 class BaseCompletionRequest(_StrictModel):
-    """The fields of both endpoints. `top_k` is an extension, and -1 the 0 of others; the other fields are OpenAI's."""
+    """The fields of both endpoints. `top_k` is an extension, and -1 the 0 of others; the other fields are OpenAI's. How to
+    sample is the model's own where it is None."""
 
     model: str
     max_tokens: int | None = Field(None, ge=1)
-    temperature: float = Field(1.0, ge=0, le=2)
-    top_p: float = Field(1.0, gt=0, le=1)
-    top_k: int = Field(0, ge=-1)
+    temperature: float | None = Field(None, ge=0, le=2)
+    top_p: float | None = Field(None, gt=0, le=1)
+    top_k: int | None = Field(None, ge=-1)
     n: int = Field(1, ge=1, le=128)
     seed: int | None = Field(None, ge=-(2**63), lt=2**63)
     stop: StopString | Annotated[list[StopString], Field(max_length=16)] = []

@@ -21,7 +21,6 @@ from lmforge.errors import UserError
 from lmforge.generate.engine import Engine, GenerationRequest
 from lmforge.generate.model_loading import LoadedModel, load_model, resolve_device_and_dtype, resolve_max_length
 from lmforge.generate.prompts import MAX_PROMPT_BYTES, PromptTooLong, check_room
-from lmforge.generate.sampling import SamplingParams
 from lmforge.generate.text_streamer import TextStreamer
 from lmforge.untrusted import expand_home
 
@@ -104,7 +103,7 @@ class ChatSession:
         self._max_length = resolve_max_length(loaded, options.max_length)
         vocab_size = loaded.tokenizer.vocab_size
         self._engine = Engine(loaded.model, vocab_size=vocab_size, max_batch_size=1, max_length=self._max_length)
-        self._sampling = SamplingParams(options.temperature, options.top_k, options.top_p)
+        self._sampling = loaded.sampling(0.8, temperature=options.temperature, top_k=options.top_k, top_p=options.top_p)
         self._seed = secrets.randbelow(2**31) if options.seed is None else options.seed
         self._num_answers = 0
         self._system = options.system
@@ -152,7 +151,7 @@ class ChatSession:
         self._num_answers += 1
         request = GenerationRequest(
             prompt_ids=prompt,
-            max_tokens=min(available, self._options.max_tokens or available),
+            max_tokens=min(available, self._options.max_tokens or self._loaded.max_new_tokens or available),
             sampling=self._sampling,
             seed=derive_key(self._seed, "answer", self._num_answers),
             stop_token_ids=self._loaded.chat_stop_ids,
@@ -161,11 +160,11 @@ class ChatSession:
 
     def _stream_answer(self, request: GenerationRequest) -> str:
         """Print an answer as it is generated, until it ends or Ctrl-C stops it. Returns its text."""
-        streamer = TextStreamer(self._loaded.tokenizer, ())
+        streamer = TextStreamer(self._loaded.tokenizer, self._loaded.stop_strings)
         start = time.perf_counter()
         with _deferred_interrupts() as interrupted:
             request_id = self._engine.add_request(request)
-            while self._engine.num_unfinished and not interrupted.is_set():
+            while self._engine.num_unfinished and not streamer.finish_reason and not interrupted.is_set():
                 for token in self._engine.step():
                     self._print(streamer.add(token.token_id, is_stop=token.finish_reason == "stop"))
             self._engine.cancel(request_id)

@@ -5,6 +5,7 @@ Tensors are read and written one at a time, without a GPU.
 
 import sys
 from collections.abc import Callable
+from dataclasses import fields
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,7 @@ from lmforge.generate.model_loading import chat_template, training_stage
 from lmforge.hub import resolve_model_folder
 from lmforge.interop.export import export_folder
 from lmforge.interop.kinds import Kind, kind_of
-from lmforge.interop.layouts import LayoutHints, convert_checkpoint
+from lmforge.interop.layouts import LAYOUTS, LayoutHints, convert_checkpoint
 from lmforge.interop.peft_folder import save_peft_folder
 from lmforge.interop.resolve import resolve_model_config, stored_model_config
 from lmforge.interop.torch_checkpoints import open_tensor_source
@@ -93,22 +94,15 @@ def run_import(options: ImportOptions) -> int:
 
 def _layout_hints(options: ImportOptions) -> LayoutHints:
     """Values that the checkpoint may lack: the options that were given, else those of --config_from."""
-    names = ("num_attention_heads", "rope_theta", "rms_norm_eps", "max_position_embeddings", "activation")
-    given = {name: value for name in names if (value := getattr(options, name)) is not None}
+    names = {each.name: each.name for each in fields(LayoutHints)} | {"hidden_act": "activation"}
+    given = {name: value for name, option in names.items() if (value := getattr(options, option, None)) is not None}
     if options.config_from is None:
         return LayoutHints(**given)
     model = resolve_model_config(options.config_from, {})
-    if model.model_type not in ("llama", "gpt2"):
-        raise UserError(
-            f"{options.config_from}: a {model.model_type} model; --config_from needs one of the same kind, llama or gpt2"
-        )
-    hints: dict[str, Any] = {"num_attention_heads": model.num_attention_heads}
-    if model.model_type == "llama":
-        own = ("rope_theta", "rope_scaling", "rms_norm_eps", "max_position_embeddings")
-        hints |= {name: getattr(model, name) for name in own}
-    else:
-        hints["activation"] = model.hidden_act
-    return LayoutHints(**hints | given)
+    if not model.family.foreign_layouts:
+        kinds = " or ".join(sorted({model_type for model_type, _ in LAYOUTS.values()}))
+        raise UserError(f"{options.config_from}: a {model.model_type} model; --config_from needs one of the same kind, {kinds}")
+    return LayoutHints(**{name: getattr(model, name) for name in model.family.foreign_fields} | given)
 
 
 def _cast(name: str, value: Tensor, dtype: str | None) -> Tensor:
@@ -149,16 +143,16 @@ def companion_files(
     """Files that transformers needs for generation and tokenizer, where the run's tokenizer came without them."""
     end, begin = tokenizer.eos_token_id, tokenizer.bos_token_id
     # A model that came with several end tokens, as chat models do, keeps them.
-    ends: int | list[int] = list(config.eos_token_id) if isinstance(config.eos_token_id, tuple) else end
-    if template is not None:
-        ends = sorted({end, *template.stop_ids, *(ends if isinstance(ends, list) else ())})
-    ids = {"eos_token_id": ends, "pad_token_id": end} | ({} if begin is None else {"bos_token_id": begin})
+    ends = {end, *(config.end_token_ids if len(config.end_token_ids) > 1 else ()), *(template.stop_ids if template else ())}
+    stops: dict[str, Any] = {"eos_token_id": sorted(ends) if len(ends) > 1 else end}
+    pad = end if config.pad_token_id is None else config.pad_token_id
+    ids = stops | {"pad_token_id": pad} | ({} if begin is None else {"bos_token_id": begin})
     if config.reward:
         del ids["pad_token_id"]  # see model/config.py
     names = {"eos_token": tokenizer.id_to_token(end), "clean_up_tokenization_spaces": False}
     return {
         "config.json": ids,
-        "generation_config.json": {**ids, "do_sample": True},
+        "generation_config.json": {"do_sample": True, **ids, **(config.generation_config or {}), **stops},
         "tokenizer_config.json": {"tokenizer_class": "PreTrainedTokenizerFast", **names},
         **({} if template is None else {"chat_template.jinja": template.jinja_source}),
     }

@@ -11,7 +11,6 @@ from lmforge.errors import UserError, how_to_install
 from lmforge.generate.engine import generate
 from lmforge.generate.model_loading import load_model, resolve_device_and_dtype
 from lmforge.generate.prompts import MAX_PROMPT_BYTES, check_room, encode_prompt, max_input_length
-from lmforge.generate.sampling import SamplingParams
 from lmforge.untrusted import read_stream
 
 API_KEY_VARIABLE = "LMFORGE_API_KEY"
@@ -27,15 +26,17 @@ def run_generate(options: GenerateOptions) -> int:
     max_length = max_input_length(loaded.config)
     for prompt in prompts:  # refused before one is printed
         check_room(len(encode_prompt(loaded.tokenizer, prompt, loaded.prefix_ids, max_length)), max_length)
+    sampling = loaded.sampling(0.8, temperature=options.temperature, top_k=options.top_k, top_p=options.top_p)
+    max_tokens = options.max_tokens or loaded.max_new_tokens or 128
     print(f"{titles[0]}{prompts[0]}", end="", flush=True)
     completions = generate(
         loaded.model,
         loaded.tokenizer,
         prompts,
-        max_tokens=options.max_tokens,
-        sampling=SamplingParams(options.temperature, options.top_k, options.top_p),
+        max_tokens=max_tokens,
+        sampling=sampling,
         seed=seed,
-        stop_strings=options.stop,
+        stop_strings=[*options.stop, *loaded.stop_strings],
         prefix_ids=loaded.prefix_ids,
         stop_token_ids=loaded.stop_token_ids,
         max_length=max_length,
@@ -44,9 +45,9 @@ def run_generate(options: GenerateOptions) -> int:
     print()
     for title, prompt, completion in zip(titles[1:], prompts[1:], completions[1:], strict=True):
         print(f"{title}{prompt}{completion.text}")
-    if any(each.finish_reason == "length" and len(each.token_ids) < options.max_tokens for each in completions):
+    if any(each.finish_reason == "length" and len(each.token_ids) < max_tokens for each in completions):
         print(f"(ended where prompt and text have {max_length} tokens, the most that this model takes)", file=sys.stderr)
-    if options.temperature > 0 and options.seed is None:
+    if not sampling.is_greedy and options.seed is None:
         print(f"(seed {seed})", file=sys.stderr)
     return 0
 

@@ -1,6 +1,7 @@
 """Low-rank adapters alone: exported in PEFT's layout, opened, and trained further with their base model."""
 
 import json
+import random
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,6 +20,7 @@ from lmforge.model import build_model
 from lmforge.model.config import ModelConfig
 from lmforge.model.init_weights import init_weights
 from lmforge.stages.pretrained import find_pretrained
+from tests.model.conftest import built, drawn_config
 from tests.model.foreign import theirs_of
 from tests.seeds import fresh_seed
 
@@ -140,6 +142,54 @@ def test_missing_adapters_and_adapters_of_another_model_are_refused_in_one_line(
     ):
         with pytest.raises(UserError, match=complaint):
             load_model(folder, CPU, torch.float32)
+
+
+@pytest.mark.parametrize("model_type", ["llama", "gpt2"])
+def test_adapters_of_any_shape_peft_has_are_merged_as_peft_merges_them(
+    model_type: str, byte_tokenizer: Tokenizer, draw: random.Random, tmp_path: Path
+) -> None:
+    """Ranks and alphas by pattern, adapters of embedding and head, and whole modules."""
+    config = drawn_config(model_type, draw, vocab_size=270, tie_word_embeddings=False, num_hidden_layers=2)
+    byte_tokenizer.save(tmp_path / "base")
+    export_folder(built(config), config, tmp_path / "new", tokenizer_folder=tmp_path / "base")
+    base = tmp_path / "new"
+    linear, embedding, norm = ("q_proj", "embed_tokens", "norm") if model_type == "llama" else ("c_attn", "wte", "ln_f")
+    chosen = {
+        "patterns": {
+            "rank_pattern": {rf".*\.0\..*{linear}": 1, rf"1\..*{linear}": 5},
+            "alpha_pattern": {rf".*1\..*{linear}": 11},
+        },
+        "head": {"target_modules": [linear, "lm_head"], "use_rslora": True},
+        "embedding": {"target_modules": [embedding, linear]},
+        "modules": {"modules_to_save": ["lm_head", embedding, norm]},
+    }
+    for name, options in chosen.items():
+        theirs = AutoModelForCausalLM.from_pretrained(base)
+        adapted = peft.get_peft_model(theirs, peft.LoraConfig(r=3, lora_alpha=7, **{"target_modules": [linear]} | options))
+        with torch.no_grad():
+            for parameter in adapted.parameters():
+                if parameter.requires_grad:
+                    parameter.add_(torch.randn_like(parameter) * 0.1)
+        adapted.peft_config["default"].base_model_name_or_path = str(base)
+        adapted.save_pretrained(tmp_path / name)
+        merged = dict(adapted.merge_and_unload().named_parameters())
+        found = weights(tmp_path / name)
+        assert found.keys() == merged.keys()
+        for each, value in found.items():
+            torch.testing.assert_close(value, merged[each], rtol=1e-5, atol=1e-6)
+
+
+def test_adapters_of_one_half_of_a_tied_matrix_are_refused(
+    byte_tokenizer: Tokenizer, draw: random.Random, tmp_path: Path
+) -> None:
+    config = drawn_config("qwen3", draw, vocab_size=270, tie_word_embeddings=True)
+    byte_tokenizer.save(tmp_path / "tokenizer")
+    export_folder(built(config), config, tmp_path / "base", tokenizer_folder=tmp_path / "tokenizer")
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+    adapted = peft.get_peft_model(theirs, peft.LoraConfig(r=2, target_modules=["q_proj", "lm_head"]))
+    adapted.save_pretrained(tmp_path / "adapters")
+    with pytest.raises(UserError, match="the embedding or the head alone, and its model ties them"):
+        load_model(tmp_path / "adapters", CPU, torch.float32)
 
 
 @pytest.mark.parametrize("shape", [[2**63, 0], [2**62, 0], [2**40, 2**40, 0], [0, -1], [0] * 65, [10**400, 0]])

@@ -51,7 +51,7 @@ def drawn_config(model_type: str, draw: random.Random, **fixed: Any) -> ModelCon
         "rms_norm_eps": draw.choice([1e-5, 1e-3]),
         "rope_theta": draw.choice([10000.0, 500000.0, 77.0]),
     }
-    fields["rope_scaling"] = draw.choice([None, {"type": "linear", "factor": draw.uniform(1.5, 9)}, _llama3(draw)])
+    fields["rope_scaling"] = drawn_rope(draw)
     if model_type in ("llama", "qwen3", "olmo2", "gemma3_text"):
         fields["attention_bias"] = fields["attention_output_bias"] = draw.random() < 0.5
     if model_type == "llama":
@@ -69,6 +69,24 @@ def drawn_config(model_type: str, draw: random.Random, **fixed: Any) -> ModelCon
         if model_type != "mistral":
             fields["layer_types"] = [draw.choice(["full_attention", "sliding_attention"]) for _ in range(layers)]
     return ModelConfig(**fields | fixed)
+
+
+def drawn_rope(draw: random.Random) -> dict[str, Any] | None:
+    """A table of rotary positions as in a config.json."""
+    linear = {"type": "linear", "factor": draw.uniform(1.5, 9)}
+    return draw.choice([None, linear, _llama3(draw), _yarn(draw), _yarn(draw)])
+
+
+def _yarn(draw: random.Random) -> dict[str, Any]:
+    table = {"rope_type": "yarn", "factor": draw.uniform(1.5, 9), "original_max_position_embeddings": draw.choice([16, 64])}
+    options = {
+        "beta_fast": draw.uniform(2, 40),
+        "beta_slow": draw.uniform(0.5, 1.5),
+        "attention_factor": draw.uniform(0.5, 1.5),
+        "mscale": draw.uniform(0.5, 1.5),
+        "mscale_all_dim": draw.uniform(0.5, 1.5),
+    }
+    return table | {name: options[name] for name in draw.sample(list(options), draw.randrange(6))}
 
 
 def _llama3(draw: random.Random) -> dict[str, Any]:

@@ -164,7 +164,10 @@ def test_a_shape_can_be_given_field_by_field() -> None:
         ({"architectures": ["LlamaForSequenceClassification"]}, "a classifier of 2 labels is not supported"),
         ({"architectures": ["LlamaForSequenceClassification"], "id2label": {"0": "a", "1": "b", "2": "c"}}, "of 3 labels"),
         ({"hidden_act": "gelu"}, 'hidden_act: "gelu" is not supported in a llama model; use "silu"'),
-        ({"rope_scaling": {"rope_type": "yarn", "factor": 4}}, 'rope_type "yarn" is not supported; choose one of default, lin'),
+        (
+            {"rope_scaling": {"rope_type": "dynamic", "factor": 4}},
+            'rope_type "dynamic" is not supported; choose one of default, lin',
+        ),
         ({"rope_scaling": {"type": "linear"}}, 'rope_type "linear" needs factor: expected a number above zero, got null'),
         ({"rope_scaling": {"type": "llama3", "factor": 8}}, 'rope_type "llama3" needs low_freq_factor'),
         ({"num_key_value_heads": 4}, "num_key_value_heads: 4 does not divide num_attention_heads 6"),

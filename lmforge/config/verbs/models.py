@@ -76,9 +76,17 @@ class EvaluateOptions(Options):
 class SamplingOptions(Options):
     """How tokens are chosen."""
 
-    temperature: float = option(0.8, "sampling temperature; 0 is greedy", **SCALE_OR_0)
-    top_k: int = option(0, "sample from the k likeliest tokens; 0 for all", **COUNT_OR_0)
-    top_p: float = option(1.0, "nucleus sampling: the likeliest tokens whose probabilities add up to this", **NONZERO_FRACTION)
+    temperature: float | None = option(
+        None, "sampling temperature; 0 is greedy (default: the model's generation_config.json, else 0.8)", **SCALE_OR_0
+    )
+    top_k: int | None = option(
+        None, "sample from the k likeliest tokens; 0 for all (default: the model's, else 0)", **COUNT_OR_0
+    )
+    top_p: float | None = option(
+        None,
+        "nucleus sampling: the likeliest tokens whose probabilities add up to this (default: the model's, else 1)",
+        **NONZERO_FRACTION,
+    )
     seed: int | None = option(None, "seed of the sampling (default: random)", **SEED)
     device: Device = DEVICE
     dtype: DType = option("auto", "compute dtype")
@@ -90,7 +98,9 @@ class GenerateOptions(SamplingOptions):
 
     model: Path = argument(..., MODEL)
     prompts: tuple[str, ...] = argument((), "one or more prompts; none reads one from standard input")
-    max_tokens: int = option(128, "tokens to generate after each prompt", **LENGTH)
+    max_tokens: int | None = option(
+        None, "tokens to generate after each prompt (default: the model's max_new_tokens, else 128)", **LENGTH
+    )
     stop: tuple[str, ...] = option((), "strings that end a completion")
 
 

@@ -365,11 +365,10 @@ def _find_template_source(tokenizer: Tokenizer) -> tuple[str, str]:
 def _template_variables(tokenizer: Tokenizer) -> dict[str, str]:
     """The special tokens that a template may name: bos_token, eos_token and so on."""
     variables = {"eos_token": tokenizer.id_to_token(tokenizer.eos_token_id)}
-    for name in ("special_tokens_map.json", "tokenizer_config.json"):
-        for role, token in tokenizer.configs[name].items():
-            spelling = token.get("content") if isinstance(token, dict) else token
-            if role.endswith("_token") and isinstance(spelling, str):
-                variables[role] = spelling
+    for role, token in tokenizer.roles.items():
+        spelling = token.get("content") if isinstance(token, dict) else token
+        if role.endswith("_token") and isinstance(spelling, str):
+            variables[role] = spelling
     return variables
 
 

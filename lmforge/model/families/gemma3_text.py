@@ -4,24 +4,33 @@ scaled embeddings; five layers with a window and rotary positions of another bas
 from typing import Any
 
 from lmforge.errors import UserError
-from lmforge.model.family import ROTARY_FIELDS, Family, name_layer_types
+from lmforge.model.family import ROTARY_FIELDS, Family, name_layer_types, read_rope
 from lmforge.untrusted import quoted
 
 
 def _read(content: dict[str, Any]) -> dict[str, Any]:
-    """layer_types, which may be given as a period; and what transformers 5 writes, tables of rotary positions for each type."""
+    """layer_types, which may be given as a period; and rotary positions, of which transformers 5 writes a table for each type.
+
+    A table `rope_scaling` is added to that of full attention, whose rope_type remains.
+    """
     types, every = content.get("layer_types"), content.get("sliding_window_pattern")
-    fields: dict[str, Any] = {
-        "layer_types": types or (name_layer_types(content["num_hidden_layers"], every) if every else None)
-    }
     ropes = content.get("rope_parameters") or {}
-    if "full_attention" in ropes or "sliding_attention" in ropes:
-        full, local = (ropes.get(each) or {} for each in ("full_attention", "sliding_attention"))
-        if not isinstance(full, dict) or not isinstance(local, dict) or local.get("rope_type", "default") != "default":
-            raise UserError(f"rope_parameters: {quoted(ropes)} is not supported; use unscaled positions in sliding_attention")
-        fields |= {"rope_scaling": full, "rope_local_base_freq": local.get("rope_theta")}
-        fields |= {"rope_theta": full["rope_theta"]} if "rope_theta" in full else {}
-    return fields
+    full: dict[str, Any] = {}
+    local: dict[str, Any] = {}
+    if isinstance(ropes, dict):
+        full, local = (ropes.get(each) or {"rope_type": "default"} for each in ("full_attention", "sliding_attention"))
+    more = content.get("rope_scaling") or {}
+    for name, tables in (("rope_parameters", [ropes, full, local]), ("rope_scaling", [more])):
+        if not all(isinstance(table, dict) for table in tables):
+            raise UserError(f"{name}: expected an object, got {quoted(tables[0])}")
+    if local.get("rope_type", local.get("type", "default")) != "default":
+        raise UserError(f"rope_parameters: {quoted(ropes)} is not supported; use unscaled positions in sliding_attention")
+    theta = local.get("rope_theta")
+    return {
+        "layer_types": types or (name_layer_types(content["num_hidden_layers"], every) if every else None),
+        **read_rope(content, full | more | {"truncate": ropes.get("truncate", True)}),
+        **({} if theta is None else {"rope_local_base_freq": theta}),
+    }
 
 
 FAMILY = Family(
@@ -44,6 +53,9 @@ FAMILY = Family(
     fields=(*ROTARY_FIELDS, "attention_bias", "sliding_window", "rope_local_base_freq", "query_pre_attn_scalar"),
     names={"hidden_act": "hidden_activation"},
     defaults={
+        "bos_token_id": 2,
+        "eos_token_id": 1,
+        "pad_token_id": 0,
         "intermediate_size": 9216,
         "max_position_embeddings": 131072,
         "num_key_value_heads": 4,

@@ -2,7 +2,7 @@
 matrix for queries, keys and values, no gate. Its modules are in model/gpt2.py."""
 
 from lmforge.model.config import ModelConfig
-from lmforge.model.family import Family, Linear
+from lmforge.model.family import Family, ForeignLayout, Linear
 
 
 def _linears(config: ModelConfig) -> tuple[Linear, ...]:
@@ -39,12 +39,21 @@ FAMILY = Family(
         "max_position_embeddings": "n_positions",
         "hidden_act": "activation_function",
     },
-    defaults={"max_position_embeddings": 1024, "tie_word_embeddings": True, "hidden_act": "gelu_new"},
+    defaults={
+        "max_position_embeddings": 1024,
+        "tie_word_embeddings": True,
+        "hidden_act": "gelu_new",
+        "bos_token_id": 50256,
+        "eos_token_id": 50256,
+    },
     required_values={
         "scale_attn_weights": True,
         "scale_attn_by_inverse_layer_idx": False,
         "add_cross_attention": False,
     },
+    read=lambda content: {},
     dropouts=("attn_pdrop", "embd_pdrop", "resid_pdrop"),
     optional_prefix="transformer.",
+    foreign_layouts={"nanogpt": ForeignLayout("transformer.wte.weight", {})},
+    foreign_fields=("num_attention_heads", "hidden_act"),
 )

@@ -13,5 +13,11 @@ FAMILY = Family(
     attention_biases=((False, False), (True, True)),
     heads_divide_width=True,
     fields=(*ROTARY_FIELDS, "attention_bias"),
-    defaults={"intermediate_size": 11008, "max_position_embeddings": 2048, "rms_norm_eps": 1e-5},
+    defaults={
+        "intermediate_size": 11008,
+        "max_position_embeddings": 2048,
+        "rms_norm_eps": 1e-5,
+        "eos_token_id": 50279,
+        "pad_token_id": 1,
+    },
 )

@@ -3,25 +3,25 @@
 from typing import Any
 
 from lmforge.model.config import ModelConfig
-from lmforge.model.family import Family
+from lmforge.model.family import Family, read_rope
 
 DEFAULTS = {"intermediate_size": 22016, "max_position_embeddings": 32768, "num_key_value_heads": 32}
 
 
-def read_windows(content: dict[str, Any]) -> dict[str, Any]:
-    """sliding_window and layer_types, of which transformers derives the latter from max_window_layers."""
-    window = content.get("sliding_window", 4096)
+def read(content: dict[str, Any]) -> dict[str, Any]:
+    """Rotary positions, sliding_window and layer_types, of which transformers derives the last from max_window_layers."""
+    window, rope = content.get("sliding_window", 4096), read_rope(content)
     if not content.get("use_sliding_window") or window is None:
-        return {}
+        return rope
     first = 28 if content.get("max_window_layers") is None else content["max_window_layers"]
     types = content.get("layer_types") or [
         "sliding_attention" if layer >= first else "full_attention" for layer in range(content["num_hidden_layers"])
     ]
-    return {"sliding_window": window, "layer_types": types}
+    return {"sliding_window": window, "layer_types": types, **rope}
 
 
 def write_windows(config: ModelConfig) -> dict[str, Any]:
-    """The reverse of `read_windows`."""
+    """The reverse of `read`, for windows."""
     window, types = config.sliding_window, config.written_layer_types
     first = types.index("sliding_attention") if "sliding_attention" in types else len(types)
     return {
@@ -38,6 +38,6 @@ FAMILY = Family(
     attention_biases=((True, False),),
     windows="by layer",
     defaults=DEFAULTS,
-    read=read_windows,
+    read=read,
     write=write_windows,
 )

@@ -1,6 +1,6 @@
 """Qwen 3 (arXiv 2505.09388): Qwen 2 with queries and keys that are normalized in each head, and other biases."""
 
-from lmforge.model.families.qwen2 import DEFAULTS, read_windows, write_windows
+from lmforge.model.families.qwen2 import DEFAULTS, read, write_windows
 from lmforge.model.family import ROTARY_FIELDS, Family
 
 FAMILY = Family(
@@ -11,6 +11,6 @@ FAMILY = Family(
     windows="by layer",
     fields=(*ROTARY_FIELDS, "attention_bias"),
     defaults={**DEFAULTS, "head_dim": 128},
-    read=read_windows,
+    read=read,
     write=write_windows,
 )
