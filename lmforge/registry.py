@@ -73,23 +73,24 @@ class Entry:
         if not isinstance(self.implementation, str):
             return self.implementation
         module, _, name = self.implementation.partition(":")
-        try:
+        with self._plugin_errors(f"{self.implementation} cannot be imported:"):
             return getattr(importlib.import_module(module), name)
-        except (Exception, SystemExit) as error:
-            if self.origin == BUILT_IN:
-                raise
-            words = f"{self.implementation} cannot be imported: {describe_exception(error)}"
-            raise UserError(f"{self.origin}: {self.kind} {self.name}: {words}") from error
 
     def build(self, *arguments: Any) -> Any:
         """What the implementation returns for `arguments`. Raises UserError where a plugin's raises anything."""
         implementation = self.load()
-        try:
+        with self._plugin_errors("raised"):
             return implementation(*arguments)
+
+    @contextmanager
+    def _plugin_errors(self, what: str) -> Iterator[None]:
+        """Turns any exception of a plugin into a UserError."""
+        try:
+            yield
         except (Exception, SystemExit) as error:
             if self.origin == BUILT_IN:
                 raise
-            words = str(error) if isinstance(error, UserError) else f"raised {describe_exception(error)}"
+            words = str(error) if isinstance(error, UserError) else f"{what} {describe_exception(error)}"
             raise UserError(f"{self.origin}: {self.kind} {self.name}: {words}") from error
 
 

@@ -145,15 +145,11 @@ def parse_toml(content: bytes, source: str) -> dict[str, Any]:
         raise UserError(f"{source}: not valid TOML: {problem}") from None
     except ValueError:  # Python reads no whole number of more than 4300 digits
         raise UserError(f"{source}: holds a whole number of thousands of digits") from None
-    values: list[tuple[Any, int]] = [(table, 0)]
-    while values:
-        value, depth = values.pop()
-        if depth > MAX_DEPTH:  # without a bracket: a.b.c = 1
+    for path, value in _iter_values(table):
+        if len(path) > MAX_DEPTH:  # without a bracket: a.b.c = 1
             raise too_deep
         if isinstance(value, int) and value.bit_length() > MAX_INT_BITS:
             raise UserError(f"{source}: holds a whole number of {value.bit_length():,} bits, more than any option takes")
-        if isinstance(value, dict | list):
-            values += [(each, depth + 1) for each in (value.values() if isinstance(value, dict) else value)]
     return table
 
 
@@ -294,16 +290,22 @@ class _TooLarge(ValueError):
 
 def _check_numbers(content: Any, allow_infinity: bool) -> None:
     """Refuse numbers beyond those of floats: 1e999, which is parsed as infinity, and whole numbers of hundreds of digits."""
-    values: list[tuple[Any, tuple[int | str, ...]]] = [(content, ())]
-    while values:
-        value, path = values.pop()
+    for path, value in _iter_values(content):
         is_infinite = isinstance(value, float) and math.isinf(value) and not allow_infinity
         if is_infinite or (isinstance(value, int) and value.bit_length() > MAX_INT_BITS):
             place = f"{_field_name(path)}: " if path else ""
             raise _TooLarge(f"{place}expected a finite number, got one beyond ±{sys.float_info.max:.2g}")
+
+
+def _iter_values(content: Any) -> Iterator[tuple[tuple[int | str, ...], Any]]:
+    """Each value in content that was parsed, with its keys and places in lists from the outside; without recursion."""
+    values: list[tuple[tuple[int | str, ...], Any]] = [((), content)]
+    while values:
+        path, value = values.pop()
+        yield path, value
         if isinstance(value, dict | list):
             items: Iterable[tuple[int | str, Any]] = value.items() if isinstance(value, dict) else enumerate(value)
-            values += [(each, (*path, name)) for name, each in items]
+            values += [((*path, name), each) for name, each in items]
 
 
 @cache

@@ -216,32 +216,26 @@ def _print_cost(console: Console, prediction: Prediction, cost: RunCost, config:
 def _as_json(
     prediction: Prediction, phases: list[tuple[int, Prediction]], cost: RunCost, fits: bool, advice: str, machine: Machine
 ) -> dict[str, Any]:
-    of_phases = [
-        {"steps": steps, "sequence_length": each.step_config.sequence_length, "step_seconds": each.step_seconds}
-        for steps, each in phases
-    ]
+    seconds = ("step_seconds", "seconds", "exposed_seconds", "bubble_seconds", "host_seconds")
     return {
         "memory_bytes": {name: round(count) for name, count in prediction.memory.items()},
         "peak_at": prediction.peak_at,
         "timeline_bytes": [round(each) for each in live_peaks(prediction)],
-        "live_bytes": round(prediction.live_bytes),
-        "reserved_bytes": round(prediction.reserved_bytes),
-        "device_bytes": round(prediction.device_bytes),
+        **{name: round(getattr(prediction, name)) for name in ("live_bytes", "reserved_bytes", "device_bytes")},
         "device_bytes_interval": [round(each) for each in prediction.memory_interval],
         "capacity_bytes": machine.gpu.memory_bytes,
         "fits": fits,
         "advice": advice,
-        "step_seconds": prediction.step_seconds,
-        "seconds": prediction.seconds,
-        "exposed_seconds": prediction.exposed_seconds,
-        "bubble_seconds": prediction.bubble_seconds,
-        "host_seconds": prediction.host_seconds,
+        **{name: getattr(prediction, name) for name in seconds},
         "tokens_per_second_per_gpu": prediction.tokens_per_second,
         "tokens_per_second_per_gpu_interval": list(prediction.speed_interval),
         "mfu": prediction.mfu,
         "bottleneck": prediction.bottleneck,
         "constants": dict(zip(("measured", "data sheets"), machine.constants(prediction.step_config.dtype), strict=True)),
-        "phases": of_phases,
+        "phases": [
+            {"steps": steps, "sequence_length": each.step_config.sequence_length, "step_seconds": each.step_seconds}
+            for steps, each in phases
+        ],
         "run": asdict(cost),
         "run_intervals": _run_intervals(prediction, cost),
     }

@@ -13,31 +13,7 @@ from lmforge.config.align import AlignConfig
 from lmforge.config.options import Options
 from lmforge.config.stage import PretrainConfig
 from lmforge.config.tuning import SftConfig
-from lmforge.config.verbs.bench import BenchConfig
-from lmforge.config.verbs.examine import DoctorOptions, ShowOptions
-from lmforge.config.verbs.models import (
-    ChatOptions,
-    DownloadOptions,
-    EvaluateOptions,
-    ExportOptions,
-    GenerateOptions,
-    ImportOptions,
-    ServeOptions,
-)
-from lmforge.config.verbs.plan import PlanConfig
-from lmforge.config.verbs.prepare import PrepareOptions
-from lmforge.config.verbs.running import (
-    CompareOptions,
-    JobsOptions,
-    LaunchVerbOptions,
-    LogsOptions,
-    QuickstartOptions,
-    ReportOptions,
-    RunPipelineOptions,
-    RunsOptions,
-    StopOptions,
-    TopOptions,
-)
+from lmforge.config.verbs import bench, examine, models, plan, prepare, running
 
 
 @contextmanager
@@ -85,29 +61,29 @@ class Verb:
 
 
 VERBS = {
-    "quickstart": Verb(QuickstartOptions, "lmforge.verbs.quickstart:quickstart"),
-    "prepare": Verb(PrepareOptions, "lmforge.verbs.prepare:run_prepare"),
+    "quickstart": Verb(running.QuickstartOptions, "lmforge.verbs.quickstart:quickstart"),
+    "prepare": Verb(prepare.PrepareOptions, "lmforge.verbs.prepare:run_prepare"),
     "pretrain": Verb(PretrainConfig, "lmforge.stages.run:run_stage", distributed=True),
     "sft": Verb(SftConfig, "lmforge.stages.run:run_stage", distributed=True),
     "align": Verb(AlignConfig, "lmforge.stages.run:run_stage", distributed=True),
-    "run": Verb(RunPipelineOptions, "lmforge.verbs.running.pipeline:run_pipeline"),
-    "launch": Verb(LaunchVerbOptions, "lmforge.verbs.running.launch:run_launch"),
-    "jobs": Verb(JobsOptions, "lmforge.verbs.running.jobs:run_jobs"),
-    "stop": Verb(StopOptions, "lmforge.verbs.running.jobs:run_stop"),
-    "evaluate": Verb(EvaluateOptions, "lmforge.verbs.evaluate:run_evaluate", distributed=True),
-    "generate": Verb(GenerateOptions, "lmforge.verbs.generate:run_generate"),
-    "chat": Verb(ChatOptions, "lmforge.verbs.chat:run_chat"),
-    "serve": Verb(ServeOptions, "lmforge.verbs.generate:run_serve"),
-    "export": Verb(ExportOptions, "lmforge.verbs.export:run_export"),
-    "import": Verb(ImportOptions, "lmforge.verbs.export:run_import"),
-    "download": Verb(DownloadOptions, "lmforge.verbs.download:run_download"),
-    "bench": Verb(BenchConfig, "lmforge.bench.step_timing:bench", distributed=True, pass_arguments=True),
-    "plan": Verb(PlanConfig, "lmforge.verbs.plan:run_plan"),
-    "doctor": Verb(DoctorOptions, "lmforge.verbs.doctor:run_doctor", distributed=True),
-    "logs": Verb(LogsOptions, "lmforge.verbs.running.logs:run_logs"),
-    "top": Verb(TopOptions, "lmforge.verbs.running.top:run_top"),
-    "runs": Verb(RunsOptions, "lmforge.verbs.running.list_runs:list_runs"),
-    "compare": Verb(CompareOptions, "lmforge.verbs.running.compare:run_compare"),
-    "report": Verb(ReportOptions, "lmforge.verbs.running.report:run_report"),
-    "show": Verb(ShowOptions, "lmforge.verbs.show.show:run_show"),
+    "run": Verb(running.RunPipelineOptions, "lmforge.verbs.running.pipeline:run_pipeline"),
+    "launch": Verb(running.LaunchVerbOptions, "lmforge.verbs.running.launch:run_launch"),
+    "jobs": Verb(running.JobsOptions, "lmforge.verbs.running.jobs:run_jobs"),
+    "stop": Verb(running.StopOptions, "lmforge.verbs.running.jobs:run_stop"),
+    "evaluate": Verb(models.EvaluateOptions, "lmforge.verbs.evaluate:run_evaluate", distributed=True),
+    "generate": Verb(models.GenerateOptions, "lmforge.verbs.generate:run_generate"),
+    "chat": Verb(models.ChatOptions, "lmforge.verbs.chat:run_chat"),
+    "serve": Verb(models.ServeOptions, "lmforge.verbs.generate:run_serve"),
+    "export": Verb(models.ExportOptions, "lmforge.verbs.export:run_export"),
+    "import": Verb(models.ImportOptions, "lmforge.verbs.export:run_import"),
+    "download": Verb(models.DownloadOptions, "lmforge.verbs.download:run_download"),
+    "bench": Verb(bench.BenchConfig, "lmforge.bench.step_timing:bench", distributed=True, pass_arguments=True),
+    "plan": Verb(plan.PlanConfig, "lmforge.verbs.plan:run_plan"),
+    "doctor": Verb(examine.DoctorOptions, "lmforge.verbs.doctor:run_doctor", distributed=True),
+    "logs": Verb(running.LogsOptions, "lmforge.verbs.running.logs:run_logs"),
+    "top": Verb(running.TopOptions, "lmforge.verbs.running.top:run_top"),
+    "runs": Verb(running.RunsOptions, "lmforge.verbs.running.list_runs:list_runs"),
+    "compare": Verb(running.CompareOptions, "lmforge.verbs.running.compare:run_compare"),
+    "report": Verb(running.ReportOptions, "lmforge.verbs.running.report:run_report"),
+    "show": Verb(examine.ShowOptions, "lmforge.verbs.show.show:run_show"),
 }
