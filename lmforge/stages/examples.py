@@ -146,7 +146,17 @@ def open_example_inputs(config: TunedConfig, world_size: int) -> RunInputs:
     folders, splits, train = _open_train(config, tokenizer, batch_plan.global_batch_size)
     if config.kind == "unpaired":
         assert isinstance(train, PackedDataset)
-        _check_pairs_of_completions(train, config.data.sequence_length)
+        assert isinstance(train.packing, ExamplePacking)
+        single, count, length = (
+            train.packing.num_single_example_sequences,
+            train.sequences_per_epoch,
+            config.data.sequence_length,
+        )
+        if 2 * single > count:
+            raise UserError(
+                f"data.sequence_length = {length}: {single} of {count} sequences hold one completion, and kto compares the"
+                f" completions of a sequence; use a longer one, such as {4 * length}"
+            )
     named = {source.label: folder for source, folder in zip(config.data.file_sources, folders, strict=True)}
     validation = {
         name: _open_split(config, folder, "validation") for name, folder in named.items() if folder.num_examples("validation")
@@ -220,14 +230,3 @@ def _describe_examples(source: FileSourceOptions, folder: ExampleFolder, train: 
         f" {in_train['scored']:,} of {in_train['tokens']:,} tokens scored; {in_validation['examples']:,} for validation"
         f"{''.join(left_out)}{describe_folders(source.files)}{describe_folders(source.validation_files, 'validation')}"
     )
-
-
-def _check_pairs_of_completions(dataset: PackedDataset, length: int) -> None:
-    """Raise UserError where most sequences hold one completion: kto compares the completions of a sequence."""
-    assert isinstance(dataset.packing, ExamplePacking)
-    single, count = dataset.packing.num_single_example_sequences, dataset.sequences_per_epoch
-    if 2 * single > count:
-        raise UserError(
-            f"data.sequence_length = {length}: {single} of {count} sequences hold one completion, and kto compares the"
-            f" completions of a sequence; use a longer one, such as {4 * length}"
-        )

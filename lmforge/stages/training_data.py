@@ -101,20 +101,23 @@ class TokenSources:
         lanes = Lanes(nodes, samples_per_batch) if nodes > 1 else None
         key = source, length, lanes
         if key not in self._opened:
-            self._opened[key] = self._open_train_split(self.folders[source], length, lanes)
-        return self._opened[key]
-
-    def _open_train_split(self, folder: TokenFolder, length: int, lanes: Lanes | None) -> TokenDataset:
-        seed, window = self.config.train.seed, self.config.data.shuffle_window
-        packing = self.config.data.packing
-        dataset = TokenDataset(folder, sequence_length=length, seed=seed, window=window, lanes=lanes, packing=packing)
-        if folder.split("train").quarantined.num_tokens == (count := folder.split("train").num_tokens):
-            raise UserError(f"{folder.path}: all of its {count:,} tokens are in quarantine; leave it out")
-        if count <= length:
-            raise UserError(
-                f"{folder.path}: {count:,} tokens, less than one sequence of {length:,}; prepare more, or shorten it"
+            folder, data = self.folders[source], self.config.data
+            dataset = TokenDataset(
+                folder,
+                sequence_length=length,
+                seed=self.config.train.seed,
+                window=data.shuffle_window,
+                lanes=lanes,
+                packing=data.packing,
             )
-        return dataset
+            if folder.split("train").quarantined.num_tokens == (count := folder.split("train").num_tokens):
+                raise UserError(f"{folder.path}: all of its {count:,} tokens are in quarantine; leave it out")
+            if count <= length:
+                raise UserError(
+                    f"{folder.path}: {count:,} tokens, less than one sequence of {length:,}; prepare more, or shorten it"
+                )
+            self._opened[key] = dataset
+        return self._opened[key]
 
     def validation(self) -> PackedDataset:
         """The validation splits of all sources that have one, one after another. Raises UserError where none has."""

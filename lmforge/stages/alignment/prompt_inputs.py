@@ -121,19 +121,35 @@ def _read_prompts(config: AlignConfig, tokenizer: Tokenizer) -> tuple[list[Token
 
 def open_prompt_inputs(config: AlignConfig, world_size: int) -> RunInputs:
     """Open prompts, tokenizer and model. Raises UserError where they do not fit together."""
-    batch_plan = plan_batches(config, world_size)
+    options, data, batch_plan = config.rollout, config.data, plan_batches(config, world_size)
     pretrained, tokenizer, model_config = open_tuned_model(config)
     check_model(config, model_config, batch_plan, tokenizer)
-    _check_lengths(config)
+    if options.max_completion_length >= data.sequence_length:
+        raise UserError(
+            f"rollout.max_completion_length = {options.max_completion_length}: leaves no room for a prompt in"
+            f" data.sequence_length = {data.sequence_length}"
+        )
     prompts, validation_prompts, counts = _read_prompts(config, tokenizer)
     if is_conversational([*prompts, *validation_prompts]):
         # Only its stop token is checked: completions are trained on as sampled, without the template.
         ChatTemplate.from_tokenizer(tokenizer).check_stop_token()
-    for spec in filter(is_model_folder, config.rollout.reward_functions):
+    for spec in filter(is_model_folder, options.reward_functions):
         # Raises UserError where a reward model has no chat template, and so cannot read such prompts.
         with prefix_errors(f"rollout.reward_functions: {spec}"):
             encode_completions(find_pretrained(Path(spec)).tokenizer(), [prompts[0].prompt], ["."])
-    dataset, notes = _prompt_dataset(config, prompts, validation_prompts), describe_folders(config.data.files)
+    # The plan of the order has the options that must not change when the run resumes.
+    fixed: list[Any] = [options.num_generations, options.max_completion_length, options.num_iterations]
+    fixed += [data.apply_chat_template, *data.fields]
+    fixed += [] if data.validation_files else [data.validation_ratio]
+    content = json.dumps([hash_files(data.files), fixed], sort_keys=True)
+    dataset = PackedDataset(
+        PromptPacking(prompts, validation_prompts),
+        name="prompts",
+        location=", ".join(map(str, data.files)),
+        plan=["prompts", xxhash.xxh3_128_hexdigest(content.encode())],
+        sequence_length=data.sequence_length,
+        seed=config.train.seed,
+    )
     return RunInputs(
         tokenizer,
         dataset,
@@ -141,37 +157,9 @@ def open_prompt_inputs(config: AlignConfig, world_size: int) -> RunInputs:
         model_config,
         batch_plan,
         data_source=dataset.location,
-        data_summary=f"{dataset.location}: {counts}{notes}; {config.rollout.num_generations} completions each",
+        data_summary=f"{dataset.location}: {counts}{describe_folders(data.files)}; {options.num_generations} completions each",
         load_weights=pretrained.load_weights,
-        sequences_per_sample=config.rollout.num_generations,
-    )
-
-
-def _check_lengths(config: AlignConfig) -> None:
-    options, length = config.rollout, config.data.sequence_length
-    if options.max_completion_length >= length:
-        raise UserError(
-            f"rollout.max_completion_length = {options.max_completion_length}: leaves no room for a prompt in"
-            f" data.sequence_length = {length}"
-        )
-
-
-def _prompt_dataset(
-    config: AlignConfig, prompts: list[TokenizedPrompt], validation_prompts: list[TokenizedPrompt]
-) -> PackedDataset:
-    """The order of the prompts. Its plan has the options that must not change when the run resumes."""
-    options, data = config.rollout, config.data
-    fixed: list[Any] = [options.num_generations, options.max_completion_length, options.num_iterations]
-    fixed += [data.apply_chat_template, *data.fields]
-    fixed += [] if data.validation_files else [data.validation_ratio]
-    content = json.dumps([hash_files(data.files), fixed], sort_keys=True)
-    return PackedDataset(
-        PromptPacking(prompts, validation_prompts),
-        name="prompts",
-        location=", ".join(map(str, data.files)),
-        plan=["prompts", xxhash.xxh3_128_hexdigest(content.encode())],
-        sequence_length=data.sequence_length,
-        seed=config.train.seed,
+        sequences_per_sample=options.num_generations,
     )
 
 

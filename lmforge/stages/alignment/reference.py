@@ -25,7 +25,6 @@ from lmforge.data.batch import Batch, Extras
 from lmforge.data.dataset import PackedDataset
 from lmforge.data.packing import PackedSequence, Packing
 from lmforge.interop.config_json import to_config_json
-from lmforge.model.config import ModelConfig
 from lmforge.model.layers import LanguageModel
 from lmforge.model.lora import disable_adapters
 from lmforge.objectives.logprobs import token_logprobs
@@ -97,31 +96,24 @@ class PackingWithReference(Packing):
 def build_reference(ctx: RunContext, inputs: RunInputs, built: BuiltModel, temperature: float = 1.0) -> ReferenceModel:
     """The reference of a recipe. Where its log-probabilities are precomputed, the policy before its first update computes
     them."""
-    config, policy = ctx.config, built.parallel_model
+    config, policy, dist_ctx, options = ctx.config, built.parallel_model, ctx.dist_ctx, ctx.config.parallel
     assert isinstance(config, AlignConfig)
     precomputed = config.reference == "precomputed"
     if config.reference == "adapters-off" or (config.lora.rank is not None and precomputed):
         return ReferenceModel(policy, partial(disable_adapters, policy.model), temperature)
     if precomputed and built.point.step == 0:
         return ReferenceModel(policy, temperature=temperature)
-    return ReferenceModel(_build_frozen_reference(ctx.dist_ctx, config, inputs.model_config, built), temperature=temperature)
-
-
-def _build_frozen_reference(
-    policy_ctx: DistributedContext, config: AlignConfig, model_config: ModelConfig, built: BuiltModel
-) -> ParallelModel:
-    """The model that the policy began as, distributed like the policy and never trained."""
-    dist_ctx, options = policy_ctx, config.parallel
-    model = empty_model(config, model_config).requires_grad_(False)
+    # The model that the policy began as, distributed like the policy and never trained.
+    model = empty_model(config, inputs.model_config).requires_grad_(False)
     if choose_engine(options, dist_ctx.world_size, dist_ctx.device.type) in ("single", "ddp"):
         # There are no gradients to exchange.
         options, dist_ctx = ParallelOptions(), DistributedContext(RankInfo(), dist_ctx.device, None)
 
     def fill(model: LanguageModel) -> None:
-        with policy_ctx.raise_on_all():
+        with ctx.dist_ctx.raise_on_all():
             find_required_pretrained(config).load_weights(model)
 
-    return parallelize(
+    frozen = parallelize(
         model,
         reference_logprobs,
         dist_ctx=dist_ctx,
@@ -133,6 +125,7 @@ def _build_frozen_reference(
         init_weights=fill,
         loads_weights=True,
     )
+    return ReferenceModel(frozen, temperature=temperature)
 
 
 def precompute_reference_logprobs(

@@ -127,11 +127,14 @@ class Rollouts:
         differs = has_nonzero_std(groups)
         extras = {"old_logprobs": old_logprobs}
         if self._reference is not None:
+            logprobs = list[Tensor]()
             # In parts of one step each, the same number on all ranks.
-            steps = [
-                batch[start : start + self._local_batch_size] for start in range(0, batch.batch_size, self._local_batch_size)
-            ]
-            extras["reference_logprobs"] = torch.cat([self._reference_logprobs(each) for each in steps])
+            for start in range(0, batch.batch_size, self._local_batch_size):
+                of_step = batch[start : start + self._local_batch_size]
+                parts = [part.to(self._dist_ctx.device) for part in self._micro_batches(of_step)]
+                computed = torch.cat([self._reference.logprobs(part).cpu() for part in parts])
+                logprobs.append(computed.float()[: of_step.batch_size])
+            extras["reference_logprobs"] = torch.cat(logprobs)
             ours, theirs = (document_sums(each, batch.document_ids)[:, 0].double() for each in extras.values())
             rewards = subtract_kl_penalty(rewards, ours, theirs, self._loss_config)
         advantages = compute_advantages(rewards.view(groups.shape), self._loss_config).float().flatten()
@@ -143,11 +146,6 @@ class Rollouts:
         for name, values in {"advantages": advantages, **metrics}.items():
             extras[name] = values[:, None].expand(-1, batch.sequence_length).contiguous()
         return with_extras(batch, **extras)
-
-    def _reference_logprobs(self, batch: Batch) -> Tensor:
-        assert self._reference is not None
-        parts = [part.to(self._dist_ctx.device) for part in self._micro_batches(batch)]
-        return torch.cat([self._reference.logprobs(part).cpu() for part in parts]).float()[: batch.batch_size]
 
     def _completion_metrics(self, rewards: Tensor, failed: Tensor, completions: list[SampledCompletion]) -> dict[str, Tensor]:
         """Metrics of each completion, fp32 [completions], by name, from rewards [groups, num_generations]."""
