@@ -147,11 +147,8 @@ def open_example_inputs(config: TunedConfig, world_size: int) -> RunInputs:
     if config.kind == "unpaired":
         assert isinstance(train, PackedDataset)
         assert isinstance(train.packing, ExamplePacking)
-        single, count, length = (
-            train.packing.num_single_example_sequences,
-            train.sequences_per_epoch,
-            config.data.sequence_length,
-        )
+        single, count = train.packing.num_single_example_sequences, train.sequences_per_epoch
+        length = config.data.sequence_length
         if 2 * single > count:
             raise UserError(
                 f"data.sequence_length = {length}: {single} of {count} sequences hold one completion, and kto compares the"
