@@ -16,8 +16,14 @@ import torch
 
 from lmforge.bench import parity
 from lmforge.bench.doctor import machine_checks
-from lmforge.bench.doctor.network_checks import check_network, neighbours
-from lmforge.bench.doctor.rank_checks import check_devices, compare_clocks, compare_versions, describe_host
+from lmforge.bench.doctor.rank_checks import (
+    check_devices,
+    check_network,
+    compare_clocks,
+    compare_versions,
+    describe_host,
+    neighbours,
+)
 from lmforge.bench.doctor.storage_checks import compare_contents
 from lmforge.bench.parity import strategy_cases
 from lmforge.cli import run
@@ -295,11 +301,11 @@ def test_a_rank_that_stops_in_the_middle_is_named_and_the_rest_is_examined(tmp_p
 # Rank 1 says nothing any more once it has measured its device.
 STOPS = """
 import os, time
-from lmforge.bench.doctor import examine_ranks, rank_reports
+from lmforge.bench.doctor import examine_ranks
 from lmforge.cli import exit_process, run
 
 examine_ranks.ANSWER_SECONDS = 0.5
-post = rank_reports.RankReports.post
+post = examine_ranks.RankReports.post
 
 def post_or_stop(self, name, value):
     if "device" in name:
@@ -308,7 +314,7 @@ def post_or_stop(self, name, value):
     post(self, name, value)
 
 if os.environ["RANK"] == "1":
-    rank_reports.RankReports.post = post_or_stop
+    examine_ranks.RankReports.post = post_or_stop
 exit_process(run(["doctor", "--device", "cpu", "--output", "json", "--timeout_seconds", "4"]))
 """
 

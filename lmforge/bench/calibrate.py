@@ -6,21 +6,21 @@ measured in the same way as by `lmforge doctor`. The form of the file is in plan
 
 import math
 import os
-import statistics
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import cycle, product
 from typing import Any
 
 import torch
+from torch.utils.benchmark import Timer
 
 from lmforge.atomic_files import atomic_write_json, check_output
-from lmforge.bench.doctor.network_checks import time_collectives
-from lmforge.bench.doctor.storage_checks import checkpoint_folder, existing_folder, time_disk
+from lmforge.bench.doctor.rank_checks import time_collectives
+from lmforge.bench.doctor.storage_checks import checkpoint_folder, time_disk
 from lmforge.cluster.distributed import DistributedContext, init_distributed
 from lmforge.config.verbs.bench import BenchConfig
-from lmforge.errors import UserError, format_duration
+from lmforge.errors import format_duration
 from lmforge.model.attention import attend, create_attention_mask
 from lmforge.parallel.precision import DTYPES, FLOAT8_MIN_CAPABILITY, has_native_bf16
 from lmforge.plan.calibration import COLLECTIVES, UNITS, VERSION, Calibration, Measurement
@@ -35,17 +35,16 @@ RING_BYTES, MAX_RING = {"cpu": 2**26, "cuda": 2**28}, 64
 
 @dataclass(frozen=True)
 class Grid:
-    """The sizes at which a kind of device is measured."""
+    """The sizes at which a kind of device is measured. widths: of both matrices. attention_elements: of the queries."""
 
     rows: tuple[int, ...]
-    inner: tuple[int, ...]
-    columns: tuple[int, ...]
+    widths: tuple[int, ...]
     head_dims: tuple[int, ...]
     lengths: tuple[int, ...]
-    attention_elements: int  # of the queries
     array_bytes: tuple[int, ...]
-    memory_bytes: int
     collective_bytes: tuple[int, ...]
+    attention_elements: int
+    memory_bytes: int
     copy_bytes: int
 
     def without_largest(self) -> "Grid":
@@ -53,33 +52,24 @@ class Grid:
         smaller: dict[str, Any] = {name: sizes[:-1] for name, sizes in vars(self).items() if isinstance(sizes, tuple)}
         return replace(self, **smaller)
 
+    @property
+    def products(self) -> list[tuple[int, int, int]]:
+        """(rows, inner, columns)"""
+        return [*product(self.rows, self.widths, self.widths)]
+
+
+def _powers_of_2(*exponents: int) -> tuple[int, ...]:
+    return tuple(2**each for each in exponents)
+
 
 GRIDS = {
     "cpu": Grid(
-        (128, 1024, 4096),
-        (128, 512, 2048),
-        (128, 512, 2048),
-        (32, 64, 128),
-        (128, 512, 2048),
-        2**19,
-        (2**14, 2**18, 2**20, 2**22, 2**24, 2**26),
-        2**27,
-        (2**12, 2**16, 2**20, 2**22, 2**24, 2**26),
-        0,
-    ),
+        (128, 1024, 4096), (128, 512, 2048), (32, 64, 128), (128, 512, 2048),
+        _powers_of_2(14, 18, 20, 22, 24, 26), _powers_of_2(12, 16, 20, 22, 24, 26), 2**19, 2**27, 0),
     "cuda": Grid(
-        (1024, 4096, 16384),
-        (1024, 4096, 14336),
-        (1024, 4096, 14336),
-        (64, 128),
-        (1024, 4096, 16384),
-        2**25,
-        (2**20, 2**24, 2**27, 2**29),
-        2**31,
-        (2**16, 2**20, 2**24, 2**27, 2**29),
-        2**28,
-    ),
-}
+        (1024, 4096, 16384), (1024, 4096, 14336), (64, 128), (1024, 4096, 16384),
+        _powers_of_2(20, 24, 27, 29), _powers_of_2(16, 20, 24, 27, 29), 2**25, 2**31, 2**28),
+}  # fmt: skip
 
 
 def choose_grid(device: torch.device, seconds: float) -> Grid:
@@ -149,10 +139,7 @@ def _measure_disk(config: BenchConfig) -> dict[str, float]:
     folder = checkpoint_folder(config)
     if not is_local(folder):
         return {}
-    try:
-        written, read = time_disk(existing_folder(folder))
-    except OSError as problem:
-        raise UserError(f"{folder}: checkpoints cannot be written ({problem.strerror}); give another --run.folder") from None
+    _, written, read = time_disk(folder)
     return {"disk write": written, "disk read": read}
 
 
@@ -168,7 +155,7 @@ class _Stopwatch:
         self._grid = choose_grid(self._device, seconds)
         self._dtypes = ["fp32"] + ["bf16"] * has_native_bf16(self._device)
         grid = self._grid
-        shapes = len(grid.rows) * len(grid.inner) * len(grid.columns)
+        shapes = len(grid.products)
         attention = len(grid.head_dims) * len(grid.lengths)
         calls = len(self._dtypes) * 2 * (shapes + attention) + 2 * shapes * self._has_float8
         self._seconds_each = seconds / (calls + len(self._dtypes) * len(grid.array_bytes) + 3)
@@ -190,29 +177,12 @@ class _Stopwatch:
     def _time(self, call: Callable[[], object]) -> float:
         """Seconds of a call: the median of many. On a CPU with one thread only the time in which it ran counts, without the
         time that other programs take."""
-        clock = time.thread_time if not self._on_gpu and torch.get_num_threads() == 1 else time.perf_counter
-        call()
-        self._synchronize()
-        began = clock()
-        call()
-        self._synchronize()
-        once = max(clock() - began, 1e-7)
-        # Launches of a GPU follow each other: what is timed is many of them.
-        repetitions = max(1, min(200, int(0.02 / once))) if self._on_gpu else max(1, min(200, int(1e-4 / once)))
+        threads = torch.get_num_threads()
+        clock: dict[str, Any] = {"timer": time.thread_time} if not self._on_gpu and threads == 1 else {}
+        timer = Timer("call()", globals={"call": call}, num_threads=threads, **clock)
+        timer.timeit(1)
         self._dist_ctx.all_reduce_sum(torch.zeros(1, device=self._device))  # ranks begin together
-        seconds = [once]
-        deadline = time.perf_counter() + self._seconds_each
-        while len(seconds) < 3 or time.perf_counter() < deadline:
-            began = clock()
-            for _ in range(repetitions):
-                call()
-            self._synchronize()
-            seconds.append((clock() - began) / repetitions)
-        return statistics.median(seconds)
-
-    def _synchronize(self) -> None:
-        if self._on_gpu:
-            torch.cuda.synchronize()
+        return float(timer.blocked_autorange(min_run_time=self._seconds_each).median)
 
     def _random(self, *sizes: int, dtype: torch.dtype) -> torch.Tensor:
         return torch.randn(*sizes, device=self._device).to(dtype)
@@ -224,12 +194,9 @@ class _Stopwatch:
         first = [self._random(*shape, dtype=dtype) for shape in shapes]
         return cycle([first, *([each.clone() for each in first] for _ in range(count - 1))])
 
-    def _shapes(self) -> Iterable[tuple[int, int, int]]:
-        return product(self._grid.rows, self._grid.inner, self._grid.columns)
-
     def _products(self, dtype: str) -> Iterator[Measurement]:
         """A linear layer's product, and the two of its backward pass, whose operands lie in memory in other ways."""
-        for rows, inner, columns in self._shapes():
+        for rows, inner, columns in self._grid.products:
             operands = self._ring(((rows, inner), (columns, inner), (rows, columns)), DTYPES[dtype])
 
             def forward(operands: Operands = operands) -> None:
@@ -249,7 +216,7 @@ class _Stopwatch:
     def _float8_products(self) -> Iterator[Measurement]:
         """Products of numbers that are scaled and cast already."""
         one = torch.ones(1, device=self._device)
-        for rows, inner, columns in self._shapes():
+        for rows, inner, columns in self._grid.products:
             operands = self._ring(((rows, inner), (columns, inner)), torch.float8_e4m3fn)
 
             def multiply(operands: Operands = operands) -> None:

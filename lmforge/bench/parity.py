@@ -30,7 +30,7 @@ from lmforge.objectives.language import NextTokenObjective
 from lmforge.parallel.dims import data_parallel_rank_and_size
 from lmforge.parallel.parallel_model import ParallelModel, full_tensor, local_tensor, train_step
 from lmforge.parallel.parallelize import parallelize
-from lmforge.plan.activation_tracker import ActivationTracker
+from lmforge.plan.operators import ActivationTracker
 from lmforge.train.metrics import peak_memory_gib
 from lmforge.train.optimizers.optimizer import build_optimizer, named_optimizer_state
 

@@ -178,8 +178,8 @@ class ParallelOptions(Options):
     prefetch_blocks: int = option(0, "fsdp2: blocks gathered ahead in forward and backward; 0 leaves it to torch", **COUNT_OR_0)
     reduce_every_micro_batch: bool = option(
         True,
-        "reduce-scatter gradients after every micro-batch, which keeps them sharded; false waits for the last micro-batch"
-        " (no_sync: faster, more memory; `lmforge plan` says where it fits)",
+        "fsdp1, fsdp2 without pipelines: reduce-scatter gradients after every micro-batch, which keeps them sharded; false"
+        " waits for the last, as ddp and pipelines always do (no_sync: faster, more memory; `lmforge plan` says where it fits)",
     )
     limit_all_gathers: bool = option(True, "fsdp1: torch's limit_all_gathers, which bounds the memory of gathered weights")
     tensor_parallel_degree: int = option(

@@ -128,7 +128,7 @@ class Calibration(BaseModel):
         if self.ranks == 1 and (alone := [name for name in COLLECTIVES if (name, None) in measured]):
             raise ValueError(f"{alone[0]}: measured with one rank")
         for name in REQUIRED:
-            if (name, "fp32") not in measured and (name, None) not in measured:
+            if (name, None if name == "memory" else "fp32") not in measured:
                 raise ValueError(f"{name}: not measured")
             if name != "memory" and ("product", "bf16") in measured and (name, "bf16") not in measured:
                 raise ValueError(f"{name}: not measured in bf16, in which product is")
@@ -148,6 +148,10 @@ class Calibration(BaseModel):
     def table(self, what: str, dtype: str | None = None) -> RateTable | None:
         """The measurement of this in this dtype; None where there is none."""
         return self._tables.get((what, dtype))
+
+    def required(self, what: str, dtype: str | None) -> RateTable:
+        """The measurement of one of REQUIRED."""
+        return self._tables[what, dtype]
 
     def value(self, what: str) -> float | None:
         """Of what has no sizes."""

@@ -1,17 +1,20 @@
-"""The work of traced operators: matrix products, attention, and the bytes that all others move.
+"""The work of operators, and the memory that they leave: matrix products, attention, and the bytes that all others move.
 
 `WorkCounter` counts operators as they run, one kernel each. `graph_work` counts those of a compiled graph, whose cheap
-operators are fused: what a kernel reads and writes is what enters and leaves a group of them.
+operators are fused: what a kernel reads and writes is what enters and leaves a group of them. `ActivationTracker` measures what
+a forward pass saves for its backward pass.
 """
 
+import gc
 from collections import Counter
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves
 
 aten: Any = torch.ops.aten
@@ -25,88 +28,50 @@ VIEWS = ("view", "t", "transpose", "permute", "expand", "unsqueeze", "squeeze", 
          "select", "slice", "unbind", "reshape", "split_with_sizes", "as_strided")  # fmt: skip
 
 
-@dataclass(frozen=True)
+@dataclass
 class Work:
     """products: (rows, inner, columns) of each, in order. attention_flops: of the forward pass of attention, also where a
     backward pass computes that again. moved_bytes: read and written by all operators but products and attention.
     """
 
-    products: tuple[tuple[int, int, int], ...]
-    attention_flops: float
-    moved_bytes: float
+    products: list[tuple[int, int, int]] = field(default_factory=list)
+    attention_flops: float = 0.0
+    moved_bytes: float = 0.0
 
     @property
     def product_flops(self) -> float:
         return sum(2.0 * rows * inner * columns for rows, inner, columns in self.products)
 
+    def add_expensive(self, operator: Any, arguments: Any, named: Any) -> bool:
+        """Whether an operator is a product, attention or a collective; the first two are counted. The masked half of causal
+        attention is not computed."""
+        tensors, name = _tensors(arguments), str(operator)
+        if operator in PRODUCTS | BATCHED_PRODUCTS:
+            left, right = tensors[-2:]
+            rows, inner, columns = left.shape[-2], left.shape[-1], right.shape[-1]
+            if operator in PRODUCTS:
+                self.products.append((rows, inner, columns))
+            else:
+                self.attention_flops += 2.0 * right.shape[0] * rows * inner * columns
+        elif "scaled_dot_product" not in name:
+            return "c10d" in getattr(operator, "namespace", "")
+        elif "backward" not in name:
+            names = [argument.name for argument in operator._schema.arguments]
+            is_causal = (dict(zip(names, arguments, strict=False)) | named).get("is_causal", False)
+            queries, keys = tensors[:2]
+            self.attention_flops += 4.0 * queries.numel() * keys.shape[-2] * (0.5 if is_causal else 1.0)
+        return True
+
     def beyond(self, other: "Work") -> "Work":
         """What this does that `other` does not."""
         products = Counter(self.products) - Counter(other.products)
         flops, moved = self.attention_flops - other.attention_flops, self.moved_bytes - other.moved_bytes
-        return Work(tuple(products.elements()), flops, max(0.0, moved))
+        return Work([*products.elements()], flops, max(0.0, moved))
 
     def scaled(self, sequences: float, span: float) -> "Work":
         """That of so many sequences, whose attention reaches over the fraction `span` of what was traced."""
-        products = tuple((round(rows * sequences), inner, columns) for rows, inner, columns in self.products)
+        products = [(round(rows * sequences), inner, columns) for rows, inner, columns in self.products]
         return Work(products, self.attention_flops * sequences * span, self.moved_bytes * sequences)
-
-
-def is_view(operator: Any) -> bool:
-    return getattr(operator, "namespace", "") == "aten" and operator._schema.name[6:] in VIEWS
-
-
-def is_attention(operator: Any) -> bool:
-    """Whether it is an operator of attention; `attention_flops` are those of forward passes."""
-    return "scaled_dot_product" in str(operator)
-
-
-def product_size(arguments: Iterable[Any]) -> tuple[int, int, int]:
-    left, right = [each for each in arguments if isinstance(each, Tensor)][-2:]
-    return left.shape[-2], left.shape[-1], right.shape[-1]
-
-
-def attention_flops(operator: Any, arguments: Iterable[Any], is_causal: bool) -> float:
-    """Of a forward pass or of a batched product; the masked half of causal attention is not computed."""
-    tensors = [each for each in arguments if isinstance(each, Tensor)]
-    if operator in BATCHED_PRODUCTS:
-        rows, inner, columns = product_size(tensors)
-        return 2.0 * tensors[-1].shape[0] * rows * inner * columns
-    if "backward" in str(operator):
-        return 0.0
-    queries, keys = tensors[:2]
-    return 4.0 * queries.numel() * keys.shape[-2] * (0.5 if is_causal else 1.0)
-
-
-def _is_causal(operator: Any, arguments: Any, named: Any) -> bool:
-    names = [argument.name for argument in operator._schema.arguments]
-    given = dict(zip(names, arguments, strict=False)) | named
-    return bool(given.get("is_causal", False))
-
-
-def num_bytes(values: Any) -> int:
-    return sum(each.numel() * each.element_size() for each in tree_leaves(values) if isinstance(each, Tensor))
-
-
-class _WorkSum:
-    """Adds up operators."""
-
-    def __init__(self) -> None:
-        self.products: list[tuple[int, int, int]] = []
-        self.attention_flops = self.moved_bytes = 0.0
-
-    def add_expensive(self, operator: Any, arguments: Any, named: Any) -> bool:
-        """Whether the operator is a product, attention or a collective; the first two are counted."""
-        if operator in PRODUCTS:
-            self.products.append(product_size(arguments))
-        elif operator in BATCHED_PRODUCTS or is_attention(operator):
-            causal = is_attention(operator) and _is_causal(operator, arguments, named)
-            self.attention_flops += attention_flops(operator, arguments, causal)
-        else:
-            return "c10d" in getattr(operator, "namespace", "")
-        return True
-
-    def total(self) -> Work:
-        return Work(tuple(self.products), self.attention_flops, self.moved_bytes)
 
 
 class WorkCounter(TorchDispatchMode):
@@ -114,39 +79,42 @@ class WorkCounter(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self._sum = _WorkSum()
+        self.work = Work()
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = function(*args, **(kwargs or {}))
-        if function.namespace == "prim" or is_view(function) or self._sum.add_expensive(function, args, kwargs or {}):
-            return result
-        self._sum.moved_bytes += num_bytes((args, kwargs)) + num_bytes(result)
+        if not (function.namespace == "prim" or is_view(function) or self.work.add_expensive(function, args, kwargs or {})):
+            self.work.moved_bytes += sum(each.nbytes for each in _tensors((args, kwargs, result)))
         return result
 
-    def work(self) -> Work:
-        return self._sum.total()
+
+def is_view(operator: Any) -> bool:
+    return getattr(operator, "namespace", "") == "aten" and operator._schema.name[6:] in VIEWS
+
+
+def _tensors(values: Any) -> list[Tensor]:
+    return [value for value in tree_leaves(values) if isinstance(value, Tensor)]
 
 
 def graph_work(graph: torch.fx.Graph) -> Work:
     """The work of a compiled graph."""
-    total, cheap = _WorkSum(), list[torch.fx.Node]()
+    work, cheap = Work(), list[torch.fx.Node]()
     level: dict[torch.fx.Node, int] = {}
     for node in graph.nodes:
-        inputs = [source_node(each) for each in node.all_input_nodes]
-        level[node] = max((level[each] for each in inputs), default=0)
+        level[node] = max((level[source_node(each)] for each in node.all_input_nodes), default=0)
         if node.op != "call_function" or is_passed_through(node):
             continue
-        values = torch.fx.node.map_arg((node.args, node.kwargs), lambda each: each.meta.get("val"))
-        operator, (arguments, named) = node.target, values
+        operator = node.target
+        arguments, named = torch.fx.node.map_arg((node.args, node.kwargs), lambda each: each.meta.get("val"))
         if "rng_state" in str(operator):  # a wrapper of an operator that may draw random numbers, such as attention on a CPU
             at = next(number for number, each in enumerate(arguments) if isinstance(each, torch._ops.OpOverload))
             operator, arguments = arguments[at], arguments[at + 1 :]
-        if total.add_expensive(operator, arguments, named):
+        if work.add_expensive(operator, arguments, named):
             level[node] += 1
-        elif isinstance(node.meta.get("val"), Tensor):
+        elif _is_tensor(node):
             cheap.append(node)
-    total.moved_bytes = _fused_bytes(cheap, level)
-    return total.total()
+    work.moved_bytes = _fused_bytes(cheap, level)
+    return work
 
 
 def is_passed_through(node: torch.fx.Node) -> bool:
@@ -200,8 +168,8 @@ def _fused_bytes(cheap: list[torch.fx.Node], level: dict[torch.fx.Node, int]) ->
                 kernel.again |= other.again
                 kernel.written |= other.written
         kernels.append(kernel)
-    moved = [each.meta["val"] for kernel in kernels for each in (*kernel.read, *kernel.again, *kernel.written)]
-    return float(num_bytes(moved))
+    moved = (each.meta["val"] for kernel in kernels for each in (*kernel.read, *kernel.again, *kernel.written))
+    return float(sum(each.nbytes for each in moved))
 
 
 def _reduces_long_rows(node: torch.fx.Node) -> bool:
@@ -231,3 +199,55 @@ def _users(node: torch.fx.Node) -> Iterator[torch.fx.Node]:
             yield from _users(user)
         else:
             yield user
+
+
+# Operators of these hold gathered parameters, and gradients that are being reduced.
+_COLLECTIVE_NAMESPACES = ("c10d", "fsdp")
+
+
+class ActivationTracker(TorchDispatchMode):
+    """Tracks the memory that operators allocate inside this context, without keeping it alive: storages, since activation
+    checkpointing keeps some where autograd's hooks do not look.
+
+    Parameters, batches and everything else that existed before do not count, nor do gathered parameters. Operators in compiled
+    code are not seen: of FlexAttention, which is always compiled, the output counts, but not the log-sum-exp.
+    """
+
+    # FlexAttention is one.
+    supports_higher_order_operators = True
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """FlexAttention is compiled where blocks are not, and under another mode torch refuses to compile it."""
+        return True
+
+    def __init__(self) -> None:
+        super().__init__()
+        # By address, which is not reused as long as there is a reference to the storage, even a weak one.
+        self._created: dict[int, StorageWeakRef] = {}
+        self._ignored: dict[int, StorageWeakRef] = {}
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        for tensor in _tensors((args, kwargs)):
+            # What has a gradient function and was not seen before is an output of compiled code.
+            self._track(tensor, self._created if tensor.grad_fn is not None else self._ignored)
+        result = function(*args, **kwargs)
+        for tensor in _tensors(result):
+            self._track(tensor, self._ignored if function.namespace in _COLLECTIVE_NAMESPACES else self._created)
+        return result
+
+    def _track(self, tensor: Tensor, into: dict[int, StorageWeakRef]) -> None:
+        if is_traceable_wrapper_subclass(tensor):  # a DTensor, or one that is being gathered: it has no memory but its parts'
+            for part in _tensors([getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]]):
+                self._track(part, into)
+            return
+        storage = tensor.untyped_storage()
+        if storage._cdata not in self._created and storage._cdata not in self._ignored:
+            into[storage._cdata] = StorageWeakRef(storage)
+
+    def live_bytes(self) -> int:
+        """Bytes of the tracked storages that are still referenced."""
+        gc.collect()  # reference cycles do not count
+        alive = (torch.UntypedStorage._new_with_weak_ptr(weak.cdata) for weak in self._created.values())
+        return sum(storage.nbytes() for storage in alive if storage is not None)

@@ -30,13 +30,12 @@ from lmforge.config.stage import StageConfig
 from lmforge.errors import RunFailed, UserError
 from lmforge.model.config import ModelConfig
 from lmforge.parallel.precision import choose_compile, choose_dtype, dtype_name
-from lmforge.plan.advice import suggest_what_fits
 from lmforge.plan.memory import DTYPE_BYTES, ParameterCounts, checkpoint_bytes
 from lmforge.plan.parameter_counts import count_parameters, get_lora_config
-from lmforge.plan.planning import build_step_config
+from lmforge.plan.planning import RunPrediction, build_step_config, predict_run
 from lmforge.plan.prediction.predict import CONTEXT_BYTES, MEMORY_INTERVAL, OVERHEAD, peak_memory
+from lmforge.plan.prediction.search import suggest_what_fits
 from lmforge.plan.prediction.step_config import StepConfig
-from lmforge.plan.run_prediction import RunPrediction, predict_run
 
 # The safety factor of predictions; that of activations on a CPU is the mode's of activation checkpointing.
 MARGIN = MEMORY_INTERVAL[1]

@@ -1,8 +1,12 @@
-"""From a recipe and options of `lmforge plan` to a prediction."""
+"""From a recipe to a prediction: with the options of `lmforge plan`, or of a run on the ranks that it has.
+
+A run logs the memory and the speed that `lmforge plan` predicts before its first step, and later the measured values with them.
+There is no speed for unknown hardware.
+"""
 
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from torch import nn
 
@@ -23,14 +27,13 @@ from lmforge.parallel.validate import (
     check_parallel,
     choose_engine,
 )
-from lmforge.plan.advice import suggest_what_fits
 from lmforge.plan.calibration import Calibration, read_calibration
-from lmforge.plan.hardware import GB, GPU, Hardware, Network, read_hardware
-from lmforge.plan.head_trace import LossKind
+from lmforge.plan.hardware import GB, GPU, Hardware, Network, data_sheets, read_hardware
 from lmforge.plan.parameter_counts import block_adapters, build_meta_model, get_lora_config
-from lmforge.plan.prediction.predict import Prediction, can_reduce_once, peak_memory, predict
+from lmforge.plan.prediction.predict import MEMORY_INTERVAL, OVERHEAD, Prediction, can_reduce_once, peak_memory, predict
 from lmforge.plan.prediction.rates import CONSTANTS, Rates
 from lmforge.plan.prediction.step_config import StepConfig
+from lmforge.plan.traces import LossKind
 from lmforge.untrusted import cut
 
 # Data sheets have the peak at the boost clock, above which a chip may run for a while.
@@ -207,7 +210,7 @@ def _reference(config: StageConfig) -> Literal["none", "copy", "policy"]:
     return "copy" if config.reference == "copy" else "policy"
 
 
-def check_predictable(config: StageConfig) -> None:
+def _check_predictable(config: StageConfig) -> None:
     """Raise UserError for a recipe whose step is not one update on given batches."""
     if isinstance(config, AlignConfig) and config.align.method == "grpo":
         raise UserError("align.method = grpo is not predicted: most of its step samples completions and rewards them")
@@ -226,7 +229,7 @@ def with_default_batch(config: AnyPlanConfig) -> tuple[AnyPlanConfig, list[str]]
 def make_step_config(config: StageConfig, model: ModelConfig, gpus: int, machine: Machine) -> StepConfig:
     """The StepConfig of a recipe on this number of GPUs. Raises UserError where it does not fit the ranks, the model or the
     device."""
-    check_predictable(config)
+    _check_predictable(config)
     if config.train.epochs is not None:
         raise UserError(f"train.epochs = {config.train.epochs:g}: a plan does not read the data; give --train.steps instead")
     plan = plan_batches(config, gpus)
@@ -294,6 +297,101 @@ def predict_phases(config: StageConfig, prediction: Prediction, machine: Machine
     return [(tokens // (length * size), known[length]) for length, tokens in by_length if tokens]
 
 
-def suggest_fit(step_config: StepConfig, machine: Machine, usable: float) -> str:
-    """A description of the changes that would make a StepConfig fit, or that none would."""
-    return suggest_what_fits(step_config, lambda other: sum(peak_memory(other).values()), usable * machine.gpu.memory_bytes)
+@dataclass(frozen=True)
+class RunPrediction:
+    """The prediction of a step of a run.
+
+    memory_bytes, memory_interval: at the peak of the fullest rank, of what `memory_gib` in metrics.jsonl measures: tensors on
+        a GPU, resident memory on a CPU.
+    tokens_per_second, speed_interval: of all ranks, padding included; None where it is not predicted.
+    speed_source: where its constants are from, or why there is no speed.
+    """
+
+    memory_bytes: float
+    memory_interval: tuple[float, float]
+    tokens_per_second: float | None
+    speed_interval: tuple[float, float] | None
+    speed_source: str
+
+    def describe(self) -> str:
+        """The prediction in one line."""
+        speed = f"{self._speed_words} tokens/s" if self.speed_interval else "no speed"
+        return f"memory {self._memory_words} per rank; {speed} ({self.speed_source})"
+
+    def as_json(self) -> dict[str, Any]:
+        """The fields, with memory in GiB."""
+        low, high = (each / 2**30 for each in self.memory_interval)
+        return {
+            "memory_gib": self.memory_bytes / 2**30,
+            "memory_gib_interval": [low, high],
+            "tokens_per_second": self.tokens_per_second,
+            "tokens_per_second_interval": None if self.speed_interval is None else list(self.speed_interval),
+            "source": self.speed_source,
+        }
+
+    def compare(self, memory_bytes: float, tokens_per_second: float | None) -> str:
+        """What was measured, and the prediction beside it."""
+        words = f"memory {format_bytes(memory_bytes)} (predicted {self._memory_words})"
+        if tokens_per_second is not None:
+            predicted = f" (predicted {self._speed_words})" if self.speed_interval else ""
+            words += f"; {tokens_per_second:,.0f} tokens/s{predicted}"
+        return words
+
+    @property
+    def _memory_words(self) -> str:
+        return " to ".join(map(format_bytes, self.memory_interval))
+
+    @property
+    def _speed_words(self) -> str:
+        return " to ".join(f"{each:,.0f}" for each in self.speed_interval or ())
+
+
+def predict_run(
+    step_config: StepConfig, config: StageConfig, device_name: str | None, resident: tuple[float, float]
+) -> RunPrediction:
+    """The prediction of a run.
+
+    Args:
+        device_name: of the GPU, as torch gives it; None on a CPU.
+        resident: on a CPU the bytes of this process before it builds anything, and the upper end of the interval: libraries
+            take more from the first step on, and the C library keeps more than is live.
+
+    Raises UserError, in words for the reader, where nothing can be predicted.
+    """
+    _check_predictable(config)
+    kinds = peak_memory(step_config)
+    memory = sum(kinds.values()) - kinds[OVERHEAD] - kinds["allocator"]
+    interval = memory * MEMORY_INTERVAL[0], memory * MEMORY_INTERVAL[1]
+    if not step_config.on_gpu:
+        before, most = resident
+        memory, interval = memory + before, (interval[0] + before, most)
+    try:
+        machine = _find_machine(step_config, config, device_name)
+    except UserError as problem:
+        return RunPrediction(memory, interval, None, None, str(problem))
+    prediction, ranks = predict_step(step_config, machine), step_config.world_size
+    slow, fast = prediction.speed_interval
+    source = machine.describe_constants(step_config.dtype)
+    return RunPrediction(memory, interval, prediction.tokens_per_second * ranks, (slow * ranks, fast * ranks), source)
+
+
+def _find_machine(step_config: StepConfig, config: StageConfig, device_name: str | None) -> Machine:
+    """Raises UserError where a constant would be a guess."""
+    if len(set(getattr(config.data, "sequence_lengths", ()))) > 1:
+        raise UserError("data.phases has several sequence lengths")
+    path, per_host = config.log.calibration, step_config.gpus_per_host
+    gpu = data_sheets().gpu("cpu") if device_name is None else data_sheets().find(device_name)
+    if gpu is None:
+        raise UserError(f"{device_name} is not in the hardware file")
+    check_dtype(gpu, step_config.dtype)
+    calibration = None if path is None else read_calibration(path)
+    if calibration is None and gpu.is_cpu:
+        raise UserError("no measurements of this CPU; lmforge bench --calibrate makes them, log.calibration names the file")
+    if step_config.world_size > per_host and (calibration is None or calibration.hosts == 1):
+        raise UserError("no measurements of the network between hosts; lmforge bench --calibrate on several hosts makes them")
+    if path is None or calibration is None:
+        return Machine(gpu, None, per_host)
+    gpu = calibrated_gpu(gpu, calibration, data_sheets(), path, per_host)
+    # What was measured takes the place of the data sheet.
+    network = data_sheets().network("infiniband-ndr") if step_config.world_size > per_host else None
+    return Machine(gpu, network, per_host, calibration)

@@ -21,7 +21,7 @@ from lmforge.model.attention_backend import describe_attention_backend
 from lmforge.monitor.usage.other_trainings import other_trainings
 from lmforge.parallel.precision import choose_dtype, has_compiled_blocks
 from lmforge.plan.parameter_counts import count_parameters, get_lora_config, training_flops_per_token
-from lmforge.plan.run_prediction import RunPrediction
+from lmforge.plan.planning import RunPrediction
 from lmforge.report.page import ReportThread
 from lmforge.stages.attempt import MetricsFile, RunContext
 from lmforge.stages.build_model import BuiltModel

@@ -19,7 +19,7 @@ from types import FrameType
 from typing import NoReturn
 
 from lmforge.atomic_files import atomic_write_text
-from lmforge.bench.doctor.finding import Finding
+from lmforge.bench.doctor import Finding
 from lmforge.bench.doctor.machine_checks import examine_machine
 from lmforge.cluster.jobs.job import JOB_SCRIPT, Job, JobPlan, JobState
 from lmforge.cluster.jobs.launchers import check, find_hosts, job_state, plan_scripts, stop_job, submit

@@ -27,13 +27,11 @@ from lmforge.plan.planning import (
     make_step_config,
     predict_phases,
     predict_step,
-    suggest_fit,
     suggest_reduction,
     with_default_batch,
 )
-from lmforge.plan.prediction.predict import Prediction, can_reduce_once
-from lmforge.plan.prediction.run_cost import RunCost, run_cost
-from lmforge.plan.prediction.search import Candidate, Finalist, SearchResult, search, why_slower
+from lmforge.plan.prediction.predict import Prediction, RunCost, can_reduce_once, peak_memory, run_cost
+from lmforge.plan.prediction.search import Candidate, SearchResult, search, suggest_what_fits, why_slower
 from lmforge.terminal.cells import page_console
 from lmforge.untrusted import describe_os_error
 from lmforge.verbs.show.describe import find_vocab_size, resolve_model
@@ -69,7 +67,7 @@ def run_plan(config: AnyPlanConfig) -> int:
     host_bytes = _host_bytes(prediction, cost)
     fits = fits_device and host_bytes <= machine.host_memory_bytes
     on_host = f"{format_bytes(host_bytes)} of host memory on each host, for offload"
-    advice = "" if fits_device else suggest_fit(step_config, machine, config.plan.usable)
+    advice = "" if fits_device else suggest_what_fits(step_config, lambda other: sum(peak_memory(other).values()), budget)
     if fits_device and not fits:
         advice = f"it takes {on_host}, which has {format_bytes(machine.host_memory_bytes)}; use more hosts, or no offload"
     if config.plan.output == "json":
@@ -297,14 +295,14 @@ def _print_search(result: SearchResult, config: AnyPlanConfig, budget: float) ->
     for name in ("configuration", "tokens/s per GPU", "MFU", "GiB", "why slower"):
         table.add_column(name, justify="left" if name in ("configuration", "why slower") else "right")
     for each in result.best[:SHOWN]:
-        speed = f"{each.prediction.tokens_per_second:,.0f}"
+        speed = f"{each.tokens_per_second:,.0f}"
         reason = "" if each is winner else why_slower(each, winner)
-        table.add_row(each.describe(), speed, f"{each.prediction.mfu:.0%}", f"{each.device_bytes / 2**30:.1f}", reason)
+        table.add_row(each.step_config.describe(), speed, f"{each.mfu:.0%}", f"{each.device_bytes / 2**30:.1f}", reason)
     console.print(table)
     title = "the best configuration with each alternative"
     table = Table("choice", "configuration", "why it loses", title=title, title_justify="left")
     for choice, candidate, reason in other_choices(result):
-        table.add_row(choice, candidate.describe(), reason)
+        table.add_row(choice, candidate.step_config.describe(), reason)
     console.print(table)
 
 
@@ -335,18 +333,18 @@ def _files(config: AnyPlanConfig) -> list[Path]:
     return [first, *(first.with_stem(f"{first.stem}-{number}") for number in range(2, config.plan.finalists + 1))]
 
 
-def _write(candidate: Finalist, config: AnyPlanConfig, file: Path) -> None:
+def _write(prediction: Prediction, config: AnyPlanConfig, file: Path) -> None:
     """The recipe with the configuration that was found, as `lmforge pretrain` reads it."""
     table = config.model_dump(mode="json", exclude={"plan"})
-    options = candidate.step_config.options.model_dump(mode="json")
+    options = prediction.step_config.options.model_dump(mode="json")
     table["parallel"] |= options
-    table["train"] |= {"micro_batch_size": candidate.step_config.micro_batch_size, "float8": candidate.step_config.float8}
+    table["train"] |= {"micro_batch_size": prediction.step_config.micro_batch_size, "float8": prediction.step_config.float8}
     table["run"] |= {"name": ""}
     recipe = validate_options(STAGES[config.of_stage], table, str(file))
     header = (
-        f"# Found by `lmforge plan --search` for {config.plan.gpus} x {config.plan.gpu_type}: {candidate.describe()}.\n"
-        f"# By estimate {candidate.prediction.tokens_per_second:,.0f} tokens/s per GPU and"
-        f" {candidate.device_bytes / 2**30:.1f} GiB.\n"
+        f"# Found by `lmforge plan --search` for {config.plan.gpus} x {config.plan.gpu_type}:"
+        f" {prediction.step_config.describe()}.\n# By estimate {prediction.tokens_per_second:,.0f} tokens/s per GPU and"
+        f" {prediction.device_bytes / 2**30:.1f} GiB.\n"
     )
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -373,7 +371,7 @@ def _how_to_measure(files: list[Path], config: AnyPlanConfig, machine: Machine) 
 def _search_as_json(result: SearchResult) -> dict[str, Any]:
     best = []
     for each in result.best:
-        row = {"configuration": each.describe(), "tokens_per_second_per_gpu": each.prediction.tokens_per_second}
+        row = {"configuration": each.step_config.describe(), "tokens_per_second_per_gpu": each.tokens_per_second}
         options = each.step_config.options.model_dump(mode="json")
         best.append({**row, "device_bytes": round(each.device_bytes), "parallel": options})
     counts = {"tried": result.tried, "fitting": len(result.fitting), "too_large": len(result.too_large)}

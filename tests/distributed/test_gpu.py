@@ -35,8 +35,8 @@ from lmforge.parallel.dims import parallel_dims
 from lmforge.parallel.parallel_model import ParallelModel, train_step
 from lmforge.parallel.parallelize import parallelize
 from lmforge.parallel.precision import compiled_graph_count
-from lmforge.plan.activation_tracker import ActivationTracker
 from lmforge.plan.memory import count_all, optimizer_state_bytes
+from lmforge.plan.operators import ActivationTracker
 from lmforge.plan.prediction.step_config import StepConfig
 from lmforge.runs import Run
 from lmforge.stages.alignment.reference import ReferenceModel, reference_logprobs

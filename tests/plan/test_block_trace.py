@@ -30,7 +30,7 @@ from lmforge.model.rope import rotary_embedding
 from lmforge.parallel.activation_checkpointing import apply_activation_checkpointing
 from lmforge.parallel.tensor_parallel import apply_tensor_parallel
 from lmforge.parallel.validate import why_not_compiled
-from lmforge.plan.block_trace import TracedModel, model_shapes, trace_block
+from lmforge.plan.traces import TracedModel, model_shapes, trace_block
 
 # No dimension of a parameter is their product, or the first.
 SEQUENCES, LENGTH = 2, 96

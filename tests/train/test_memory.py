@@ -24,10 +24,10 @@ from lmforge.model.lora import LoraConfig, add_lora
 from lmforge.objectives.language import NextTokenObjective
 from lmforge.parallel.parallel_model import ParallelModel
 from lmforge.parallel.parallelize import parallelize
-from lmforge.plan.activation_tracker import ActivationTracker
-from lmforge.plan.block_trace import TracedModel, trace_block
 from lmforge.plan.memory import ParameterCounts, optimizer_state_bytes
+from lmforge.plan.operators import ActivationTracker
 from lmforge.plan.prediction.step_config import StepConfig
+from lmforge.plan.traces import TracedModel, trace_block
 from lmforge.train.optimizers.optimizer import build_optimizer
 from tests.model.conftest import draw, drawn_config  # noqa: F401 - a fixture
 from tests.plan.step_program import predicted_activation_bytes

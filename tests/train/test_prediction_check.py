@@ -8,8 +8,8 @@ import pytest
 from lmforge.cli import run
 from lmforge.config.load import STAGES, parse_config
 from lmforge.plan import out_of_memory
+from lmforge.plan.planning import RunPrediction, predict_run
 from lmforge.plan.prediction.step_config import StepConfig
-from lmforge.plan.run_prediction import RunPrediction, predict_run
 from lmforge.report.run_data import read_run
 from lmforge.runs import Run
 from lmforge.stages.observers import PREDICTED_STEPS, PredictionCheck

@@ -1,31 +1,35 @@
 """The checks of `lmforge doctor` on all ranks, in phases: hosts, storage, devices, network. Rank 0 evaluates the answers.
 
-A phase that a rank does not finish in time ends without it: the rank is named, and the rest is examined without what needs it.
+Ranks report to rank 0 through the store of the rendezvous, in bounded time and before there is a process group. A phase that a
+rank does not finish in time ends without it: the rank is named, and the rest is examined without what needs it.
 """
 
+import json
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
+from datetime import timedelta
 from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
-from lmforge.bench.doctor.finding import Finding
-from lmforge.bench.doctor.network_checks import check_network, measure_network
-from lmforge.bench.doctor.rank_checks import check_devices, compare_clocks, compare_versions, describe_host, measure_device
-from lmforge.bench.doctor.rank_reports import RankReports, run_bounded
+from lmforge.bench.doctor import Finding, rank_checks
 from lmforge.bench.doctor.storage_checks import check_storage, compare_contents
 from lmforge.cluster.distributed import choose_device
 from lmforge.cluster.environment import NODES_VARIABLE
-from lmforge.cluster.joining import allow_open_connections, choose_gloo_interface
-from lmforge.cluster.rank_info import RankInfo, threads_per_rank
+from lmforge.cluster.joining import allow_open_connections, choose_gloo_interface, find_rank0
+from lmforge.cluster.rank_info import RankInfo, count_restarts, threads_per_rank
+from lmforge.cluster.waiting import await_listener, call_bounded, wait_until
 from lmforge.config.stage import StageConfig
-from lmforge.errors import UserError, format_count, name_some
+from lmforge.errors import RunFailed, UserError, format_count, name_some
 
 # Additional time for the answer of a rank to arrive after a phase.
 ANSWER_SECONDS = 2.0
+# The others time out later than rank 0, which waits for a late rank in each of several phases.
+PATIENCE_FACTOR = 3.0
 
 Reports = dict[int, dict[str, Any]]
 
@@ -87,7 +91,7 @@ class Examination:
             device, self.machine = None, [*self.machine, Finding("device", "fail", str(problem))]
         identity = str(torch.cuda.get_device_properties(device).uuid) if device and device.type == "cuda" else ""
         return {
-            "facts": describe_host(),
+            "facts": rank_checks.describe_host(),
             "findings": [asdict(finding) for finding in self.machine] if self.info.local_rank == 0 else [],
             "local_rank": self.info.local_rank,
             "device": device.type if device else "",
@@ -102,14 +106,14 @@ class Examination:
         return check_storage(self.config, ranks)
 
     def _device(self, step: dict[str, Any]) -> dict[str, Any]:
-        return measure_device(choose_device(self.device_name, self.info.local_rank))
+        return rank_checks.measure_device(choose_device(self.device_name, self.info.local_rank))
 
     def _network(self, step: dict[str, Any]) -> dict[str, Any]:
         allow_open_connections(self.info.world_size)
         choose_gloo_interface(several_hosts=self.info.local_world_size < self.info.world_size)
         device = choose_device(self.device_name, self.info.local_rank)
         info, seconds = self.info, self.timeout_seconds
-        return measure_network(self.reports.store, info.rank, info.world_size, device, step["leaders"], seconds)
+        return rank_checks.measure_network(self.reports.store, info.rank, info.world_size, device, step["leaders"], seconds)
 
     # --- what rank 0 makes of it --------------------------------------------------------------------------------------
 
@@ -124,9 +128,9 @@ class Examination:
         yield from merge_findings(reports, hosts)
         yield from self._failures("host", reports, names)
         if usable:
-            yield from compare_versions({rank: report["facts"] for rank, report in usable.items()})
+            yield from rank_checks.compare_versions({rank: report["facts"] for rank, report in usable.items()})
         if several_hosts and usable.get(0):
-            yield compare_clocks({rank: report["time"] for rank, report in usable.items()}, names)
+            yield rank_checks.compare_clocks({rank: report["time"] for rank, report in usable.items()}, names)
         leaders = [rank for rank, report in usable.items() if report["local_rank"] == 0]
         reports = self._carry_out("storage")
         yield from self._failures("storage", reports, names)
@@ -140,7 +144,7 @@ class Examination:
         yield from _check_devices_differ(usable, names, kinds)
         reports = self._carry_out("device")
         yield from self._failures("device", reports, names)
-        yield from check_devices(reports, names, "cuda" if kinds == {"cuda"} else "cpu")
+        yield from rank_checks.check_devices(reports, names, "cuda" if kinds == {"cuda"} else "cpu")
         if info.world_size == 1 or len(kinds) > 1:
             return
         if len(usable) < info.world_size or self.reports.missing:
@@ -150,7 +154,7 @@ class Examination:
         failures = list(self._failures("network", reports, names))
         yield from failures
         if not failures:
-            yield from check_network(reports, hosts)
+            yield from rank_checks.check_network(reports, hosts)
 
     def _judge_joining(self, hosts: dict[int, str], began: float) -> Iterator[Finding]:
         info = self.info
@@ -206,7 +210,7 @@ def merge_findings(reports: Reports, hosts: dict[int, str]) -> Iterator[Finding]
     groups: dict[tuple[str, ...], dict[str, list[Finding]]] = {}
     for rank, report in reports.items():
         for each in report.get("findings", ()):
-            finding = Finding(**{**each, "where": tuple(each["where"])})
+            finding = Finding(**each)
             text = "" if finding.status == "pass" else finding.description
             key = finding.name, finding.status, finding.todo, text
             groups.setdefault(key, {}).setdefault(hosts.get(rank, f"rank {rank}"), []).append(finding)
@@ -219,3 +223,90 @@ def merge_findings(reports: Reports, hosts: dict[int, str]) -> Iterator[Finding]
         note = f" (on {host}; figures of the other hosts differ)" if differ and not where else ""
         for finding in first:
             yield Finding(finding.name, finding.status, finding.description + note, finding.todo, where, values)
+
+
+class RankReports:
+    """The reports of each phase, by rank. Values are whatever JSON holds.
+
+    Raises RunFailed where rank 0 cannot be reached in time.
+    """
+
+    def __init__(self, info: RankInfo, timeout_seconds: float) -> None:
+        self._rank, self._timeout = info.rank, timeout_seconds
+        self._answering = set(range(info.world_size))
+        self.missing: list[int] = []
+        self.store: dist.Store = dist.HashStore()
+        if info.world_size > 1:
+            find_rank0(info)
+            self.store = _connect(info, timeout_seconds)
+
+    def post(self, phase: str, value: Any) -> None:
+        """Send this rank's report of a phase to rank 0."""
+        self.store.set(f"{phase}/{self._rank}", json.dumps(value))
+
+    def collect(self, phase: str) -> dict[int, Any]:
+        """The reports by rank, on rank 0. A rank that has not answered in time is `missing` from then on."""
+        reports = dict[int, Any]()
+
+        def all_have_answered() -> bool:
+            for rank in self._answering - reports.keys():
+                if self.store.check([f"{phase}/{rank}"]):
+                    reports[rank] = json.loads(self.store.get(f"{phase}/{rank}"))
+            return reports.keys() == self._answering
+
+        wait_until(all_have_answered, self._timeout)
+        self.missing += sorted(self._answering - reports.keys())
+        self._answering &= reports.keys()
+        return dict(sorted(reports.items()))
+
+    def publish(self, name: str, value: Any) -> None:
+        """Publish a value for all ranks, on rank 0."""
+        self.store.set(name, json.dumps(value))
+
+    def receive(self, name: str) -> Any:
+        """Wait for the value that rank 0 publishes."""
+        seconds = PATIENCE_FACTOR * self._timeout
+
+        def wait() -> dict[str, Any]:
+            self.store.wait([name], timedelta(seconds=seconds))
+            return {"value": json.loads(self.store.get(name))}
+
+        answer = run_bounded(wait, seconds)
+        if "error" in answer:
+            raise RunFailed(f"rank {self._rank}: rank 0 has not answered ({answer['error'][:200]}); see its output")
+        return answer["value"]
+
+    def await_departures(self) -> None:
+        """On rank 0, whose process serves the store: wait until the others have read the last answer, or a moment."""
+        wait_until(lambda: self.store.add("left", 0) >= len(self._answering) - 1, min(self._timeout, 5.0))
+
+    def leave(self) -> None:
+        """Tell rank 0 that this rank no longer needs the store."""
+        run_bounded(lambda: {"left": self.store.add("left", 1)}, self._timeout)
+
+
+def _connect(info: RankInfo, timeout_seconds: float) -> dist.Store:
+    """The store of all ranks. Unlike `dist.rendezvous` this does not wait for the others."""
+    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    serves = info.is_rank0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    try:
+        if not serves:
+            await_listener(address, port, timeout_seconds)
+        timeout = timedelta(seconds=timeout_seconds)
+        store = dist.TCPStore(address, port, is_master=serves, wait_for_workers=False, multi_tenant=True, timeout=timeout)
+    except (RuntimeError, OSError) as problem:
+        what = "cannot listen at" if serves else "cannot reach"
+        reason = " ".join(str(problem).split())[:200]
+        hint = "choose a free MASTER_PORT" if serves else "check that rank 0 runs, MASTER_ADDR, and firewalls between hosts"
+        raise RunFailed(f"rank {info.rank} {what} {address}:{port} ({reason}); {hint}") from None
+    return dist.PrefixStore(f"lmforge-doctor-{count_restarts()}", store)
+
+
+def run_bounded(fn: Callable[[], dict[str, Any]], seconds: float) -> dict[str, Any]:
+    """The result of `fn`, or {"error": reason} where it raises or takes too long; it then continues in a thread."""
+    try:
+        return call_bounded(fn, seconds)
+    except TimeoutError as problem:
+        return {"error": f"{problem}" or f"not done after {seconds:g} s"}
+    except Exception as problem:
+        return {"error": " ".join(f"{problem}".split()) or type(problem).__name__}

@@ -14,7 +14,7 @@ from uuid import uuid4
 import xxhash
 
 from lmforge import checkpoint
-from lmforge.bench.doctor.finding import Finding, Status
+from lmforge.bench.doctor import Finding, Status
 from lmforge.config.align import AlignConfig
 from lmforge.config.stage import PretrainConfig, StageConfig
 from lmforge.config.tuning import TunedConfig
@@ -42,16 +42,16 @@ def check_storage(config: StageConfig | None, world_size: int) -> dict[str, Any]
     findings: list[Finding] = []
     contents: dict[str, str] = {}
     if config is not None:
-        with _problems_as_findings("data", findings):
-            contents |= _read_data(config, findings)
-        with _problems_as_findings("model", findings):
-            contents |= _read_models(config, findings)
+        for name, read in (("data", _read_data), ("model", _read_models)):
+            with _problems_as_findings(name, findings):
+                contents |= read(config, findings)
     needed = 0
     if config is not None and not any(finding.status == "fail" for finding in findings):
         with _problems_as_findings("recipe", findings):
             needed = _checkpoint_bytes(config, world_size)
             findings.append(Finding("recipe", "pass", f"fits {world_size} ranks; a checkpoint takes {format_bytes(needed)}"))
-    findings += _check_checkpoint_folder(config, needed)
+    with _problems_as_findings("checkpoints", findings):
+        findings.append(_check_checkpoint_folder(config, needed))
     return {"findings": [asdict(finding) for finding in findings], "contents": contents}
 
 
@@ -60,7 +60,8 @@ def _problems_as_findings(name: str, findings: list[Finding]) -> Iterator[None]:
     try:
         yield
     except (UserError, OSError) as problem:
-        findings.append(Finding(name, "fail", str(problem)))
+        description, _, todo = str(problem).partition("; ")
+        findings.append(Finding(name, "fail", description, todo))
 
 
 def _read_data(config: StageConfig, findings: list[Finding]) -> dict[str, str]:
@@ -108,11 +109,10 @@ def _read_models(config: StageConfig, findings: list[Finding]) -> dict[str, str]
         sources += [Path(spec) for spec in config.rollout.reward_functions if Path(spec).is_dir()]
     contents = {}
     for source in sources:
-        folder = source
-        kind = kind_of(source)
+        kind, folder = kind_of(source), source
         if kind == Kind.HUB_NAME:
-            cached = find_cached(*parse_model_name(str(source)), "weights" if config.model.load_weights else "config.json")
-            if cached is None:
+            needed = "weights" if config.model.load_weights else "config.json"
+            if (cached := find_cached(*parse_model_name(str(source)), needed)) is None:
                 raise UserError(f"{source}: not in the cache of this host; lmforge download {source}, where there is a network")
             folder = cached
         elif kind == Kind.MISSING:
@@ -137,38 +137,28 @@ def _checkpoint_bytes(config: StageConfig, world_size: int) -> int:
     )
 
 
-def _check_checkpoint_folder(config: StageConfig | None, needed: int) -> Iterator[Finding]:
-    """Whether checkpoints can be written where the recipe puts them (`runs` without one): space and speed."""
+def _check_checkpoint_folder(config: StageConfig | None, needed: int) -> Finding:
+    """Whether checkpoints can be written where the recipe puts them (`runs` without one): space and speed. Raises UserError
+    where they cannot."""
     folder = checkpoint_folder(config)
-    if not is_local(folder):
-        assert config is not None
-        try:
-            checkpoint.check_writable(Run.from_config(config))
-            yield Finding("checkpoints", "pass", f"{folder}: an object store that can be written")
-        except UserError as problem:
-            yield Finding("checkpoints", "fail", str(problem))
-        return
-    try:
-        existing = existing_folder(folder)
-        free = shutil.disk_usage(existing).free
-        written, read = time_disk(existing)
-    except OSError as problem:
-        text = f"{folder}: checkpoints cannot be written ({problem.strerror})"
-        yield Finding("checkpoints", "fail", text, "give another --run.folder")
-        return
+    if config is not None and not is_local(folder):
+        checkpoint.check_writable(Run.from_config(config))
+        return Finding("checkpoints", "pass", f"{folder}: an object store that can be written")
+    free, written, read = time_disk(folder)
     kept = (config.checkpoint.keep_last + 1 if config else 1) * needed
     text = f"{folder}: {format_bytes(free)} free, {written / 1e6:,.0f} MB/s written, {read / 1e6:,.0f} read"
     values = {"free_bytes": free, "write_bytes_per_second": round(written), "read_bytes_per_second": round(read)}
-    status: Status = "pass"
-    todo = ""
+    status: Status = "warn"
     if free < kept:
         status, todo = "fail", "free some space, lower checkpoint.keep_last, or give --run.folder"
         text += f"; checkpoints take {format_bytes(kept)}"
     elif free < LOW_DISK_BYTES:
-        status, todo = "warn", "checkpoints of larger models will not fit; free some space, or give --run.folder"
+        todo = "checkpoints of larger models will not fit; free some space, or give --run.folder"
     elif written < SLOW_BYTES_PER_SECOND:
-        status, todo = "warn", "each checkpoint takes long; give --run.folder or --checkpoint.folder on a faster disk"
-    yield Finding("checkpoints", status, text, todo, values=values)
+        todo = "each checkpoint takes long; give --run.folder or --checkpoint.folder on a faster disk"
+    else:
+        status, todo = "pass", ""
+    return Finding("checkpoints", status, text, todo, values=values)
 
 
 def checkpoint_folder(config: StageConfig | None) -> Path:
@@ -176,21 +166,18 @@ def checkpoint_folder(config: StageConfig | None) -> Path:
     return Path("runs") if config is None else Run.from_config(config).checkpoints_folder
 
 
-def existing_folder(folder: Path) -> Path:
-    """The folder, or its nearest existing parent."""
-    return next(each for each in (folder.absolute(), *folder.absolute().parents) if each.is_dir())
-
-
-def time_disk(folder: Path) -> tuple[float, float]:
-    """Bytes per second written, with fsync, and read again; at most a quarter of what is free. Raises OSError."""
-    most_bytes = int(min(WRITE_BYTES, shutil.disk_usage(folder).free / 4))
-    path = folder / f".lmforge-doctor-{uuid4().hex}"
-    block = os.urandom(BLOCK_BYTES)
-    began = time.perf_counter()
+def time_disk(folder: Path) -> tuple[int, float, float]:
+    """Free bytes of a folder, or of its nearest existing parent, and bytes per second written, with fsync, and read again; at
+    most a quarter of what is free is written. Raises UserError where nothing can be."""
+    block, path = os.urandom(BLOCK_BYTES), None
     try:
+        existing = next(each for each in (folder.absolute(), *folder.absolute().parents) if each.is_dir())
+        free = shutil.disk_usage(existing).free
+        path = existing / f".lmforge-doctor-{uuid4().hex}"
+        began = time.perf_counter()
         with path.open("wb") as file:
             size = 0
-            while not size or (size < most_bytes and time.perf_counter() - began < WRITE_SECONDS):
+            while not size or (size < min(WRITE_BYTES, free / 4) and time.perf_counter() - began < WRITE_SECONDS):
                 size += file.write(block)
             file.flush()
             os.fsync(file.fileno())
@@ -201,9 +188,13 @@ def time_disk(folder: Path) -> tuple[float, float]:
             began = time.perf_counter()
             while file.read(BLOCK_BYTES):
                 pass
-        return written, size / (time.perf_counter() - began)
+        return free, written, size / (time.perf_counter() - began)
+    except OSError as problem:
+        words = f"checkpoints cannot be written ({problem.strerror}); give another --run.folder"
+        raise UserError(f"{folder}: {words}") from None
     finally:
-        path.unlink(missing_ok=True)
+        if path is not None:
+            path.unlink(missing_ok=True)
 
 
 def compare_contents(contents: Mapping[str, Mapping[str, str]]) -> Iterator[Finding]:

@@ -1,14 +1,18 @@
-"""Memory and time of a step: `predict` simulates the step's operations and adds memory that belongs to no operation."""
+"""Memory and time of a step: `predict` simulates the step's operations and adds memory that belongs to no operation. `run_cost`
+goes from there to the whole run: days, GPU-hours, energy, money, checkpoints and the cost of failures."""
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+from lmforge.config.verbs.plan import PlanOptions
 from lmforge.model.flops import adapted_flops_per_token, flops_per_token
-from lmforge.plan.hardware import GPU, data_sheets
-from lmforge.plan.prediction.program import StepProgram
+from lmforge.plan.hardware import GB, GPU, data_sheets
+from lmforge.plan.memory import checkpoint_bytes
+from lmforge.plan.prediction.program import Stage, StepProgram
 from lmforge.plan.prediction.rates import COLLECTIVE_SMS, CONSTANTS, Rates, make_group
 from lmforge.plan.prediction.simulator import COMPUTE, NETWORK, Simulation, simulate
 from lmforge.plan.prediction.step_config import StepConfig
-from lmforge.plan.prediction.units import Stage
 
 # torch's allocator with expandable segments: pages of 2 MiB, and holes between blocks. An estimate: not measured here.
 ROUNDING_FRACTION = 0.03
@@ -23,6 +27,8 @@ MEMORY_INTERVAL = (0.92, 1.10)
 OVERHEAD = "context and libraries"
 # The same where every constant was measured on the device: the goal of benchmarks/plan_cpu.py, whose 12 rows are within 8 %.
 CALIBRATED_SPEED_INTERVAL = (0.85, 1.15)
+# The average fraction of its power limit that a GPU uses in training, and what the rest of a host adds to its GPUs.
+POWER_FRACTION, HOST_POWER = 0.9, 1.35
 # Micro-batches that are simulated one by one; all between the first and the last are alike.
 SIMULATED = 3
 
@@ -192,3 +198,62 @@ def _simulate(step_config: StepConfig, rates: Rates, stage: Stage) -> Simulation
     operations = program.build(min(step_config.accumulation, SIMULATED))
     repeated = (program.starts[1], program.starts[2]) if len(program.starts) == SIMULATED else (0, 0)
     return simulate(operations, program.held(), repeated, max(0, step_config.accumulation - SIMULATED))
+
+
+@dataclass(frozen=True)
+class RunCost:
+    """The cost of a whole run, by the expected speed.
+
+    checkpoint_seconds: until all ranks have written one. checkpoint_every_seconds: the interval by Young and Daly
+    (10.1016/j.future.2004.11.016), sqrt(2 · cost · time between failures). goodput: the fraction of the time that trains.
+    """
+
+    steps: int
+    tokens: int
+    days: float
+    gpu_hours: float
+    kilowatt_hours: float
+    price: float
+    checkpoint_bytes: int
+    checkpoint_seconds: float
+    checkpoint_every_seconds: float
+    checkpoint_every_steps: int
+    failures: float
+    goodput: float
+
+
+def run_cost(phases: Sequence[tuple[int, Prediction]], options: PlanOptions, gpu: GPU, *, async_save: bool) -> RunCost:
+    """The cost of a run with these numbers of steps of each kind. An asynchronous save costs the time to copy a rank's part to
+    host memory."""
+    step_config = phases[0][1].step_config
+    steps = sum(count for count, _ in phases)
+    step_seconds = sum(count * each.step_seconds for count, each in phases) / steps
+    size = checkpoint_bytes(step_config.optimizer, step_config.master_dtype, step_config.parameters)
+    writing = size / (options.disk_gb_s * GB)
+    cost = writing
+    if async_save:
+        hosts = math.ceil(step_config.world_size / step_config.gpus_per_host)
+        writers = step_config.shards * step_config.tensor * step_config.pipeline if step_config.is_fsdp else 1
+        cost = min(writing, size / writers / (gpu.pcie_gb_s * GB) + 0.1 * hosts**0.5)
+    between = options.failure_gpu_hours * 3600 / step_config.world_size
+    # A save cannot begin before the one before it is written.
+    every = max(math.sqrt(2 * cost * between), writing)
+    lost = cost / every + (every / 2 + options.restart_minutes * 60 + writing) / between
+    goodput = 1 / (1 + lost)
+    seconds = steps * step_seconds / goodput
+    gpu_hours = seconds / 3600 * step_config.world_size
+    watts = gpu.watts * POWER_FRACTION * HOST_POWER
+    return RunCost(
+        steps,
+        sum(count * each.step_config.tokens_per_step for count, each in phases),
+        seconds / 86400,
+        gpu_hours,
+        gpu_hours * watts / 1000,
+        gpu_hours * options.price,
+        size,
+        writing,
+        every,
+        max(1, round(every / step_seconds)),
+        seconds / between,
+        goodput,
+    )

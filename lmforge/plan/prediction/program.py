@@ -6,32 +6,44 @@ the backward pass the unit before is gathered while this one computes, and a uni
 reduce-scatter. FSDP1 does the same with one flat tensor.
 """
 
-from itertools import product
+from dataclasses import dataclass, replace
+from itertools import zip_longest
+from typing import Any
 
-from lmforge.plan.block_trace import Shapes
 from lmforge.plan.memory import DTYPE_BYTES, ParameterCounts, optimizer_state_bytes
-from lmforge.plan.operators import Work
-from lmforge.plan.prediction.block import (
-    COMPILED_KERNELS,
-    EAGER_KERNELS,
-    BlockCost,
-    count_block,
-    embedded_bytes,
-    is_checkpointed,
-    mask_bytes,
-    shapes_of,
-)
-from lmforge.plan.prediction.head import count_head
+from lmforge.plan.prediction.costs import BlockCost, Parts, count_block, count_head, embedded_bytes, is_checkpointed, mask_bytes
 from lmforge.plan.prediction.rates import HOST_OPTIMIZER_BYTES, LAUNCH_SECONDS, UNIT_SECONDS, Rates, make_group
 from lmforge.plan.prediction.simulator import COMPUTE, NETWORK, Operation
 from lmforge.plan.prediction.step_config import StepConfig
-from lmforge.plan.prediction.units import Stage, Unit, make_unit
+from lmforge.plan.traces import Shapes, model_shapes
 
 FP32 = 4
+# Kernels that a block launches in its forward pass.
+EAGER_KERNELS, COMPILED_KERNELS = 60, 20
 # Arrays [tokens, width] and [tokens, intermediate_size] that the backward pass of half a block holds besides what was kept.
 BACKWARD_WIDE, BACKWARD_STREAM = 2.0, 3.0
-# FLOPs of the backward pass of attention for one of its forward pass: five products for two.
-BACKWARD_ATTENTION = 2.5
+
+
+@dataclass(frozen=True)
+class Stage:
+    """The part of the model on a rank: all of it, or a pipeline's. `in_flight` micro-batches wait for their backward pass."""
+
+    blocks: int
+    has_embedding: bool = True
+    has_head: bool = True
+    in_flight: int = 1
+
+
+@dataclass(frozen=True)
+class Unit:
+    """A unit that FSDP gathers and reduces: the rank's parameters before sharding, the same with the rows that FSDP2 pads so
+    that tensors divide by the ranks, and the trained ones of both."""
+
+    name: str
+    parameters: int
+    padded: int
+    trained: int
+    padded_trained: int
 
 
 class StepProgram:
@@ -42,42 +54,36 @@ class StepProgram:
         options, model = step_config.options, step_config.model
         self.operations: list[Operation] = []
         self.number_bytes, self.master_bytes = step_config.dtype_bytes, DTYPE_BYTES[step_config.master_dtype]
-        tensor, context, hosts = step_config.tensor, step_config.context, step_config.gpus_per_host
-        self.tensor_group = make_group(tensor, 1, hosts)
-        self.context_group = make_group(context, tensor, hosts)
-        self.shard_group = make_group(step_config.shards, tensor, hosts)
-        self.replica_group = make_group(step_config.replicas, tensor * step_config.shards, hosts)
+        self.shard_group = make_group(step_config.shards, step_config.tensor, step_config.gpus_per_host)
+        stride = step_config.tensor * step_config.shards
+        self.replica_group = make_group(step_config.replicas, stride, step_config.gpus_per_host)
         self.reshards = step_config.is_fsdp and step_config.dims.reshard_after_forward
         self.reduces_once = not options.reduce_every_micro_batch
+        self.residual_bytes = float(step_config.tokens * model.hidden_size * self.number_bytes // step_config.tensor)
         kernels = COMPILED_KERNELS if step_config.compiled else EAGER_KERNELS
         # The seconds of the host for a unit, and for the forward pass of a block.
         self.unit_seconds, self.launch_seconds = (0.0, 0.0) if rates.is_cpu else (UNIT_SECONDS, kernels * LAUNCH_SECONDS)
         windows = model.layer_windows[: stage.blocks] if stage.has_embedding else model.layer_windows[-stage.blocks :]
-        costs = {
-            (window, checkpointed): count_block(step_config, window, checkpointed=checkpointed)
-            for window, checkpointed in product(set(windows), (False, True))
-        }
-        self.costs = [costs[window, is_checkpointed(step_config, number)] for number, window in enumerate(windows, start=1)]
-        shapes, flat = shapes_of(step_config), options.engine == "fsdp1"
-        tables, head = shapes.tables, shapes.head if stage.has_head else ()
+        kinds = [(window, is_checkpointed(step_config, number)) for number, window in enumerate(windows, start=1)]
+        costs = {kind: count_block(step_config, rates, *kind) for kind in set(kinds)}
+        self.costs = [costs[kind] for kind in kinds]
+        shapes = model_shapes(step_config.traced_model)
         self.tied = model.tie_word_embeddings and stage.has_embedding and stage.has_head
         # A tied embedding, or one that is not a separate unit, is gathered with the last norm for the whole step.
         self.in_root = self.tied or (stage.has_embedding and not options.wrap_embedding)
 
-        def unit(name: str, trained: Shapes, frozen: Shapes = ()) -> Unit:
-            return make_unit(name, trained, step_config.shards, flat=flat, frozen=frozen)
-
         def outer(name: str, shapes: Shapes) -> Unit:
             """A unit outside of the blocks, which is frozen beside adapters."""
-            return unit(name, shapes) if step_config.trains_all else unit(name, (), shapes)
+            return self._unit(name, shapes) if step_config.trains_all else self._unit(name, (), shapes)
 
-        self.root = outer("root", (*(tables if self.in_root else ()), *shapes.rest))
-        self.embedding = outer("embedding", tables if stage.has_embedding and not self.in_root else ())
-        own_head = () if self.tied else head
-        self.head = unit("head", own_head) if step_config.trains_head else outer("head", own_head)
+        self.root = outer("root", (*(shapes.tables if self.in_root else ()), *shapes.rest))
+        self.embedding = outer("embedding", shapes.tables if stage.has_embedding and not self.in_root else ())
+        own_head = shapes.head if stage.has_head and not self.tied else ()
+        self.head = self._unit("head", own_head) if step_config.trains_head else outer("head", own_head)
         if stage.has_head:
-            self.head_cost = count_head(step_config, rates, sum(rows * columns for rows, columns in head))
-        self.units = [unit(f"block {number}", shapes.trained, shapes.frozen) for number in range(1, stage.blocks + 1)]
+            self.head_cost = count_head(step_config, rates, sum(rows * columns for rows, columns in shapes.head))
+        block = self._unit("", shapes.trained, shapes.frozen)
+        self.units = [replace(block, name=f"block {number}") for number in range(1, stage.blocks + 1)]
         every_unit = (self.embedding, *self.units, self.head, self.root)
         self.parameters, self.trained = sum(each.padded for each in every_unit), sum(each.padded_trained for each in every_unit)
         self.starts: list[int] = []  # of each micro-batch, in `operations`
@@ -89,6 +95,17 @@ class StepProgram:
         self._reduction: tuple[int, ...] = ()
         self._reduced_units: set[str] = set()
         self._last_compute: tuple[int, ...] = ()
+
+    def _unit(self, name: str, trained: Shapes, frozen: Shapes = ()) -> Unit:
+        """A unit of tensors with these (rows, columns). FSDP1 puts them into one flat tensor, which needs no padding."""
+        shards = 1 if self.step_config.options.engine == "fsdp1" else self.step_config.shards
+
+        def counts(shapes: Shapes) -> tuple[int, int]:
+            padded = sum(-(-rows // shards) * shards * columns for rows, columns in shapes)
+            return sum(rows * columns for rows, columns in shapes), padded
+
+        (count, padded), (others, padded_others) = counts(trained), counts(frozen)
+        return Unit(name, count + others, padded + padded_others, count, padded)
 
     # --- between steps ---------------------------------------------------------------------------------------------------
 
@@ -140,14 +157,16 @@ class StepProgram:
         """Issue the all-gather of a unit, unless it is gathered or in flight."""
         if not self.step_config.is_fsdp or not unit.parameters or unit.name in self._gathered | self._gathering.keys():
             return
-        nbytes = float(unit.padded * self.number_bytes)
-        buffer = {"gather buffers": nbytes} if self.step_config.shards > 1 else {}
-        seconds = self.rates.gather_seconds(nbytes, self.shard_group)
+        seconds = self.rates.gather_seconds(float(unit.padded * self.number_bytes), self.shard_group)
         if self.step_config.options.cpu_offload:
             seconds += unit.padded * self.master_bytes / self.step_config.shards / self.rates.host_copy
         self._gathering[unit.name] = self._add(
-            f"gather {unit.name}", NETWORK, seconds=seconds, kind="all-gather", after=after, allocate=buffer,
-            host_seconds=self.unit_seconds)  # fmt: skip
+            f"gather {unit.name}", NETWORK, seconds=seconds, kind="all-gather", after=after, host_seconds=self.unit_seconds,
+            allocate=self._buffer("gather buffers", unit.padded * self.number_bytes))  # fmt: skip
+
+    def _buffer(self, kind: str, nbytes: float) -> dict[str, float]:
+        """What FSDP communicates with, where there is another rank."""
+        return {kind: float(nbytes)} if self.step_config.shards > 1 else {}
 
     def _wait(self, unit: Unit, *, in_forward: bool) -> None:
         """Wait for a unit's all-gather, and copy its parameters out of the buffer, which the forward pass keeps for one more
@@ -157,7 +176,7 @@ class StepProgram:
         number = self._gathering.pop(unit.name)
         self._gathered.add(unit.name)
         nbytes = float(unit.padded * self.number_bytes)
-        buffer = {"gather buffers": nbytes} if self.step_config.shards > 1 else {}
+        buffer = self._buffer("gather buffers", nbytes)
         before, self._buffered = self._buffered, buffer if in_forward else {}
         if before:
             self._add("free a buffer", free=before)
@@ -183,10 +202,9 @@ class StepProgram:
         return {"gathered weights": float(unit.padded * self.number_bytes)}
 
     def _forward(self) -> None:
-        step_config, tokens, width = self.step_config, self.step_config.tokens, self.step_config.model.hidden_size
+        step_config, residual = self.step_config, self.residual_bytes
         self._gather(self.root, after=())
         self._wait(self.root, in_forward=True)
-        residual = float(tokens * width * self.number_bytes // step_config.tensor)
         if self.stage.has_embedding:
             self._gather(self.embedding, after=())
             self._wait(self.embedding, in_forward=True)
@@ -198,9 +216,7 @@ class StepProgram:
         for unit, cost in zip(self.units, self.costs, strict=True):
             self._gather(unit, after=self._after_copy(in_forward=True))
             self._wait(unit, in_forward=True)
-            for name, seconds, kind in self._work_parts(cost.forward, cost.input_bytes):
-                self._add(f"forward, {unit.name}{name}", seconds=seconds, kind=kind,
-                          host_seconds=0.0 if name else self.launch_seconds)  # fmt: skip
+            self._issue(f"forward, {unit.name}", cost.forward)
             copies = 3.0 if cost.recomputed_bytes else 1.0
             self._add(f"forward, {unit.name}", allocate={"activations": float(cost.saved_bytes)},
                       transient={"temporary": copies * cost.widest_bytes},
@@ -217,42 +233,17 @@ class StepProgram:
                 seconds = self.rates.gather_seconds(gathered["gathered weights"], self.shard_group)
                 after = self._add(f"reference, gather {unit.name}", NETWORK, seconds=seconds, kind="all-gather",
                                   host_seconds=self.unit_seconds)  # fmt: skip
-            for name, seconds, kind in self._work_parts(cost.forward, cost.input_bytes):
-                self._add(f"reference, {unit.name}{name}", seconds=seconds, kind=kind, after=after,
-                          transient=gathered | {"temporary": 3.0 * cost.widest_bytes},
-                          host_seconds=0.0 if name else self.launch_seconds)  # fmt: skip
+            transient = gathered | {"temporary": 3.0 * cost.widest_bytes}
+            self._issue(f"reference, {unit.name}", cost.forward, after=after, transient=transient)
         if self.stage.has_head:
             self._add("reference, head and loss", seconds=self.head_cost.scoring_seconds, kind="head and loss",
                       transient={"loss": self.head_cost.forward_transient}, host_seconds=self.launch_seconds)  # fmt: skip
 
-    def _work_parts(self, work: Work, input_bytes: float) -> list[tuple[str, float, str]]:
-        """(suffix, seconds, kind) of a block's forward pass, or of what a backward pass computes again."""
-        rates = self.rates
-        parts = [("", sum(self._product(*size) for size in work.products), "matrix products")]
-        parts.append((" attention", self._attention(work.attention_flops), "attention"))
-        parts.append((" element-wise", rates.element_wise_seconds(work.moved_bytes, input_bytes), "element-wise"))
-        return parts + self._block_collectives()
-
-    def _product(self, rows: int, inner: int, columns: int, *, backward: bool = False) -> float:
-        return self.rates.product_seconds(rows, inner, columns, self.number_bytes, self.step_config.float8, backward)
-
-    def _attention(self, flops: float, *, backward: bool = False) -> float:
-        step_config = self.step_config
-        return self.rates.attention_seconds(flops, step_config.model.head_dim, step_config.sequence_length, backward=backward)
-
-    def _block_collectives(self) -> list[tuple[str, float, str]]:
-        """The collectives that a block's forward and backward pass wait for."""
-        step_config, parts = self.step_config, []
-        hidden = float(step_config.tokens * step_config.model.hidden_size * self.number_bytes)
-        if step_config.tensor > 1:
-            seconds = 4 * self.rates.gather_seconds(hidden, self.tensor_group)
-            parts.append((" tensor parallel", seconds, "tensor-parallel collectives"))
-        if step_config.context > 1:
-            keys = 2 * step_config.model.num_key_value_heads * step_config.model.head_dim // step_config.tensor
-            nbytes = float(step_config.tokens * step_config.context * keys * self.number_bytes)
-            seconds = self.rates.gather_seconds(nbytes, self.context_group)
-            parts.append((" context parallel", seconds, "context-parallel gathers"))
-        return parts
+    def _issue(self, name: str, parts: Parts, **fields: Any) -> None:
+        """The operations of a block, whose kernels the host launches with the first."""
+        for number, (suffix, seconds, kind) in enumerate(parts):
+            host_seconds = 0.0 if number else self.launch_seconds
+            self._add(f"{name}{suffix}", seconds=seconds, kind=kind, host_seconds=host_seconds, **fields)
 
     def _head_forward(self) -> None:
         cost = self.head_cost
@@ -276,11 +267,9 @@ class StepProgram:
             self._block_backward(unit, cost)
             self._reduce(unit, is_first=is_first, is_last=is_last)
         if self.stage.has_embedding:
-            step_config = self.step_config
-            residual = float(step_config.tokens * step_config.model.hidden_size * self.number_bytes // step_config.tensor)
-            self._add("backward, embedding", kind="element-wise",
-                      seconds=self.rates.element_wise_seconds(4 * residual, residual),
-                      allocate=self._unreduced(self.embedding), free={"activations": embedded_bytes(step_config)})  # fmt: skip
+            seconds = self.rates.element_wise_seconds(4 * self.residual_bytes, self.residual_bytes)
+            self._add("backward, embedding", kind="element-wise", seconds=seconds, allocate=self._unreduced(self.embedding),
+                      free={"activations": embedded_bytes(self.step_config)})  # fmt: skip
             self._reduce(self.embedding, is_first=is_first, is_last=is_last)
         self._reduce(self.root, is_first=is_first, is_last=is_last)
 
@@ -298,32 +287,26 @@ class StepProgram:
         self._reduce(self.head, is_first=is_first, is_last=is_last)
 
     def _block_backward(self, unit: Unit, cost: BlockCost) -> None:
-        rates, step_config = self.rates, self.step_config
+        name = f"backward, {unit.name}"
         if cost.recomputed_bytes:
-            for name, seconds, kind in self._work_parts(cost.recomputed, cost.input_bytes):
-                self._add(f"backward, {unit.name}: recompute{name}", seconds=seconds, kind=kind, after=self._reduction,
-                          host_seconds=0.0 if name else self.launch_seconds)  # fmt: skip
-            self._add(f"backward, {unit.name}: recompute", allocate={"recomputed": float(cost.recomputed_bytes)})
-        feed_forward = (3 if step_config.compiled else 4) * cost.widest_bytes + 2 * cost.input_bytes
+            self._issue(f"{name}: recompute", cost.recomputed, after=self._reduction)
+            self._add(f"{name}: recompute", allocate={"recomputed": float(cost.recomputed_bytes)})
+        feed_forward = (3 if self.step_config.compiled else 4) * cost.widest_bytes + 2 * cost.input_bytes
         total = cost.saved_bytes + cost.recomputed_bytes
         part = min(0.9, feed_forward / total) if total else 0.5
         half = {kind: 0.5 * count for kind, count in self._unreduced(unit).items()}
         stream = BACKWARD_STREAM * cost.input_bytes
-        products = sum(self._product(*size, backward=True) for size in cost.forward.products)
-        products *= cost.backward.product_flops / (2 * cost.forward.product_flops)  # frozen weights need no gradients
-        extra = {"recomputed": cost.recomputed_bytes * part, "activations": 0.0 if cost.recomputed_bytes else total * part}
-        self._add(f"backward, {unit.name}: feed-forward", seconds=products, kind="matrix products", after=self._reduction,
-                  transient={"temporary": BACKWARD_WIDE * cost.widest_bytes + stream}, allocate=half, free=extra,
-                  host_seconds=2 * self.launch_seconds)  # fmt: skip
-        rest = {"recomputed": cost.recomputed_bytes - extra["recomputed"],
-                "activations": cost.saved_bytes - extra["activations"]}  # fmt: skip
-        flops = BACKWARD_ATTENTION * cost.forward.attention_flops
-        self._add(f"backward, {unit.name}: attention", seconds=self._attention(flops, backward=True),
-                  kind="attention", allocate=half, transient={"temporary": stream}, free=rest)  # fmt: skip
-        self._add(f"backward, {unit.name}: element-wise", kind="element-wise",
-                  seconds=rates.element_wise_seconds(cost.backward.moved_bytes, cost.input_bytes))  # fmt: skip
-        for name, seconds, kind in self._block_collectives():
-            self._add(f"backward, {unit.name}{name}", seconds=seconds, kind=kind)
+        first = {"recomputed": cost.recomputed_bytes * part, "activations": 0.0 if cost.recomputed_bytes else total * part}
+        rest = {"recomputed": cost.recomputed_bytes - first["recomputed"],
+                "activations": cost.saved_bytes - first["activations"]}  # fmt: skip
+        # Of the products, of attention, and of all others.
+        memory: list[dict[str, Any]] = [
+            {"transient": {"temporary": BACKWARD_WIDE * cost.widest_bytes + stream}, "allocate": half, "free": first,
+             "after": self._reduction, "host_seconds": 2 * self.launch_seconds},
+            {"transient": {"temporary": stream}, "allocate": half, "free": rest},
+        ]  # fmt: skip
+        for (suffix, seconds, kind), fields in zip_longest(cost.backward, memory, fillvalue=dict[str, Any]()):
+            self._add(f"{name}{suffix}", seconds=seconds, kind=kind, **fields)
 
     def _reduce(self, unit: Unit, *, is_first: bool, is_last: bool) -> None:
         """Reduce a unit's gradients and free what is no longer needed of it."""
@@ -351,9 +334,8 @@ class StepProgram:
             return
         if self.reduces_once and not is_first:
             freed |= {"accumulated gradients": float(unit.trained * FP32)}
-        buffer = (
-            {"reduce buffers": float(unit.padded_trained * step_config.reduce_dtype_bytes)} if step_config.shards > 1 else {}
-        )
+        nbytes = float(unit.padded_trained * step_config.reduce_dtype_bytes)
+        buffer = self._buffer("reduce buffers", nbytes)
         # The compute stream waits for the reduction before, and its buffer is given back, before the next is allocated.
         self._add(f"copy in {unit.name}", kind="copies of parameters", free=self._reducing,
                   after=self._last_compute + self._reduction,
@@ -363,15 +345,14 @@ class StepProgram:
         self._reduced_units.add(unit.name)
         if step_config.options.cpu_offload and step_config.on_gpu:
             shard = {}
-        nbytes = float(unit.padded_trained * step_config.reduce_dtype_bytes)
         seconds = rates.gather_seconds(nbytes, self.shard_group, "reduce-scatter")
         self._reduction = self._add(f"reduce {unit.name}", NETWORK, seconds=seconds, kind="reduce-scatter",
                                     after=self._last_compute, allocate=buffer | shard, free=freed,
                                     host_seconds=self.unit_seconds)  # fmt: skip
         if step_config.replicas > 1 and is_last:
-            nbytes = unit.padded_trained * step_config.reduce_dtype_bytes / step_config.shards
+            seconds = rates.all_reduce_seconds(nbytes / step_config.shards, self.replica_group)
             self._reduction = self._add(f"all-reduce {unit.name}", NETWORK, kind="all-reduce", after=self._reduction,
-                                        seconds=rates.all_reduce_seconds(nbytes, self.replica_group))  # fmt: skip
+                                        seconds=seconds)  # fmt: skip
 
     def _optimizer(self) -> None:
         step_config, rates = self.step_config, self.rates

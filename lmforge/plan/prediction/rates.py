@@ -7,6 +7,8 @@ hold for all devices are constants here, with their sources. None was fitted to 
 import math
 from dataclasses import dataclass, replace
 
+import numpy as np
+
 from lmforge.plan.calibration import COLLECTIVES, Calibration, RateTable
 from lmforge.plan.hardware import GB, GPU, Network
 from lmforge.plan.memory import DTYPE_BYTES
@@ -119,38 +121,30 @@ class Rates:
     def calibrate(self, calibration: Calibration, dtype: str) -> "Rates":
         """These rates with measured values where they exist. For a dtype that was not measured, only those that do not depend
         on it."""
-        c, changes, calibrated = calibration, dict[str, object](), ["memory"]
-        memory = c.value("memory")
-        assert memory is not None
-        changes["memory"] = memory
-        if (copied := [rate for name in ("host to device", "device to host") if (rate := c.value(name))]) and len(copied) == 2:
-            changes["host_copy"] = min(copied)
+        c, calibrated = calibration, ["memory"]
+        rates = replace(self, memory=c.required("memory", None).at())
+        copies = [rate for name in ("host to device", "device to host") if (rate := c.value(name))]
+        if len(copies) == 2:
+            rates = replace(rates, host_copy=min(copies))
             calibrated.append("host copies")
         products, float8 = c.table("product", dtype), c.table("product", "fp8")
-        if products is None:
-            return replace(self, calibrated=tuple(calibrated), **changes)  # type: ignore[arg-type]
-        changes["product_flops"] = products.largest
-        if float8 is not None:
-            changes["float8_flops"] = float8.largest
-        plain = replace(self, **changes)  # type: ignore[arg-type]
-        collectives = {name: table for name in COLLECTIVES if (table := c.table(name)) is not None}
-        forward, backward = c.table("attention", dtype), c.table("attention backward", dtype)
-        of_backward, element_wise = c.table("product backward", dtype), c.table("element-wise", dtype)
-        if forward is None or backward is None or of_backward is None or element_wise is None:
-            raise ValueError(f"measured in part only in {dtype}")
-        number_bytes = DTYPE_BYTES[dtype]
-        measured = Measured(
-            plain._beside_formula(products, number_bytes),
-            plain._beside_formula(of_backward, number_bytes),
-            None if float8 is None else plain._beside_formula(float8, 1, float8=True),
-            (forward, backward),
-            element_wise,
-            collectives,
-            Group(c.ranks, c.hosts, c.ranks_per_host),
-        )
-        calibrated += ["matrix products", "attention", *(["collectives"] if collectives else [])]
-        in_order = tuple(name for name in CONSTANTS if name in calibrated)
-        return replace(plain, measured=measured, calibrated=in_order)
+        if products is not None:
+            rates = replace(rates, product_flops=products.largest)
+            if float8 is not None:
+                rates = replace(rates, float8_flops=float8.largest)
+            collectives = {name: table for name in COLLECTIVES if (table := c.table(name)) is not None}
+            measured = Measured(
+                rates._beside_formula(products, DTYPE_BYTES[dtype]),
+                rates._beside_formula(c.required("product backward", dtype), DTYPE_BYTES[dtype]),
+                None if float8 is None else rates._beside_formula(float8, 1, float8=True),
+                (c.required("attention", dtype), c.required("attention backward", dtype)),
+                c.required("element-wise", dtype),
+                collectives,
+                Group(c.ranks, c.hosts, c.ranks_per_host),
+            )
+            rates = replace(rates, measured=measured)
+            calibrated += ["matrix products", "attention", *(["collectives"] if collectives else [])]
+        return replace(rates, calibrated=tuple(name for name in CONSTANTS if name in calibrated))
 
     def _beside_formula(self, flops: RateTable, number_bytes: int, float8: bool = False) -> RateTable:
         """Measured seconds divided by the formula's: between two shapes the formula is better than linear interpolation."""
@@ -197,9 +191,7 @@ class Rates:
         tiles = math.ceil(rows / TILE_ROWS) * math.ceil(columns / TILE_COLUMNS)
         waves = tiles / self.sms
         efficiency = waves / math.ceil(waves) * inner / (inner + PIPELINE_FILL)
-        if not float8:
-            return max(flops / (self.product_flops * efficiency), moved)
-        return max(flops / (self.float8_flops * efficiency), moved)
+        return max(flops / ((self.float8_flops if float8 else self.product_flops) * efficiency), moved)
 
     def gather_seconds(self, nbytes: float, group: Group, name: str = "all-gather") -> float:
         """An all-gather to `nbytes` on each rank of the group, or the reduce-scatter of that size, by its name."""
@@ -230,23 +222,12 @@ class Rates:
         timed = self.measured.group
         if (timed.hosts > 1) != (group.hosts > 1) or group.hosts > timed.hosts:
             return None
-        points = self.measured.collectives[name].items()
-        scale = (group.size - 1) / group.size / ((timed.size - 1) / timed.size)
-        return _on_line([(size[0], seconds) for size, seconds in points], nbytes * scale)
+        sizes, seconds = zip(*((size[0], value) for size, value in self.measured.collectives[name].items()), strict=True)
+        nbytes *= (group.size - 1) / group.size / ((timed.size - 1) / timed.size)
+        # Below the smallest size its time, above the largest by its rate.
+        return float(np.interp(nbytes, sizes, seconds)) * max(1.0, nbytes / sizes[-1])
 
     def _group_network(self, group: Group) -> float:
         """Bytes/s of a host for one group: those of the host's other ranks communicate at the same time."""
         assert self.network is not None
         return self.network * group.per_host / self.gpus_per_host
-
-
-def _on_line(points: list[tuple[int, float]], nbytes: float) -> float:
-    """Seconds, interpolated linearly between measured sizes; below the smallest its time, above the largest by its rate."""
-    (smallest, least), (largest, most) = points[0], points[-1]
-    if nbytes <= smallest:
-        return least
-    if nbytes >= largest:
-        return most * nbytes / largest
-    at = next(number for number, (size, _) in enumerate(points) if size >= nbytes)
-    (low, below), (high, above) = points[at - 1], points[at]
-    return below + (above - below) * (nbytes - low) / (high - low)

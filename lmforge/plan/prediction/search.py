@@ -1,22 +1,22 @@
-"""Which configuration of a run is the fastest that fits: all are estimated, and the best of them predicted in full.
+"""Which configurations of a run fit: the fastest of all (`search`), or those near one that does not (`suggest_what_fits`).
 
-The estimate extrapolates linearly from two models with few blocks, since all blocks with one window are identical. The global
-batch, the model and the numbers that training computes stay what they are; float8, which changes numbers, is tried only on
-request. fsdp1 does what fsdp2 does, and is not tried.
+A search estimates all and predicts the best of them in full. The estimate extrapolates linearly from two models with few
+blocks, since all blocks with one window are identical. The global batch, the model and the numbers that training computes stay
+what they are; float8, which changes numbers, is tried only on request. fsdp1 does what fsdp2 does, and is not tried.
 """
 
 import math
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
-from functools import cache
-from itertools import product
+from functools import cache, partial
+from itertools import chain, product
 from typing import Any
 
-from lmforge.config.activation_checkpointing import CHECKPOINTING_MODES
+from lmforge.config.activation_checkpointing import CHECKPOINTING_MODES, FullCheckpointing
 from lmforge.config.batch_plan import BatchPlan, divisors
 from lmforge.config.verbs.plan import FINALISTS
-from lmforge.errors import UserError
+from lmforge.errors import UserError, format_bytes
 from lmforge.model.config import ModelConfig
 from lmforge.parallel.validate import check_compiled, check_lora, check_parallel
 from lmforge.plan.hardware import GPU
@@ -28,6 +28,8 @@ SHARDINGS = ("full-shard", "grad-shard", "hybrid-full-shard", "hybrid-grad-shard
 # Blocks of a pipeline stage in the two estimates.
 FEW_BLOCKS = (2, 4)
 MAX_DEGREE, MAX_MICRO_BATCH = 16, 64
+# The options that advice may change.
+CHANGED = ("engine", "sharding", "activation_checkpointing", "cpu_offload", "reduce_every_micro_batch")
 
 
 @dataclass(frozen=True)
@@ -39,24 +41,6 @@ class Candidate:
     step_seconds: float
     parts: dict[str, float]
 
-    def describe(self) -> str:
-        """What it chooses, in options."""
-        options, words = self.step_config.options, [str(self.step_config.options.engine)]
-        if self.step_config.is_fsdp and options.sharding:
-            words.append(options.sharding)
-        for name in ("tensor", "context", "pipeline"):
-            if (degree := getattr(options, f"{name}_parallel_degree")) > 1:
-                words.append(f"{name} {degree}")
-        words += [f"checkpointing {options.activation_checkpointing}", f"micro-batch {self.step_config.micro_batch_size}"]
-        return ", ".join(words + ["offload"] * options.cpu_offload + ["float8"] * self.step_config.float8)
-
-
-@dataclass(frozen=True)
-class Finalist(Candidate):
-    """A configuration that was predicted in full."""
-
-    prediction: Prediction
-
 
 @dataclass(frozen=True)
 class SearchResult:
@@ -65,7 +49,7 @@ class SearchResult:
     too_large: the smallest estimates that do not fit. refused: how many the checks of a run refuse.
     """
 
-    best: list[Finalist]
+    best: list[Prediction]
     fitting: list[Candidate]
     too_large: list[Candidate]
     tried: int
@@ -92,13 +76,9 @@ def search(
         (fitting if candidate.device_bytes <= budget else too_large).append(candidate)
     fitting.sort(key=lambda each: each.step_seconds)
     too_large.sort(key=lambda each: each.device_bytes)
-    finalists = []
-    for each in fitting[:FINALISTS]:
-        full = predict(each.step_config, gpu, rates)
-        if full.device_bytes <= budget:
-            finalists.append(Finalist(full.step_config, full.device_bytes, full.step_seconds, full.parts, full))
-    finalists.sort(key=lambda each: each.step_seconds)
-    return SearchResult(finalists, fitting, too_large, tried, refused, left_out)
+    predicted = (predict(each.step_config, gpu, rates) for each in fitting[:FINALISTS])
+    best = sorted((each for each in predicted if each.device_bytes <= budget), key=lambda each: each.step_seconds)
+    return SearchResult(best, fitting, too_large, tried, refused, left_out)
 
 
 def candidates(base: StepConfig, global_batch_size: int, float8: bool) -> Iterator[StepConfig]:
@@ -114,15 +94,14 @@ def candidates(base: StepConfig, global_batch_size: int, float8: bool) -> Iterat
             continue
         local = global_batch_size // data_parallel
         sizes = [each for each in divisors(local) if each <= MAX_MICRO_BATCH]
+        degrees = {"tensor_parallel_degree": tensor, "context_parallel_degree": context, "pipeline_parallel_degree": pipeline}
+        fixed = {"shard_degree": None, "reduce_every_micro_batch": True, **degrees}
         for engine, sharding, offload in _engines(base, tensor * context * pipeline):
+            chosen: dict[str, Any] = {"engine": engine, "sharding": sharding, "cpu_offload": offload, **fixed}
             for checkpointing, size in product(CHECKPOINTING_MODES, reversed(sizes)):
-                options: dict[str, Any] = {"engine": engine, "sharding": sharding, "cpu_offload": offload}
-                options |= {"shard_degree": None, "reduce_every_micro_batch": True, "activation_checkpointing": checkpointing}
-                degrees = {"tensor_parallel_degree": tensor, "context_parallel_degree": context}
-                options |= degrees | {"pipeline_parallel_degree": pipeline}
-                step_config = replace(base.with_options(**options), micro_batch_size=size, accumulation=local // size)
+                step_config = base.with_options(**chosen, activation_checkpointing=checkpointing)
                 for eight in (False, True) if float8 and tensor == 1 else (False,):
-                    yield replace(step_config, float8=eight)
+                    yield replace(step_config, micro_batch_size=size, accumulation=local // size, float8=eight)
 
 
 def _engines(base: StepConfig, splits: int) -> Iterator[tuple[str, str | None, bool]]:
@@ -195,9 +174,90 @@ def _on_straight_line(step_config: StepConfig, gpu: GPU, rates: Rates) -> Candid
     return Candidate(step_config, memory, seconds, parts)
 
 
-def why_slower(candidate: Candidate, winner: Candidate) -> str:
+def why_slower(candidate: Candidate | Prediction, winner: Candidate | Prediction) -> str:
     """The kind of operation in which a configuration loses most time to the winner."""
     losses = {name: seconds - winner.parts.get(name, 0.0) for name, seconds in candidate.parts.items()}
     name = max(losses, key=lambda each: losses[each])
     slower = candidate.step_seconds / winner.step_seconds - 1
     return f"{slower:.0%} slower: {name} (+{1e3 * losses[name]:,.0f} ms)" if slower > 0.0005 else "as fast"
+
+
+def suggest_what_fits(current: StepConfig, needed_bytes: Callable[[StepConfig], float], available_bytes: float) -> str:
+    """What to do instead of `current`, which does not fit: only what fits into `available_bytes` on each rank.
+
+    `needed_bytes` returns what a rank needs with a StepConfig.
+    """
+    known: dict[str, float] = {}
+
+    def needed(step_config: StepConfig) -> float:
+        key = f"{step_config.options!r} {step_config.micro_batch_size} {step_config.world_size}"
+        if key not in known:
+            known[key] = needed_bytes(step_config)
+        return known[key]
+
+    def first_fitting(step_configs: Iterable[StepConfig]) -> StepConfig | None:
+        return next((step_config for step_config in step_configs if needed(step_config) <= available_bytes), None)
+
+    def largest_batch(step_config: StepConfig, at_most: int) -> StepConfig | None:
+        sizes = [size for size in reversed(divisors(local_batch)) if size <= at_most]
+        return first_fitting(map(step_config.with_micro_batch_size, sizes))
+
+    local_batch = current.micro_batch_size * current.accumulation
+    # One change at a time, the cheapest of each kind first.
+    kinds = [
+        [each for each in kind if each != current and _is_allowed(each) and needed(each) < needed(current)]
+        for kind in _alternatives(current)
+    ]
+    suggestions = [largest_batch(current, current.micro_batch_size - 1), *(first_fitting(kind) for kind in kinds)]
+    describe = partial(_describe_changes, current)
+    if ways := [describe(each) for each in suggestions if each]:
+        return f"by estimate would fit: {', or '.join(ways)}"
+    single_changes = [current, *chain(*kinds)]
+    full = {"activation_checkpointing": FullCheckpointing.name}
+    step_configs = [*single_changes, *(each.with_options(**full) for each in single_changes)]
+    for step_config in step_configs:
+        if fitting := largest_batch(step_config, current.micro_batch_size):
+            return f"by estimate would fit: {describe(fitting)}"
+    smallest = min((each.with_micro_batch_size(1) for each in step_configs), key=needed)
+    sizes = [(current.world_size * factor, local_batch // factor) for factor in divisors(local_batch)[1:]]
+    more = (replace(smallest.fully_sharded(), world_size=size, accumulation=batch) for size, batch in sizes)
+    enough = first_fitting(more)
+    on_more = f"; on {enough.world_size} ranks under parallel.engine = {enough.options.engine} that would fit" if enough else ""
+    least = format_bytes(needed(smallest))
+    return f"by estimate nothing fits: {describe(smallest) or 'this'} needs at least {least} per rank{on_more}"
+
+
+def _is_allowed(step_config: StepConfig) -> bool:
+    try:
+        check_step_config(step_config)
+    except UserError:
+        return False
+    return True
+
+
+def _alternatives(current: StepConfig) -> list[list[StepConfig]]:
+    """StepConfigs that need less memory: recompute more, reduce more often, shard more, offload."""
+    sharded = current.fully_sharded()
+    recompute = [current.with_options(activation_checkpointing=mode) for mode in CHECKPOINTING_MODES]
+    reshard = []
+    if current.world_size > 1:
+        sharding = (current.options.sharding or "full-shard").replace("grad-shard", "full-shard")
+        reshard = [current.with_options(sharding=sharding) if current.options.sharding else current, sharded]
+    offload = [(current if current.is_fsdp else sharded).with_options(cpu_offload=True)] if current.on_gpu else []
+    reduces_once = current.is_fsdp and not current.options.reduce_every_micro_batch
+    reduce = [current.with_options(reduce_every_micro_batch=True)] * reduces_once
+    return [recompute, reduce, reshard, offload]
+
+
+def _describe_changes(current: StepConfig, suggested: StepConfig) -> str:
+    """The options to change to get from one StepConfig to the other."""
+    words = []
+    if suggested.micro_batch_size != current.micro_batch_size:
+        words.append(f"train.micro_batch_size = {suggested.micro_batch_size} (it was {current.micro_batch_size})")
+    before, after = current.options.model_dump(), suggested.options.model_dump()
+    for name in CHANGED:
+        if after[name] != before[name]:
+            words.append(f"parallel.{name} = {'true' if after[name] is True else after[name]}")
+    if after["shard_degree"] != before["shard_degree"]:
+        words.append("no parallel.shard_degree")
+    return " with ".join(words)

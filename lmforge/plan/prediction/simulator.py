@@ -114,18 +114,16 @@ class _Clock:
             for name in (operation.stream, operation.kind or operation.name):
                 self.busy[name] = self.busy.get(name, 0.0) + operation.seconds
 
-    def repeat_since(self, was: "_Clock", times: int) -> None:
-        """Repeat the changes since `was` `times` more."""
-        self.repeated = times * (self.end - was.end)
-        self.exposed += times * (self.exposed - was.exposed)
-        self.host_bound += times * (self.host_bound - was.host_bound)
-        self.busy = {name: each + times * (each - was.busy.get(name, 0.0)) for name, each in self.busy.items()}
+    def state(self) -> tuple[float, float, float, dict[str, float]]:
+        return self.end, self.exposed, self.host_bound, dict(self.busy)
 
-    def copy(self) -> "_Clock":
-        other = _Clock()
-        other.free_at, other.busy = dict(self.free_at), dict(self.busy)
-        other.exposed, other.host_bound = self.exposed, self.host_bound
-        return other
+    def repeat_since(self, state: tuple[float, float, float, dict[str, float]], times: int) -> None:
+        """Repeat the changes since `state` `times` more."""
+        end, exposed, host_bound, busy = state
+        self.repeated = times * (self.end - end)
+        self.exposed += times * (self.exposed - exposed)
+        self.host_bound += times * (self.host_bound - host_bound)
+        self.busy = {name: each + times * (each - busy.get(name, 0.0)) for name, each in self.busy.items()}
 
 
 def simulate(
@@ -136,11 +134,12 @@ def simulate(
     Those from the first to before the second number of `repeated` stand for `times` more of their kind: their time is added,
     and their memory is the same.
     """
-    memory, clock, before = _Memory(held), _Clock(), _Clock()
+    memory, clock = _Memory(held), _Clock()
+    before = clock.state()
     first, after = repeated
     for number, operation in enumerate(operations):
         if times and number == first:
-            before = clock.copy()
+            before = clock.state()
         elif times and number == after:
             clock.repeat_since(before, times)
         memory.issue(operation)

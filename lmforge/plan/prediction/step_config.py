@@ -1,7 +1,7 @@
 """The inputs of the prediction of a step: model, batch, options and ranks, as plain values."""
 
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cache, cached_property
 from typing import Any, Literal
 
 from lmforge.config.activation_checkpointing import CHECKPOINTING_MODES, NoCheckpointing
@@ -9,9 +9,10 @@ from lmforge.config.sections import OptimizerOptions, ParallelOptions
 from lmforge.model.config import ModelConfig
 from lmforge.model.lora import LoraConfig
 from lmforge.parallel.dims import ParallelDims, parallel_dims
-from lmforge.plan.head_trace import LossKind
+from lmforge.parallel.precision import DTYPES
 from lmforge.plan.memory import DTYPE_BYTES, ParameterCounts
 from lmforge.plan.parameter_counts import count_parameters
+from lmforge.plan.traces import LossKind, TracedModel
 
 
 @dataclass(frozen=True)
@@ -50,6 +51,16 @@ class StepConfig:
     reference: Literal["none", "copy", "policy"] = "none"
     has_dropout: bool = False
 
+    def describe(self) -> str:
+        """What a search chooses, in options."""
+        options, words = self.options, [str(self.options.engine)]
+        if self.is_fsdp and options.sharding:
+            words.append(options.sharding)
+        for name, degree in (("tensor", self.tensor), ("context", self.context), ("pipeline", self.pipeline)):
+            words += [f"{name} {degree}"] * (degree > 1)
+        words += [f"checkpointing {options.activation_checkpointing}", f"micro-batch {self.micro_batch_size}"]
+        return ", ".join(words + ["offload"] * options.cpu_offload + ["float8"] * self.float8)
+
     def with_options(self, **changes: Any) -> "StepConfig":
         return replace(self, options=self.options.model_copy(update=changes))
 
@@ -69,6 +80,11 @@ class StepConfig:
     @property
     def checkpointing(self) -> NoCheckpointing:
         return CHECKPOINTING_MODES[self.options.activation_checkpointing]
+
+    @property
+    def traced_model(self) -> TracedModel:
+        """The part of the model on a rank, whose trace serves every depth."""
+        return _rank_part(self.model, self.dtype, self.lora, self.tensor)
 
     @property
     def trains_all(self) -> bool:
@@ -125,3 +141,9 @@ class StepConfig:
         """Of all ranks."""
         data_parallel = self.world_size // self.options.model_parallel_size
         return data_parallel * self.accumulation * self.micro_batch_size * self.sequence_length
+
+
+@cache  # a search asks often
+def _rank_part(model: ModelConfig, dtype: str, lora: LoraConfig | None, tensor: int) -> TracedModel:
+    vocabulary = tensor if model.vocab_size % tensor == 0 else 1
+    return TracedModel(replace(model, num_hidden_layers=1, layer_types=None), DTYPES[dtype], lora, tensor, vocabulary)

@@ -1,4 +1,5 @@
-"""What a block computes and keeps, traced on fake tensors: a real forward and backward pass without memory or values.
+"""What a block computes and keeps, and what the head and its loss keep, traced on fake tensors: real forward and backward
+passes without memory or values.
 
 A block that is not compiled runs under an ActivationTracker. One that is compiled goes through torch.compile to the two graphs
 that AOT autograd's partition makes of it, as inductor is given them. All numbers are of one sequence on one rank; they are
@@ -10,13 +11,14 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import cache
-from typing import Any
+from functools import cache, partial
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from lmforge.data.batch import Batch, Extras
 from lmforge.errors import UserError
 from lmforge.model import build_model
 from lmforge.model.attention import AttentionMask
@@ -24,9 +26,11 @@ from lmforge.model.config import ModelConfig
 from lmforge.model.layers import LanguageModel
 from lmforge.model.lora import LoraConfig, add_lora
 from lmforge.model.rng.token_rng import TokenRng
+from lmforge.objectives.language import NextTokenObjective
+from lmforge.objectives.objective import Objective
+from lmforge.objectives.preference import PreferenceObjective, RewardModelObjective, simpo
 from lmforge.parallel.activation_checkpointing import apply_activation_checkpointing
-from lmforge.plan.activation_tracker import ActivationTracker
-from lmforge.plan.operators import Work, WorkCounter, graph_work, source_node
+from lmforge.plan.operators import ActivationTracker, Work, WorkCounter, graph_work, source_node
 
 Shapes = tuple[tuple[int, int], ...]
 # Any rate traces the same.
@@ -221,7 +225,7 @@ def _trace_eager(block: nn.Module, args: list[Any], kwargs: dict[str, Any]) -> t
         saved = tracker.live_bytes() - output.nbytes
     with backward:
         output.backward(torch.empty_like(output))
-    return forward.work(), backward.work(), saved
+    return forward.work, backward.work, saved
 
 
 def _trace_compiled(block: nn.Module, args: list[Any], kwargs: dict[str, Any]) -> tuple[Work, Work, int]:
@@ -269,3 +273,52 @@ def _saved_bytes(nodes: list[torch.fx.Node], hidden: Tensor) -> int:
         if node.op != "placeholder" or own:
             saved += value.nbytes
     return saved
+
+
+# Sequences of these lengths are traced: bytes grow linearly with tokens.
+LENGTHS = (128, 256)
+# What losses read of the head: the cross-entropy of tokens, whose gradients the forward pass computes; log-probabilities of
+# tokens, whose backward pass computes the logits again; or the reward of each document.
+LossKind = Literal["tokens", "logprobs", "rewards"]
+OBJECTIVES: dict[LossKind, Objective] = {
+    "tokens": NextTokenObjective(),
+    "logprobs": PreferenceObjective(partial(simpo, beta=1.0, gamma=0.0), uses_reference=False),
+    "rewards": RewardModelObjective(center_rewards_coefficient=0.0),
+}
+
+
+@dataclass(frozen=True)
+class HeadTrace:
+    """Bytes per token that the norm and the loss keep, and those that the loss keeps of the head's gradient."""
+
+    norm_bytes: float
+    loss_bytes: float
+    gradient_bytes: float
+
+
+@cache
+def trace_head(traced: TracedModel, loss: LossKind, *, is_trained: bool) -> HeadTrace:
+    """`is_trained`: whether the head's weights are."""
+    norm, whole = list[int](), list[int]()
+    with fake_model(traced) as model:
+        model.set_submodule(model.blocks_name, nn.ModuleList())
+        for embedding in model.embeddings:
+            embedding.requires_grad_(True)  # as hidden states do, also where weights are frozen
+        model.lm_head.requires_grad_(is_trained)
+        for length in LENGTHS:
+            tokens = torch.zeros(1, length, dtype=torch.long)
+            extras = Extras(margins=torch.zeros(1, length))
+            batch = Batch(tokens, tokens.clone(), tokens.clone(), tokens.int(), extras=extras)
+            tracker = ActivationTracker()
+            with tracker:
+                normed = model(batch.tokens, batch.positions, batch.document_ids)
+                norm.append(tracker.live_bytes() - normed.nbytes)
+            del normed
+            tracker = ActivationTracker()
+            with tracker:
+                total = OBJECTIVES[loss].loss(model, batch)
+                whole.append(tracker.live_bytes())
+            del total
+    tokens_more = LENGTHS[1] - LENGTHS[0]
+    norm_bytes, all_bytes = ((each[1] - each[0]) / tokens_more for each in (norm, whole))
+    return HeadTrace(norm_bytes, all_bytes - norm_bytes, whole[0] - all_bytes * LENGTHS[0])
