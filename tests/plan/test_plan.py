@@ -24,6 +24,7 @@ from lmforge.plan.prediction.predict import Prediction, can_reduce_once, predict
 from lmforge.plan.prediction.search import FEW_BLOCKS, FINALISTS, Candidate, estimate, search
 from lmforge.plan.prediction.simulator import COMPUTE, NETWORK, Operation, simulate
 from lmforge.plan.prediction.step_config import StepConfig
+from lmforge.plan.traces import trace_block
 from tests.conftest import Refusal
 
 ROOT = Path(__file__).parents[2]
@@ -560,6 +561,7 @@ def test_a_search_simulates_few_blocks_for_each_configuration_and_the_whole_mode
     monkeypatch.setattr(prediction_module, "_simulate", counted)
     base = step_config_of("llama2-7b", gpus=8)
     machine = Machine(data_sheets().gpu("h100-80"), None, 8)
+    trace_block.cache_clear()
     most, layers = 150, base.model.num_hidden_layers
     result = search(base, 64, machine.gpu, machine.rates("bf16"), machine.gpu.memory_bytes, most, False)
     estimated = len(result.fitting) + len(result.too_large)
@@ -579,3 +581,8 @@ def test_a_search_simulates_few_blocks_for_each_configuration_and_the_whole_mode
     assert sum(blocks in FEW_BLOCKS for blocks in depths) == short
     assert len(depths) - short == sum(stages(each) for each in result.fitting[:FINALISTS])
     assert max(depths) == layers
+    # Each shape of a block is traced once: recomputing every second block, or every one, is the same to a block.
+    tried = [each.step_config for each in (*result.fitting, *result.too_large)]
+    names = {"selective-blocks": "full"}
+    shapes = {(each.tensor, names.get(mode, mode)) for each in tried for mode in ("none", each.checkpointing.name)}
+    assert trace_block.cache_info().misses == len(shapes)

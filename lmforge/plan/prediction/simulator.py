@@ -14,7 +14,11 @@ COMPUTE, NETWORK = "compute", "network"
 POOLS = {"gather buffers": "gather", "reduce buffers": "reduce", "gradients": "reduce"}
 
 
-@dataclass
+# What most operations allocate and free: a search makes millions of them.
+NOTHING: Mapping[str, float] = {}
+
+
+@dataclass(slots=True)
 class Operation:
     """One operation.
 
@@ -27,9 +31,9 @@ class Operation:
     seconds: float = 0.0
     kind: str = ""
     after: Sequence[int] = ()
-    allocate: Mapping[str, float] = field(default_factory=dict)
-    free: Mapping[str, float] = field(default_factory=dict)
-    transient: Mapping[str, float] = field(default_factory=dict)
+    allocate: Mapping[str, float] = field(default_factory=lambda: NOTHING)
+    free: Mapping[str, float] = field(default_factory=lambda: NOTHING)
+    transient: Mapping[str, float] = field(default_factory=lambda: NOTHING)
     host_seconds: float = 0.0
 
 
@@ -104,7 +108,7 @@ class _Clock:
     def issue(self, operation: Operation) -> None:
         self.host += operation.host_seconds
         before = self.free_at.get(operation.stream, 0.0)
-        ready = max((self.ends[number] for number in operation.after), default=0.0)
+        ready = max([self.ends[number] for number in operation.after]) if operation.after else 0.0
         if operation.stream == COMPUTE:
             self.exposed += max(0.0, ready - max(before, self.host))
             self.host_bound += max(0.0, self.host - max(before, ready))
