@@ -181,6 +181,9 @@ class ConversationOptions(ExampleOptions):
     sources: tuple[FileSourceOptions, ...] = option((), "several sets of files with weights, instead of data.files")
     weights_by: WeightUnit = option("tokens", "what weights are fractions of: tokens, or samples (sequences)")
     format: ConversationFormat = option("auto", "format of the records; auto detects it from the fields of the first record")
+    parse_special_tokens: bool = option(
+        False, "plain text that spells a special token is this token, such as text made with a chat template"
+    )
     mask: Literal["assistant", "last", "all"] = option(
         "assistant", "tokens that the loss counts: every assistant turn, the last one only, or all tokens"
     )

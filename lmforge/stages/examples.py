@@ -40,6 +40,7 @@ from lmforge.stages.pretrained import download_pretrained, find_required_pretrai
 
 # Options of the data section on which tokenized examples do not depend; files are hashed.
 NOT_OF_EXAMPLES = {"files", "validation_files", "sources", "weights_by", "folder", "packing", "stage_to"}
+SPECIAL_TEXT_RATIO = 0.01  # of the examples: fewer may be about special tokens
 COUNT_LABELS = {
     "overlong": "left out as too long",
     "truncated": "truncated",
@@ -54,7 +55,8 @@ def read_examples(
     """The examples of a file. Raises UserError naming a record that is not valid, unless `unusable` leaves it out."""
     reading: dict[str, Any] = {"fields": options.renamed, "unusable": unusable}
     if isinstance(options, ConversationOptions):
-        for example in read_conversations(path, tokenizer, format=options.format, mask=options.mask, **reading):
+        reading |= {"mask": options.mask, "parse_special_tokens": options.parse_special_tokens}
+        for example in read_conversations(path, tokenizer, format=options.format, **reading):
             yield ExampleGroup((example,))
         return
     assert isinstance(options, AlignDataOptions)
@@ -109,7 +111,7 @@ def _tokenize_examples(config: TunedConfig) -> None:
     # An unpaired completion shares its sequence with another one of the same prompt.
     limit, half = (length // 2, "half of ") if config.kind == "unpaired" else (length, "")
 
-    unusable = UnusableRecords(options.skip_invalid)
+    unusable = UnusableRecords(options.skip_invalid)  # of one source at a time
 
     def read(source: FileSourceOptions, split: FileSplit) -> Iterator[ExampleGroup]:
         for path in source.files if split == "train" else source.validation_files:
@@ -118,7 +120,7 @@ def _tokenize_examples(config: TunedConfig) -> None:
 
     for source in options.file_sources:
         folder, plan = _folder_and_plan(config, source, tokenizer)
-        unusable.problems.clear()
+        unusable.problems, unusable.with_special_text = [], 0
         write_examples(
             folder,
             partial(read, source),
@@ -128,7 +130,7 @@ def _tokenize_examples(config: TunedConfig) -> None:
             limit_description=f"{half}data.sequence_length = {length}",
             overlong=options.overlong,
             validation_ratio=None if source.validation_files else options.validation_ratio,
-            unusable=unusable.problems,
+            unusable=unusable,
         )
 
 
@@ -222,6 +224,11 @@ def _describe_examples(source: FileSourceOptions, folder: ExampleFolder, train: 
     counts, splits = folder.manifest["counts"], folder.manifest["splits"]
     in_train, in_validation = splits["train"], splits["validation"]
     left_out = [f"; {counts[name]:,} {words}" for name, words in COUNT_LABELS.items() if counts.get(name)]
+    if counts.get("special_text", 0) > SPECIAL_TEXT_RATIO * (in_train["examples"] + in_validation["examples"]):
+        words = (
+            "spell special tokens in plain text, which is encoded as text (sft: data.parse_special_tokens makes tokens of it)"
+        )
+        left_out.append(f"; {counts['special_text']:,} {words}")
     return (
         f"{folder.path}: {in_train['examples']:,} examples in {train.sequences_per_epoch:,} sequences per epoch,"
         f" {in_train['scored']:,} of {in_train['tokens']:,} tokens scored; {in_validation['examples']:,} for validation"

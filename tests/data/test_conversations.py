@@ -282,3 +282,34 @@ def test_records_that_cannot_be_used_are_left_out_with_their_places(tmp_path: Pa
     unusable = UnusableRecords(skip=True)
     assert len(shown(tmp_path / "c.json", byte_tokenizer, unusable=unusable)) == 2
     assert unusable.problems[0].startswith(f"{tmp_path}/c.json, record 2: not an object")
+
+
+@pytest.mark.parametrize("lstrip", [False, True])
+def test_special_tokens_in_plain_text_are_counted_or_parsed_as_transformers_does(lstrip: bool, tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    tokenizer = with_blanks_taken_in(tmp_path, lstrip)
+    text = "<|user|>Who \n<|end|> <|assistant|>\nMe<|end|> and<|endoftext|>"
+    file, counts = write(tmp_path / "a.jsonl", {"text": text}, {"text": "no markers"}), UnusableRecords()
+    read = list(read_conversations(file, tokenizer, unusable=counts))
+    assert counts.with_special_text == 1
+    parsed = list(read_conversations(file, tokenizer, unusable=counts, parse_special_tokens=True))
+    theirs = transformers.AutoTokenizer.from_pretrained(str(tmp_path / "tokenizer"))
+    assert parsed[0].tokens.tolist() == theirs(text)["input_ids"]
+    assert len(read[0].tokens) > len(parsed[0].tokens)
+    assert parsed[1].tokens.tolist() == read[1].tokens.tolist()
+    sides = {"prompt": "<|user|>Q<|end|>", "completion": "<|assistant|>A<|end|>"}
+    [example] = read_conversations(write(tmp_path / "b.jsonl", sides), tokenizer, parse_special_tokens=True)
+    assert example.tokens[example.loss_mask].tolist() == theirs(sides["completion"] + "<|endoftext|>")["input_ids"]
+
+
+def with_blanks_taken_in(folder: Path, lstrip: bool) -> Tokenizer:
+    """A tokenizer whose special tokens take in the blanks around them, or not."""
+    from lmforge.data.tokenizer import byte_tokenizer
+
+    byte_tokenizer().save(folder / "tokenizer")
+    path = folder / "tokenizer" / "tokenizer.json"
+    table = json.loads(path.read_text())
+    for token in table["added_tokens"]:
+        token |= {"lstrip": lstrip, "rstrip": lstrip and token["content"] == "<|end|>"}
+    path.write_text(json.dumps(table))
+    return Tokenizer.open(path)

@@ -4,6 +4,7 @@ Templates are applied in `templates.py`; pairs and prompts are read in `preferen
 """
 
 import json
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -54,18 +55,50 @@ class RecordEncoder:
     field_names: Mapping[str, str] | None = None
     apply_chat_template: bool = False
     unusable: UnusableRecords = field(default_factory=UnusableRecords)
+    parse_special_tokens: bool = False
 
     @cached_property
     def chat_template(self) -> ChatTemplate:
         return ChatTemplate.from_tokenizer(self.tokenizer)
 
     def plain_text_layout(self, pieces: Iterable[tuple[str, bool]], *, add_eos: bool = True) -> Layout:
-        """Texts joined unchanged, with the tokenizer's beginning- and end-of-text tokens."""
-        layout: Layout = [(id, False) for id in self.tokenizer.prefix_ids]
+        """Texts joined unchanged, with the tokenizer's beginning- and end-of-text tokens where they do not spell them.
+
+        With `parse_special_tokens` text that spells a special token is this token, as in transformers.
+        """
         texts = [(check_encodable(text), scored) for text, scored in pieces if text]
-        layout += [texts] if texts else []
-        layout += [(self.tokenizer.eos_token_id, True)] if add_eos else []
-        return layout
+        layout: Layout = [texts] if texts else []
+        if any(self._special_tokens.search(text) for text, _ in texts):
+            layout = self._parse(texts) if self.parse_special_tokens else layout
+            self.unusable.with_special_text += not self.parse_special_tokens
+        prefix, eos = [(id, False) for id in self.tokenizer.prefix_ids], [(self.tokenizer.eos_token_id, True)]
+        ids = [part[0] if isinstance(part, tuple) else None for part in layout]
+        layout = layout if ids[: len(prefix)] == self.tokenizer.prefix_ids else [*prefix, *layout]
+        return layout if not add_eos or ids[-1:] == [self.tokenizer.eos_token_id] else [*layout, *eos]
+
+    @cached_property
+    def _special_tokens(self) -> re.Pattern[str]:
+        """Matches a special token, with the blanks around it that it takes in."""
+        blanks = {token["id"]: (r"\s*" * token["lstrip"], r"\s*" * token["rstrip"]) for token in self.tokenizer.added_tokens}
+        texts = {self.tokenizer.id_to_token(id): blanks.get(id, ("", "")) for id in self.tokenizer.all_special_ids}
+        longest_first = sorted(texts.items(), key=lambda each: -len(each[0]))
+        return re.compile("|".join(f"{before}({re.escape(text)}){after}" for text, (before, after) in longest_first))
+
+    def _parse(self, texts: Sequence[tuple[str, bool]]) -> Layout:
+        layout: Layout = [[]]
+        for text, scored in texts:
+            at = 0
+            for match in self._special_tokens.finditer(text):
+                token = self.tokenizer.token_to_id(match[match.lastindex or 0])
+                assert token is not None
+                assert isinstance(layout[-1], list)
+                layout[-1].append((text[at : match.start()], scored))
+                layout += [(token, scored), []]
+                at = match.end()
+            assert isinstance(layout[-1], list)
+            layout[-1].append((text[at:], scored))
+        sections = [part if isinstance(part, tuple) else [piece for piece in part if piece[0]] for part in layout]
+        return [part for part in sections if part]
 
     def completion_layout(
         self, prompt: Any, completion: Any, record: Record, mask: LossMaskMode = "assistant"
@@ -132,14 +165,17 @@ def read_conversations(
     mask: LossMaskMode = "assistant",
     fields: Mapping[str, str] | None = None,
     unusable: UnusableRecords | None = None,
+    parse_special_tokens: bool = False,
 ) -> Iterator[TokenizedExample]:
     """The conversations of a file or folder, in order, as they are read.
 
     `format` "auto" detects it from the fields of the first record; `fields` gives the file's names of a format's fields, such
     as {"messages": "chat"}. Prompts and completions that are strings, and plain text, are encoded as they are, without a
-    template, and end with the end-of-text token. Raises UserError naming a record that does not have the format.
+    template, and end with the end-of-text token; `parse_special_tokens` is for these. Raises UserError naming a record that
+    does not have the format, unless `unusable` leaves it out.
     """
-    encoder = RecordEncoder(tokenizer, fields, unusable=unusable or UnusableRecords())
+    unusable = unusable or UnusableRecords()
+    encoder = RecordEncoder(tokenizer, fields, unusable=unusable, parse_special_tokens=parse_special_tokens)
 
     def lay_out(record: Record) -> LaidOut[TokenizedExample]:
         nonlocal format

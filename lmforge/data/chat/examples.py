@@ -21,7 +21,7 @@ from lmforge.data.dataset import PackedDataset
 from lmforge.data.labels import IGNORE_INDEX
 from lmforge.data.packing import PackedSequence, Packing, TokenizedExample, best_fit
 from lmforge.data.sources.folders import FileSplit
-from lmforge.data.sources.records import find_record_files
+from lmforge.data.sources.records import UnusableRecords, find_record_files
 from lmforge.data.tokenizer import MAX_VOCAB_SIZE, Tokenizer
 from lmforge.errors import UserError
 from lmforge.manifests import EXAMPLES_MANIFEST, ExampleManifest, ExampleSplit
@@ -53,13 +53,13 @@ def write_examples(
     limit_description: str,
     overlong: str,
     validation_ratio: float | None,
-    unusable: Sequence[str] = (),
+    unusable: UnusableRecords | None = None,
 ) -> None:
     """Write the examples that `read_split(split)` gives into `folder`, atomically; an existing folder stays as it is.
 
     Examples longer than `sequence_length` (in words: `limit_description`) are dropped or truncated (`overlong`); those without
-    a scored token are dropped; both are counted. `unusable` are the problems of records that were left out, known once all are
-    read; they are counted and listed. With `validation_ratio` that fraction of the examples (at least one) is for validation,
+    a scored token are dropped; both are counted. `unusable` has the records that were left out, known once all are read;
+    they are counted and listed. With `validation_ratio` that fraction of the examples (at least one) is for validation,
     those with the smallest hashes. Memory holds a few numbers for each. Raises UserError if no example is left, or the disk is
     full.
     """
@@ -79,16 +79,17 @@ def write_examples(
             splits = {}
             for split, selected in zip(SPLITS, (~validation, validation), strict=True):
                 if not selected.any() and (split == "train" or validation_ratio is None):
-                    first = f", such as {unusable[0]}" if unusable else ""
                     raise UserError(
                         f"no example is left of the {split} files: {counts['overlong']} are longer than {limit_description},"
-                        f" {counts['nothing_to_learn']} have nothing to learn, {len(unusable)} cannot be used{first}"
+                        f" {counts['nothing_to_learn']} have nothing to learn{unusable or ''}"
                     )
                 splits[split] = buffer.write(partial, split, selected)
             tokenizer.save(partial / "tokenizer")
-        if unusable:
-            counts["unusable"] = len(unusable)
-            (partial / UNUSABLE).write_text("".join(f"{problem}\n" for problem in unusable), encoding="utf-8")
+        if unusable and unusable.problems:
+            counts["unusable"] = len(unusable.problems)
+            (partial / UNUSABLE).write_text("".join(f"{problem}\n" for problem in unusable.problems), encoding="utf-8")
+        if unusable and unusable.with_special_text:
+            counts["special_text"] = unusable.with_special_text
         limits = {"sequence_length": sequence_length, "vocab_size": tokenizer.vocab_size}
         atomic_write_json(partial / EXAMPLES_MANIFEST, {"plan": plan, **limits, "counts": counts, "splits": splits})
 

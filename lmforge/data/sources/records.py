@@ -81,6 +81,7 @@ class UnusableRecords:
 
     skip: bool = False
     problems: list[str] = field(default_factory=list)  # of those that were left out, with their places
+    with_special_text: int = 0  # those used that hold the text of a special token, encoded as text
 
     def add(self, problem: UserError) -> None:
         """Leave out a record. Raises `problem` where it ends the command."""
