@@ -2,8 +2,6 @@
 
 import json
 import random
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -16,6 +14,7 @@ from lmforge.interop.safetensors_file import SafetensorsFile
 from lmforge.interop.weights import load_folder
 from lmforge.model import build_model
 from lmforge.model.config import ModelConfig
+from tests.conftest import Command
 from tests.model.conftest import built, drawn_config
 
 
@@ -156,13 +155,13 @@ def test_nothing_is_overwritten_unless_asked(draw: random.Random, tmp_path: Path
     assert (tmp_path / "thesis" / "chapter.txt").read_text() == "years of work"
 
 
-def test_an_export_that_fails_leaves_nothing(draw: random.Random, tmp_path: Path) -> None:
+def test_an_export_that_fails_leaves_nothing(draw: random.Random, tmp_path: Path, program: Command) -> None:
     config = drawn_config("llama", draw)
     with pytest.raises(UserError, match=r"holds no tokenizer\.json"):
         export_folder(built(config), config, tmp_path / "a", tokenizer_folder=tmp_path)
     assert list(tmp_path.iterdir()) == []
     # A file-size limit is how a process of its own meets what a full disk does.
-    program = (
+    text = (
         "import resource, signal, sys\n"
         "from lmforge.model import build_model\n"
         "from lmforge.model.init_weights import init_weights\n"
@@ -174,7 +173,7 @@ def test_an_export_that_fails_leaves_nothing(draw: random.Random, tmp_path: Path
         "resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))\n"
         "export_folder(model, config, sys.argv[1])\n"
     )
-    done = subprocess.run([sys.executable, "-c", program, tmp_path / "b"], capture_output=True, text=True, check=False)
+    done = program(text, tmp_path / "b")
     assert f"UserError: {tmp_path}: no space to write b" in done.stderr, done.stderr
     assert list(tmp_path.iterdir()) == []
 

@@ -95,9 +95,18 @@ def test_gradients_have_the_bits_of_autocast_and_the_parameters_stay_the_masters
         assert torch.equal(parameter, value)
 
 
-@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
-@pytest.mark.parametrize("checkpointing", ["none", "full"])
-@pytest.mark.parametrize("kind", KINDS)
+# `make test` has every pair of a kind, checkpointing and compilation.
+ORDERS = [
+    pytest.param(
+        kind, checkpointing, compiled, marks=[pytest.mark.slow] * (compiled and (kind == "llama") != (checkpointing == "full"))
+    )
+    for kind in KINDS
+    for checkpointing in ("none", "full")
+    for compiled in (False, True)
+]
+
+
+@pytest.mark.parametrize(("kind", "checkpointing", "compiled"), ORDERS)
 def test_gradients_reach_the_masters_of_a_block_before_the_block_before_it_goes_backward(
     kind: str, checkpointing: str, compiled: bool
 ) -> None:

@@ -197,20 +197,15 @@ def test_what_observes_a_run_changes_no_bit_of_it(tmp_path: Path) -> None:
 
 
 @pytest.mark.needs("a C++ compiler")
-@pytest.mark.parametrize("changed_at", [None, 5])
-def test_blocks_that_are_compiled_again_are_reported(capsys: Capture, tmp_path: Path, changed_at: int | None) -> None:
-    run_loop(RandomBatches(changed_at), 8, tmp_path, device="cpu", compiled=True)
-    reported = [line for line in capsys.readouterr().out.splitlines() if "compiled again" in line]
-    line = "compiled again, which stalls every rank; TORCH_LOGS=recompiles shows why"
-    assert reported == ([] if changed_at is None else [f"step {changed_at + 1}: {line}"])
-
-
-@pytest.mark.needs("a C++ compiler")
-@pytest.mark.parametrize("hidden", [False, True])
-def test_a_run_that_is_to_be_compiled_says_where_no_block_was(capsys: Capture, tmp_path: Path, hidden: bool) -> None:
+def test_blocks_that_are_compiled_again_or_not_at_all_are_reported_and_others_are_not(capsys: Capture, tmp_path: Path) -> None:
+    run_loop(RandomBatches(5), 8, tmp_path, device="cpu", compiled=True)
+    printed = capsys.readouterr().out
+    reported = [line for line in printed.splitlines() if "compiled again" in line]
+    assert reported == ["step 6: compiled again, which stalls every rank; TORCH_LOGS=recompiles shows why"]
+    assert "no block was compiled" not in printed
     torch._dynamo.reset()
-    run_loop(RandomBatches(None), 2, tmp_path, device="cpu", compiled=True, hidden_from_compiler=hidden)
-    assert ("compile is on, but no block was compiled" in capsys.readouterr().out) == hidden
+    run_loop(RandomBatches(None), 2, tmp_path, device="cpu", compiled=True, hidden_from_compiler=True)
+    assert "compile is on, but no block was compiled" in capsys.readouterr().out
 
 
 @pytest.mark.gpu
