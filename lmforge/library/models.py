@@ -74,7 +74,8 @@ def generate_text(
     seed: int = 0,
 ) -> list[str]:
     """The text that the model generates after each prompt, without the prompt. The same seed gives the same text; temperature 0
-    is greedy. None: as the model's generation_config.json says, else temperature 0.8 alone."""
+    is greedy. None: as the model's generation_config.json says, else temperature 0.8 alone. Raises UserError for a prompt that
+    leaves no room in what the model reads; texts end there."""
     completions = engine.generate(
         model.model,
         model.tokenizer,

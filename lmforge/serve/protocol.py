@@ -16,8 +16,9 @@ from lmforge.untrusted import cut, quoted
 # they have no effect.
 UNSUPPORTED_UNLESS: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(("frequency_penalty", "min_p", "min_tokens", "mirostat", "presence_penalty"), (0,)),
-    **dict.fromkeys(("best_of", "length_penalty", "repeat_penalty", "repetition_penalty", "typical_p"), (1,)),
-    **dict.fromkeys(("echo", "ignore_eos", "include_stop_str_in_output", "use_beam_search"), (False,)),
+    **dict.fromkeys(("dry_multiplier", "dynatemp_range", "n_probs", "top_a", "xtc_probability"), (0,)),
+    **dict.fromkeys(("best_of", "length_penalty", "repeat_penalty", "repetition_penalty", "tfs_z", "typical_p"), (1,)),
+    **dict.fromkeys(("echo", "ignore_eos", "include_stop_str_in_output", "return_token_ids", "use_beam_search"), (False,)),
     **dict.fromkeys(("documents", "functions", "stop_token_ids", "tools"), ([],)),
     **dict.fromkeys(("function_call", "tool_choice"), ("none", "auto")),
     **dict.fromkeys(("audio", "web_search_options"), ()),
@@ -26,7 +27,7 @@ UNSUPPORTED_UNLESS: dict[str, tuple[Any, ...]] = {
     "parallel_tool_calls": (True, False),
     "reasoning_effort": ("none",),
     "response_format": ({"type": "text"},),
-    "skip_special_tokens": (True,),
+    **dict.fromkeys(("skip_special_tokens", "spaces_between_special_tokens"), (True,)),
     "suffix": ("",),
     "verbosity": ("medium",),
 }

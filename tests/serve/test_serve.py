@@ -266,6 +266,7 @@ def test_unsupported_requests_are_refused_by_name(server: Server, change: dict[s
 def test_parameters_without_effect_are_accepted(server: Server) -> None:
     neutral = {"frequency_penalty": 0, "presence_penalty": 0.0, "logit_bias": {}, "tools": [], "user": "me", "stop": None}
     neutral |= {"min_p": 0.0, "top_k": -1, "verbosity": "medium", "repetition_penalty": 1.0, "echo": False, "min_tokens": 0}
+    neutral |= {"xtc_probability": 0, "tfs_z": 1.0, "return_token_ids": False, "spaces_between_special_tokens": True}
     neutral |= {"chat_template_kwargs": {}, "enable_thinking": False, "add_generation_prompt": True, "temperature": 0}
     status, answer = server.ask("/v1/chat/completions", {"model": "hello", "messages": HI} | neutral)
     assert (status, answer["choices"][0]["message"]["content"]) == (200, "Hey <s>")
