@@ -182,7 +182,8 @@ def _generation_requests(
     seed = secrets.randbelow(SEED["le"]) if body.seed is None else body.seed
     top_k = None if body.top_k is None else max(0, body.top_k)
     try:
-        sampling = served.loaded.sampling(1.0, temperature=body.temperature, top_k=top_k, top_p=body.top_p)
+        given = {name: getattr(body, name) for name in ("temperature", "top_p", "min_p", "repetition_penalty")}
+        sampling = served.loaded.sampling(1.0, top_k=top_k, **given)
     except UserError as problem:
         raise ApiError(400, str(problem), param="model") from None
     stop_ids = served.loaded.chat_stop_ids if chat else served.loaded.text_stop_ids

@@ -15,9 +15,9 @@ from lmforge.untrusted import cut, quoted
 # Parameters of OpenAI's API and of other servers that are not supported and would change the output, and the values with which
 # they have no effect.
 UNSUPPORTED_UNLESS: dict[str, tuple[Any, ...]] = {
-    **dict.fromkeys(("frequency_penalty", "min_p", "min_tokens", "mirostat", "presence_penalty"), (0,)),
+    **dict.fromkeys(("frequency_penalty", "min_tokens", "mirostat", "presence_penalty"), (0,)),
     **dict.fromkeys(("dry_multiplier", "dynatemp_range", "n_probs", "top_a", "xtc_probability"), (0,)),
-    **dict.fromkeys(("best_of", "length_penalty", "repeat_penalty", "repetition_penalty", "tfs_z", "typical_p"), (1,)),
+    **dict.fromkeys(("best_of", "length_penalty", "repeat_penalty", "tfs_z", "typical_p"), (1,)),
     **dict.fromkeys(("echo", "ignore_eos", "include_stop_str_in_output", "return_token_ids", "use_beam_search"), (False,)),
     **dict.fromkeys(("documents", "functions", "stop_token_ids", "tools"), ([],)),
     **dict.fromkeys(("function_call", "tool_choice"), ("none", "auto")),
@@ -93,14 +93,16 @@ class StreamOptions(_StrictModel):
 
 
 class BaseCompletionRequest(_StrictModel):
-    """The fields of both endpoints. `top_k` is an extension, and -1 the 0 of others; the other fields are OpenAI's. How to
-    sample is the model's own where it is None."""
+    """The fields of both endpoints. `top_k` (-1 is 0), `min_p` and `repetition_penalty` are extensions; others are OpenAI's.
+    How to sample is the model's own where it is None."""
 
     model: str
     max_tokens: int | None = Field(None, ge=1)
     temperature: float | None = Field(None, ge=0, le=2)
     top_p: float | None = Field(None, gt=0, le=1)
     top_k: int | None = Field(None, ge=-1)
+    min_p: float | None = Field(None, ge=0, le=1)
+    repetition_penalty: float | None = Field(None, gt=0, le=100)
     n: int = Field(1, ge=1, le=128)
     seed: int | None = Field(None, ge=-(2**63), lt=2**63)
     stop: StopString | Annotated[list[StopString], Field(max_length=16)] = []

@@ -245,7 +245,8 @@ BAD = [
     ({"top_q": 1}, 400, "top_q: no such parameter"),
     ({"q" * 5000: 1}, 400, "q" * 80 + "… (5,000 characters): no such parameter"),
     ({"frequency_penalty": 1}, 400, "frequency_penalty: not supported, got 1"),
-    ({"min_p": 0.1}, 400, "min_p: not supported, got 0.1"),
+    ({"typical_p": 0.1}, 400, "typical_p: not supported, got 0.1"),
+    ({"min_p": 2}, 400, "min_p: input should be less than or equal to 1"),
     ({"echo": True}, 400, "echo: not supported, got true"),
     ({"continue_final_message": True}, 400, "the last message is not the assistant's"),
     ({"add_generation_prompt": False}, 400, "add_generation_prompt: false only with continue_final_message"),
@@ -270,6 +271,14 @@ def test_parameters_without_effect_are_accepted(server: Server) -> None:
     neutral |= {"chat_template_kwargs": {}, "enable_thinking": False, "add_generation_prompt": True, "temperature": 0}
     status, answer = server.ask("/v1/chat/completions", {"model": "hello", "messages": HI} | neutral)
     assert (status, answer["choices"][0]["message"]["content"]) == (200, "Hey <s>")
+
+
+def test_min_p_of_one_leaves_the_likeliest_token(server: Server) -> None:
+    body = {"model": "noise", "messages": HI, "max_tokens": 12}
+    [least, greedy] = [
+        server.ask("/v1/chat/completions", body | given)[1]["choices"] for given in ({"min_p": 1}, {"temperature": 0})
+    ]
+    assert least == greedy
 
 
 def test_a_template_gets_its_variables_and_a_final_message_is_continued(server: Server, models: Path) -> None:
