@@ -85,7 +85,7 @@ def place(tmp_path: Path) -> Path:
     write("chats.jsonl", *[{"messages": [QUESTION, ANSWER]}] * 5)
     write("silent.jsonl", {"messages": [QUESTION, ANSWER]}, {"messages": [QUESTION]})
     write("pairs.jsonl", *[pair] * 5)
-    write("equal.jsonl", pair, pair | {"rejected": [ANSWER]})
+    write("equal.jsonl", pair | {"rejected": [ANSWER]})
     write("marked.jsonl", pair | {"margin": 0.5}, pair | {"margin": "much"})
     write("prompts.jsonl", *[{"prompt": [QUESTION]}] * 5)
     write("answered.jsonl", {"prompt": [QUESTION]}, {"prompt": [QUESTION], "answer": "Yes."})
@@ -95,7 +95,9 @@ def place(tmp_path: Path) -> Path:
     (tmp_path / "broken.jsonl").write_text('{"messages": [\n')
     (tmp_path / "rewards.py").write_text(REWARDS)
     (tmp_path / "empty").mkdir()
-    dated = [{"prompt": [QUESTION], "answer": "Yes.", "when": datetime(2024, 5, 1), "price": Decimal("1.5")}] * 8
+    dated = [
+        {"prompt": [QUESTION], "answer": "Yes.", "when": datetime(2024, 5, 1), "price": Decimal("1.5"), "raw": b"\xff"}
+    ] * 8
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(dated), tmp_path / "dated.parquet")
     return tmp_path
 
@@ -138,7 +140,11 @@ def recipe_of(kind: type[Tuned], place: Path, source: Path, **tables: Mapping[st
             "model.hidden_size: a checkpoint's model config cannot be changed",
         ),
         ("align", ["--data.files", "chats.jsonl"], "chats.jsonl, record 1: "),
-        ("align", ["--data.files", "equal.jsonl"], "equal.jsonl, record 2: chosen and rejected are equal"),
+        (
+            "align",
+            ["--data.files", "equal.jsonl"],
+            "1 left out that cannot be used, such as equal.jsonl, record 1: chosen and rejected are equal",
+        ),
         (
             "align",
             ["--method", "kto", "--data.packing", "none"],
@@ -235,7 +241,7 @@ def test_it_is_refused_in_one_line_and_writes_no_file(
         ),
         (
             ["--data.files", "dated.parquet", "--rollout.reward_functions", "rewards.py:right"],
-            "dated.parquet, record 1: column 'when' is not plain data (Object of type datetime is not JSON serializable)",
+            "dated.parquet, record 1: column 'raw' is not plain data (Object of type bytes is not JSON serializable)",
         ),
         (
             ["--rollout.reward_functions", "rewards.py:right", "--rollout.num_generations", "3"],
@@ -536,3 +542,24 @@ def test_what_answers_to_a_share_of_the_prompts_earn_is_measured(place: Path, ti
     assert done.returncode == 0, done.stderr
     assert "80 of 80 records; 2 for validation; 4 completions each" in done.stdout
     assert "val/reward" in steps_of(place / "runs" / "run")[-1]
+
+
+@pytest.mark.parametrize("skip", [True, False])
+def test_a_folder_is_trained_on_without_other_splits_and_what_cannot_be_used(
+    skip: bool, place: Path, tiny_run: Path, lmforge: Command
+) -> None:
+    """One equal pair ends no run; a broken line does, unless it is to be left out."""
+    pairs = (place / "pairs.jsonl").read_text()
+    (place / "mixed").mkdir()
+    (place / "mixed" / "train.jsonl").write_text(pairs + (place / "equal.jsonl").read_text() + "{\n" * skip)
+    (place / "mixed" / "test.jsonl").write_text(pairs)
+    words = ["--data.files", "mixed", "--data.folder", "examples", "--data.sequence_length", "64", *FEW]
+    words += ["--data.skip_invalid", "true"] if skip else []
+    done = lmforge("align", "--model.source", tiny_run, *words, "--run.name", "run", cwd=place)
+    assert done.returncode == 0, done.stderr
+    count = 2 if skip else 1
+    assert f"; {count} left out that cannot be used, listed in its left-out.txt" in done.stdout
+    assert "; mixed leaves out 1 file (split test 1)" in done.stdout
+    [listed] = place.glob("examples/*/left-out.txt")
+    assert listed.read_text().count("\n") == count
+    assert "mixed/train.jsonl, record 6: chosen and rejected are equal: there is nothing to prefer\n" in listed.read_text()
