@@ -223,8 +223,9 @@ def _trace_eager(block: nn.Module, args: list[Any], kwargs: dict[str, Any]) -> t
         del hidden, block_args
         output = result if isinstance(result, Tensor) else result[0]
         saved = tracker.live_bytes() - output.nbytes
+    gradient = torch.empty_like(output)
     with backward:
-        output.backward(torch.empty_like(output))
+        output.backward(gradient)
     return forward.work, backward.work, saved
 
 
