@@ -285,10 +285,6 @@ class Tokenizer:
         """The text of ids, without special tokens unless `include_special_tokens`."""
         return self._backend.decode(list(ids), skip_special_tokens=not include_special_tokens)
 
-    def stream_decoder(self, is_continuation: bool = False) -> "StreamDecoder":
-        """A decoder that takes one id at a time. `is_continuation`: after other text, so that a leading blank counts."""
-        return StreamDecoder(self, is_continuation)
-
     def token_byte_lengths(self) -> np.ndarray:
         """The number of UTF-8 bytes of text that each id stands for, int32 [vocab_size]; 0 for special tokens."""
         sizes = np.array([len(piece) for piece in self._bytes_of_id], np.int32)
@@ -381,9 +377,10 @@ class Tokenizer:
 
 
 class StreamDecoder:
-    """Decodes one id at a time, and holds the bytes of an incomplete character."""
+    """Decodes one id at a time, and holds the bytes of an incomplete character. `is_continuation`: after other text, so that a
+    leading blank counts."""
 
-    def __init__(self, tokenizer: Tokenizer, is_continuation: bool):
+    def __init__(self, tokenizer: Tokenizer, is_continuation: bool = False):
         self._tokenizer = tokenizer
         self._drop_space = tokenizer.drops_leading_space and not is_continuation
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")

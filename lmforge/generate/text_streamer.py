@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from lmforge.data.tokenizer import Tokenizer
+from lmforge.data.tokenizer import StreamDecoder, Tokenizer
 
 
 class TextStreamer:
@@ -13,7 +13,7 @@ class TextStreamer:
 
     def __init__(self, tokenizer: Tokenizer, stop_strings: Sequence[str], is_continuation: bool = False) -> None:
         """`is_continuation`: it continues a text, so that the blank before its first word counts."""
-        self._decoder = tokenizer.stream_decoder(is_continuation)
+        self._decoder = StreamDecoder(tokenizer, is_continuation)
         self._stop_strings = stop_strings
         self._num_emitted = 0  # characters of `text` that were returned
         self.token_ids: list[int] = []

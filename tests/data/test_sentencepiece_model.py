@@ -16,7 +16,7 @@ from sentencepiece.sentencepiece_model_pb2 import ModelProto
 from lmforge.cli import run as command
 from lmforge.data.sentencepiece_model import convert_sentencepiece
 from lmforge.data.shards.folder import TokenFolder
-from lmforge.data.tokenizer import Tokenizer
+from lmforge.data.tokenizer import StreamDecoder, Tokenizer
 from lmforge.errors import UserError
 from tests.conftest import Refusal
 from tests.text import write_documents
@@ -83,7 +83,7 @@ def test_ids_and_texts_are_those_of_sentencepiece(trained: Trained, model_type: 
         assert ours.encode(text) == ids or (model_type == "unigram" and sorted(ours.encode(text)) == sorted(ids))
         if theirs.unk_id() not in ids and "▁" not in text:
             assert ours.decode(ids) == theirs.decode(ids)
-            decoder = ours.stream_decoder()
+            decoder = StreamDecoder(ours)
             assert "".join(map(decoder.feed, ids)) + decoder.finish() == ours.decode(ids)
 
     compare()

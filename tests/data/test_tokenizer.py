@@ -14,6 +14,7 @@ from lmforge.data.tokenizer import (
     EOS_TOKEN,
     MIN_VOCAB_SIZE,
     UNKNOWN_TOKEN,
+    StreamDecoder,
     Tokenizer,
     byte_tokenizer,
     character_tokenizer,
@@ -106,14 +107,14 @@ def test_a_text_of_paragraphs_between_blank_lines_is_cut_too(trained: Tokenizer)
 @settings(max_examples=100, deadline=None)
 @given(TEXTS)
 def test_text_decoded_id_by_id_is_the_same_in_complete_characters(trained: Tokenizer, text: str) -> None:
-    decoder = trained.stream_decoder()
+    decoder = StreamDecoder(trained)
     pieces = [decoder.feed(id) for id in trained.encode(text)]
     assert all("\ufffd" not in piece for piece in pieces) or "\ufffd" in text
     assert "".join(pieces) + decoder.finish() == text
 
 
 def test_a_character_cut_short_is_kept_back_and_then_marked(trained: Tokenizer, byte_tokenizer: Tokenizer) -> None:
-    decoder = byte_tokenizer.stream_decoder()
+    decoder = StreamDecoder(byte_tokenizer)
     assert [decoder.feed(id) for id in byte_tokenizer.encode("☃")[:2]] == ["", ""]
     assert decoder.finish() == "\ufffd"
 
@@ -139,7 +140,7 @@ def test_a_token_of_the_character_tokenizer_is_a_character(text: str) -> None:
     assert [tokenizer.id_to_bytes(id) for id in ids] == [character.encode() for character in text]
     assert tokenizer.decode(ids) == text
     assert tokenizer.decode(tokenizer.encode("▁")) == "▁" == tokenizer.id_to_bytes(tokenizer.encode("▁")[0]).decode()
-    decoder = tokenizer.stream_decoder()
+    decoder = StreamDecoder(tokenizer)
     assert "".join(map(decoder.feed, ids)) == text
 
 
@@ -275,7 +276,7 @@ def test_a_sentencepiece_vocabulary_counts_blanks_and_bytes(tmp_path: Path) -> N
     # One byte more than the text: the blank this kind puts before it.
     assert int(tokenizer.token_byte_lengths()[ids].sum()) == len(text.encode()) + 1
     assert tokenizer.token_byte_lengths()[[0, 1, 2]].tolist() == [0, 0, 0]
-    decoder = tokenizer.stream_decoder()
+    decoder = StreamDecoder(tokenizer)
     assert "".join(decoder.feed(id) for id in ids) + decoder.finish() == text
 
 
@@ -291,7 +292,7 @@ def test_a_unigram_vocabulary_with_metaspace_decodes_as_it_comes(tmp_path: Path,
     assert tokenizer.eos_token_id == 1
     for text in ("hello world", " hello  world ", "world"):
         ids = tokenizer.encode(text)
-        decoder = tokenizer.stream_decoder()
+        decoder = StreamDecoder(tokenizer)
         assert "".join(decoder.feed(id) for id in ids) + decoder.finish() == tokenizer.decode(ids)
 
 
@@ -303,7 +304,7 @@ def test_a_wordpiece_vocabulary_decodes_as_it_comes(tmp_path: Path) -> None:
     wordpiece.add_special_tokens(["[UNK]", "[SEP]"])
     tokenizer = Tokenizer.open(write(tmp_path, wordpiece, eos_token="[SEP]"))
     ids = tokenizer.encode("hello worlds")
-    decoder = tokenizer.stream_decoder()
+    decoder = StreamDecoder(tokenizer)
     assert "".join(decoder.feed(id) for id in ids) == tokenizer.decode(ids) == "hello worlds"
 
 
@@ -313,7 +314,7 @@ def test_a_vocabulary_of_words_without_a_decoder_decodes_as_it_comes(tmp_path: P
     words.add_special_tokens(["<eos>", "[UNK]"])
     tokenizer = Tokenizer.open(write(tmp_path, words, eos_token="<eos>"))
     ids = tokenizer.encode("hello world hello")
-    decoder = tokenizer.stream_decoder()
+    decoder = StreamDecoder(tokenizer)
     assert "".join(decoder.feed(id) for id in ids) == tokenizer.decode(ids) == "hello world hello"
 
 

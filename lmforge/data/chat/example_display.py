@@ -3,7 +3,7 @@
 import unicodedata
 
 from lmforge.data.packing import TokenizedExample
-from lmforge.data.tokenizer import Tokenizer
+from lmforge.data.tokenizer import StreamDecoder, Tokenizer
 
 # Two shades in turn, so that the bounds of tokens are visible: black on green if scored, grey if not.
 SCORED_STYLES = ("\x1b[30;42m", "\x1b[30;102m")
@@ -17,7 +17,7 @@ def format_example(example: TokenizedExample, tokenizer: Tokenizer, *, ansi: boo
     A character of several tokens is shown with the last of them. Line ends are shown as ↵ and written; other control characters
     are escaped.
     """
-    stream = tokenizer.stream_decoder()
+    stream = StreamDecoder(tokenizer)
     pieces = []
     before = False
     for number, (id, scored) in enumerate(zip(example.tokens.tolist(), example.loss_mask.tolist(), strict=True)):
