@@ -29,7 +29,9 @@ MODEL_NAME_PATTERN = re.compile(r"(?P<name>[A-Za-z0-9][\w.-]*/[A-Za-z0-9_][\w.-]
 COMMIT_PATTERN = re.compile(r"[0-9a-f]{40}")
 DIGEST_PATTERN = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")
 SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME = "model.safetensors", "model.safetensors.index.json"
-CONFIG_AND_TOKENIZER_FILES = re.compile(r"[^/]+\.(json|jinja)|tokenizer\.model|merges\.txt|vocab\.txt")
+CONFIG_AND_TOKENIZER_FILES = re.compile(
+    r"[^/]+\.(json|jinja)|additional_chat_templates/[^/]+\.jinja|tokenizer\.model|merges\.txt|vocab\.txt"
+)
 # The files that `datasets` reads, and the dataset card, which says how the files are divided.
 DATA_FILES = re.compile(
     r"(?:README\.md|.+\.(?:jsonl?|csv|tsv|txt|parquet|arrow)(?:\.(?:gz|zst|xz|bz2))?|.+\.(?:zip|tar|tar\.gz))"

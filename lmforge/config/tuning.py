@@ -52,6 +52,9 @@ class ExampleOptions(SequenceOptions):
     skip_invalid: bool = option(
         False, "leave out records that cannot be used, with a count and a list, instead of ending at the first"
     )
+    ignore_media: bool = option(
+        False, "train on the text of records that hold images, audio or videos; otherwise these are refused"
+    )
     folder: Path = option(
         Path("data/examples"), "where tokenized examples are cached, one folder for each set of files and options"
     )
@@ -186,6 +189,12 @@ class ConversationOptions(ExampleOptions):
     )
     mask: Literal["assistant", "last", "all"] = option(
         "assistant", "tokens that the loss counts: every assistant turn, the last one only, or all tokens"
+    )
+
+    split_turns: bool = option(
+        False,
+        "make each answer an example of its own, with what comes before it, in conversations whose earlier turns the chat"
+        " template rewrites, as those do that remove reasoning",
     )
 
     def problems(self) -> Iterator[str]:

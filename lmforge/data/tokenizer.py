@@ -57,6 +57,7 @@ MAX_CUT_ATTEMPTS = 20
 
 # Files beside a tokenizer.json with what it does not hold itself; copied with it.
 COMPANION_FILES = (*CONFIG_FILES, "chat_template.jinja")
+ADDITIONAL_TEMPLATES = "additional_chat_templates"  # a folder of NAME.jinja beside them
 MAX_TOKENIZER_BYTES = 2**28
 MAX_VOCAB_SIZE = 2**24
 
@@ -205,11 +206,13 @@ class Tokenizer:
                 for name in COMPANION_FILES
                 if (beside := file.parent / name).is_file()
             }
+            others = sorted(file.parent.glob(f"{ADDITIONAL_TEMPLATES}/*.jinja")) if isinstance(file, Path) else []
+            templates = {each.stem: read_bounded(each).decode("utf-8-sig") for each in others}
         except FileNotFoundError:
             raise UserError(f"{file}: no such tokenizer; name a tokenizer.json or a folder that holds one") from None
         except (OSError, UnicodeDecodeError) as error:
             raise UserError(f"{file}: cannot be read: {error}") from None
-        return cls(text, companions, str(file))
+        return cls(text, _with_named_templates(companions, templates, file), str(file))
 
     @property
     def files(self) -> dict[str, str]:
@@ -374,6 +377,19 @@ class Tokenizer:
                     token = token.replace("▁", " ")
                 pieces[id] = token.encode()
         return pieces
+
+
+def _with_named_templates(companions: dict[str, str], templates: dict[str, str], file: Path) -> dict[str, str]:
+    """The files beside a tokenizer.json, with several templates as transformers' list in its tokenizer_config.json."""
+    if not templates:
+        return companions
+    source = str(file.parent / CONFIG_FILES[0])
+    config = parse_json(companions.get(CONFIG_FILES[0], "{}").encode(), dict[str, Any], source)
+    others = {name: text for name, text in companions.items() if name != "chat_template.jinja"}
+    if "chat_template.jinja" in companions:
+        templates = {"default": companions["chat_template.jinja"], **templates}
+    config["chat_template"] = [{"name": name, "template": template} for name, template in templates.items()]
+    return {**others, CONFIG_FILES[0]: json.dumps(config, indent=2, ensure_ascii=False)}
 
 
 class StreamDecoder:

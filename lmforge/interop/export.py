@@ -95,6 +95,7 @@ def export_folder(
         for file, content in files.items():
             if not (partial / file).exists():
                 text = content if isinstance(content, str) else json.dumps(content, indent=2) + "\n"
+                (partial / file).parent.mkdir(exist_ok=True)
                 (partial / file).write_text(text, encoding="utf-8")
         _write_shards(partial, tensors, value_of, dtype, max_shard_bytes)
 

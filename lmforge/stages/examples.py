@@ -53,10 +53,11 @@ def read_examples(
     options: ExampleOptions, kind: str, path: Path, tokenizer: Tokenizer, unusable: UnusableRecords
 ) -> Iterator[ExampleGroup]:
     """The examples of a file. Raises UserError naming a record that is not valid, unless `unusable` leaves it out."""
-    reading: dict[str, Any] = {"fields": options.renamed, "unusable": unusable}
+    reading: dict[str, Any] = {"fields": options.renamed, "ignore_media": options.ignore_media, "unusable": unusable}
     if isinstance(options, ConversationOptions):
-        reading |= {"mask": options.mask, "parse_special_tokens": options.parse_special_tokens}
-        for example in read_conversations(path, tokenizer, format=options.format, **reading):
+        reading |= {"split_turns": options.split_turns, "format": options.format, "mask": options.mask}
+        reading["parse_special_tokens"] = options.parse_special_tokens
+        for example in read_conversations(path, tokenizer, **reading):
             yield ExampleGroup((example,))
         return
     assert isinstance(options, AlignDataOptions)

@@ -154,5 +154,5 @@ def companion_files(
         "config.json": ids,
         "generation_config.json": {"do_sample": True, **ids, **(config.generation_config or {}), **stops},
         "tokenizer_config.json": {"tokenizer_class": "PreTrainedTokenizerFast", **names},
-        **({} if template is None else {"chat_template.jinja": template.jinja_source}),
+        **({} if template is None else template.files),
     }

@@ -15,7 +15,7 @@ import zstandard
 from lmforge.data.chat.conversations import Format, read_conversations
 from lmforge.data.chat.example_display import format_example
 from lmforge.data.chat.layout import encode_layouts
-from lmforge.data.chat.templates import ChatTemplate
+from lmforge.data.chat.templates import ChatTemplate, build_layouts, one_layout
 from lmforge.data.packing import TokenizedExample
 from lmforge.data.sources.records import UnusableRecords
 from lmforge.data.tokenizer import Tokenizer
@@ -263,8 +263,8 @@ def test_the_program_of_the_page_prints_what_it_says(tmp_path: Path, monkeypatch
 
     tokenizer = train_tokenizer([""], 261)
     chat = ChatTemplate.from_tokenizer(tokenizer)
-    example = chat.chat_example([{"role": role, "content": text} for role, text in messages])
-    [example] = encode_layouts(tokenizer, list(chat.build_layouts([example])))
+    [built] = build_layouts([chat.chat_example([{"role": role, "content": text} for role, text in messages])])
+    [example] = encode_layouts(tokenizer, [one_layout(built)])
     assert tokenizer.decode(example.tokens.tolist(), include_special_tokens=True) == template
 
 

@@ -13,7 +13,8 @@ from transformers import AutoTokenizer
 
 from lmforge.data.chat import jinja_sandbox
 from lmforge.data.chat.layout import encode_layouts
-from lmforge.data.chat.templates import LMFORGE_TEMPLATE, ChatTemplate, LossMaskMode
+from lmforge.data.chat.template_sources import LMFORGE_TEMPLATE
+from lmforge.data.chat.templates import ChatTemplate, LossMaskMode, build_layouts, one_layout
 from lmforge.data.tokenizer import CHAT_SPECIAL_TOKENS, EOS_TOKEN, Tokenizer, train_tokenizer
 from lmforge.errors import UserError
 from tests.seeds import fresh_random
@@ -124,8 +125,8 @@ class Encoded(NamedTuple):
 def encode(
     template: ChatTemplate, messages: list[Any], mask: LossMaskMode = "assistant", tools: list[Any] | None = None
 ) -> Encoded:
-    layouts = template.build_layouts([template.chat_example(messages, mask, tools)])
-    [example] = encode_layouts(template.tokenizer, list(layouts))
+    [built] = build_layouts([template.chat_example(messages, mask, tools)])
+    [example] = encode_layouts(template.tokenizer, [one_layout(built)])
     return Encoded(example.tokens.tolist(), example.loss_mask.tolist())
 
 

@@ -6,7 +6,7 @@ Templates are applied in `templates.py`; pairs and prompts are read in `preferen
 import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import islice
 from pathlib import Path
@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 from lmforge.config.sections import ConversationFormat as Format
 from lmforge.data.chat.layout import Layout, encode_layouts
 from lmforge.data.chat.messages import check_encodable, parse_embedded_json
-from lmforge.data.chat.templates import ChatExample, ChatTemplate, LossMaskMode
+from lmforge.data.chat.templates import ChatExample, ChatTemplate, LossMaskMode, build_layouts
 from lmforge.data.packing import TokenizedExample
 from lmforge.data.sources.records import Record, UnusableRecords, read_records, record_text, require_fields
 from lmforge.data.tokenizer import Tokenizer
@@ -34,26 +34,39 @@ SHAREGPT_SPEAKERS = {
     "system": ("system",),
     "user": ("human", "user"),
     "assistant": ("gpt", "assistant", "model", "function_call"),
-    "tool": ("tool", "observation", "function_response"),
+    "tool": ("tool", "observation", "function", "function_response"),
 }
 SHAREGPT_ROLES = {speaker: role for role, speakers in SHAREGPT_SPEAKERS.items() for speaker in speakers}
+# Fields in which a record says something to the model, and in which it holds what is no text.
+TEXT_FIELDS = (
+    "chosen",
+    "rejected",
+    "system",
+    "input",
+    "history",
+    *(name for names in FORMAT_FIELDS.values() for name in names),
+)
+MEDIA = ("image", "video", "audio")
+IMAGE_PLACEHOLDER = "<image>"
 ENCODE_BATCH_SIZE = 1000
 
 ExampleT = TypeVar("ExampleT")
-# The layouts of a record, or what they are made of, and the function that makes an example of them once they are encoded.
-LaidOut = tuple[Callable[..., ExampleT], list[Layout | ChatExample]]
+# The layouts of a record, or what they are made of, and the function that makes examples of them once they are encoded.
+LaidOut = tuple[Callable[..., Iterable[ExampleT]], list[Layout | ChatExample]]
 
 
 @dataclass
 class RecordEncoder:
     """How records become examples, the same for every type of file. `field_names` gives the file's name of a format's field.
 
-    Prompts and completions that are texts are encoded as they are, unless `apply_chat_template` makes messages of them.
+    Prompts and completions that are texts are encoded as they are, unless `apply_chat_template` makes messages of them. Records
+    with images, audio or videos are refused, unless `ignore_media` makes examples of their text.
     """
 
     tokenizer: Tokenizer
     field_names: Mapping[str, str] | None = None
     apply_chat_template: bool = False
+    ignore_media: bool = False
     unusable: UnusableRecords = field(default_factory=UnusableRecords)
     parse_special_tokens: bool = False
 
@@ -105,43 +118,47 @@ class RecordEncoder:
     ) -> Layout | ChatExample:
         """A prompt and its completion, each a text or messages. With `mask` "all" the prompt is scored too."""
         if isinstance(prompt, str) and isinstance(completion, str) and not self.apply_chat_template:
+            if said := next((name for name in ("system", "tools") if record.get(name)), None):
+                raise UserError(f"the field {said!r} has no place in a prompt that is text; write messages, or leave it out")
             return self.plain_text_layout([(prompt, mask == "all"), (completion, True)])
-        before = to_messages(prompt, "user")
+        before = _with_system(record, to_messages(prompt, "user"))
         messages = [*before, *to_messages(completion, "assistant")]
         return self.chat_template.chat_example(messages, mask, record_tools(record), len(before))
 
-    def finish_layouts(self, layouts: Sequence[Layout | ChatExample]) -> Iterator[Layout]:
-        """The layouts in their order, those of conversations by the chat template. Raises UserError for one that it refuses."""
-        conversations = [each for each in layouts if isinstance(each, ChatExample)]
-        built = self.chat_template.build_layouts(conversations) if conversations else iter(())
-        return (next(built) if isinstance(each, ChatExample) else each for each in layouts)
+    def finish_layouts(self, layouts: Sequence[Layout | ChatExample]) -> Iterator[list[Layout] | UserError]:
+        """The layouts in their order, those of conversations as the chat template builds them."""
+        built = build_layouts([each for each in layouts if isinstance(each, ChatExample)])
+        return (next(built) if isinstance(each, ChatExample) else [each] for each in layouts)
 
     def encode_file(self, path: str | Path, lay_out: Callable[[Record], LaidOut[ExampleT]]) -> Iterator[ExampleT]:
         """The examples that `lay_out` describes of the records of a file or folder. Many layouts are encoded at a time.
 
-        What `unusable` does not leave out is raised as a UserError with the place of the record.
+        What `unusable` does not leave out is raised as a UserError with the place of the record, and the number of those beside
+        it that the template refuses.
         """
 
         def laid_out() -> Iterator[tuple[str, LaidOut[ExampleT]]]:
             for place, record in read_renamed_records(path, self.field_names, self.unusable):
                 with self.unusable.leave_out(place):
+                    check_media(record, self.ignore_media)
                     yield place, lay_out(record)
 
         remaining = laid_out()
         while batch := list(islice(remaining, ENCODE_BATCH_SIZE)):
-            finished: list[tuple[Callable[..., ExampleT], list[Layout]]] = []
-            while batch:
-                finishing = self.finish_layouts([layout for _, (_, layouts) in batch for layout in layouts])
-                for place, (make, layouts) in batch.copy():
-                    batch.pop(0)
-                    before = len(finished)
-                    with self.unusable.leave_out(place):
-                        finished.append((make, list(islice(finishing, len(layouts)))))
-                    if len(finished) == before:  # the rest of the batch is begun anew
-                        break
-            examples = iter(encode_layouts(self.tokenizer, [each for _, built in finished for each in built]))
-            for make, built in finished:
-                yield make(*islice(examples, len(built)))
+            finishing = self.finish_layouts([layout for _, (_, layouts) in batch for layout in layouts])
+            built = [list(islice(finishing, len(layouts))) for _, (_, layouts) in batch]
+            problems = [next((each for each in of_record if isinstance(each, UserError)), None) for of_record in built]
+            refused = len(batch) - problems.count(None)
+            others = f" ({refused:,} of {len(batch):,} records are refused)" if refused > 1 else ""
+            finished: list[tuple[Callable[..., Iterable[ExampleT]], list[Layout]]] = []
+            for (place, (make, _)), of_record, problem in zip(batch, built, problems, strict=True):
+                with self.unusable.leave_out(place):
+                    if problem:
+                        raise UserError(f"{problem}{others}")
+                    finished.append((make, [layout for each in of_record if isinstance(each, list) for layout in each]))
+            examples = iter(encode_layouts(self.tokenizer, [each for _, layouts in finished for each in layouts]))
+            for make, layouts in finished:
+                yield from make(*islice(examples, len(layouts)))
 
 
 def read_renamed_records(
@@ -164,6 +181,8 @@ def read_conversations(
     format: Format = "auto",
     mask: LossMaskMode = "assistant",
     fields: Mapping[str, str] | None = None,
+    split_turns: bool = False,
+    ignore_media: bool = False,
     unusable: UnusableRecords | None = None,
     parse_special_tokens: bool = False,
 ) -> Iterator[TokenizedExample]:
@@ -171,16 +190,20 @@ def read_conversations(
 
     `format` "auto" detects it from the fields of the first record; `fields` gives the file's names of a format's fields, such
     as {"messages": "chat"}. Prompts and completions that are strings, and plain text, are encoded as they are, without a
-    template, and end with the end-of-text token; `parse_special_tokens` is for these. Raises UserError naming a record that
-    does not have the format, unless `unusable` leaves it out.
+    template, and end with the end-of-text token; `parse_special_tokens` is for these. With `split_turns`, a conversation whose
+    earlier turns the template rewrites becomes an example for each answer. Raises UserError naming a record that does not have
+    the format, unless `unusable` leaves it out.
     """
     unusable = unusable or UnusableRecords()
-    encoder = RecordEncoder(tokenizer, fields, unusable=unusable, parse_special_tokens=parse_special_tokens)
+    encoder = RecordEncoder(tokenizer, fields, False, ignore_media, unusable, parse_special_tokens)
 
     def lay_out(record: Record) -> LaidOut[TokenizedExample]:
         nonlocal format
         format = detect_format(record) if format == "auto" else format
-        return lambda example: example, [_record_layout(record, format, mask, encoder)]
+        layout = _record_layout(record, format, mask, encoder)
+        if split_turns and isinstance(layout, ChatExample):
+            layout = replace(layout, split_turns=True)
+        return lambda *examples: examples, [layout]
 
     return encoder.encode_file(path, lay_out)
 
@@ -215,7 +238,37 @@ def to_messages(value: Any, role: str) -> list[Any]:
 def _message_list(value: Any) -> list[Any]:
     if not isinstance(value, list) or not value:
         raise UserError(f"expected text or a list of messages, not {json.dumps(value, default=str)[:40]}")
-    return [_sharegpt_message(each) if isinstance(each, dict) and "from" in each else each for each in value]
+    return [
+        _without_media(_sharegpt_message(each) if "from" in each else each) if isinstance(each, dict) else each
+        for each in value
+    ]
+
+
+def check_media(record: Record, ignored: bool) -> None:
+    """Raises UserError where a record holds images, audio or videos, unless these are to be `ignored`."""
+    held = next((name for name in record if name.removesuffix("s") in MEDIA and record[name]), None)
+    held = held or next(filter(None, (_find_media(record.get(name)) for name in TEXT_FIELDS)), None)
+    if held and not ignored:
+        raise UserError(f"holds {held!r}, and only text is trained on: leave it out, or set data.ignore_media")
+
+
+def _find_media(value: Any) -> str | None:
+    """What in a value is no text, or stands for it."""
+    if isinstance(value, str):
+        return IMAGE_PLACEHOLDER if IMAGE_PLACEHOLDER in value else None
+    if isinstance(value, dict):
+        return str(value["type"]) if _is_media(value) else _find_media([*value.values()])
+    return next(filter(None, map(_find_media, value)), None) if isinstance(value, list) else None
+
+
+def _is_media(part: Any) -> bool:
+    """Whether a part of a content is an image, audio or a video: "image", "image_url", "input_audio"."""
+    return isinstance(part, dict) and any(kind in MEDIA for kind in str(part.get("type")).split("_"))
+
+
+def _without_media(message: dict[str, Any]) -> dict[str, Any]:
+    content = message.get("content")
+    return message | {"content": [each for each in content if not _is_media(each)]} if isinstance(content, list) else message
 
 
 def record_tools(record: Record) -> list[Any] | None:
@@ -230,17 +283,19 @@ def record_tools(record: Record) -> list[Any] | None:
 
 def _sharegpt_message(entry: dict[str, Any]) -> dict[str, Any]:
     speaker, value = entry["from"], entry.get("value")
+    others = {name: each for name, each in entry.items() if name not in ("from", "value")}
     if not isinstance(speaker, str) or speaker not in SHAREGPT_ROLES:
         raise UserError(f'"from" is {cut(repr(speaker))}: expected one of {", ".join(SHAREGPT_ROLES)}')
     if speaker != "function_call":
-        return {"role": SHAREGPT_ROLES[speaker], "content": value}
+        return others | {"role": SHAREGPT_ROLES[speaker], "content": value}
     call = parse_embedded_json(value, 'the value of a "function_call"')
-    return {"role": "assistant", "content": "", "tool_calls": call if isinstance(call, list) else [call]}
+    return others | {"role": "assistant", "content": "", "tool_calls": call if isinstance(call, list) else [call]}
 
 
-def _system_message(record: Record) -> list[Any]:
-    system = record_text(record, "system")
-    return [{"role": "system", "content": system}] if system else []
+def _with_system(record: Record, messages: list[Any]) -> list[Any]:
+    """The messages after that of the field `system`, if there is one that they do not begin with."""
+    first = {"role": "system", "content": record_text(record, "system")}
+    return messages if not first["content"] or messages[:1] == [first] else [first, *messages]
 
 
 def _alpaca_messages(record: Record) -> list[Any]:
@@ -248,14 +303,14 @@ def _alpaca_messages(record: Record) -> list[Any]:
     history = record.get("history") or []
     if not isinstance(history, list) or not all(isinstance(turn, list) and len(turn) == 2 for turn in history):
         raise UserError("the field 'history' is not a list of [question, answer]")
-    messages = _system_message(record)
+    messages: list[Any] = []
     for question, answer in [*history, ["\n\n".join(filter(None, request)), record_text(record, "output")]]:
         messages += [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
-    return messages
+    return _with_system(record, messages)
 
 
 MESSAGES_OF: dict[Format, Callable[[Record], list[Any]]] = {
-    "messages": lambda record: _message_list(record["messages"]),
-    "sharegpt": lambda record: [*_system_message(record), *_message_list(record["conversations"])],
+    "messages": lambda record: _with_system(record, _message_list(record["messages"])),
+    "sharegpt": lambda record: _with_system(record, _message_list(record["conversations"])),
     "alpaca": _alpaca_messages,
 }

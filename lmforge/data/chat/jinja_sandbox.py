@@ -32,6 +32,7 @@ GENERATION_START, GENERATION_END = "\U0010fff0", "\U0010fff1"
 
 # Far above any conversation that a model can read.
 MAX_RENDERED_CHARACTERS = 1 << 23
+REFUSES = "refuses the conversation"
 TOO_LONG = f"wrote more than {MAX_RENDERED_CHARACTERS:,} characters"
 MAX_MESSAGE_CHARACTERS = 200
 # A request to the child has conversations with so many prefixes, or one with more, whose time is longer in proportion.
@@ -110,7 +111,7 @@ class JinjaTemplate:
             except MemoryError:
                 raise UserError(f"{self._location}: needs too much memory for a conversation") from None
             except Exception as error:  # a template is a program that can raise anything
-                raise UserError(f"{self._location}: refuses the conversation: {_one_line(error)}") from None
+                raise UserError(f"{self._location}: {REFUSES}: {_one_line(error)}") from None
             yield "".join(pieces)
 
 
@@ -244,6 +245,13 @@ def common_prefix_length(one: str, other: str) -> int:
         middle = (low + high + 1) // 2
         low, high = (middle, high) if other.startswith(one[low:middle], low) else (low, middle - 1)
     return low
+
+
+def first_difference(one: str, other: str) -> str:
+    """Where two texts begin to differ, for a message."""
+    at = common_prefix_length(one, other)
+    start = max(0, at - 20)
+    return f"{one[start : at + 20]!r} against {other[start : at + 20]!r}"
 
 
 def _one_line(error: object) -> str:

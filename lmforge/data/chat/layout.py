@@ -3,8 +3,11 @@
 Two pieces of a text of which only one is scored never share a token, so a prompt has the same ids with its answer as without.
 """
 
+import re
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Sequence
-from itertools import pairwise
+from itertools import accumulate, pairwise
+from typing import NamedTuple
 
 import numpy as np
 
@@ -14,6 +17,56 @@ from lmforge.data.tokenizer import Tokenizer
 # A special token's id, or a text between two of them as one or more pieces; with each, whether it is scored.
 LayoutPart = tuple[int, bool] | list[tuple[str, bool]]
 Layout = list[LayoutPart]
+Span = tuple[int, int]
+
+
+class SpecialToken(NamedTuple):
+    """A special token, and whether it absorbs the blanks on its left and right."""
+
+    id: int
+    lstrip: bool
+    rstrip: bool
+
+
+class SpecialTokens:
+    """The special tokens of a tokenizer by their spelling, and a `pattern` that matches one."""
+
+    def __init__(self, tokenizer: Tokenizer):
+        self.by_text = {tokenizer.id_to_token(id): SpecialToken(id, False, False) for id in tokenizer.named_ids}
+        for token in tokenizer.added_tokens:
+            if token["special"] or token["id"] in tokenizer.named_ids:
+                self.by_text[token["content"]] = SpecialToken(token["id"], token["lstrip"], token["rstrip"])
+        longest_first = sorted(self.by_text, key=len, reverse=True)
+        self.pattern = re.compile("|".join(map(re.escape, longest_first)))
+
+    def cut(self, text: str, spans: list[Span]) -> Layout:
+        """The text cut at special tokens, and the texts between them at the bounds of the scored spans."""
+        parts: Layout = []
+        # Binary search, because conversations of hundreds of turns have as many spans as parts.
+        bounds = sorted({bound for span in spans for bound in span})
+        starts = sorted(start for start, _ in spans)
+        furthest = list(accumulate((stop for _, stop in sorted(spans)), max))
+
+        def scores(offset: int) -> bool:
+            begun = bisect_right(starts, offset)
+            return begun > 0 and offset < furthest[begun - 1]
+
+        def section(start: int, stop: int) -> None:
+            cuts = [start, *bounds[bisect_right(bounds, start) : bisect_left(bounds, stop)], stop]
+            if start < stop:
+                parts.append([(text[a:b], scores(a)) for a, b in pairwise(cuts)])
+
+        at = 0
+        for match in self.pattern.finditer(text):
+            special = self.by_text[match[0]]
+            stop = match.start()
+            section(at, at + len(text[at:stop].rstrip()) if special.lstrip else stop)
+            parts.append((special.id, scores(stop)))
+            at = match.end()
+            if special.rstrip:
+                at += len(text[at:]) - len(text[at:].lstrip())
+        section(at, len(text))
+        return parts
 
 
 def encode_layouts(tokenizer: Tokenizer, layouts: Sequence[Layout]) -> list[TokenizedExample]:

@@ -3,13 +3,21 @@
 Reading them from files is in `conversations.py`, making tokens of them in `templates.py`.
 """
 
-from collections.abc import Sequence
-from typing import Any, Literal, NotRequired, TypedDict, get_args
+import json
+from collections.abc import Iterator, Sequence
+from itertools import product, starmap
+from typing import Any, Literal, NamedTuple, NotRequired, TypedDict, get_args
 
 from lmforge.errors import UserError, prefix_errors
-from lmforge.untrusted import cut, parse_json
+from lmforge.untrusted import cut, parse_json, quoted
 
-Role = Literal["system", "developer", "user", "assistant", "tool"]
+Role = Literal["system", "developer", "user", "assistant", "tool", "observation", "function"]
+# What others call these roles, for a template that does not know them.
+COMMON_ROLES = {"developer": "system", "observation": "tool", "function": "tool"}
+# As transformers reads them: the first that is there, under the names of the first and of gpt-oss.
+REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")
+# Whether a turn is scored: as OpenAI, cookbooks, axolotl and ms-swift write it.
+TRAINING_FLAGS = ("weight", "train", "training", "loss")
 
 
 class Message(TypedDict):
@@ -23,15 +31,42 @@ class Message(TypedDict):
     tool_call_id: NotRequired[str]
 
 
-def validate_messages(messages: Sequence[Any]) -> list[Message]:
-    """The messages with a known role, text as content and objects as arguments of calls. Raises UserError for others."""
+class MessageForm(NamedTuple):
+    """How a template is given messages: templates differ in what they read, and do not say it."""
+
+    content: Literal["given", "text", "parts"] = "text"
+    rename_roles: bool = False
+    arguments: Literal["object", "text"] = "object"
+
+
+def message_forms(messages: Sequence[Any]) -> Iterator[MessageForm]:
+    """The forms that valid messages may take, in the order in which they are tried."""
+    has_parts = any(isinstance(message.get("content"), list) for message in messages)
+    has_calls = any(message.get("tool_calls") or message.get("function_call") for message in messages)
+    has_others = any(message["role"] in COMMON_ROLES for message in messages)
+    contents = ("given", "text", "parts") if has_parts else ("text", "parts")
+    arguments = ("object", "text") if has_calls else ("object",)
+    return starmap(MessageForm, product(contents, (False, True) if has_others else (False,), arguments))
+
+
+def validate_messages(messages: Sequence[Any], form: MessageForm = MessageForm()) -> list[Message]:  # noqa: B008
+    """The messages in a form, with a known role and content that is text. Raises UserError for others."""
     if not isinstance(messages, list | tuple) or not messages:
         raise UserError("expected a list of messages, each with role and content")
     typed = []
     for number, message in enumerate(messages, start=1):
         with prefix_errors(f"message {number}"):
-            typed.append(_validate_message(message))
+            typed.append(_validate_message(message, form))
     return typed
+
+
+def training_flag(message: dict[str, Any]) -> bool | None:
+    """Whether a message says that it is scored; None where it does not say. Raises UserError unless it says yes or no."""
+    flags = {name: message[name] for name in TRAINING_FLAGS if message.get(name) is not None}
+    for name, value in flags.items():
+        if value not in (0, 1):
+            raise UserError(f'"{name}" is {quoted(value)}: expected 0 or 1, false or true; a turn is scored or not')
+    return all(flags.values()) if flags else None
 
 
 def check_encodable(text: str) -> str:
@@ -50,32 +85,49 @@ def parse_embedded_json(text: Any, source: str) -> Any:
     return parse_json(check_encodable(text).encode(), object, source)
 
 
-def _validate_message(message: Any) -> Message:
+def _validate_message(message: Any, form: MessageForm) -> Message:
     if not isinstance(message, dict) or "role" not in message:
         raise UserError("expected an object with role and content")
     role, content, calls = message["role"], message.get("content"), message.get("tool_calls")
     if role not in get_args(Role):
         raise UserError(f"role {cut(repr(role))}: expected one of {', '.join(get_args(Role))}")
-    if isinstance(content, list) and all(isinstance(part, dict) and isinstance(part.get("text"), str) for part in content):
-        content = "".join(part["text"] for part in content)
-    if content is None and calls:
-        content = ""
-    if not isinstance(content, str):
-        raise UserError(f"the content is not text but {type(content).__name__}")
     if calls and not isinstance(calls, list | tuple):
         raise UserError(f"tool_calls are not a list but {type(calls).__name__}")
-    typed = {key: value for key, value in message.items() if value is not None} | {"content": content}
+    calls = [*(calls or ()), *filter(None, [message.get("function_call")])]
+    if content is None and calls:
+        content = ""
+    typed = {
+        key: value for key, value in message.items() if value is not None and key not in ("function_call", *TRAINING_FLAGS)
+    }
+    typed["content"] = _content(content, form)
+    training_flag(message)
+    if form.rename_roles:
+        typed["role"] = COMMON_ROLES.get(role, role)
+    if reasoning := next((typed[field] for field in REASONING_FIELDS if field in typed), None):
+        typed = {"thinking": reasoning, **typed, "reasoning_content": reasoning}
     if calls:
-        typed["tool_calls"] = [_validate_tool_call(call) for call in calls]
+        typed["tool_calls"] = [_validate_tool_call(call, form) for call in calls]
     return typed  # type: ignore[return-value]
 
 
-def _validate_tool_call(call: Any) -> dict[str, Any]:
+def _content(content: Any, form: MessageForm) -> str | list[dict[str, Any]]:
+    if isinstance(content, str):
+        return [{"type": "text", "text": content}] if form.content == "parts" else content
+    if not isinstance(content, list) or not all(
+        isinstance(part, dict) and isinstance(part.get("text"), str) for part in content
+    ):
+        raise UserError(f"the content is not text but {type(content).__name__}")
+    return "".join(part["text"] for part in content) if form.content == "text" else content
+
+
+def _validate_tool_call(call: Any, form: MessageForm) -> dict[str, Any]:
     function = call.get("function", call) if isinstance(call, dict) else None
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
         raise UserError('a tool call is an object such as {"function": {"name": "...", "arguments": {}}}')
-    arguments = function.get("arguments", {})
-    if isinstance(arguments, str):
-        arguments = parse_embedded_json(arguments, f"the arguments of the call of {cut(function['name'])}")
+    given = arguments = function.get("arguments", {})
+    if isinstance(given, str):
+        arguments = parse_embedded_json(given, f"the arguments of the call of {cut(function['name'])}")
+    if form.arguments == "text":
+        arguments = given if isinstance(given, str) else json.dumps(given, ensure_ascii=False)
     identity = {"id": call["id"]} if "id" in call else {}
     return {**identity, "type": "function", "function": {**function, "arguments": arguments}}

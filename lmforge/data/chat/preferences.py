@@ -6,7 +6,6 @@ What an objective makes of them is in `objectives/`. A completion is everything 
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from itertools import takewhile
 from operator import eq
 from pathlib import Path
@@ -14,10 +13,17 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from lmforge.data.chat.conversations import LaidOut, RecordEncoder, read_renamed_records, record_tools, to_messages
+from lmforge.data.chat.conversations import (
+    LaidOut,
+    RecordEncoder,
+    check_media,
+    read_renamed_records,
+    record_tools,
+    to_messages,
+)
 from lmforge.data.chat.layout import Layout, encode_layouts
 from lmforge.data.chat.messages import Message, validate_messages
-from lmforge.data.chat.templates import ChatExample
+from lmforge.data.chat.templates import ChatExample, one_layout
 from lmforge.data.packing import TokenizedExample
 from lmforge.data.sources.records import Record, UnusableRecords, require_fields
 from lmforge.data.tokenizer import Tokenizer
@@ -73,6 +79,7 @@ def read_preference_pairs(
     *,
     apply_chat_template: bool = False,
     with_margins: bool = False,
+    ignore_media: bool = False,
     fields: Mapping[str, str] | None = None,
     unusable: UnusableRecords | None = None,
 ) -> Iterator[PreferencePair]:
@@ -82,11 +89,11 @@ def read_preference_pairs(
     `with_margins` keeps the number in a record's `margin`. Pairs of equal sides are left out. Raises UserError naming a record
     without a prompt or an answer, unless `unusable` leaves it out. The rest as in `read_conversations`.
     """
-    encoder = RecordEncoder(tokenizer, fields, apply_chat_template, unusable or UnusableRecords())
+    encoder = RecordEncoder(tokenizer, fields, apply_chat_template, ignore_media, unusable or UnusableRecords())
 
     def lay_out(record: Record) -> LaidOut[PreferencePair]:
         margin = _parse_margin(record) if with_margins else 0.0
-        return partial(PreferencePair, margin=margin), _pair_layouts(record, encoder)
+        return lambda chosen, rejected: [PreferencePair(chosen, rejected, margin)], _pair_layouts(record, encoder)
 
     return encoder.encode_file(path, lay_out)
 
@@ -96,18 +103,19 @@ def read_unpaired_preferences(
     tokenizer: Tokenizer,
     *,
     apply_chat_template: bool = False,
+    ignore_media: bool = False,
     fields: Mapping[str, str] | None = None,
     unusable: UnusableRecords | None = None,
 ) -> Iterator[UnpairedPreference]:
     """Records {prompt, completion, label} with true or false labels, as for KTO; the rest as in `read_preference_pairs`."""
-    encoder = RecordEncoder(tokenizer, fields, apply_chat_template, unusable or UnusableRecords())
+    encoder = RecordEncoder(tokenizer, fields, apply_chat_template, ignore_media, unusable or UnusableRecords())
 
     def lay_out(record: Record) -> LaidOut[UnpairedPreference]:
         require_fields(record, "prompt", "completion", "label", hint=RENAMING_HINT)
         if record["label"] not in (True, False):
             raise UserError(f"the label is {quoted(record['label'])}: expected true or false")
         layout = _completion_layout(record["prompt"], record["completion"], record, encoder)
-        return partial(UnpairedPreference, desirable=bool(record["label"])), [layout]
+        return lambda example: [UnpairedPreference(example, bool(record["label"]))], [layout]
 
     return encoder.encode_file(path, lay_out)
 
@@ -117,6 +125,7 @@ def read_prompts(
     tokenizer: Tokenizer,
     *,
     apply_chat_template: bool = False,
+    ignore_media: bool = False,
     fields: Mapping[str, str] | None = None,
     max_prompt_length: int | None = None,
     counts: PromptCounts | None = None,
@@ -132,6 +141,7 @@ def read_prompts(
         counts.records += 1
         tokens = None
         with unusable.leave_out(place):
+            check_media(record, ignore_media)
             prompt = _parse_prompt(record, apply_chat_template)
             if isinstance(prompt, str):
                 [example] = encode_layouts(tokenizer, [encoder.plain_text_layout([(prompt, False)], add_eos=False)])
@@ -155,8 +165,8 @@ def encode_completions(
     encoder = RecordEncoder(tokenizer)
     records = [{"tools": each} if each else {} for each in tools or [None] * len(prompts)]
     layouts = [_completion_layout(*each, encoder) for each in zip(prompts, completions, records, strict=True)]
-    finished = list(encoder.finish_layouts(layouts))
-    return [example.tokens.tolist() for example in encode_layouts(tokenizer, finished)]
+    finished = map(one_layout, encoder.finish_layouts(layouts))
+    return [example.tokens.tolist() for example in encode_layouts(tokenizer, list(finished))]
 
 
 def read_prompt_columns(

@@ -1,116 +1,150 @@
 """Conversations as layouts (texts, special tokens and what is scored of them) by a tokenizer's chat template or lmforge's.
 
 A template's text is cut at the special tokens that the template wrote, and the text between them is encoded as plain text: a
-message that spells a special token does not become one. A prompt and its answer never share a token. Files of conversations
-are read in `conversations.py`.
+message that spells a special token does not become one. A prompt and its answer never share a token. All that a conversation
+says must be in its text. Files of conversations are read in `conversations.py`.
 """
 
 import re
-from bisect import bisect_left, bisect_right
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from itertools import accumulate, pairwise
-from typing import Any, Literal, NamedTuple, Self
-
-from typing_extensions import TypedDict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
+from itertools import groupby, islice
+from typing import Any, Literal, Self
 
 from lmforge.data.chat.jinja_sandbox import (
-    GENERATION_END,
-    GENERATION_START,
+    REFUSES,
     Conversation,
     ForeignTemplate,
     JinjaTemplate,
     common_prefix_length,
+    first_difference,
 )
-from lmforge.data.chat.layout import Layout, encode_layouts
-from lmforge.data.chat.messages import check_encodable, validate_messages
-from lmforge.data.tokenizer import CHAT_SPECIAL_TOKENS, Tokenizer
+from lmforge.data.chat.layout import Layout, Span, SpecialTokens, encode_layouts
+from lmforge.data.chat.messages import MessageForm, message_forms, training_flag, validate_messages
+from lmforge.data.chat.pieces import (
+    MARK,
+    PLACEMENTS,
+    PRIVATE_USE_CHARACTERS,
+    MarkedConversation,
+    Piece,
+    TextEscaper,
+    find_pieces,
+    is_written_as_python,
+)
+from lmforge.data.chat.template_probe import PROBE_TOOLS, probe_template, without_tags
+from lmforge.data.chat.template_sources import (
+    DEFAULT_TEMPLATE,
+    LMFORGE_TEMPLATE,
+    TOOL_TEMPLATE,
+    find_template_sources,
+    template_variables,
+)
+from lmforge.data.tokenizer import ADDITIONAL_TEMPLATES, Tokenizer
 from lmforge.errors import UserError
-from lmforge.untrusted import check_content
 
+FoundPiece = tuple[Piece, list[int]]
 LossMaskMode = Literal["assistant", "last", "all"]
-Span = tuple[int, int]
 
-# lmforge's own template. A turn is a special token for its role, the content as it is, and <|end|>. There is no beginning-of-
-# text token, as there is none in lmforge's pretraining. Tool calls and their results are plain text within turns.
-LMFORGE_TEMPLATE = """\
-{%- if tools %}
-    {{- '<|system|><tools>' }}
-    {%- for tool in tools %}{{ '\\n' + tool | tojson }}{% endfor %}
-    {{- '\\n</tools><|end|>' }}
-{%- endif %}
-{%- for message in messages %}
-    {%- if message.role == 'assistant' %}
-        {{- '<|assistant|>' }}{% generation %}{{ message.content }}
-        {%- for call in message.tool_calls or [] %}
-            {{- '\\n' if message.content or not loop.first }}{{ '<tool_call>\\n' }}
-            {{- {'name': call.function.name, 'arguments': call.function.arguments} | tojson }}{{ '\\n</tool_call>' }}
-        {%- endfor %}{{ '<|end|>' }}{% endgeneration %}
-    {%- elif message.role == 'user' %}
-        {{- '<|user|>' + message.content + '<|end|>' }}
-    {%- elif message.role == 'tool' %}
-        {{- '<|user|><tool_response>\\n' + message.content + '\\n</tool_response><|end|>' }}
-    {%- else %}
-        {{- '<|system|>' + message.content + '<|end|>' }}
-    {%- endif %}
-{%- endfor %}
-{%- if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"""
-
-PROBE_CONVERSATION: list[Any] = [{"role": "user", "content": "Well?"}, {"role": "assistant", "content": "Yes."}]
 GENERATION_TAG = re.compile(r"\{%[-+]?\s*generation\b")
-
-# While a template runs, each spelling of a special token in a message is replaced by a private-use character, and so is each
-# private-use character. This distinguishes them from the special tokens that the template writes.
-PRIVATE_USE_CHARACTERS = "[\U000f0000-\U0010ffff]"
-FIRST_PRIVATE_USE_CODEPOINT = 0xF0000
-MAX_PLACEHOLDERS = ord(GENERATION_START) - FIRST_PRIVATE_USE_CODEPOINT - 1
-
-
-class SpecialToken(NamedTuple):
-    """A special token, and whether it absorbs the blanks on its left and right."""
-
-    id: int
-    lstrip: bool
-    rstrip: bool
+REWRITTEN_HINT = (
+    'score the last turn alone (data.mask = "last"), or train each turn as an example of its own (data.split_turns)'
+)
 
 
 @dataclass(frozen=True)
 class ChatExample:
-    """A valid conversation, its special tokens escaped. `scored`: the numbers of its answers that are; None if all of it is."""
+    """A valid conversation, to be rendered by `template`. `scored`: the numbers of its answers that are; None if all of it is.
 
-    conversation: Conversation
+    With `split_turns` it becomes an example for each scored answer where the template rewrites earlier turns. A prompt ends
+    before an answer, or with `continues` in it; of answers in it the template may leave out what it likes. `variables` are
+    given to the template.
+    """
+
+    template: "ChatTemplate"
+    messages: Sequence[Any]
+    tools: list[Any] | None
     scored: list[int] | None
-    escaper: "_TextEscaper"
+    split_turns: bool = False
+    is_prompt: bool = False
+    continues: bool = False
+    variables: Mapping[str, Any] | None = None
+
+
+class _Draft:
+    """An example in one of the forms of its messages, escaped, as it is rendered: without and with marks in its pieces."""
+
+    def __init__(self, example: ChatExample, form: MessageForm):
+        # Its own template takes what it does not know for a system message.
+        form = form._replace(rename_roles=form.rename_roles or example.template.is_own)
+        messages = validate_messages(example.messages, form)
+        self.example, self.roles = example, [*(message["role"] for message in messages), ""]  # the last for tools
+        self.escaper = TextEscaper(example.template.escaped_pattern)
+        prefixes = [(len(messages), example.is_prompt and not example.continues)]
+        if not example.template.is_own:
+            for at in example.scored or ():  # what comes before an answer, and what there is with it
+                prefixes += [*([(at, True)] if at else []), (at + 1, False)]
+        escape = self.escaper.escape
+        self.conversation = Conversation(escape(messages), escape(example.tools), prefixes, escape(example.variables))
+        self.mark(PLACEMENTS[0])
+
+    def mark(self, placement: float) -> None:
+        """Put marks there."""
+        marked = MarkedConversation(self.conversation.messages, self.conversation.tools, placement)
+        self.pieces, first = marked.pieces, self.conversation.prefixes[:1]
+        self.marked = self.conversation._replace(messages=marked.messages, tools=marked.tools, prefixes=first)
+
+    def layout(self, text: str, spans: list[Span]) -> Layout:
+        """The text that was rendered, with its scored spans."""
+        parts, unescape = self.example.template.specials.cut(text, spans), self.escaper.unescape
+        return [part if isinstance(part, tuple) else [(unescape(words), scores) for words, scores in part] for part in parts]
 
 
 class ChatTemplate:
-    """A chat template over a tokenizer's special tokens. `stop_ids` are the tokens that end an answer or any text."""
+    """A template over a tokenizer's special tokens. `stop_ids` end an answer or any text; `files` as transformers has them."""
 
-    def __init__(self, tokenizer: Tokenizer, source: str, location: str = "the chat template"):
-        """`source` is Jinja; `location` names it in messages. `build_layouts` checks what only training needs.
+    def __init__(
+        self, tokenizer: Tokenizer, source: str, location: str = "the chat template", probe_tools: list[Any] | None = None
+    ):
+        """`source` is Jinja; `location` names it in messages. `build_layouts` checks what only training needs. `probe_tools`
+        are given to a template that needs tools to be opened.
 
         Raises UserError where a template cannot be compiled, or needs too much time or memory.
         """
-        self.tokenizer, self.jinja_source = tokenizer, source
+        self.tokenizer, self.jinja_source, self.files = tokenizer, source, {"chat_template.jinja": source}
         self._location = location
-        variables = _template_variables(tokenizer)
-        self._template = (JinjaTemplate if source == LMFORGE_TEMPLATE else ForeignTemplate)(source, variables, location)
+        self.is_own = source == LMFORGE_TEMPLATE
+        self._template = (JinjaTemplate if self.is_own else ForeignTemplate)(source, template_variables(tokenizer), location)
+        self._open_tool_template: Callable[[], ChatTemplate] = lambda: self
         self._has_generation_tags = GENERATION_TAG.search(source) is not None
-        self._special_tokens = _special_tokens_by_text(tokenizer)
-        longest_first = sorted(self._special_tokens, key=len, reverse=True)
-        self._special_pattern = re.compile("|".join(map(re.escape, longest_first)))
-        self._escaped_pattern = re.compile(f"{self._special_pattern.pattern}|{PRIVATE_USE_CHARACTERS}")
-        # After plain text the end-of-turn token comes first; after a tool call another one may come before it.
-        self._probe_text = self._render(PROBE_CONVERSATION, None, add_generation_prompt=False)
-        self._probe_answer = max(0, self._probe_text.rfind(PROBE_CONVERSATION[-1]["content"]))
-        ends = self._special_pattern.findall(self._probe_text, self._probe_answer)
-        self._end_of_turn = ends[0] if ends else None
-        self.stop_ids = frozenset([tokenizer.eos_token_id, *(self._special_tokens[end].id for end in ends[:1])])
+        self.specials = SpecialTokens(tokenizer)
+        self.escaped_pattern = re.compile(f"{self.specials.pattern.pattern}|{PRIVATE_USE_CHARACTERS}")
+        self._probe = probe_template(self._template, self.specials.pattern, location, probe_tools)
+        ids = (self.specials.by_text[end].id for end in self._probe.ends)
+        self.stop_ids = frozenset([tokenizer.eos_token_id, *ids])
 
     @classmethod
     def from_tokenizer(cls, tokenizer: Tokenizer) -> Self:
-        """The template that came with a tokenizer, else lmforge's own if its tokens exist. Raises UserError otherwise."""
-        return cls(tokenizer, *_find_template_source(tokenizer))
+        """The template that came with a tokenizer, else lmforge's own if its tokens exist. Raises UserError otherwise.
+
+        Where there are several, conversations with tools are rendered by the one for these, as in transformers.
+        """
+        sources, location = find_template_sources(tokenizer)
+        template = cls(tokenizer, sources.pop(DEFAULT_TEMPLATE), location)
+        named = {name: source for name, source in sources.items() if re.fullmatch(r"\w[\w.-]*", name)}
+        template.files |= {f"{ADDITIONAL_TEMPLATES}/{name}.jinja": source for name, source in named.items()}
+        if TOOL_TEMPLATE in sources:
+            template._open_tool_template = partial(
+                cls, tokenizer, sources[TOOL_TEMPLATE], f"{location}, {TOOL_TEMPLATE}", PROBE_TOOLS
+            )
+            with suppress(UserError):  # as long as it is not used
+                template.stop_ids |= template._tool_template.stop_ids
+        return template
+
+    @cached_property
+    def _tool_template(self) -> "ChatTemplate":
+        return self._open_tool_template()
 
     def encode_prompt(
         self,
@@ -123,45 +157,54 @@ class ChatTemplate:
         """The ids after which the assistant's answer begins. They are also the first ids of these messages with an answer.
 
         With `continue_final_message` the last message is the beginning of the answer. `variables` are given to the template.
+        Raises UserError where the template leaves out a message or a tool.
         """
-        escaper = _TextEscaper(self._escaped_pattern)
-        text = self._prompt_text(messages, tools, continue_final_message, variables, escaper)
-        [example] = encode_layouts(self.tokenizer, [self._cut_at_specials(text, [], escaper)])
+        text, draft = self._for_tools(tools)._prompt_text(messages, tools, continue_final_message, variables)
+        [example] = encode_layouts(self.tokenizer, [draft.layout(text, [])])
         return example.tokens.tolist()
 
     def render_prompt(self, messages: Sequence[Any], *, continue_final_message: bool = False) -> str:
         """The text of `encode_prompt`, in which messages that spell special tokens cannot be told from the template's."""
-        escaper = _TextEscaper(self._escaped_pattern)
-        return escaper.unescape(self._prompt_text(messages, None, continue_final_message, None, escaper))
+        text, draft = self._prompt_text(messages, None, continue_final_message, None)
+        return draft.escaper.unescape(text)
 
     def _prompt_text(
-        self,
-        messages: Sequence[Any],
-        tools: list[Any] | None,
-        continues: bool,
-        variables: Mapping[str, Any] | None,
-        escaper: "_TextEscaper",
-    ) -> str:
-        typed = validate_messages(messages)
-        if (typed[-1]["role"] == "assistant") != continues:
+        self, messages: Sequence[Any], tools: list[Any] | None, continues: bool, variables: Mapping[str, Any] | None
+    ) -> tuple[str, _Draft]:
+        last = validate_messages(messages)[-1]
+        if (last["role"] == "assistant") != continues:
             reason = "the last message is the assistant's: a prompt ends with another role's"
             raise UserError("the last message is not the assistant's, so it is not continued" if continues else reason)
-        if continues and not typed[-1]["content"].strip():
+        if continues and not last["content"].strip():
             raise UserError("the last message is empty, so there is nothing to continue; leave it out")
-        escaped = escaper.escape(typed)
-        text = self._render(escaped, escaper.escape(tools), not continues, escaper.escape(variables))
+        example = ChatExample(self, messages, tools, [], is_prompt=True, continues=continues, variables=variables)
+        problems: list[UserError] = []
+        for form in message_forms(messages):
+            draft = _Draft(example, form)
+            texts, marked_texts = self._render([draft])
+            try:
+                text = without_tags(next(texts), self._location)[0]
+                self._check_pieces(draft, self._find_pieces(draft, text, marked_texts), {})
+                break
+            except UserError as problem:
+                problems.append(problem)
+        else:
+            raise _of_best_form(problems)
         if not continues:
-            return text
+            return text, draft
         # As transformers does: some templates trim what they are given.
-        content = escaped[-1]["content"].lstrip()
+        content = draft.escaper.escape(last["content"]).lstrip()
         at = text.rfind(content.rstrip())
         if at < 0:
             raise UserError(f"{self._location}: changes the last message, so it cannot be continued")
-        return text[: at + len(content if text.startswith(content, at) else content.rstrip())]
+        return text[: at + len(content if text.startswith(content, at) else content.rstrip())], draft
 
     def check_stop_token(self) -> None:
         """Raises UserError unless a plain answer ends with a special token: otherwise generation could not detect its end."""
-        self._turn_end(self._probe_text, self._probe_answer, len(self._probe_text))
+        self._turn_end(self._probe.text, self._probe.answer, len(self._probe.text))
+
+    def _for_tools(self, tools: list[Any] | None) -> "ChatTemplate":
+        return self._tool_template if tools else self
 
     def chat_example(
         self,
@@ -169,213 +212,188 @@ class ChatTemplate:
         mask: LossMaskMode = "assistant",
         tools: list[Any] | None = None,
         first_scored: int = 0,
+        split_turns: bool = False,
     ) -> ChatExample:
-        """A conversation for `build_layouts`. No answer before `first_scored` is scored. Raises UserError if it is none."""
-        typed = validate_messages(messages)
-        answers = [at for at, message in enumerate(typed) if message["role"] == "assistant" and at >= first_scored]
+        """A conversation for `build_layouts`. No answer before `first_scored` is scored, nor one that says so itself. Raises
+        UserError if it is none."""
+        roles = [message["role"] for message in validate_messages(messages)]
+        answers = [at for at, role in enumerate(roles) if role == "assistant" and at >= first_scored]
         if not answers and mask != "all":
             raise UserError("no assistant turn: there is nothing to learn from")
-        answers = answers[-1:] if mask == "last" else answers
-        prefixes = [(len(typed), False)]
-        if mask != "all" and self.jinja_source != LMFORGE_TEMPLATE:
-            for at in answers:  # what comes before an answer, and what there is with it
-                prefixes += [(at, True), (at + 1, False)]
-        escaper = _TextEscaper(self._escaped_pattern)
-        conversation = Conversation(escaper.escape(typed), escaper.escape(tools), prefixes)
-        return ChatExample(conversation, None if mask == "all" else answers, escaper)
+        flags = [training_flag(message) for message in messages]
+        for number, (role, flag) in enumerate(zip(roles, flags, strict=True), start=1):
+            if flag is False and mask == "all":
+                raise UserError(f'message {number}: is not to be scored, and data.mask = "all" scores all; use another mask')
+            if flag and mask != "all" and role != "assistant":
+                raise UserError(f"message {number}: is to be scored, and only the assistant's are; remove that field")
+        scored = [at for at in (answers[-1:] if mask == "last" else answers) if flags[at] is not False]
+        return ChatExample(self._for_tools(tools), messages, tools, None if mask == "all" else scored, split_turns)
 
-    def build_layouts(self, examples: Sequence[ChatExample]) -> Iterator[Layout]:
-        """Conversations for `encode_layouts`, which takes many at once as this does.
+    def build(self, examples: Sequence[ChatExample]) -> Iterator[list[Layout] | UserError]:
+        """`build_layouts` of this template's examples."""
+        drafts = [_Draft(example, next(message_forms(example.messages))) for example in examples]
+        texts = self._render(drafts)
+        for number, draft in enumerate(drafts, start=1):
+            try:
+                rendered = next(texts), next(texts)
+            except UserError as problem:  # it exceeds the bounds, which ends the rendering
+                texts = self._render(drafts[number:])
+                yield problem
+                continue
+            try:
+                yield [self._finish(draft, *rendered)]
+            except UserError as problem:
+                yield self._build_otherwise(draft.example, problem)
 
-        Raises UserError unless each can be trained on: what comes before a scored answer must be what the template prompts
-        with, and stay the same when more turns follow; and an answer must end with a special token, or a model never learns
-        to stop.
-        """
-        all_texts = self._template.render(example.conversation for example in examples)
-        for example, texts in zip(examples, all_texts, strict=True):
-            text, tagged = self._untagged(next(texts))
-            if example.scored is None:
-                spans = [(0, len(text))]
-            elif self.jinja_source == LMFORGE_TEMPLATE:
-                spans = tagged[-len(example.scored) :]
-            else:
-                prefixes = (self._untagged(prefix)[0] for prefix in texts)
-                spans = self._answer_spans(text, tagged, example.conversation.messages, example.scored, prefixes)
-            yield self._cut_at_specials(text, spans, example.escaper)
+    def _render(self, drafts: Sequence[_Draft]) -> Iterator[Iterator[str]]:
+        return self._template.render(each for draft in drafts for each in (draft.conversation, draft.marked))
 
-    def _render(
-        self,
-        messages: Sequence[Any],
-        tools: list[Any] | None,
-        add_generation_prompt: bool,
-        variables: Mapping[str, Any] | None = None,
-    ) -> str:
-        prefixes = [(len(messages), add_generation_prompt)]
-        [[rendered]] = self._template.render([Conversation(messages, tools, prefixes, variables)])
-        return self._untagged(rendered)[0]
+    def _build_otherwise(self, example: ChatExample, problem: UserError) -> list[Layout] | UserError:
+        """The layouts of an example in another form than that which has the `problem`, or of its turns; or what is wrong."""
+        problems = [problem]
+        for form in islice(message_forms(example.messages), 1, None):
+            try:
+                draft = _Draft(example, form)
+                return [self._finish(draft, *self._render([draft]))]
+            except UserError as other:
+                problems.append(other)
+        if not (example.split_turns and example.scored):
+            return _of_best_form(problems)
+        turns = [replace(example, messages=example.messages[: at + 1], scored=[at], split_turns=False) for at in example.scored]
+        built = list(self.build(turns))
+        return next((each for each in built if isinstance(each, UserError)), None) or list(map(one_layout, built))
 
-    def _untagged(self, rendered: str) -> tuple[str, list[Span]]:
-        """The text without generation tags, and the spans of it that they surrounded."""
-        pieces = re.split(f"[{GENERATION_START}{GENERATION_END}]", check_encodable(rendered))
-        if len(pieces) % 2 == 0:
-            raise UserError(f"{self._location}: leaves a generation tag without ending it")
-        *bounds, _ = accumulate(map(len, pieces))
-        return "".join(pieces), list(zip(bounds[::2], bounds[1::2], strict=True))
+    def _finish(self, draft: _Draft, texts: Iterator[str], marked_texts: Iterator[str]) -> Layout:
+        text, tagged = without_tags(next(texts), self._location)
+        scored = draft.example.scored
+        found = self._find_pieces(draft, text, marked_texts)
+        spans = answers = [(0, len(text))] if scored is None else []
+        if scored and self.is_own:
+            spans = answers = [tagged[draft.roles[:at].count("assistant")] for at in scored]
+        elif scored:
+            prefixes = (without_tags(prefix, self._location)[0] for prefix in texts)
+            answers = [self._answer_span(text, at, found, prefixes) for at in scored]
+            spans = [span for answer in answers for span in self._scored_spans(text, answer, tagged)]
+        self._check_pieces(draft, found, dict(zip(scored or (), answers, strict=False)))
+        return draft.layout(text, spans)
 
-    def _answer_spans(
-        self, text: str, tagged: list[Span], messages: Sequence[Any], answers: list[int], prefixes: Iterator[str]
-    ) -> list[Span]:
-        """What is scored in the text: of each of the `answers` the content and the end-of-turn token. `prefixes` has the texts
-        of the messages before an answer, with the prompt for it, and of those up to it."""
-        spans = []
-        for at in answers:
-            start, stop = self._answer_span(text, at, next(prefixes), next(prefixes))
-            # Tags may begin before the answer, with its header, and there may be several.
-            pieces = tagged if self._has_generation_tags else [(start, stop)]
-            pieces = [(max(a, start), min(b, stop)) for a, b in pieces if max(a, start) < min(b, stop)]
-            *others, (a, b) = pieces or [(start, start)]
-            spans += [*others, (a, self._turn_end(text, a, b))]
-            for call in messages[at].get("tool_calls", []):
-                if call["function"]["name"] not in text[start:stop]:
-                    raise UserError(f"{self._location}: leaves out the tool calls of message {at + 1}; it knows no tools")
-        return spans
+    def _find_pieces(self, draft: _Draft, text: str, marked_texts: Iterator[str]) -> list[FoundPiece]:
+        """Each piece, and where it is in the text. Raises UserError where the template reads these messages as others."""
+        for placement in PLACEMENTS:
+            if placement != PLACEMENTS[0]:
+                draft.mark(placement)
+                [marked_texts] = self._template.render([draft.marked])
+            marked = ""
+            with suppress(UserError):
+                marked = without_tags(next(marked_texts), self._location)[0]
+            if is_written_as_python(draft.marked.messages, marked):
+                raise UserError(f"{self._location}: {REFUSES}: it takes lists and objects for text")
+            if MARK.sub("", marked) == text:
+                return list(zip(draft.pieces, find_pieces(draft.pieces, marked), strict=True))
+        # The template looks at the words, and writes others for marked ones.
+        bare = [piece._replace(text=MARK.sub("", piece.text), mark="") for piece in draft.pieces]
+        return list(zip(bare, find_pieces(bare, text), strict=True))
+
+    def _check_pieces(self, draft: _Draft, found: list[FoundPiece], answers: dict[int, Span]) -> None:
+        """Raises UserError unless all pieces are in the text: those of the scored `answers` in these, others not."""
+        example, rewritten = draft.example, []
+        for piece, places in found:
+            own = answers.get(piece.message)
+            if not places and draft.roles[piece.message] == "assistant" and example.scored is not None and own is None:
+                # What the template does to an answer that is not scored, it does when it is asked for another one.
+                rewritten += [] if example.is_prompt and piece.field != "tool calls" else [piece]
+            elif not places:
+                raise self._refusal(draft, piece, "leaves out the", "correct the template, or the record")
+            elif own and piece.mark and not any(own[0] <= place <= own[1] for place in places):
+                raise self._refusal(draft, piece, "writes outside of the answer the", "correct the template")
+            elif not own and piece.mark and all(any(a < place < b for a, b in answers.values()) for place in places):
+                raise self._refusal(draft, piece, "writes into a scored answer the", "correct the template")
+        if rewritten:  # but where it is the last answer, it must be there
+            draft.mark(PLACEMENTS[0])
+            ends = [(piece.message + 1, False) for piece in rewritten]
+            [texts] = self._template.render([draft.marked._replace(prefixes=ends)])
+            for piece, text in zip(rewritten, texts, strict=True):
+                if find_pieces([piece], without_tags(text, self._location)[0]) == [[]]:
+                    raise self._refusal(draft, piece, "leaves out the", "correct the template, or the record")
+
+    def _refusal(self, draft: _Draft, piece: Piece, does: str, advice: str) -> UserError:
+        of = "tools" if piece.message < 0 else f"{piece.field} of message {piece.message + 1} ({draft.roles[piece.message]})"
+        advice = "it knows no tools" if piece.field.startswith("tool") else advice
+        return UserError(f"{self._location}: {does} {of}; {advice}")
+
+    def _scored_spans(self, text: str, answer: Span, tagged: list[Span]) -> list[Span]:
+        """What is scored of an answer: what is tagged in it, or all, and the end-of-turn token."""
+        start, stop = answer
+        # Tags may begin before the answer, with its header, and there may be several.
+        pieces = tagged if self._has_generation_tags else [answer]
+        pieces = [(max(a, start), min(b, stop)) for a, b in pieces if max(a, start) < min(b, stop)]
+        *others, (a, b) = pieces or [(start, start)]
+        return [*others, (a, self._turn_end(text, a, b))]
 
     def _turn_end(self, text: str, start: int, stop: int) -> int:
         """Where in an answer its end-of-turn token ends. Raises UserError if there is none, or text comes after it."""
-        specials = list(self._special_pattern.finditer(text, start, stop))
+        specials = list(self.specials.pattern.finditer(text, start, stop))
         if not specials or text[specials[-1].end() : stop].strip():
             raise UserError(
                 f"{self._location}: never scores the end of turn: no special token ends the assistant's answer, so a model "
                 "trained on it would not learn to stop: correct the template"
             )
         # Some templates end the text with another token after the one that ends the turn.
-        return next((match.end() for match in reversed(specials) if match[0] == self._end_of_turn), specials[-1].end())
+        return next((match.end() for match in reversed(specials) if match[0] in self._probe.ends), specials[-1].end())
 
-    def _answer_span(self, text: str, index: int, before: str, until: str) -> Span:
-        """Where message `index`, an answer, is in the text of the whole conversation."""
+    def _answer_span(self, text: str, index: int, found: list[FoundPiece], prefixes: Iterator[str]) -> Span:
+        """Where message `index`, an answer, is in the text of the whole conversation. `prefixes` has the texts of the messages
+        before it, if there are any, with the prompt for it, and of those up to it."""
+        before = next(prefixes) if index else text[: self._first_answer(text, found)]
+        until = next(prefixes)
         if not text.startswith(before):
             raise UserError(
                 f"{self._location}: its prompt for message {index + 1} differs from what precedes it in the whole conversation "
-                f"({_first_difference(before, text)}): a model would be prompted with text it was not trained on; "
-                "if it only rewrites earlier turns, score the last turn alone"
+                f"({first_difference(before, text)}): a model would be prompted with text it was not trained on; "
+                f"if it only rewrites earlier turns, {REWRITTEN_HINT}"
             )
         stop = common_prefix_length(until, text)
-        stop = next(
-            (match.start() for match in self._special_pattern.finditer(until) if match.start() < stop < match.end()), stop
-        )
+        specials = self.specials.pattern
+        stop = next((match.start() for match in specials.finditer(until) if match.start() < stop < match.end()), stop)
         # A special token that ends the whole text may be missing when more messages follow.
-        if self._special_pattern.sub("", until[stop:]).strip():
+        if specials.sub("", until[stop:]).strip():
             raise UserError(
-                f"{self._location}: the first {index + 1} messages change when more follow ({_first_difference(until, text)}): "
-                "score the last turn alone, or use a template that keeps earlier turns"
+                f"{self._location}: the first {index + 1} messages change when more follow ({first_difference(until, text)}): "
+                f"{REWRITTEN_HINT}, or use a template that keeps earlier turns"
             )
+        # Or another one is there, which ends a turn that others follow.
+        if until[stop:] and (end := specials.match(text, stop)) and end[0] in self._probe.ends:
+            stop = end.end()
         return len(before), stop
 
-    def _cut_at_specials(self, text: str, spans: list[Span], escaper: "_TextEscaper") -> Layout:
-        """The text cut at special tokens, and the texts between them at the bounds of the scored spans."""
-        parts: Layout = []
-        # Binary search, because conversations of hundreds of turns have as many spans as parts.
-        bounds = sorted({bound for span in spans for bound in span})
-        starts = sorted(start for start, _ in spans)
-        furthest = list(accumulate((stop for _, stop in sorted(spans)), max))
-
-        def scores(offset: int) -> bool:
-            begun = bisect_right(starts, offset)
-            return begun > 0 and offset < furthest[begun - 1]
-
-        def section(start: int, stop: int) -> None:
-            cuts = [start, *bounds[bisect_right(bounds, start) : bisect_left(bounds, stop)], stop]
-            if start < stop:
-                parts.append([(escaper.unescape(text[a:b]), scores(a)) for a, b in pairwise(cuts)])
-
-        at = 0
-        for match in self._special_pattern.finditer(text):
-            special = self._special_tokens[match[0]]
-            stop = match.start()
-            section(at, at + len(text[at:stop].rstrip()) if special.lstrip else stop)
-            parts.append((special.id, scores(stop)))
-            at = match.end()
-            if special.rstrip:
-                at += len(text[at:]) - len(text[at:].lstrip())
-        section(at, len(text))
-        return parts
+    def _first_answer(self, text: str, found: list[FoundPiece]) -> int:
+        """Where an answer begins that no message comes before: no template is asked to render no message."""
+        piece, places = next(((piece, places) for piece, places in found if piece.message == 0 and places), (None, [0]))
+        header = text.rfind(self._probe.header, 0, places[0])
+        if self._probe.header and header >= 0:
+            return header + len(self._probe.header)
+        return max(0, places[0] - len(piece.text) + 1) if piece else 0
 
 
-class _TextEscaper:
-    """Replaces special tokens in messages by placeholders, so that only the template writes any, and restores them."""
+def build_layouts(examples: Sequence[ChatExample]) -> Iterator[list[Layout] | UserError]:
+    """Conversations for `encode_layouts`, which takes many at once as this does; several layouts of one that is split by turns.
 
-    def __init__(self, pattern: re.Pattern[str]):
-        self._pattern = pattern
-        self._placeholders: dict[str, str] = {}
-
-    def escape(self, value: Any) -> Any:
-        """A JSON value with all its strings escaped, the names of fields too."""
-        if isinstance(value, str):
-            return self._pattern.sub(lambda match: self._placeholder(match[0]), value)
-        if isinstance(value, dict):
-            return {self.escape(key): self.escape(item) for key, item in value.items()}
-        return [self.escape(item) for item in value] if isinstance(value, list) else value
-
-    def unescape(self, text: str) -> str:
-        if not self._placeholders:
-            return text
-        spellings = {placeholder: spelling for spelling, placeholder in self._placeholders.items()}
-        return re.sub(PRIVATE_USE_CHARACTERS, lambda match: spellings.get(match[0], match[0]), text)
-
-    def _placeholder(self, spelling: str) -> str:
-        if len(self._placeholders) >= MAX_PLACEHOLDERS:
-            raise UserError(f"the messages have more than {MAX_PLACEHOLDERS:,} different private-use characters")
-        return self._placeholders.setdefault(spelling, chr(FIRST_PRIVATE_USE_CODEPOINT + len(self._placeholders)))
+    An error for each that cannot be trained on: all that it says must be in the text, and what it scores in an answer; what
+    comes before a scored answer must be what the template prompts with, and stay the same when more turns follow; and an answer
+    must end with a special token, or a model never learns to stop. Raises UserError where a template exceeds its bounds.
+    """
+    for template, group in groupby(examples, lambda example: example.template):
+        yield from template.build(list(group))
 
 
-def _first_difference(one: str, other: str) -> str:
-    at = common_prefix_length(one, other)
-    start = max(0, at - 20)
-    return f"{one[start : at + 20]!r} against {other[start : at + 20]!r}"
+def _of_best_form(problems: list[UserError]) -> UserError:
+    """Of what is wrong with each form, the first that is not the form itself."""
+    return next((problem for problem in problems if f": {REFUSES}: " not in str(problem)), problems[0])
 
 
-# --- what comes with a tokenizer -----------------------------------------------------------------------------------------
-
-
-class _NamedTemplate(TypedDict):
-    """One of several templates in tokenizer_config.json."""
-
-    name: str
-    template: str
-
-
-def _find_template_source(tokenizer: Tokenizer) -> tuple[str, str]:
-    """A tokenizer's template, and the file that holds it."""
-    if "chat_template.jinja" in tokenizer.files:
-        return tokenizer.files["chat_template.jinja"], "chat_template.jinja"
-    source = tokenizer.configs["tokenizer_config.json"].get("chat_template")
-    if isinstance(source, list):
-        checked = check_content({"chat_template": source}, dict[str, list[_NamedTemplate]], "tokenizer_config.json")
-        source = {entry["name"]: entry["template"] for entry in checked["chat_template"]}.get("default")
-    if isinstance(source, str):
-        return source, "the chat_template of tokenizer_config.json"
-    if all(tokenizer.token_to_id(token) is not None for token in CHAT_SPECIAL_TOKENS):
-        return LMFORGE_TEMPLATE, "lmforge's own chat template"
-    raise UserError(
-        "the tokenizer has no chat template; put a chat_template.jinja beside its tokenizer.json, or start from a "
-        f"model whose tokenizer has one, or lmforge's tokens {', '.join(CHAT_SPECIAL_TOKENS)}"
-    )
-
-
-def _template_variables(tokenizer: Tokenizer) -> dict[str, str]:
-    """The special tokens that a template may name: bos_token, eos_token and so on."""
-    variables = {"eos_token": tokenizer.id_to_token(tokenizer.eos_token_id)}
-    for role, token in tokenizer.roles.items():
-        spelling = token.get("content") if isinstance(token, dict) else token
-        if role.endswith("_token") and isinstance(spelling, str):
-            variables[role] = spelling
-    return variables
-
-
-def _special_tokens_by_text(tokenizer: Tokenizer) -> dict[str, SpecialToken]:
-    """The special tokens by their spelling."""
-    tokens = {tokenizer.id_to_token(id): SpecialToken(id, False, False) for id in tokenizer.named_ids}
-    for token in tokenizer.added_tokens:
-        if token["special"] or token["id"] in tokenizer.named_ids:
-            tokens[token["content"]] = SpecialToken(token["id"], token["lstrip"], token["rstrip"])
-    return tokens
+def one_layout(built: list[Layout] | UserError) -> Layout:
+    """The layout of a conversation that is not split. Raises UserError where there is none."""
+    if isinstance(built, UserError):
+        raise built
+    [layout] = built
+    return layout

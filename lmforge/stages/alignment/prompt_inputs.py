@@ -93,6 +93,7 @@ def _read_split(config: AlignConfig, tokenizer: Tokenizer, split: FileSplit) -> 
     reading: dict[str, Any] = {
         "apply_chat_template": options.apply_chat_template,
         "fields": options.renamed,
+        "ignore_media": options.ignore_media,
         "max_prompt_length": options.sequence_length - config.rollout.max_completion_length,
         "counts": counts,
         "unusable": unusable,
