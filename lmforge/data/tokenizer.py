@@ -158,15 +158,11 @@ class Tokenizer:
         """Add the tokens that other files declare; those that tokenizer.json does not have at all get the next ids."""
         known = {token["content"]: token["special"] for token in self.added_tokens}
         new = [token for token in tokens if known.get(token.content) is not True and known.get(token.content) != token.special]
-        if not new:
-            return
-        self._backend.add_tokens(new)
-        self.added_tokens = [
-            {"id": id, **{name: getattr(token, name) for name in tokenizer_json.ADDED_TOKEN_FIELDS}}
-            for id, token in sorted(self._backend.get_added_tokens_decoder().items())
-        ]
-        self._vocab = self._backend.get_vocab(with_added_tokens=True)
-        self.vocab_size = 1 + max(self._vocab.values())
+        if new:
+            self._backend.add_tokens(new)
+            self.added_tokens = tokenizer_json.as_listed(self._backend)
+            self._vocab = self._backend.get_vocab(with_added_tokens=True)
+            self.vocab_size = 1 + max(self._vocab.values())
 
     def _text_encoder(self) -> tokenizers.Tokenizer:
         """What encodes a text: the same tokenizer, but no text spells a special token of its vocabulary."""
@@ -315,8 +311,7 @@ class Tokenizer:
         raise UserError(f"cannot tell which token ends a document: {hint}")
 
     def _named_token_id(self, role: str) -> int | None:
-        token = tokenizer_json.named_token(self.configs, role, self._vocab)
-        return None if token is None else self._vocab[token]
+        return self._vocab.get(tokenizer_json.named_token(self.configs, role, self._vocab) or "")
 
     def id_to_bytes(self, token_id: int) -> bytes:
         """The bytes that an id stands for within a text; the spelling of a special token."""

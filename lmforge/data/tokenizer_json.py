@@ -5,7 +5,7 @@ import math
 from collections.abc import Container, Iterator
 from typing import Any, NotRequired
 
-from tokenizers import AddedToken
+from tokenizers import AddedToken, Tokenizer
 from typing_extensions import TypedDict
 
 from lmforge.errors import UserError
@@ -79,7 +79,10 @@ class _Token(TypedDict):
     special: NotRequired[bool]
 
 
-ADDED_TOKEN_FIELDS = tuple(_Token.__annotations__)
+def as_listed(tokenizer: Tokenizer) -> list[dict[str, Any]]:
+    """The added tokens of a tokenizer as its tokenizer.json would list them."""
+    added = sorted(tokenizer.get_added_tokens_decoder().items())
+    return [{"id": id, **{name: getattr(token, name) for name in _Token.__annotations__}} for id, token in added]
 
 
 def special_roles(configs: dict[str, dict[str, Any]]) -> dict[str, Any]:

@@ -53,7 +53,8 @@ def choose_sampling(
     stated = {name: value for name, value in (generation_config or {}).items() if value is not None}
     for name, neutral in NEUTRAL_SAMPLING.items():
         if (value := stated.get(name)) and value != neutral:
-            raise UserError(f"{path / 'generation_config.json'}: {name}: {quoted(value)} is not supported; remove it there")
+            file = next((each for each in ("generation_config.json", "config.json") if (path / each).is_file()), "")
+            raise UserError(f"{path / file}: {name}: {quoted(value)} is not supported; remove it there")
     chosen: dict[str, Any] = {"temperature": default_temperature}
     if stated.get("do_sample") is False or TRANSFORMERS_SAMPLING.keys() & stated.keys():
         chosen = {name: stated.get(name, default) for name, default in TRANSFORMERS_SAMPLING.items()}

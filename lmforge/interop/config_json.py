@@ -16,7 +16,7 @@ from lmforge.config.ranges import LENGTH, MODEL_RANGES
 from lmforge.errors import UserError
 from lmforge.model.config import ModelConfig, base_model_type
 from lmforge.model.family import load_family
-from lmforge.untrusted import describe, quoted, read_json
+from lmforge.untrusted import check_content, describe, quoted, read_json
 
 NUM_EXPERTS_FIELDS = ("num_local_experts", "num_experts", "n_routed_experts")
 REQUIRED_FIELDS = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads")
@@ -100,6 +100,11 @@ def read_config_json(path: Path) -> dict[str, Any]:
     if beside.is_file():
         read = read_json(beside, GenerationConfig, hint="correct it, or copy the file again")
         content["generation_config"] = read.model_dump(exclude_unset=True)
+        return content
+    # Before there was that file, config.json said how to sample; transformers still reads it there.
+    said = {name: content[name] for name in (*GenerationConfig.model_fields, *NEUTRAL_SAMPLING) if name in content}
+    if said.keys() - {"eos_token_id"}:
+        content["generation_config"] = check_content(said, GenerationConfig, str(path)).model_dump(exclude_unset=True)
     return content
 
 

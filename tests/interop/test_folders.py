@@ -15,6 +15,7 @@ from transformers.utils import logging
 from lmforge.cli import run as command
 from lmforge.data.tokenizer import Tokenizer, train_tokenizer
 from lmforge.errors import UserError
+from lmforge.generate.engine import Engine, GenerationRequest
 from lmforge.generate.model_loading import LoadedModel, load_model
 from lmforge.generate.sampling import TRANSFORMERS_SAMPLING, SamplingParams, penalize_repetition, sampling_probs
 from lmforge.interop import weights
@@ -108,6 +109,8 @@ def say_tokens(content: dict[str, Any], draw: random.Random) -> None:
     content["bos_token_id"] = draw.choice([None, 1])
     if draw.random() < 0.3:
         del content["eos_token_id"]
+    if draw.random() < 0.3:
+        content |= {"do_sample": True, "temperature": 0.7}
 
 
 def change_weights(file: Path, content: dict[str, Any], draw: random.Random) -> None:
@@ -329,3 +332,28 @@ def test_a_wrong_generation_config_is_named_with_its_key(
     with pytest.raises(UserError) as refused:
         load_model(tmp_path / "model", torch.device("cpu"), torch.float32).sampling(0.8)
     assert f"{tmp_path / 'model'}/{complaint}" in str(refused.value)
+
+
+@pytest.mark.parametrize("model_type", [each for each in MODEL_TYPES if each != "gpt2"])
+def test_yarn_is_decoded_with_a_cache_as_transformers_decodes_it(
+    model_type: str, draw: random.Random, byte_tokenizer: Tokenizer, tmp_path: Path
+) -> None:
+    """Greedily, with a penalty of repetition that the folder asks for."""
+    byte_tokenizer.save(tmp_path / "tokenizer")
+    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16, "mscale": 1.2, "mscale_all_dim": 0.7}
+    config = drawn_config(model_type, draw, vocab_size=byte_tokenizer.vocab_size, rope_scaling=yarn)
+    export_folder(built(config), config, tmp_path / "model", tokenizer_folder=tmp_path / "tokenizer")
+    stated = {"do_sample": False, "repetition_penalty": 1.7, "eos_token_id": None}
+    (tmp_path / "model" / "generation_config.json").write_text(json.dumps(stated))
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+    ours = load_model(tmp_path / "model", torch.device("cpu"), torch.float32)
+    engine = Engine(ours.model, vocab_size=config.vocab_size, max_batch_size=2, max_length=60)
+    prompts = [draw.choices(range(5, config.vocab_size), k=length) for length in (9, 21)]
+    ids = [engine.add_request(GenerationRequest(each, 30, ours.sampling(0.8), 0, frozenset())) for each in prompts]
+    found: dict[int, list[int]] = {id: [] for id in ids}
+    while engine.num_unfinished:
+        for token in engine.step():
+            found[token.request_id].append(token.token_id)
+    for id, prompt in zip(ids, prompts, strict=True):
+        wanted = theirs.generate(torch.tensor([prompt]), max_new_tokens=30)[0, len(prompt) :]
+        assert found[id] == wanted.tolist()

@@ -53,9 +53,6 @@ FAMILY = Family(
     fields=(*ROTARY_FIELDS, "attention_bias", "sliding_window", "rope_local_base_freq", "query_pre_attn_scalar"),
     names={"hidden_act": "hidden_activation"},
     defaults={
-        "bos_token_id": 2,
-        "eos_token_id": 1,
-        "pad_token_id": 0,
         "intermediate_size": 9216,
         "max_position_embeddings": 131072,
         "num_key_value_heads": 4,

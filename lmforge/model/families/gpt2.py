@@ -43,8 +43,6 @@ FAMILY = Family(
         "max_position_embeddings": 1024,
         "tie_word_embeddings": True,
         "hidden_act": "gelu_new",
-        "bos_token_id": 50256,
-        "eos_token_id": 50256,
     },
     required_values={
         "scale_attn_weights": True,

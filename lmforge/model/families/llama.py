@@ -45,7 +45,7 @@ FAMILY = Family(
     mlp_biases=True,
     heads_divide_width=True,
     fields=(*ROTARY_FIELDS, "attention_bias", "mlp_bias"),
-    defaults={"intermediate_size": 11008, "max_position_embeddings": 2048, "bos_token_id": 1, "eos_token_id": 2},
+    defaults={"intermediate_size": 11008, "max_position_embeddings": 2048},
     foreign_layouts={
         "torchtitan": ForeignLayout("tok_embeddings.weight", _TORCHTITAN),
         "fms": ForeignLayout("layers.0.ff_sub_layer.w2.weight", _FMS),

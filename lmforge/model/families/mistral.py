@@ -8,8 +8,6 @@ FAMILY = Family(
     windows="all layers",
     fields=(*ROTARY_FIELDS, "sliding_window"),
     defaults={
-        "bos_token_id": 1,
-        "eos_token_id": 2,
         "intermediate_size": 14336,
         "max_position_embeddings": 131072,
         "num_key_value_heads": 8,

@@ -17,7 +17,5 @@ FAMILY = Family(
         "intermediate_size": 11008,
         "max_position_embeddings": 2048,
         "rms_norm_eps": 1e-5,
-        "eos_token_id": 50279,
-        "pad_token_id": 1,
     },
 )
