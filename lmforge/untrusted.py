@@ -63,6 +63,8 @@ EXPECTED = {
     "literal_error": "{expected}",
 }
 
+UNION_TYPE = re.compile(r"\.((constrained-)?(int|float|str)|(list|tuple|dict)\[.*\]|bool)")
+
 T = TypeVar("T")
 
 
@@ -163,8 +165,9 @@ def describe(problem: ValidationError) -> str:
 
 
 def _field_name(parts: Iterable[int | str]) -> str:
-    """Keys and places in lists, from the outside, as `key[0].key`."""
-    return "".join(f"[{part}]" if isinstance(part, int) else f".{cut(part)}" for part in parts).removeprefix(".")
+    """Keys and places in lists, from the outside, as `key[0].key`, without the types of a union, which pydantic puts there."""
+    first, *rest = [f"[{part}]" if isinstance(part, int) else f".{cut(part)}" for part in parts] or [""]
+    return "".join([first, *(part for part in rest if not UNION_TYPE.fullmatch(part))]).removeprefix(".")
 
 
 def first_error(problem: ValidationError) -> dict[str, Any]:

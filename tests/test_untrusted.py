@@ -3,10 +3,10 @@
 import json
 import tracemalloc
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import pytest
-from pydantic import BaseModel
+from pydantic import BaseModel, Field
 
 from lmforge import untrusted
 from lmforge.errors import UserError
@@ -33,6 +33,15 @@ def test_a_text_may_name_them() -> None:
 def test_another_kind_of_value_than_an_object_is_refused_in_one_line(content: str) -> None:
     with pytest.raises(UserError, match=r"^the file: expected an object, got "):
         parse_json(content.encode(), Section, "the file")
+
+
+def test_a_field_of_several_types_is_named_without_them() -> None:
+    schema = dict[str, Annotated[int, Field(ge=0)] | list[int]]
+    for content in ('{"ids": "x"}', '{"ids": [1, "x"]}'):
+        with pytest.raises(UserError, match=r"^a\.json: ids: expected a whole number, got "):
+            parse_json(content.encode(), schema, "a.json")
+    with pytest.raises(UserError, match=r"^a\.json: int: "):
+        parse_json(b'{"int": "x"}', schema, "a.json")
 
 
 def test_only_where_it_is_allowed_are_they_numbers() -> None:
