@@ -84,20 +84,25 @@ def export_folder(
     with new_folder(folder, overwrite, marker="config.json", content="a model") as partial:
         for path in _tokenizer_files(tokenizer_folder):
             shutil.copyfile(path, partial / path.name)
-        content = to_config_json(config) | {
-            "torch_dtype": str(dtype or next(iter(tensors.values())).dtype).removeprefix("torch.")
-        }
-        generation = content.pop("generation_config", None)
-        files = ({} if generation is None else {"generation_config.json": generation}) | dict(extra_files or {})
-        extra_fields = files.get("config.json", {})
-        assert isinstance(extra_fields, dict)
-        files["config.json"] = content | extra_fields
-        for file, content in files.items():
+        for file, content in _described(config, dtype or next(iter(tensors.values())).dtype, extra_files or {}).items():
             if not (partial / file).exists():
                 text = content if isinstance(content, str) else json.dumps(content, indent=2) + "\n"
                 (partial / file).parent.mkdir(exist_ok=True)
                 (partial / file).write_text(text, encoding="utf-8")
         _write_shards(partial, tensors, value_of, dtype, max_shard_bytes)
+
+
+def _described(
+    config: ModelConfig, dtype: torch.dtype, extra_files: Mapping[str, dict[str, Any] | str]
+) -> dict[str, dict[str, Any] | str]:
+    """config.json, generation_config.json where the model has one, and the further files, whose fields come before ours."""
+    content = to_config_json(config) | {"torch_dtype": str(dtype).removeprefix("torch.")}
+    generation = content.pop("generation_config", None)
+    files = ({} if generation is None else {"generation_config.json": generation}) | dict(extra_files)
+    extra_fields = files.get("config.json", {})
+    assert isinstance(extra_fields, dict)
+    files["config.json"] = content | extra_fields
+    return files
 
 
 @contextmanager

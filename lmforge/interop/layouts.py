@@ -208,17 +208,25 @@ def _convert_renamed(
         tie_word_embeddings=tied,
     )
     rows, rotated_heads = {"q_proj": queries, "k_proj": keys, "v_proj": keys}, {"q_proj": heads, "k_proj": keys // head}
-    parts: _Parts = {}
-    for stored, parts_of_it in our_names.items():
-        start = 0
-        for name in parts_of_it:
-            module = name.split(".")[-2]
-            stop = start + rows.get(module, len(source.tensors[stored]) // len(parts_of_it))
-            parts[name] = _StoredSlice(stored, slice(start, stop), rotated_heads.get(module, 0))
-            start = stop
+    parts = _slices(source, our_names, rows, rotated_heads)
     if tied:
         parts.pop("lm_head.weight", None)
     return config, parts
+
+
+def _slices(
+    source: TensorSource, our_names: Mapping[str, list[str]], rows: Mapping[str, int], rotated_heads: Mapping[str, int]
+) -> _Parts:
+    """Where each of our tensors is in what is stored; the matrices of a fused one follow each other."""
+    parts: _Parts = {}
+    for stored, names in our_names.items():
+        start = 0
+        for name in names:
+            module = name.split(".")[-2]
+            stop = start + rows.get(module, len(source.tensors[stored]) // len(names))
+            parts[name] = _StoredSlice(stored, slice(start, stop), rotated_heads.get(module, 0))
+            start = stop
+    return parts
 
 
 def _map_to_our_names(path: Path, source: TensorSource, name_map: Mapping[str, str]) -> dict[str, list[str]]:

@@ -85,7 +85,7 @@ class TrackerThreads:
 
 
 @dataclass
-class _Progress:
+class _SentPosition:
     """What `trackers/NAME.json` keeps: the tracker's id of the run, and how many bytes of each of the run's files were sent."""
 
     run_id: str | None = None
@@ -100,9 +100,9 @@ class _TrackerThread(threading.Thread):
         self.tracker_name, self._run, self._config = name, run, config
         self.messages: deque[tuple[bool, str]] = deque()
         self._folder = run.path.absolute() / "trackers"
-        self._path, self._progress = self._folder / f"{name}.json", _Progress()
+        self._path, self._progress = self._folder / f"{name}.json", _SentPosition()
         with suppress(OSError, UserError):
-            self._progress = read_json(self._path, _Progress)
+            self._progress = read_json(self._path, _SentPosition)
         self._sizes = {run.metrics_path: 0, run.events_path: 0}
         self._news, self._ending, self._state = threading.Event(), threading.Event(), ""
         self._num_unsent = 0  # of those that were read
