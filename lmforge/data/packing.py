@@ -110,10 +110,14 @@ class PackedSequences(PackedSequence):
 
 @dataclass(frozen=True)
 class TokenizedExample:
-    """Something to train on: `tokens` int32 [length]; `loss_mask` bool [length], true for tokens that are to be predicted."""
+    """Something to train on: `tokens` int32 [length]; `loss_mask` bool [length], true for tokens that are to be predicted.
+
+    `part_of` is a hash of the conversation that it is one turn of, if there are others: they go to the same split.
+    """
 
     tokens: np.ndarray
     loss_mask: np.ndarray
+    part_of: int | None = None
 
 
 class Packing(Protocol):

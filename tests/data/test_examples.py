@@ -176,6 +176,18 @@ def test_a_folder_that_was_not_finished_is_made_again(tmp_path: Path, tokenizer:
     assert json.loads((tmp_path / "a" / "examples.json").read_text())["splits"]["train"]["examples"] == 1
 
 
+def test_turns_of_one_conversation_are_all_for_training_or_all_for_validation(make: Make) -> None:
+    items = [
+        ExampleGroup(
+            (TokenizedExample(np.arange(3 + turn, dtype=np.int32), np.ones(3 + turn, bool), part_of=10 + conversation),)
+        )
+        for conversation in range(5)
+        for turn in range(3)
+    ]
+    folder = make(items, 8, ratio=0.4)
+    assert (folder.num_examples("validation"), folder.num_examples("train")) == (6, 9)
+
+
 def plainly(items: list[ExampleGroup], ratio: float) -> tuple[dict[str, dict[str, np.ndarray]], dict[str, dict[str, object]]]:
     """The arrays of both splits, and how the manifest describes them, with everything in memory."""
     hashes = [xxhash.xxh3_64_intdigest(b"".join(one.tokens.tobytes() for one in item.sequences)) for item in items]

@@ -207,6 +207,8 @@ def test_each_turn_is_an_example_where_the_template_rewrites_earlier_ones(chat: 
         "<think>\nthus\n</think>\n\n4<|im_end|>",
         "4<|im_end|>",
     ]
+    other = chat.examples({"messages": [Q | {"content": "Why?"}, *messages[1:]]}, split_turns=True)
+    assert [len({each.part_of for each in turns}) for turns in (examples, other, [*examples, *other])] == [1, 1, 2]
     # One that need not be split stays whole, and one that lacks something is refused whatever.
     assert chat.scored({"messages": [Q, A, Q, A]}, split_turns=True) == ["4<|im_end|>4<|im_end|>"]
     toolless = Chat(chat.folder / "t", QWEN3.replace('role == "tool" %}', 'role == "none" %}'))

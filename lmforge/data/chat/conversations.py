@@ -12,6 +12,8 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, TypeVar
 
+import xxhash
+
 from lmforge.config.sections import ConversationFormat as Format
 from lmforge.data.chat.layout import Layout, encode_layouts
 from lmforge.data.chat.messages import check_encodable, parse_embedded_json
@@ -203,9 +205,16 @@ def read_conversations(
         layout = _record_layout(record, format, mask, encoder)
         if split_turns and isinstance(layout, ChatExample):
             layout = replace(layout, split_turns=True)
-        return lambda *examples: examples, [layout]
+        return _of_one_conversation, [layout]
 
     return encoder.encode_file(path, lay_out)
+
+
+def _of_one_conversation(*turns: TokenizedExample) -> Sequence[TokenizedExample]:
+    if len(turns) == 1:
+        return turns
+    part_of = xxhash.xxh3_64_intdigest(turns[-1].tokens.tobytes())
+    return [replace(turn, part_of=part_of) for turn in turns]
 
 
 def detect_format(record: Record) -> Format:

@@ -104,7 +104,7 @@ def _drop_or_truncate(
                 continue
             counts["truncated"] += 1
             [full], size = group.sequences, sequence_length + 1
-            group = replace(group, sequences=(TokenizedExample(full.tokens[:size], full.loss_mask[:size]),))
+            group = replace(group, sequences=(replace(full, tokens=full.tokens[:size], loss_mask=full.loss_mask[:size]),))
         if all(sequence.loss_mask[1:].any() for sequence in group.sequences):
             yield group
         else:

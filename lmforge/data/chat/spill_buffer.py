@@ -50,7 +50,7 @@ class SpillBuffer(ExitStack):
 
     @property
     def hashes(self) -> np.ndarray:
-        """A hash of each example's tokens, uint64 [examples]."""
+        """A hash of each example's tokens, or of the conversation that it is a turn of, uint64 [examples]."""
         return np.array(self._hashes, np.uint64)
 
     def add(self, group: ExampleGroup) -> None:
@@ -61,7 +61,7 @@ class SpillBuffer(ExitStack):
             self._files["tokens"].write(tokens)
             self._files["scored"].write(sequence.loss_mask.astype(bool, copy=False).tobytes())
             self._lengths.append(len(sequence.tokens))
-        self._hashes.append(digest.intdigest())
+        self._hashes.append(group.sequences[0].part_of or digest.intdigest())
         self._num_scored_tokens.append(sum(int(sequence.loss_mask[1:].sum()) for sequence in group.sequences))
         for name, value in group.scalars.items():
             self._scalars.setdefault(name, array("f")).append(value)
