@@ -511,7 +511,8 @@ def pieces_of(message: dict[str, Any]) -> Iterator[str]:
 
 def is_said(piece: str, text: str) -> bool:
     compact = "".join(text.split())
-    forms = [piece, json.dumps(piece, ensure_ascii=False)[1:-1]]
+    # Arguments that a record has as JSON text stay as they are spelled there.
+    forms = [piece, json.dumps(piece, ensure_ascii=False)[1:-1], json.dumps(piece)[1:-1]]
     forms += [json.dumps(forms[1], ensure_ascii=False)[1:-1], piece.replace("null", "None").replace("true", "True")]
     return any("".join(form.split()) in compact for form in forms)
 
@@ -536,7 +537,9 @@ def check_drawn(draw: random.Random, chats: dict[str, Chat]) -> bool:
     whole, learned = ("".join(decode(ids) for ids in parts) for parts in (
         [each.tokens for each in examples], [each.tokens[each.loss_mask] for each in examples]
     ))  # fmt: skip
-    for at, message in enumerate(messages):
+    # A conversation that is split has an example for each scored answer, and none for what follows the last.
+    said_in_examples = messages[: scored[-1] + 1] if options["split_turns"] and scored else messages
+    for at, message in enumerate(said_in_examples):
         for piece in pieces_of(message):
             if message["role"] != "assistant" or at in scored:
                 assert is_said(piece, whole), (name, record, piece, whole)
