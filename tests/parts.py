@@ -54,6 +54,7 @@ DISTRIBUTED = (
     "mixture",
     "overlap",
     "resume",
+    "signals",
     "tasks",
     "top",
     "tuning",

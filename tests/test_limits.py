@@ -134,8 +134,11 @@ def test_a_folder_of_a_model_without_end_is_refused_before_it_is_built(
 
 
 def test_what_a_model_and_a_cache_need_is_compared_with_what_is_free(
-    tiny_run: Path, refused: Refusal, monkeypatch: pytest.MonkeyPatch
+    tiny_run: Path, tmp_path: Path, refused: Refusal, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    assert run(["export", str(tiny_run), str(tmp_path / "long")]) == 0
+    config = tmp_path / "long" / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"max_position_embeddings": 2**22}))
     free = AvailableMemory(0, 2**28, "the memory of this host")
     monkeypatch.setattr(memory, "available_memory", lambda device, ranks: free)
     monkeypatch.setattr(memory, "read_kib_table", lambda path: {})
@@ -145,7 +148,7 @@ def test_what_a_model_and_a_cache_need_is_compared_with_what_is_free(
     ):
         build_model(get_preset("124m"))
     # 2 layers of 2 key-value heads of width 8 in fp32: 256 bytes per token.
-    printed = refused("generate", tiny_run, "x", "--max_tokens", 2**21, "--dtype", "fp32", "--device", "cpu")
+    printed = refused("generate", tmp_path / "long", "x", "--max_tokens", 2**21, "--dtype", "fp32", "--device", "cpu")
     assert printed.startswith("a KV cache of 1 sequences of 2,097,15")
     assert "generate fewer tokens" in printed
 
@@ -572,5 +575,5 @@ def test_importing_a_hugging_face_folder_says_to_use_it_as_it_is(tmp_path: Path,
     ids=["one machine", "two machines", "one process"],
 )
 def test_ranks_that_share_the_cores_of_one_machine_are_reported(rank_info: RankInfo, says: bool) -> None:
-    lines = notes_on_ranks(DistributedContext(rank_info, torch.device("cpu"), None))
+    lines = notes_on_ranks(parse_config(PretrainConfig, []), DistributedContext(rank_info, torch.device("cpu"), None))
     assert [line.startswith("2 ranks share the ") for line in lines] == [True] * says

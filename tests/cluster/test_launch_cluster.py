@@ -254,7 +254,7 @@ def test_a_sweep_is_one_array_of_jobs(cluster: Desk) -> None:
 def test_hosts_are_started_and_stopped_together_by_ssh(cluster: Desk, laboratory: Laboratory, by_ssh: list[object]) -> None:
     run = cluster.launch(*by_ssh, *ENDLESS)
     cluster.wait_for_step(run, 2)
-    cluster.wait_for_state(run, r"^recipe +ssh +running \(2 of 2 hosts\) ")
+    cluster.wait_for_state(run, r"^recipe +ssh +running +2 of 2 hosts ")
     assert cluster("stop", "recipe").returncode == 0
     assert cluster.wait_for_end(run) == 128 + signal.SIGTERM, cluster.output(run)
     last = run.checkpoint_steps()[-1]
