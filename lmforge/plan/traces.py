@@ -174,11 +174,13 @@ def _block_inputs(model: LanguageModel, length: int, on_gpu: bool, has_dropout: 
         reached.update(args=[*args], kwargs=kwargs)
         raise _Reached
 
-    tokens, tracker = torch.zeros(1, length, dtype=torch.long), ActivationTracker()
+    tracker, tokens = ActivationTracker(), torch.zeros(1, length, dtype=torch.long)
+    batch = (tokens, tokens.clone(), tokens.int())  # made before, so that it does not count
+    keys = tokens.clone() if has_dropout else None
     hook = model.blocks[0].register_forward_pre_hook(stop, with_kwargs=True)
     try:
         with tracker:
-            model(tokens, tokens.clone(), tokens.int(), rng_keys=tokens.clone() if has_dropout else None)
+            model(*batch, rng_keys=keys)
     except _Reached:
         pass
     hook.remove()
@@ -186,7 +188,8 @@ def _block_inputs(model: LanguageModel, length: int, on_gpu: bool, has_dropout: 
     if not args:  # all by name
         args = [kwargs.pop("hidden_states")]
     hidden, masks = args[0], [each.dense_mask for each in args if isinstance(each, AttentionMask)]
-    embedded = tracker.live_bytes() - hidden.nbytes - sum(each.nbytes for each in masks if each is not None)
+    of_block = [hidden, *masks, *(each.rng_keys for each in args if isinstance(each, TokenRng))]
+    embedded = tracker.live_bytes() - sum(each.nbytes for each in of_block if each is not None)
     if on_gpu:
         args = [AttentionMask() if isinstance(each, AttentionMask) else each for each in args]
     ranks = model.sequence_parallel_shard[1]
