@@ -43,7 +43,7 @@ TokenIds = Annotated[int, Field(ge=0)] | list[Annotated[int, Field(ge=0)]]
 NEUTRAL_SAMPLING: dict[str, Any] = {
     "num_beams": 1, "min_length": 0, "min_new_tokens": 0, "max_time": None, "typical_p": 1.0, "top_h": None,
     "epsilon_cutoff": 0.0, "eta_cutoff": 0.0, "encoder_repetition_penalty": 1.0, "no_repeat_ngram_size": 0,
-    "bad_words_ids": None, "forced_bos_token_id": None, "forced_eos_token_id": None,
+    "encoder_no_repeat_ngram_size": 0, "bad_words_ids": None, "forced_bos_token_id": None, "forced_eos_token_id": None,
     "exponential_decay_length_penalty": None, "suppress_tokens": None, "begin_suppress_tokens": None,
     "sequence_bias": None, "guidance_scale": 1, "watermarking_config": None, "penalty_alpha": None, "dola_layers": None,
     "constraints": None, "force_words_ids": None, "token_healing": False, "num_return_sequences": 1,

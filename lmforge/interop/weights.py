@@ -65,15 +65,16 @@ def load_folder(folder: str | Path, model: nn.Module, new_names: Collection[str]
     for conversion in conversions:
         _check_converted(folder, expected, conversion.convert(lambda name: file_of[name].entries[name].meta))
     _reject_differences(folder, expected, stored, rows := _rows_to_grow(folder, model))
+    grown = {name for ours, (_, name) in stored.items() if ours in rows} | {*rows}  # as they are stored
     for file in opened:
         targets = {name: local[ours] for ours, (source, name) in stored.items() if source is file and ours in local}
         for name in targets:
             _reject_quantized(file.entries[name].dtype, f"{file.path}: {name}")
-        _read_parts(file, [(name, *local_part(target)) for name, target in targets.items()], rows)
+        _read_parts(file, [(name, *local_part(target)) for name, target in targets.items()], grown)
     if head is not None and tied in local:
         target, part = local_part(local[tied])
         again = torch.empty_like(target)
-        _read_parts(head[0], [(head[1], again, part)], rows)
+        _read_parts(head[0], [(head[1], again, part)], grown)
         if not torch.equal(again, target):
             raise _mismatch(folder, f"it says tie_word_embeddings, and {head[1]} is not {tied}")
     for conversion in conversions:
@@ -88,14 +89,15 @@ def _rows_to_grow(folder: Path, model: Any) -> dict[str, int]:
     rows = read_config_json(folder / "config.json").get("vocab_size")
     if not isinstance(rows, int) or rows >= model.config.vocab_size:
         return {}
-    return dict.fromkeys((f"{model.embedding_names[0]}.weight", LM_HEAD_WEIGHT, "lm_head.bias"), rows)
+    head = () if model.config.reward else (LM_HEAD_WEIGHT, "lm_head.bias")
+    return dict.fromkeys((f"{model.embedding_names[0]}.weight", *head), rows)
 
 
-def _read_parts(file: SafetensorsFile, requests: list[tuple[str, Tensor, tuple[slice, ...]]], rows: dict[str, int]) -> None:
-    """As `read_parts`; a matrix with fewer rows than asked for gets the mean of its rows as further ones."""
-    file.read_parts([each for each in requests if each[0] not in rows])
+def _read_parts(file: SafetensorsFile, requests: list[tuple[str, Tensor, tuple[slice, ...]]], grown: Collection[str]) -> None:
+    """As `read_parts`; those that have `grown`, so that they lack rows, get the mean of their rows as further ones."""
+    file.read_parts([each for each in requests if each[0] not in grown])
     for name, target, (wanted, *columns) in requests:
-        if name in rows:
+        if name in grown:
             value = file.read(name)
             kept = value[(slice(wanted.start, wanted.stop), *columns)]
             target[: len(kept)] = kept
@@ -121,9 +123,10 @@ def merge_adapters(model: LanguageModel, lora_config: LoraConfig, tensors: Mappi
         if name in local:
             target, part = local_part(local[name])
             target.copy_(value[part])
+    never_transposed = {LM_HEAD_WEIGHT, *(f"{each}.weight" for each in model.embedding_names)}
     for layer in dict.fromkeys(name.removesuffix(end) for name in tensors for end in LORA_SUFFIXES if name.endswith(end)):
         name = f"{layer}.weight"
-        transposed = model.config.family.transposed and name not in (embedding, LM_HEAD_WEIGHT)
+        transposed = model.config.family.transposed and name not in never_transposed
         a, b = (tensors.get(f"{layer}{end}") for end in LORA_SUFFIXES)
         if a is None or b is None or a.shape[0] != b.shape[1]:
             raise UserError(f"{source}: {layer}: not a pair of matrices of one rank; copy the folder again")

@@ -240,7 +240,7 @@ def _parse_rope_scaling(table: dict[str, Any], max_positions: int) -> RopeScalin
         raise UserError(f'rope_scaling: rope_type "{rope_type}" is not supported; choose one of {", ".join(_ROPE_FIELDS)}')
     needed, optional = _ROPE_FIELDS[rope_type]
     values: dict[str, Any] = {name: table.get(name) for name in needed} | {
-        name: table[name] for name in optional if table.get(name)
+        name: table[name] for name in optional if table.get(name) or (name, table.get(name)) == ("attention_factor", 0)
     }
     original = "original_max_position_embeddings"
     if original in needed and original not in table:

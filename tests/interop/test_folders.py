@@ -3,6 +3,7 @@ AutoModelForCausalLM, AutoTokenizer and GenerationConfig read them, or refused."
 
 import json
 import random
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from lmforge.generate.sampling import TRANSFORMERS_SAMPLING, SamplingParams, pen
 from lmforge.interop import weights
 from lmforge.interop.export import export_folder
 from lmforge.interop.safetensors_file import SafetensorsFile
+from lmforge.model import build_model
 from tests.model.conftest import MODEL_TYPES, built, drawn_config, drawn_rope, logits, one_document
 
 logging.set_verbosity_error()
@@ -243,7 +245,9 @@ def compare(folder: Path) -> str | None:
 @pytest.mark.parametrize("count", [10, pytest.param(300, marks=pytest.mark.slow)])
 def test_a_drawn_folder_is_read_as_transformers_reads_it_or_refused(count: int, draw: random.Random, tmp_path: Path) -> None:
     refusals = []
-    for number in range(count):
+    for number in range(4 * count):  # by chance nearly all of the first ten may be refused
+        if number >= count and refusals.count(None) >= count // 4:
+            break
         folder = tmp_path / str(number)
         folder.mkdir()
         drawn_folder(folder, draw)
@@ -296,7 +300,7 @@ def test_tokens_that_a_folder_adds_are_trained_and_its_sampling_reaches_the_expo
         requests = [(name, parts[0], (slice(0, size + 3), slice(0, old.shape[1])))]
         requests += [(name, parts[1], (slice(size + 3, rows), slice(0, old.shape[1])))]
         for request in requests:  # as ranks do, each its own rows
-            weights._read_parts(SafetensorsFile(base / "model.safetensors"), [request], {name: size})
+            weights._read_parts(SafetensorsFile(base / "model.safetensors"), [request], {name})
         assert torch.equal(torch.cat(parts), found)
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "out")
     assert tokenizer.convert_tokens_to_ids(["<|tool|>", "<|think|>"]) == [size, size + 1]
@@ -312,6 +316,25 @@ def test_tokens_that_a_folder_adds_are_trained_and_its_sampling_reaches_the_expo
     assert (generation.stop_strings, generation.max_new_tokens) == (["\n\n"], 7)
 
 
+def test_a_vocabulary_grows_whatever_the_tensors_are_called_and_whatever_the_head_is(
+    draw: random.Random, tmp_path: Path
+) -> None:
+    """GPT-2's first releases leave out a prefix of the names; a reward model's head has one row, which stays."""
+    for name, reward in (("first", False), ("reward", True)):
+        config = drawn_config("gpt2", draw, vocab_size=40, tie_word_embeddings=not reward, reward=reward)
+        export_folder(built(config), config, tmp_path / name)
+        file = tmp_path / name / "model.safetensors"
+        tensors = {each.removeprefix("transformer."): value.clone() for each, value in load_file(file).items()}
+        file.unlink()
+        save_file(tensors, file, {"format": "pt"})
+        model = build_model(replace(config, vocab_size=48))
+        weights.load_folder(tmp_path / name, model)
+        grown = torch.cat([tensors["wte.weight"], tensors["wte.weight"].mean(0).expand(8, -1)])
+        torch.testing.assert_close(model.get_parameter("transformer.wte.weight"), grown)
+        head = tensors["score.weight"] if reward else grown
+        torch.testing.assert_close(model.get_parameter("lm_head.weight"), head)
+
+
 @pytest.mark.parametrize(
     ("stated", "complaint"),
     [
@@ -319,6 +342,7 @@ def test_tokens_that_a_folder_adds_are_trained_and_its_sampling_reaches_the_expo
         ({"temperature": "hot"}, "generation_config.json: temperature: expected a number"),
         ({"top_p": 7.0}, "generation_config.json: top_p: expected a number of at most 1"),
         ({"no_repeat_ngram_size": 3}, "generation_config.json: no_repeat_ngram_size: 3 is not supported; remove it there"),
+        ({"encoder_no_repeat_ngram_size": 2}, "generation_config.json: encoder_no_repeat_ngram_size: 2 is not supported"),
         ([], "generation_config.json: expected an object"),
     ],
 )

@@ -161,6 +161,7 @@ def test_adapters_of_any_shape_peft_has_are_merged_as_peft_merges_them(
         },
         "head": {"target_modules": [linear, "lm_head"], "use_rslora": True},
         "embedding": {"target_modules": [embedding, linear]},
+        **({} if model_type == "llama" else {"positions": {"target_modules": ["wpe", linear], "fan_in_fan_out": True}}),
         "modules": {"modules_to_save": ["lm_head", embedding, norm]},
     }
     for name, options in chosen.items():

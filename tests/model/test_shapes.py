@@ -169,6 +169,7 @@ def test_a_shape_can_be_given_field_by_field() -> None:
             'rope_type "dynamic" is not supported; choose one of default, lin',
         ),
         ({"rope_scaling": {"type": "linear"}}, 'rope_type "linear" needs factor: expected a number above zero, got null'),
+        ({"rope_scaling": {"type": "yarn", "factor": 2, "attention_factor": 0.0}}, "needs attention_factor: expected a number"),
         ({"rope_scaling": {"type": "llama3", "factor": 8}}, 'rope_type "llama3" needs low_freq_factor'),
         ({"num_key_value_heads": 4}, "num_key_value_heads: 4 does not divide num_attention_heads 6"),
         ({"num_attention_heads": 5, "num_key_value_heads": 5}, "5 heads do not divide hidden_size 48; change one of the two"),
