@@ -140,6 +140,29 @@ def test_what_is_saved_beside_the_training_is_the_step_it_says_and_the_same_as_s
     assert not torch.equal(weights(beside, 2)["lm_head.weight"], weights(beside, 4)["lm_head.weight"])
 
 
+def test_a_disk_too_small_for_the_kept_checkpoints_is_said_at_the_start_and_a_full_one_names_the_oldest(
+    train: Train, tmp_path: Path, tiny_options: list[str], monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def free(num_bytes: int) -> None:
+        disk_usage = SimpleNamespace(disk_usage=lambda path: SimpleNamespace(free=num_bytes))
+        monkeypatch.setattr(async_save, "shutil", disk_usage)
+
+    free(10**9)
+    run = train("a", "--checkpoint.keep_last", 2)
+    assert " are kept, and one more" not in capfd.readouterr().err
+    assert run.checkpoint_steps() == [4, 6]
+    free(1_000_000)  # one checkpoint, and not three
+    train("b", "--checkpoint.keep_last", 2)
+    folder = tmp_path / "b" / "checkpoints"
+    kept = f"lmforge: {folder}: 2 checkpoints of 0.6 MiB are kept, and one more while it is written: 1.0 MiB are free; "
+    assert kept in capfd.readouterr().err
+    free(100_000)
+    line = ["pretrain", *tiny_options, "--run.folder", tmp_path, "--run.name", "a", "--train.steps", 8]
+    assert command([str(word) for word in line]) == 1
+    assert f"are free; delete {run.checkpoint_path(4)}, the oldest" in capfd.readouterr().err
+    assert run.checkpoint_steps() == [4, 6]
+
+
 def test_a_save_that_fails_is_reported_and_tried_again_and_some_in_a_row_end_the_run(
     tmp_path: Path, tiny_options: list[str]
 ) -> None:

@@ -4,17 +4,20 @@ import json
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
-from lmforge.cluster import processes
+from lmforge.cluster import launch, processes
+from lmforge.cluster.jobs.job import read_job
 from lmforge.config.operation import parse_time_limit
 from lmforge.runs import Run
+from lmforge.verbs.running import jobs
 from tests.cluster.launching import Desk, assert_same_result, losses, with_programs, write_executable
 from tests.conftest import Command, Refusal
 
@@ -526,6 +529,43 @@ def test_a_record_of_a_job_that_cannot_be_read_hides_no_other_job(
     assert printed.err.startswith(f"lmforge: {damaged}: {message}")
     assert printed.err.endswith("; delete it; the run itself is not changed\n")
     assert run(["jobs", "first"]) == 0
+
+
+@pytest.mark.parametrize(("written", "requeues"), [("2\n", "2"), ("", ""), ("many", "")])
+def test_jobs_counts_starts_by_the_scheduler_apart_from_restarts(written: str, requeues: str, tmp_path: Path) -> None:
+    """Four attempts: one at the start, two of a queue, one after a rank was lost."""
+    file = job_record(tmp_path, launcher="slurm", job_id="7", sessions=[], submitted_at=1e9)
+    file.with_name("requeues").write_text(written)
+    for number in range(1, 5):
+        log = Run(tmp_path / "runs" / "good").log_path(number, 0)
+        log.parent.mkdir(parents=True)
+        log.touch()
+    job = read_job(tmp_path / "runs" / "good")
+    assert job is not None
+    assert str(job.requeues or "") == requeues
+    assert jobs._restarts(tmp_path / "runs" / "good", job) == 3 - (job.requeues or 0)
+
+
+@pytest.mark.parametrize(("kills", "why"), [((3, 4), True), ((3, 3), False)])
+def test_a_killed_rank_is_named_with_the_memory_of_the_host_only_where_the_kernel_has_killed(
+    kills: tuple[int, int], why: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import torch.distributed.launcher.api as launcher
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
+
+    def lost(config: object, program: str) -> Callable[..., None]:
+        def start(*arguments: str) -> None:
+            raise ChildFailedError("lmforge", {1: ProcessFailure(1, 99, -signal.SIGKILL, "")})
+
+        return start
+
+    assert launch._count_memory_kills() >= 0
+    counts = iter(kills)
+    monkeypatch.setattr(launch, "_count_memory_kills", lambda: next(counts))
+    monkeypatch.setattr(launcher, "elastic_launch", lost)
+    status, reason = launch.start_ranks(2, ["pretrain"], launch.Interruption())
+    memory = "; the kernel ended a process because host memory was used up"
+    assert (status, reason) == (launch.EXIT_PEER_LOST, f"rank 1 was killed by SIGKILL{memory if why else ''}")
 
 
 @pytest.mark.parametrize("size", [0, 2**40])
