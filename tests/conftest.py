@@ -35,9 +35,10 @@ os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (str(ROOT), os.environ.g
 # that interrupts one would wait for its time-out.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
-# And nohup has SIGHUP ignored.
-if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
-    signal.signal(signal.SIGHUP, signal.SIG_DFL)
+# It ignores SIGQUIT too, and nohup SIGHUP.
+for number in (signal.SIGQUIT, signal.SIGHUP):
+    if signal.getsignal(number) is signal.SIG_IGN:
+        signal.signal(number, signal.SIG_DFL)
 # The models here are so small that a second thread takes more time than it saves, and most while it waits. Read when torch is
 # imported, by the processes that this one starts.
 os.environ.setdefault("OMP_NUM_THREADS", "1")

@@ -188,6 +188,7 @@ def _keep(request: dict[str, Any], status_file: Path) -> dict[str, Any]:
     """Fork a process, answer with its process id, and write down how it ends. Returns its request in the process itself."""
     child = os.fork()
     if child == 0:
+        os.setpgid(0, 0)  # the kernel halts no process of a group that has no parent in its session, such as setsid makes
         return request
     print(json.dumps({"pid": child}), flush=True)
     _, status = os.waitpid(child, 0)
