@@ -1,6 +1,7 @@
 """Writing a model as a Hugging Face folder: config.json, safetensors, and the tokenizer's files."""
 
 import json
+import re
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -32,6 +33,10 @@ _TOKENIZER_FILES = (
     "vocab.json",
     "merges.txt",
 )
+
+
+# What a folder that --overwrite replaces may hold: somebody's own files beside a model are not lmforge's to delete.
+_OF_A_MODEL = re.compile(r".*\.(json|safetensors|jinja|model)|merges\.txt|README\.md|additional_chat_templates")
 
 
 def export_folder(
@@ -109,11 +114,16 @@ def _described(
 def new_folder(folder: Path, overwrite: bool, *, marker: str, content: str) -> Iterator[Path]:
     """A folder to fill that appears as `folder` at the end, complete or not at all.
 
-    With `overwrite`, a folder that holds the file `marker`, and so a `content`, is replaced; any other one is a UserError, and
-    so is an error of the disk.
+    With `overwrite`, a folder that holds the file `marker`, weights, and only files of a model, and so is a `content`, is
+    replaced; any other one is a UserError, and so is an error of the disk.
     """
+
+    def is_replaceable(path: Path) -> bool:
+        others = [each for each in path.iterdir() if not _OF_A_MODEL.fullmatch(each.name)] if path.is_dir() else []
+        return (path / marker).is_file() and any(path.glob("*.safetensors")) and not others
+
     if overwrite:
-        check_output(folder, kind=content, is_of_kind=lambda path: (path / marker).is_file(), other="folder")
+        check_output(folder, kind=content, is_of_kind=is_replaceable, other="folder")
     else:
         check_output(folder, other="folder, or add --overwrite")
     try:

@@ -67,6 +67,18 @@ def test_nothing_is_overwritten_without_overwrite(tiny_run: Path, tmp_path: Path
     assert not (tmp_path / "b").exists()
 
 
+@pytest.mark.parametrize("of_a_model", [True, False], ids=["beside a model", "beside a config.json"])
+def test_a_folder_with_files_of_somebody_else_is_not_overwritten(tiny_run: Path, tmp_path: Path, of_a_model: bool) -> None:
+    if of_a_model:
+        assert command(["export", str(tiny_run), str(tmp_path / "out")]) == 0
+    else:
+        (tmp_path / "out").mkdir()
+        (tmp_path / "out" / "config.json").write_text('{"name": "mine"}')
+    (tmp_path / "out" / "thesis.tex").write_text("years")
+    assert command(["export", str(tiny_run), str(tmp_path / "out"), "--overwrite"]) == 2
+    assert (tmp_path / "out" / "thesis.tex").read_text() == "years"
+
+
 # Llama is exported above too; each of the others in `make test` has something of its own.
 IN_BRIEF = ["qwen3", "gpt2", "mixtral"]
 FAMILIES = [
