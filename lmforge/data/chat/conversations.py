@@ -4,7 +4,6 @@ Templates are applied in `templates.py`; pairs and prompts are read in `preferen
 """
 
 import json
-import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -15,7 +14,7 @@ from typing import Any, TypeVar
 import xxhash
 
 from lmforge.config.sections import ConversationFormat as Format
-from lmforge.data.chat.layout import Layout, encode_layouts
+from lmforge.data.chat.layout import Layout, SpecialTokens, encode_layouts
 from lmforge.data.chat.messages import check_encodable, parse_embedded_json
 from lmforge.data.chat.templates import ChatExample, ChatTemplate, LossMaskMode, build_layouts
 from lmforge.data.packing import TokenizedExample
@@ -83,7 +82,7 @@ class RecordEncoder:
         """
         texts = [(check_encodable(text), scored) for text, scored in pieces if text]
         layout: Layout = [texts] if texts else []
-        if any(self._special_tokens.search(text) for text, _ in texts):
+        if any(self._specials.pattern.search(text) for text, _ in texts):
             layout = self._parse(texts) if self.parse_special_tokens else layout
             self.unusable.with_special_text += not self.parse_special_tokens
         prefix, eos = [(id, False) for id in self.tokenizer.prefix_ids], [(self.tokenizer.eos_token_id, True)]
@@ -92,28 +91,19 @@ class RecordEncoder:
         return layout if not add_eos or ids[-1:] == [self.tokenizer.eos_token_id] else [*layout, *eos]
 
     @cached_property
-    def _special_tokens(self) -> re.Pattern[str]:
-        """Matches a special token, with the blanks around it that it takes in."""
-        blanks = {token["id"]: (r"\s*" * token["lstrip"], r"\s*" * token["rstrip"]) for token in self.tokenizer.added_tokens}
-        texts = {self.tokenizer.id_to_token(id): blanks.get(id, ("", "")) for id in self.tokenizer.all_special_ids}
-        longest_first = sorted(texts.items(), key=lambda each: -len(each[0]))
-        return re.compile("|".join(f"{before}({re.escape(text)}){after}" for text, (before, after) in longest_first))
+    def _specials(self) -> SpecialTokens:
+        return SpecialTokens(self.tokenizer)
 
     def _parse(self, texts: Sequence[tuple[str, bool]]) -> Layout:
-        layout: Layout = [[]]
+        """The texts cut at the special tokens that each spells; what follows a text without one continues it."""
+        layout: Layout = []
         for text, scored in texts:
-            at = 0
-            for match in self._special_tokens.finditer(text):
-                token = self.tokenizer.token_to_id(match[match.lastindex or 0])
-                assert token is not None
-                assert isinstance(layout[-1], list)
-                layout[-1].append((text[at : match.start()], scored))
-                layout += [(token, scored), []]
-                at = match.end()
-            assert isinstance(layout[-1], list)
-            layout[-1].append((text[at:], scored))
-        sections = [part if isinstance(part, tuple) else [piece for piece in part if piece[0]] for part in layout]
-        return [part for part in sections if part]
+            for part in self._specials.cut(text, [(0, len(text))] if scored else []):
+                if layout and isinstance(part, list) and isinstance(layout[-1], list):
+                    layout[-1] += part
+                else:
+                    layout.append(part)
+        return layout
 
     def completion_layout(
         self, prompt: Any, completion: Any, record: Record, mask: LossMaskMode = "assistant"
