@@ -16,7 +16,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from functools import partial
 from itertools import dropwhile
 from pathlib import Path
@@ -35,6 +35,7 @@ from lmforge.config.verbs.bench import BenchConfig
 from lmforge.config.verbs.examine import DoctorOptions
 from lmforge.config.verbs.running import LaunchVerbOptions, parse_launch
 from lmforge.errors import DISK_FULL_ERRNOS, RunFailed, UserError, did_you_mean
+from lmforge.monitor.rank_log import losing_output
 from lmforge.parallel.dims import plan_batches
 from lmforge.runs import Run
 from lmforge.untrusted import check_text, cut, describe_os_error
@@ -62,6 +63,10 @@ TRAINING_NOTES = """\
 
 def main() -> None:
     """Entry of the `lmforge` command: runs a verb and ends the process with its status."""
+    # The next files that are opened would take the place of standard streams that are closed.
+    while (number := os.open(os.devnull, os.O_RDWR)) <= 2:
+        os.set_inheritable(number, True)
+    os.close(number)
     limit_spinning()
     os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # a profiler's own output would mix with that of a run
     exit_process(run(sys.argv[1:]))
@@ -117,16 +122,19 @@ def run(arguments: list[str]) -> int:
     debug = bool(os.environ.get(DEBUG_VARIABLE))
     chosen: Options | None = None
     try:
-        if sys.stdout is None:
-            raise UserError("standard output is closed; redirect it, to /dev/null where nobody reads it")
         name, *rest = [word for word in arguments if word != "--debug"] or ["--help"]
-        status = 0
-        if (answer := _answer(name, rest)) is not None:
+        status, answer = 0, _answer(name, rest)
+        works = answer is None and (VERBS[name].writes or VERBS[name].distributed)
+        if sys.stdout is None and not works:
+            raise UserError("standard output is closed; redirect it, to /dev/null where nobody reads it")
+        if answer is not None:
             print(wrap_help(answer, shutil.get_terminal_size().columns) if sys.stdout.isatty() else answer)
         else:
             chosen = parse_command(name, rest)
-            status = _carry_out(name, rest, chosen)
-        sys.stdout.flush()  # while a closed pipe can still be detected
+            with losing_output(keeps_stdout=not VERBS[name].writes) if works else nullcontext():
+                status = _carry_out(name, rest, chosen)
+        if sys.stdout is not None:
+            sys.stdout.flush()  # while a closed pipe can still be detected
         return status
     except (UserError, RunFailed) as problem:
         if debug:

@@ -17,7 +17,14 @@ from types import FrameType
 from typing import Any
 
 from lmforge.cluster.environment import ENVIRONMENT_VARIABLE, LAUNCHER_PID_VARIABLE, NODE_RANK_VARIABLE, TORCHRUN
-from lmforge.cluster.processes import INTERRUPTED_STATUSES, STOP_SIGNALS, handle_signals, restore_signals
+from lmforge.cluster.processes import (
+    INTERRUPTED_STATUSES,
+    SIGNAL_FILE_VARIABLE,
+    STOP_SIGNALS,
+    handle_signals,
+    restore_signals,
+    signal_name,
+)
 from lmforge.cluster.rank_info import threads_per_rank
 from lmforge.cluster.waiting import print_line
 from lmforge.errors import EXIT_PEER_LOST, UserError
@@ -140,7 +147,7 @@ def start_ranks(
                 where = f" on {os.uname().nodename}" if rendezvous else ""
                 memory = "; the kernel ended a process because host memory was used up"
                 why = memory if status == -signal.SIGKILL and _count_memory_kills() > kills_before else ""
-                return EXIT_PEER_LOST, f"rank {rank}{where} was killed by {signal.Signals(-status).name}{why}"
+                return EXIT_PEER_LOST, f"rank {rank}{where} was killed by {signal_name(-status)}{why}"
         return (EXIT_PEER_LOST if {EXIT_PEER_LOST} <= set(statuses.values()) <= {EXIT_PEER_LOST, by_launcher} else 1), ""
     except SignalException as stopped:
         return interruption.status or 128 + int(stopped.sigval), ""
@@ -180,10 +187,11 @@ def launch_plainly(num_processes: int, arguments: list[str], node: int, num_node
 
 
 class Interruption:
-    """The first signal that a launcher got; `status` is 128 + its number, or 0."""
+    """The first signal that a launcher got; `status` is 128 + its number, or 0. Ranks read the number in a file of memory."""
 
     def __init__(self) -> None:
         self.status = 0
+        self.file = os.memfd_create("signal") if sys.platform == "linux" else None
 
     def handle(self, number: int, frame: FrameType | None) -> None:
         """Make the ranks end. All but Ctrl-C and Ctrl-\\ are passed on as SIGTERM: others would kill processes that a rank has
@@ -195,9 +203,11 @@ class Interruption:
             return
         self.status = 128 + number
         sent = signal.Signals(number) if number in (signal.SIGINT, signal.SIGQUIT) else signal.SIGTERM
+        if self.file is not None:
+            os.pwrite(self.file, f"{number:02d}".encode(), 0)
         if sent != number:
             with suppress(OSError):  # not `print`, which this may have interrupted
-                os.write(2, f"lmforge: {signal.Signals(number).name} came: all ranks are asked to save and end\n".encode())
+                os.write(2, f"lmforge: {signal_name(number)} came: all ranks are asked to save and end\n".encode())
         raise SignalException(f"signal {number}", sigval=sent)
 
 
@@ -214,12 +224,15 @@ def launcher_environment() -> Iterator[Interruption]:
     # Without it torch prints a warning. Each rank sets its threads in `init_distributed`.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     os.environ[LAUNCHER_PID_VARIABLE] = str(os.getpid())
+    os.environ[SIGNAL_FILE_VARIABLE] = f"/proc/{os.getpid()}/fd/{interruption.file}"
     os.environ[ENVIRONMENT_VARIABLE] = TORCHRUN.name  # whatever else started this process
     try:
         yield interruption
     finally:
         logging.disable(logging.NOTSET)
         restore_signals(handlers)
-        for name in (LAUNCHER_PID_VARIABLE, ENVIRONMENT_VARIABLE, "OMP_NUM_THREADS"):
+        if interruption.file is not None:
+            os.close(interruption.file)
+        for name in (LAUNCHER_PID_VARIABLE, SIGNAL_FILE_VARIABLE, ENVIRONMENT_VARIABLE, "OMP_NUM_THREADS"):
             os.environ.pop(name)
         os.environ.update(environment)

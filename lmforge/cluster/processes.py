@@ -1,8 +1,11 @@
 """Signals that stop a run; calls of scheduler and MPI programs with a time limit; information from /proc."""
 
+import os
 import signal
 import subprocess
+import sys
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -12,9 +15,13 @@ from lmforge.errors import UserError
 from lmforge.untrusted import cut
 
 # Requests to save and end: of a terminal (Ctrl-C, closed), of a container or `kill`, and of schedulers before a time limit
-# (docs/clusters.md has the table). Ctrl-\\ is not one: it ends a process at once.
-STOP_SIGNALS = signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGXCPU
+# (docs/clusters.md has the table). Ctrl-\\ is not one: it ends a process at once. macOS lacks the last two.
+STOP_SIGNALS: tuple[int, ...] = signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGXCPU
+if sys.platform == "linux":
+    STOP_SIGNALS += signal.SIGPWR, signal.SIGRTMIN + 3
 INTERRUPTED_STATUSES = [128 + number for number in STOP_SIGNALS]
+# Where ranks read the signal that their launcher got and has passed on as SIGTERM.
+SIGNAL_FILE_VARIABLE = "LMFORGE_SIGNAL_FILE"
 COMMAND_SECONDS = 120
 MAX_MESSAGE = 400
 # Statuses of a shell for a program that is not installed, and of `timeout` for one that has not ended in time.
@@ -32,6 +39,22 @@ def restore_signals(handlers: Mapping[int, Any]) -> None:
     """Install the handlers that were there before `handle_signals`."""
     for number, handler in handlers.items():
         signal.signal(number, handler)
+
+
+def signal_name(number: int) -> str:
+    """The name of a signal, such as SIGTERM or SIGRTMIN+3."""
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"SIGRTMIN+{number - signal.SIGRTMIN}"
+
+
+def read_passed_on(number: int) -> int:
+    """The signal that a launcher of lmforge got, where this is the SIGTERM that it sends for it; else `number`."""
+    if number == signal.SIGTERM and (path := os.environ.get(SIGNAL_FILE_VARIABLE)):
+        with suppress(OSError, ValueError):  # the launcher was killed, or passes on nothing
+            return int(Path(path).read_text())
+    return number
 
 
 def call(command: Sequence[str], what: str) -> str:

@@ -67,13 +67,23 @@ class StampedFile(io.TextIOWrapper):
         return len(text)
 
 
-class _Output:
-    """Standard output or error (`number` 1 or 2) of rank 0. Errors go to the log too. What the reader, terminal or file does
-    not take any more is dropped: the log says so, and the run goes on."""
+class Output:
+    """Standard output or error (`number` 1 or 2) of work that goes on where nothing reads it: what the reader, terminal or file
+    does not take any more is dropped. That is said once: in the rank's `log`, where errors are too, or on standard error.
 
-    def __init__(self, terminal: TextIO, log: StampedFile, number: int) -> None:
-        self.terminal, self.original, self._log, self._number = terminal, terminal, log, number
-        self._is_dropped = False
+    `terminal` is None for a stream that is closed, or another Output, whose place this one takes.
+    """
+
+    def __init__(self, terminal: "TextIO | Output | None", number: int, log: StampedFile | None = None) -> None:
+        self._log, self._number, self._lost = log, number, ""
+        if isinstance(terminal, Output):
+            self._lost, terminal = terminal._lost, terminal.original
+        elif terminal is None:
+            self._lost, terminal = "closed", open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
+        self.original: TextIO = terminal
+        self.terminal = terminal
+        if self._lost and log is not None:
+            self._say_lost()
 
     def write(self, text: str) -> int:
         if self._number == 2:
@@ -90,42 +100,66 @@ class _Output:
             self.terminal.flush()
 
     def _write_log(self, text: str) -> None:
-        with suppress(OSError, ValueError):  # a full disk; a log that is closed
-            self._log.write(text)
+        if self._log is not None:
+            with suppress(OSError, ValueError):  # a full disk; a log that is closed
+                self._log.write(text)
 
     @contextmanager
     def _dropping(self) -> Iterator[None]:
         try:
             yield
         except OSError as problem:
-            if not self._is_dropped:
-                what = "standard error" if self._number == 2 else "standard output"
-                self._write_log(f"{what}: {problem.strerror}; from now on it is written to this log only; the run goes on\n")
-            self._is_dropped = True
+            is_known, self._lost = self._lost, problem.strerror or "lost"
             with open(os.devnull, "w") as nowhere, suppress(OSError, ValueError):
                 os.dup2(nowhere.fileno(), self.terminal.fileno())
+            if not is_known:
+                self._say_lost()
+
+    def _say_lost(self) -> None:
+        what = "standard error" if self._number == 2 else "standard output"
+        if self._log is not None:
+            self._write_log(f"{what}: {self._lost}; from now on it is written to this log only; the run goes on\n")
+        elif self._number == 1:
+            with suppress(OSError):
+                print(f"lmforge: {what}: {self._lost}; nothing more is printed there; the work goes on", file=sys.stderr)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.terminal, name)
 
 
+@contextmanager
+def losing_output(keeps_stdout: bool = False) -> Iterator[None]:
+    """For work that goes on where nothing reads what it prints, and where standard output or error is closed. With
+    `keeps_stdout` a standard output that is open stays as it is: what it does not take is an error."""
+    before = sys.stdout, sys.stderr
+    if sys.stdout is None or not keeps_stdout:
+        sys.stdout = Output(sys.stdout, 1)
+    sys.stderr = Output(sys.stderr, 2)
+    during = sys.stdout, sys.stderr
+    try:
+        yield
+    finally:
+        if (sys.stdout, sys.stderr) == during:  # a rank goes on printing to its log
+            sys.stdout, sys.stderr = before
+
+
 def redirect_terminal(stream: TextIO, replace: Callable[[TextIO], TextIO] | None) -> None:
     """What rank 0 writes to `stream`, its `sys.stdout` or `sys.stderr`, goes to `replace(terminal)` from now on; None: to the
     terminal."""
-    if isinstance(stream, _Output):
+    if isinstance(stream, Output):
         stream.terminal = replace(stream.original) if replace else stream.original
 
 
 def print_past_log(line: str) -> None:
     """A line on standard error that the log has already."""
-    write = sys.stderr.write_past_log if isinstance(sys.stderr, _Output) else sys.stderr.write
+    write = sys.stderr.write_past_log if isinstance(sys.stderr, Output) else sys.stderr.write
     write(f"{line}\n")
     sys.stderr.flush()
 
 
 def write_to_terminal(text: str) -> None:
     """Write to the launcher's standard error, which a rank has even where its output goes to a file."""
-    if isinstance(sys.stderr, _Output) and sys.stderr.terminal is not sys.stderr.original:
+    if isinstance(sys.stderr, Output) and sys.stderr.terminal is not sys.stderr.original:
         sys.stderr.write_past_log(text)
         return
     os.write(sys.__stderr__.fileno() if sys.__stderr__ is not None else 2, text.encode())
@@ -144,9 +178,8 @@ class RankLog:
         if self._reports_crashes:
             faulthandler.enable(self._file, all_threads=True)
         self._stdout, self._stderr = sys.stdout, sys.stderr
-        if rank_info.is_rank0:
-            sys.stdout, sys.stderr = _Output(sys.stdout, self._file, 1), _Output(sys.stderr, self._file, 2)
-        else:
+        sys.stdout, sys.stderr = Output(sys.stdout, 1, self._file), Output(sys.stderr, 2, self._file)
+        if not rank_info.is_rank0:
             self._take_output()
 
     def _take_output(self) -> None:
@@ -177,6 +210,6 @@ class RankLog:
         """Restore what rank 0 writes to, and crash reports. Ranks other than 0 go on printing to their log."""
         if self._reports_crashes:
             faulthandler.disable()
-        if isinstance(sys.stderr, _Output):
+        if isinstance(sys.stderr, Output):
             sys.stdout, sys.stderr = self._stdout, self._stderr
             self._file.close()

@@ -4,7 +4,6 @@ and how its failures are described."""
 import json
 import os
 import shlex
-import signal
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -19,6 +18,7 @@ from lmforge.cluster import distributed as cluster
 from lmforge.cluster.distributed import DistributedContext
 from lmforge.cluster.environment import JOB_VARIABLE, under_launcher
 from lmforge.cluster.memory import record_memory, write_memory_snapshot
+from lmforge.cluster.processes import signal_name
 from lmforge.cluster.rank_info import launcher_identity, threads_per_rank
 from lmforge.cluster.standby import describe_standby
 from lmforge.config.stage import StageConfig
@@ -170,7 +170,7 @@ def notes_on_ranks(config: StageConfig, dist_ctx: DistributedContext) -> list[st
 
 def describe_stop(ctx: RunContext, stopped_by: int, step: int) -> str:
     """What ended a run that is saved, and the command that continues it: of a job, by its launcher."""
-    by = "the loss of its launcher" if cluster.launcher_is_lost() else signal.Signals(stopped_by).name
+    by = "the loss of its launcher" if cluster.launcher_is_lost() else signal_name(stopped_by)
     info, command = ctx.dist_ctx.rank_info, typed_command()
     if JOB_VARIABLE in os.environ:
         command += " launch"

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lmforge.cluster.distributed import DistributedContext
-from lmforge.cluster.processes import STOP_SIGNALS, handle_signals, restore_signals
+from lmforge.cluster.processes import STOP_SIGNALS, handle_signals, read_passed_on, restore_signals
 from lmforge.data.batch import Metrics
 from lmforge.errors import RunFailed
 from lmforge.objectives.objective import Objective
@@ -152,15 +152,15 @@ class StopSignals:
 
     def __init__(self, dist_ctx: DistributedContext) -> None:
         self._dist_ctx = dist_ctx
-        self._signal = 0
+        self._signal, self._ctrl_c = 0, False
         self._pending: tuple[torch.Tensor, dist.Work] | None = None
         self._previous_handlers = handle_signals(STOP_SIGNALS, self._handle)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        if self._signal == signal.SIGINT and number == signal.SIGINT:
-            # Ctrl-C twice: leave at once.
+        if self._ctrl_c and number == signal.SIGINT:  # twice: leave at once
             raise KeyboardInterrupt
-        self._signal = number
+        self._ctrl_c |= number == signal.SIGINT
+        self._signal = self._signal or read_passed_on(number)  # the first one is named
 
     def exchange(self, save_request: int) -> tuple[int, int]:
         """Returns (signal, save request): the largest of any rank at the last call, 0 for none, the same on all ranks. Called

@@ -37,12 +37,14 @@ class Verb:
     options: a class whose docstring begins with the verb's usage and summary, `lmforge VERB ARGUMENTS: SUMMARY.`
     function: "module:name", called with the options; it returns the exit status.
     distributed: the options name a number of processes; `lmforge` starts that many ranks, which call the function together.
+    writes: its work is what it writes or serves, not what it prints: it goes on where nothing reads its output.
     pass_arguments: the function is called with the command line too, without the verb.
     """
 
     options: type[Options]
     function: str
     distributed: bool = False
+    writes: bool = False
     pass_arguments: bool = False
 
     @property
@@ -61,22 +63,22 @@ class Verb:
 
 
 VERBS = {
-    "quickstart": Verb(running.QuickstartOptions, "lmforge.verbs.quickstart:quickstart"),
-    "prepare": Verb(prepare.PrepareOptions, "lmforge.verbs.prepare:run_prepare"),
-    "pretrain": Verb(PretrainConfig, "lmforge.stages.run:run_stage", distributed=True),
-    "sft": Verb(SftConfig, "lmforge.stages.run:run_stage", distributed=True),
-    "align": Verb(AlignConfig, "lmforge.stages.run:run_stage", distributed=True),
-    "run": Verb(running.RunPipelineOptions, "lmforge.verbs.running.pipeline:run_pipeline"),
-    "launch": Verb(running.LaunchVerbOptions, "lmforge.verbs.running.launch:run_launch"),
+    "quickstart": Verb(running.QuickstartOptions, "lmforge.verbs.quickstart:quickstart", writes=True),
+    "prepare": Verb(prepare.PrepareOptions, "lmforge.verbs.prepare:run_prepare", writes=True),
+    "pretrain": Verb(PretrainConfig, "lmforge.stages.run:run_stage", distributed=True, writes=True),
+    "sft": Verb(SftConfig, "lmforge.stages.run:run_stage", distributed=True, writes=True),
+    "align": Verb(AlignConfig, "lmforge.stages.run:run_stage", distributed=True, writes=True),
+    "run": Verb(running.RunPipelineOptions, "lmforge.verbs.running.pipeline:run_pipeline", writes=True),
+    "launch": Verb(running.LaunchVerbOptions, "lmforge.verbs.running.launch:run_launch", writes=True),
     "jobs": Verb(running.JobsOptions, "lmforge.verbs.running.jobs:run_jobs"),
     "stop": Verb(running.StopOptions, "lmforge.verbs.running.jobs:run_stop"),
     "evaluate": Verb(models.EvaluateOptions, "lmforge.verbs.evaluate:run_evaluate", distributed=True),
     "generate": Verb(models.GenerateOptions, "lmforge.verbs.generate:run_generate"),
     "chat": Verb(models.ChatOptions, "lmforge.verbs.chat:run_chat"),
-    "serve": Verb(models.ServeOptions, "lmforge.verbs.generate:run_serve"),
-    "export": Verb(models.ExportOptions, "lmforge.verbs.export:run_export"),
-    "import": Verb(models.ImportOptions, "lmforge.verbs.export:run_import"),
-    "download": Verb(models.DownloadOptions, "lmforge.verbs.download:run_download"),
+    "serve": Verb(models.ServeOptions, "lmforge.verbs.generate:run_serve", writes=True),
+    "export": Verb(models.ExportOptions, "lmforge.verbs.export:run_export", writes=True),
+    "import": Verb(models.ImportOptions, "lmforge.verbs.export:run_import", writes=True),
+    "download": Verb(models.DownloadOptions, "lmforge.verbs.download:run_download", writes=True),
     "bench": Verb(bench.BenchConfig, "lmforge.bench.step_timing:bench", distributed=True, pass_arguments=True),
     "plan": Verb(plan.PlanConfig, "lmforge.verbs.plan:run_plan"),
     "doctor": Verb(examine.DoctorOptions, "lmforge.verbs.doctor:run_doctor", distributed=True),

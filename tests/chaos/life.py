@@ -16,7 +16,7 @@ from typing import Any
 from lmforge import checkpoint
 from lmforge.bench.bounds import FP32
 from lmforge.checkpoint import CorruptCheckpoint
-from lmforge.cluster.processes import STOP_SIGNALS
+from lmforge.cluster.processes import STOP_SIGNALS, signal_name
 from lmforge.monitor.heartbeat import FINAL_PHASES
 from lmforge.runs import Run
 from tests.chaos import plan
@@ -151,7 +151,7 @@ class Life:
             self._hurt_launched(fault, attempt, tracks, victim)
             return True
         if fault.kind == "ask to stop":
-            attempt.send(signal.Signals[fault.signal], [victim])
+            attempt.send(fault.signal, [victim])
             if not under_way:
                 self._as_a_launcher(attempt)
         elif fault.kind == "kill all ranks":
@@ -181,7 +181,7 @@ class Life:
         elif fault.kind == "kill the launcher":
             attempt.send(signal.SIGKILL)
         else:
-            attempt.send(signal.Signals[fault.signal])
+            attempt.send(fault.signal)
         deadline = time.monotonic() + 2 * ENDING_SECONDS
         while not (attempt.wait(0.01) and all(map(gone, ranks))):
             if time.monotonic() > deadline:
@@ -270,7 +270,7 @@ class Life:
             # A run that was only starting gets the launcher's SIGTERM too; all ranks follow the same signal.
             requested = len(statuses) == 1 and statuses <= {128 + number for number in attempt.sent}
             if fault.kind == "ask to stop" and not requested:
-                self._find(f"asked by {fault.signal} it ended with {attempt.ended}", said)
+                self._find(f"asked by {signal_name(fault.signal)} it ended with {attempt.ended}", said)
             if lost:
                 self._find(f"{lost} steps were lost though it was asked to stop", said)
         left_alone = statuses <= {1, -signal.SIGKILL} and 1 in statuses  # a launcher's SIGTERM may end who was about to speak

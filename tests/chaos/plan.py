@@ -32,7 +32,6 @@ KINDS: dict[str, tuple[int, tuple[str, ...]]] = {
 BY_COMMAND = ("kill the launcher", "kill a launched rank", "ask the launcher")
 DAMAGE = ("flipped bit", "truncated", "zeroed tail", "missing file", "flipped manifest", "missing manifest", "torn manifest")
 DAMAGE_SHARE = 0.4
-SIGNALS = tuple(number.name for number in STOP_SIGNALS)
 
 
 @dataclass(frozen=True)
@@ -66,7 +65,7 @@ class Fault:
     phase: str
     steps: int
     delay: float
-    signal: str
+    signal: int
     patient: bool
     damage: tuple[str, ...]
     chance: Random
@@ -91,7 +90,7 @@ def fault(seed: int, life: int, number: int) -> Fault:
         phase=chance.choice(PHASES),
         steps=chance.randrange(1, 12),
         delay=chance.random(),
-        signal=chance.choice(SIGNALS),
+        signal=chance.choice(STOP_SIGNALS),
         patient=chance.random() < 0.5,
         damage=tuple(damage),
         chance=chance,

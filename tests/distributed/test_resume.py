@@ -20,7 +20,7 @@ import torch
 
 from lmforge.bench.bounds import FP32
 from lmforge.cli import run as lmforge_here
-from lmforge.cluster.processes import STOP_SIGNALS
+from lmforge.cluster.processes import STOP_SIGNALS, signal_name
 from lmforge.runs import Run
 from tests.distributed.conftest import HERE, RECIPE_STEPS, Recipe, losses, run_cases, weights
 from tests.preloaded import Forked, preloaded, rank_variables
@@ -259,7 +259,7 @@ def test_three_ranks_under_ddp_continue_to_the_same_bits(recipe: Recipe, tmp_pat
 def test_interrupted_a_single_process_saves_and_continues_to_the_same_bits(recipe: Recipe, tmp_path: Path) -> None:
     """At the keyboard, by a terminal that is closed, or by a scheduler that warns before the time is up."""
     number = fresh_random().choice(STOP_SIGNALS)
-    print(f"interrupted by {number.name}")
+    print(f"interrupted by {signal_name(number)}")
     broken, unbroken, pace = Run(tmp_path / "broken"), Run(tmp_path / "unbroken"), Pace(tmp_path, 3)
 
     def interrupt(process: Forked) -> None:
@@ -271,7 +271,10 @@ def test_interrupted_a_single_process_saves_and_continues_to_the_same_bits(recip
     assert ended.status == 128 + number
     assert ended.errors == ""
     assert broken.checkpoint_steps()[-1] < STEPS
-    assert f"stopped by {number.name} after step {broken.checkpoint_steps()[-1]}, which is saved" in ended.out.splitlines()[-1]
+    assert (
+        f"stopped by {signal_name(number)} after step {broken.checkpoint_steps()[-1]}, which is saved"
+        in ended.out.splitlines()[-1]
+    )
     assert lmforge_here(how_to_continue(ended)) == 0
     assert lmforge_here(["pretrain", *recipe(tmp_path, "unbroken", *SCHEDULE)]) == 0
     assert_identical(broken, unbroken)

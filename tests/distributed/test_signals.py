@@ -13,16 +13,23 @@ from pathlib import Path
 import psutil
 import pytest
 
-from lmforge.cluster.processes import STOP_SIGNALS
+from lmforge.cluster.processes import STOP_SIGNALS, signal_name
+from lmforge.cluster.rendezvous import free_port
+from lmforge.data.shards.folder import TokenFolder
 from lmforge.runs import Run
 from tests.conftest import ROOT
 from tests.distributed.conftest import Recipe, losses
 from tests.distributed.test_resume import PACED_RUN, Pace, reach, started
 from tests.preloaded import Forked
+from tests.text import write_documents
 
 STEPS = 8
-ROWS = re.findall(r"^\| (SIG\w+(?:, SIG\w+)*) \| .* \| (\w.*) \|$", (ROOT / "docs" / "clusters.md").read_text(), re.M)
-TABLE = {signal.Signals[name]: does for names, does in ROWS for name in names.split(", ")}
+ROWS = re.findall(r"^\| (SIG[\w+]+(?:, SIG[\w+]+)*) \| .* \| (\w.*) \|$", (ROOT / "docs" / "clusters.md").read_text(), re.M)
+TABLE = {
+    int(getattr(signal, name.partition("+")[0])) + int(name.partition("+")[2] or 0): does
+    for names, does in ROWS
+    for name in names.split(", ")
+}
 
 
 def options(recipe: Recipe, folder: Path, *more: str) -> list[str]:
@@ -34,10 +41,14 @@ def test_every_signal_that_stops_a_run_is_in_the_table() -> None:
 
 
 @pytest.mark.parametrize(
-    "number", [signal.SIGHUP, *(pytest.param(each, marks=pytest.mark.slow) for each in TABLE if each != signal.SIGHUP)]
+    "number",
+    [
+        pytest.param(each, id=signal_name(each), marks=[] if each == signal.SIGHUP else pytest.mark.slow)
+        for each in sorted(TABLE, key=lambda each: each != signal.SIGHUP)
+    ],
 )
 @pytest.mark.parametrize("processes", [1, pytest.param(2, marks=pytest.mark.slow)])
-def test_a_signal_does_what_the_table_says(number: signal.Signals, processes: int, recipe: Recipe, tmp_path: Path) -> None:
+def test_a_signal_does_what_the_table_says(number: int, processes: int, recipe: Recipe, tmp_path: Path) -> None:
     run, pace = Run(tmp_path / "run"), Pace(tmp_path, 3)
     does = TABLE[number]
     status = 128 + number if does.startswith(("saves", "ends")) else 0
@@ -62,6 +73,8 @@ def test_a_signal_does_what_the_table_says(number: signal.Signals, processes: in
         assert run.checkpoint_steps() == []
     else:
         assert (run.checkpoint_steps()[-1] == STEPS) == (status == 0)
+    if does.startswith("saves"):
+        assert f"stopped by {signal_name(number)} after step " in run.log_path(1, 0).read_text()
 
 
 def test_under_nohup_a_run_goes_on_when_the_terminal_is_closed(recipe: Recipe, tmp_path: Path) -> None:
@@ -96,6 +109,44 @@ def test_output_that_cannot_be_written_is_dropped_and_the_run_goes_on(
     reason = "No space left on device" if lost == "a full disk" else "Broken pipe"
     assert log.count(f"standard output: {reason}; from now on it is written to this log only; the run goes on\n") == 1
     assert f"step {STEPS}/{STEPS}" in log
+
+
+def test_closed_output_is_said_in_the_log_of_its_rank_and_all_train(recipe: Recipe, tmp_path: Path) -> None:
+    """One rank as a launcher would start it, whose standard output is closed, beside another whose standard error is."""
+    run, port = Run(tmp_path / "run"), free_port()
+    closed = {0: (">&-", "standard output"), 1: ("2>&-", "standard error")}
+    ranks = []
+    for rank, (redirection, _) in closed.items():
+        words = [sys.executable, "-m", "lmforge", *options(recipe, tmp_path)]
+        place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2, "MASTER_PORT": port}
+        environment = {**os.environ, "MASTER_ADDR": "localhost", **{name: str(value) for name, value in place.items()}}
+        ranks.append(subprocess.Popen(["bash", "-c", f'exec "$@" {redirection}', "-", *words], env=environment))
+    try:
+        assert [process.wait(timeout=60) for process in ranks] == [0, 0]
+    finally:
+        for process in ranks:
+            process.kill()
+    for rank, (_, what) in closed.items():
+        assert (
+            f"{what}: closed; from now on it is written to this log only; the run goes on\n"
+            in run.log_path(1, rank).read_text()
+        )
+    assert max(losses(run)) == STEPS
+
+
+PREPARES = "import sys; from lmforge import cli; from lmforge.verbs import prepare; prepare.PRINT_EVERY_SECONDS = 0; cli.main()"
+
+
+@pytest.mark.parametrize("redirection", ["", ">&- 2>&-", "> /dev/full 2>&1"], ids=["no reader", "closed", "full"])
+def test_a_preparation_is_finished_where_nothing_reads_what_it_prints(redirection: str, tmp_path: Path) -> None:
+    write_documents(tmp_path / "text")
+    reader, writer = os.pipe()
+    os.close(reader)
+    words = [sys.executable, "-c", PREPARES, "prepare", tmp_path / "text", "--out", tmp_path / "tokens", "--vocab_size", "512"]
+    done = subprocess.run(["bash", "-c", f'exec "$@" {redirection}', "-", *words], stdout=writer, stderr=writer)
+    os.close(writer)
+    assert done.returncode == 0
+    assert TokenFolder.open(tmp_path / "tokens").manifest.splits["train"]
 
 
 def test_a_run_whose_terminal_is_closed_saves_and_ends(recipe: Recipe, tmp_path: Path) -> None:
