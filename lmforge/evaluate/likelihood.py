@@ -3,6 +3,7 @@
 The batches are the same for any number of ranks, and so are the results, to the last bit. Every rank has the full model.
 """
 
+import sys
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, TypeVar
 
@@ -51,18 +52,26 @@ def loglikelihoods(
     """The likelihood of each continuation after its context. Every rank calls it with the same pairs and gets all results.
 
     `on_batch` is called before each batch of this rank. Where a pair is longer than the model reads, the context loses its
-    beginning. Raises UserError where a continuation alone is longer.
+    beginning, and rank 0 says so. Raises UserError where a continuation alone is longer.
     """
     limit = max_input_length(loaded.config)
     longest = max((len(continuation) for _, continuation in pairs), default=0)
     if longest > limit:
         raise UserError(f"a choice has {longest} tokens, and the model reads at most {limit}; shorten it")
+    say_what_is_cut([len(context) + len(continuation) - 1 for context, continuation in pairs], limit, dist_ctx)
     truncated = [((context + continuation)[-(limit + 1) :], len(continuation)) for context, continuation in pairs]
 
     def score(numbers: list[int]) -> list[Likelihood]:
         return _score_batch(loaded.model, [truncated[number] for number in numbers])
 
     return run_in_batches([len(tokens) for tokens, _ in truncated], batch_size, dist_ctx, score, on_batch)
+
+
+def say_what_is_cut(lengths: Sequence[int], limit: int, dist_ctx: DistributedContext) -> None:
+    """Rank 0 prints how many prompts with their answers are longer than the `limit` of the model, if any."""
+    if (count := sum(length > limit for length in lengths)) and dist_ctx.is_rank0:
+        reason = f"are longer than the {limit:,} tokens that the model reads: the beginning was cut off"
+        print(f"lmforge: {count:,} of {len(lengths):,} prompts with an answer {reason}", file=sys.stderr)
 
 
 def run_in_batches(

@@ -22,7 +22,7 @@ from lmforge.cluster.distributed import DistributedContext
 from lmforge.data.sources.records import read_records
 from lmforge.data.tokenizer import Tokenizer
 from lmforge.errors import UserError
-from lmforge.evaluate.likelihood import TokenPair, encode_pair, loglikelihoods, run_in_batches
+from lmforge.evaluate.likelihood import TokenPair, encode_pair, loglikelihoods, run_in_batches, say_what_is_cut
 from lmforge.generate.engine import generate
 from lmforge.generate.model_loading import LoadedModel
 from lmforge.generate.prompts import encode_prompt, max_input_length
@@ -266,12 +266,13 @@ def generate_in_batches(
     sampling: SamplingParams,
 ) -> list[str]:
     """The text that the model generates after each prompt, on every rank. A prompt that leaves no room for `max_tokens`
-    loses its beginning. Raises UserError where `max_tokens` alone leave no room for a prompt."""
+    loses its beginning, and rank 0 says so. Raises UserError where `max_tokens` alone leave no room for a prompt."""
     prefix_ids, limit = loaded.prefix_ids, max_input_length(loaded.config)
     max_prompt_tokens = limit - len(prefix_ids) - settings.max_tokens
     if max_prompt_tokens < 1:
         raise UserError(f"{settings.max_tokens} tokens to generate leave no room for a prompt in the {limit} the model reads")
     encoded = [encode_prompt(loaded.tokenizer, prompt, prefix_ids)[len(prefix_ids) :] for prompt in prompts]
+    say_what_is_cut([limit - max_prompt_tokens + len(ids) for ids in encoded], limit, dist_ctx)
 
     def complete(numbers: list[int]) -> list[str]:
         completions = generate(

@@ -211,7 +211,7 @@ class Engine:
             )
         half = len(likeliest) // 2
         pairs = list(zip(map(int, likeliest[:half]), likeliest[half:], strict=True))[: request.top_logprobs]
-        reason = "stop" if id in request.stop_token_ids else "length" if running.num_generated == request.max_tokens else None
+        reason = "stop" if id in request.stop_token_ids else "length" if running.num_generated >= request.max_tokens else None
         likely = [pair for pair in pairs if pair[1] > -torch.inf]
         prompt = running.prompt if running.num_generated == 1 else []
         return GeneratedToken(running.request_id, int(id), logprob, likely, reason, prompt)

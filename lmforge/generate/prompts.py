@@ -48,12 +48,14 @@ def check_room(num_prompt_tokens: int, max_length: int, max_tokens: int | None =
 
     Every prompt of `generate`, `chat` and `serve` goes through here. Raises PromptTooLong where an answer does not fit.
     """
-    if num_prompt_tokens + (max_tokens or 1) > max_length:
-        requested = f" and max_tokens = {max_tokens}" if max_tokens else ", which leaves no room for an answer"
+    room = max_length - num_prompt_tokens
+    if room < (1 if max_tokens is None else max_tokens):
+        no_room = ", which leaves no room for an answer"
+        requested = no_room if max_tokens is None else f" and max_tokens = {max_tokens}"
         raise PromptTooLong(
             f"this model takes at most {max_length} tokens, and got {num_prompt_tokens} in the prompt{requested}"
         )
-    return max_tokens or max_length - num_prompt_tokens
+    return room if max_tokens is None else max_tokens
 
 
 def default_prefix_id(tokenizer: Tokenizer) -> int:

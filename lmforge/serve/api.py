@@ -124,12 +124,13 @@ def _model_object(info: ModelInfo) -> dict[str, Any]:
 
 
 def _encode_prompts(served: ServedModel, body: CompletionRequest) -> list[list[int]]:
-    """Token ids of each prompt. Texts are put after the model's prefix ids."""
+    """Token ids of each prompt. Texts are put after the model's prefix ids, unless it is asked not to."""
     tokenizer = served.loaded.tokenizer
+    prefix_ids = served.loaded.prefix_ids if body.add_special_tokens else []
     prompts = []
     for prompt in body.prompts:
         if isinstance(prompt, str):
-            prompt = encode_prompt(tokenizer, prompt, served.loaded.prefix_ids, served.max_length)
+            prompt = encode_prompt(tokenizer, prompt, prefix_ids, served.max_length)
         elif any(id >= tokenizer.vocab_size for id in prompt):
             raise ApiError(400, f"prompt: expected token ids below {tokenizer.vocab_size}", param="prompt")
         prompts.append(prompt)
@@ -147,13 +148,13 @@ async def _respond(
         raise ApiError(400, message, param="n")
     tokenizer, echoes = served.loaded.tokenizer, list[str | None]()
     if isinstance(body, CompletionRequest):
-        continued = "" not in body.prompts
+        continued = [prompt != "" for prompt in body.prompts for _ in range(body.n)]
         if body.echo:
             decode = partial(tokenizer.decode, include_special_tokens=True)
             texts = [prompt if isinstance(prompt, str) else decode(prompt) for prompt in body.prompts]
             echoes = [text for text in texts for _ in range(body.n)]
     else:
-        continued = body.continue_final_message
+        continued = [body.continue_final_message] * body.n
     stops = [*body.stop_strings, *served.loaded.stop_strings]
     stream = GenerationStream(served.batcher, tokenizer, requests, stops, continued, echoes, body.max_tokens == 0)
     reply = _Reply(body, stream, prompt_tokens=sum(map(len, prompts)), num_choices=len(requests))
@@ -190,7 +191,7 @@ def _generation_requests(
     stop_ids |= stop_string_ids(served.loaded.tokenizer, [*body.stop_strings, *served.loaded.stop_strings])
     requests: list[GenerationRequest] = []
     for prompt in prompts:
-        room = check_room(len(prompt), served.max_length, 1 if max_tokens == 0 else max_tokens)
+        room = check_room(len(prompt), served.max_length, max_tokens)
         if max_tokens is None:
             room = min(room, served.loaded.max_new_tokens or room)
         for _ in range(body.n):

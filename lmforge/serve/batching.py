@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import AsyncIterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from itertools import accumulate
+from itertools import accumulate, repeat
 
 from lmforge.data.tokenizer import Tokenizer
 from lmforge.generate.engine import Engine, GeneratedToken, GenerationRequest
@@ -158,11 +158,11 @@ class GenerationStream:
         tokenizer: Tokenizer,
         requests: Sequence[GenerationRequest],
         stop_strings: Sequence[str],
-        is_continuation: bool = False,
+        continued: Sequence[bool] = (),
         echoes: Sequence[str | None] = (),
         only_echo: bool = False,
     ) -> None:
-        """Submit the requests. `is_continuation`: the prompts are texts to be continued. `echoes`: texts of the prompts, with
+        """Submit the requests. `continued`: which prompts are texts to be continued. `echoes`: texts of the prompts, with
         which the choices begin, or which they are with `only_echo`. Raises QueueFull or EngineStopped."""
         self._batcher = batcher
         self._token_queue: asyncio.Queue[tuple[int, GeneratedToken | Exception]] = asyncio.Queue()
@@ -170,7 +170,9 @@ class GenerationStream:
         self._unfinished = set(range(len(requests)))
         self._choices = [
             _ChoiceStream(TextStreamer(tokenizer, stop_strings, is_continuation), tokenizer, request, echo, only_echo)
-            for request, echo in zip(requests, echoes or [None] * len(requests), strict=True)
+            for request, is_continuation, echo in zip(
+                requests, continued or repeat(False), echoes or repeat(None), strict=False
+            )
         ]
         batcher.submit(self._queued_requests)
 
@@ -216,8 +218,9 @@ class _ChoiceStream:
     num_emitted: int = 0
 
     def add(self, choice_index: int, token: GeneratedToken) -> TextDelta:
-        echoed = "" if self.streamer.token_ids else self.echo or ""
-        if echoed and self.request.score_prompt:
+        is_first = not self.streamer.token_ids
+        echoed = self.echo or "" if is_first else ""
+        if is_first and self.request.score_prompt:
             self.pending_logprobs += self._prompt_logprobs(token.prompt)
         if self.only_echo:
             return TextDelta(choice_index, echoed, self.pending_logprobs, "length")

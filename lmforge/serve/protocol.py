@@ -8,32 +8,51 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, TypeVar, cast
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator
+from pydantic_core import PydanticCustomError
 
+from lmforge.data.chat.messages import REASONING_FIELDS
 from lmforge.untrusted import cut, quoted
 
-# Parameters of OpenAI's API and of other servers that are not supported and would change the output, and the values with which
-# they have no effect.
-UNSUPPORTED_UNLESS: dict[str, tuple[Any, ...]] = {
-    **dict.fromkeys(("frequency_penalty", "min_tokens", "mirostat", "presence_penalty"), (0,)),
-    **dict.fromkeys(("dry_multiplier", "dynatemp_range", "n_probs", "top_a", "xtc_probability"), (0,)),
-    **dict.fromkeys(("best_of", "length_penalty", "repeat_penalty", "tfs_z", "typical_p"), (1,)),
-    **dict.fromkeys(("echo", "ignore_eos", "include_stop_str_in_output", "return_token_ids", "use_beam_search"), (False,)),
-    **dict.fromkeys(("documents", "functions", "stop_token_ids", "tools"), ([],)),
-    **dict.fromkeys(("function_call", "tool_choice"), ("none", "auto")),
-    **dict.fromkeys(("audio", "web_search_options"), ()),
-    "logit_bias": ({},),
-    "modalities": (["text"],),
-    "parallel_tool_calls": (True, False),
-    "reasoning_effort": ("none",),
-    "response_format": ({"type": "text"},),
-    **dict.fromkeys(("skip_special_tokens", "spaces_between_special_tokens"), (True,)),
-    "suffix": ("",),
-    "verbosity": ("medium",),
-}
-# Parameters that do not change the output.
-IGNORED_PARAMETERS = {"metadata", "safety_identifier", "service_tier", "store", "user"}
-IGNORED_PARAMETERS |= {"cache_prompt", "prompt_cache_key", "prompt_cache_retention"}
+_LAST_SAMPLERS = ["top_k", "typ_p", "top_p", "min_p", "xtc", "temperature"]
+# Values with which parameters of OpenAI's API and of other servers (vLLM, SGLang, TGI, llama.cpp, Ollama) have no effect or are
+# as if they were not given, and the names of these parameters; they are not supported with other values. None: all values.
+_NEUTRAL_VALUES: list[tuple[tuple[Any, ...] | None, str]] = [
+    (None, "cache_prompt cache_salt id_slot keep_alive metadata n_keep num_keep prompt_cache_key prompt_cache_retention"),
+    (None, "safety_identifier service_tier store user"),
+    # These change something only beside others that are not supported.
+    (None, "dry_allowed_length dry_base dry_penalty_last_n dry_sequence_breakers dynatemp_exponent mirostat_eta"),
+    (None, "mirostat_tau penalize_nl repeat_last_n smoothing_curve tool_prompt xtc_threshold"),
+    ((0,), "dry_multiplier dynatemp_range epsilon_cutoff eta_cutoff frequency_penalty min_new_tokens min_tokens mirostat"),
+    ((0,), "mirostat_mode n_indent n_probs no_repeat_ngram_size penalty_alpha presence_penalty priority smoothing_factor"),
+    ((0,), "top_a top_n_tokens xtc_probability"),
+    ((1,), "best_of guidance_scale length_penalty repeat_penalty tfs tfs_z typical typical_p"),
+    ((0, 1), "min_keep"),
+    ((0, -1), "t_max_predict_ms t_max_prompt_ms top_n_sigma"),
+    ((False,), "add_special_tokens decoder_input_details details early_stopping echo ignore_eos include_stop_str_in_output"),
+    ((False,), "no_stop_trim post_sampling_probs raw return_full_text return_hidden_states return_progress return_token_ids"),
+    ((False,), "return_tokens return_tokens_as_token_ids timings_per_token use_beam_search watermark"),
+    ((True,), "detokenize include_reasoning skip_special_tokens spaces_between_special_tokens stream_reasoning"),
+    ((True, False), "parallel_tool_calls parse_tool_calls separate_reasoning"),
+    (([],), "bad_words documents functions image_data logits_processors lora response_fields stop_token_ids tools"),
+    (({}, []), "logit_bias mm_processor_kwargs options"),
+    (("",), "format grammar negative_prompt suffix"),
+    (("none", "auto"), "function_call reasoning_format tool_choice"),
+    (("none",), "reasoning_effort"),
+    (("medium",), "verbosity"),
+    ((["text"],), "modalities"),
+    (({"type": "text"},), "response_format"),
+    ((["dry", *_LAST_SAMPLERS], ["penalties", "dry", "top_n_sigma", *_LAST_SAMPLERS]), "samplers"),
+    ((), "allowed_token_ids audio chat_template ebnf guided_choice guided_grammar guided_json guided_regex json_schema"),
+    ((), "prediction prompt_logprobs regex structured_outputs truncate_prompt_tokens web_search_options"),
+]
+UNSUPPORTED_UNLESS = {name: values for values, names in _NEUTRAL_VALUES for name in names.split()}
+# Keys of a message that are read.
+MESSAGE_KEYS = {"role", "content", "name", "tool_calls", "tool_call_id", "function_call", *REASONING_FIELDS}
+PART_KEYS = {"type", "text", "cache_control"}
+# What transformers takes beside the variables of a template.
+NO_TEMPLATE_VARIABLES = {"add_generation_prompt", "chat_template", "continue_final_message", "conversation", "messages"}
+NO_TEMPLATE_VARIABLES |= {"return_dict", "return_tensors", "tokenize", "tools"}
 MAX_TOP_LOGPROBS = 20
 EXPECTED_VALUES = {
     "prompt": "a text, a list of texts, a list of token ids, or a list of such lists",
@@ -109,18 +128,28 @@ class BaseCompletionRequest(_StrictModel):
     stream: bool = False
     stream_options: StreamOptions = StreamOptions()
 
+    @field_validator("stream_options", "top_logprobs", check_fields=False)
+    @classmethod
+    def _check_switch(cls, value: Any, info: ValidationInfo) -> Any:
+        switch = "stream" if info.field_name == "stream_options" else "logprobs"
+        if value and not info.data.get(switch, True):
+            raise _refused(f"only with {switch}: true")
+        return value
+
     @property
     def stop_strings(self) -> list[str]:
         return [self.stop] if isinstance(self.stop, str) else self.stop
 
 
 class CompletionRequest(BaseCompletionRequest):
-    """The body of /v1/completions: one prompt or several, each as text or as token ids. `echo`: they are in the answer too."""
+    """The body of /v1/completions: one prompt or several, each as text or as token ids. `echo`: they are in the answer too.
+    `add_special_tokens`: what texts begin with is put before them, as in vLLM."""
 
     prompt: str | list[str] | TokenIds | list[TokenIds] = ""
     max_tokens: int | None = Field(16, ge=0)
     logprobs: int | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS)
     echo: bool = False
+    add_special_tokens: bool = True
 
     @property
     def prompts(self) -> list[str | list[int]]:
@@ -153,6 +182,31 @@ class ChatCompletionRequest(BaseCompletionRequest):
     continue_final_message: bool = False
     add_generation_prompt: bool = True
 
+    @field_validator("messages")
+    @classmethod
+    def _check_keys(cls, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        for number, message in enumerate(messages, start=1):
+            parts = message["content"] if isinstance(message.get("content"), list) else []
+            for known, each in [(MESSAGE_KEYS, message), *((PART_KEYS, part) for part in parts if isinstance(part, dict))]:
+                if unknown := [name for name, value in each.items() if value and name not in known]:
+                    value = quoted(each[unknown[0]])
+                    raise _refused(f"message {number}: {cut(unknown[0])}: not supported, got {value}")
+        return messages
+
+    @field_validator("chat_template_kwargs")
+    @classmethod
+    def _check_variables(cls, variables: dict[str, Any]) -> dict[str, Any]:
+        if taken := NO_TEMPLATE_VARIABLES & variables.keys():
+            raise _refused(f"{min(taken)} is not a variable of a template; leave it out")
+        return variables
+
+    @field_validator("max_completion_tokens")
+    @classmethod
+    def _check_same(cls, value: int | None, info: ValidationInfo) -> int | None:
+        if info.data.get("max_tokens") not in (None, value):
+            raise _refused("another value than max_tokens; give one of them")
+        return value
+
     @property
     def template_variables(self) -> dict[str, Any]:
         thinking = {} if self.enable_thinking is None else {"enable_thinking": self.enable_thinking}
@@ -168,14 +222,19 @@ RequestType = TypeVar("RequestType", bound=BaseCompletionRequest)
 
 def parse_request(request_type: type[RequestType], body: dict[str, Any]) -> RequestType:
     """The JSON object of a request as a `request_type`. Raises ApiError naming the parameter and what was expected."""
-    fields = {name: value for name, value in body.items() if value is not None and name not in IGNORED_PARAMETERS}
+    fields = {name: value for name, value in body.items() if value is not None}
     for name in UNSUPPORTED_UNLESS.keys() & fields.keys() - request_type.model_fields.keys():
-        if (value := fields.pop(name)) not in UNSUPPORTED_UNLESS[name]:
+        value, neutral = fields.pop(name), UNSUPPORTED_UNLESS[name]
+        if neutral is not None and value not in neutral:
             raise ApiError(400, f"{name}: not supported, got {quoted(value)}", param=name, code="unsupported_parameter")
     try:
         return request_type.model_validate(fields)
     except ValidationError as problem:
         raise _validation_error(request_type, problem) from None
+
+
+def _refused(reason: str) -> PydanticCustomError:
+    return PydanticCustomError("refused", "{reason}", {"reason": reason})
 
 
 def _validation_error(request_type: type[BaseCompletionRequest], problem: ValidationError) -> ApiError:

@@ -193,14 +193,21 @@ def test_check_task_finds_the_longest_prompt_without_a_model(
         check_task(task, opened.tokenizer, fewer, opened.prefix_ids, settings)
 
 
-def test_a_context_longer_than_the_model_reads_loses_its_beginning(opened: LoadedModel, tmp_path: Path) -> None:
+def test_a_context_longer_than_the_model_reads_loses_its_beginning_and_is_counted(
+    opened: LoadedModel, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     longest = opened.config.max_position_embeddings
     line = {"prompt": "word " * longest, "choices": ["a", "b b b"], "answer": 0}
-    [answer] = run_task(load_task(task_file(tmp_path, [line])), opened, ALONE, TaskSettings())["answers"]
+    short = line | {"prompt": "word"}
+    answer, _ = run_task(load_task(task_file(tmp_path, [line, short])), opened, ALONE, TaskSettings())["answers"]
     assert all(logprob < 0 for logprob in answer["logprobs"])
-    task = load_task(task_file(tmp_path, [{"prompt": "word " * longest, "answer": "b"}]))
-    [answer] = run_task(task, opened, ALONE, TaskSettings(max_tokens=3))["answers"]
+    reason = f"prompts with an answer are longer than the {longest:,} tokens that the model reads: the beginning was cut off"
+    assert capsys.readouterr().err == f"lmforge: 2 of 4 {reason}\n"
+    fitting = opened.tokenizer.decode(opened.tokenizer.encode("a" * longest)[: longest - 3])
+    lines = [{"prompt": prompt, "answer": "b"} for prompt in ("word " * longest, "word", fitting)]
+    answer, _, _ = run_task(load_task(task_file(tmp_path, lines)), opened, ALONE, TaskSettings(max_tokens=3))["answers"]
     assert answer["text"]
+    assert capsys.readouterr().err == f"lmforge: 1 of 3 {reason}\n"
 
 
 def test_a_truncated_context_is_not_tokenized_again(opened: LoadedModel, tmp_path: Path) -> None:

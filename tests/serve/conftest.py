@@ -14,8 +14,10 @@ from typing import Any
 import openai
 import pytest
 
+from lmforge.data.tokenizer import Tokenizer
+from lmforge.interop.export import export_folder
 from tests.browser import browser  # noqa: F401 - a fixture
-from tests.generate.conftest import byte_tokenizer, models, one_thread, scripted, spelling  # noqa: F401 - fixtures
+from tests.generate.conftest import Scripted, byte_tokenizer, models, one_thread, scripted, spelling  # noqa: F401 - fixtures
 from tests.preloaded import Forked, preloaded
 
 
@@ -86,6 +88,22 @@ def server(serving: Callable[..., Server], models: Path, tiny_run: Path) -> Serv
     folders = [models / name for name in ("hello", "endless", "noise", "plain")]
     limits = {"--max_batch_size": 8, "--max_queue": 2, "--max_length": 20_000, "--max_models": 4}
     return serving(*folders, tiny_run, *(word for pair in limits.items() for word in pair))
+
+
+@pytest.fixture(scope="session")
+def blank_model(scripted: Scripted, byte_tokenizer: Tokenizer, tmp_path_factory: pytest.TempPathFactory) -> Path:  # noqa: F811
+    """A folder whose model says ` b`, with a tokenizer that leaves out the blank where a text begins."""
+    folder = tmp_path_factory.mktemp("served")
+    byte_tokenizer.save(folder / "tokenizer")
+    file = folder / "tokenizer" / "tokenizer.json"
+    content = json.loads(file.read_text())
+    strip = {"type": "Strip", "content": " ", "start": 1, "stop": 0}
+    content["decoder"] = {"type": "Sequence", "decoders": [content["decoder"], strip]}
+    file.write_text(json.dumps(content))
+    end, (a, blank, b) = byte_tokenizer.eos_token_id, byte_tokenizer.encode("a b")
+    model = scripted({end: blank, a: blank, blank: b, b: end})
+    export_folder(model, model.config, folder / "blank", tokenizer_folder=folder / "tokenizer")
+    return folder / "blank"
 
 
 @pytest.fixture(scope="session")

@@ -31,6 +31,7 @@ from lmforge.generate.model_loading import load_model
 from lmforge.generate.sampling import SamplingParams
 from lmforge.runs import Run
 from lmforge.serve.model_registry import ModelRegistry, ServingLimits
+from lmforge.serve.protocol import UNSUPPORTED_UNLESS, ApiError, ChatCompletionRequest, parse_request
 from tests.seeds import fresh_seed
 from tests.serve.conftest import Server
 
@@ -254,7 +255,34 @@ BAD = [
     ({"n": 9}, 400, "n: 9 texts in one request, and this server generates at most 8"),
     ({"max_tokens": 20_000}, 400, "this model takes at most 20000 tokens, and got "),
     ({"model": "plain"}, 400, "plain: "),
+    ({"top_logprobs": 2}, 400, "top_logprobs: only with logprobs: true"),
+    ({"stream_options": {"include_usage": True}}, 400, "stream_options: only with stream: true"),
+    ({"max_tokens": 3, "max_completion_tokens": 4}, 400, "max_completion_tokens: another value than max_tokens"),
+    ({"chat_template_kwargs": {"messages": []}}, 400, "chat_template_kwargs: messages is not a variable of a template"),
+    ({"chat_template_kwargs": {"{tools}": 1, "tools": []}}, 400, "chat_template_kwargs: tools is not a variable"),
+    ({"messages": [{"role": "user", "content": "Hi", "images": ["x"]}]}, 400, 'message 1: images: not supported, got ["x"]'),
+    (
+        {"messages": [{"role": "user", "content": [{"type": "text", "text": "Hi", "image_url": {"url": "x"}}]}]},
+        400,
+        "message 1: image_url: not supported",
+    ),
+    ({"add_special_tokens": True}, 400, "add_special_tokens: not supported, got true"),
 ]
+
+
+# What a request says where llama.cpp, vLLM, SGLang, TGI and Ollama take the same as without it.
+OTHER_SERVERS_DEFAULTS: dict[str, Any] = json.loads("""{
+    "dry_multiplier": 0.0, "dry_base": 1.75, "dry_allowed_length": 2, "dry_penalty_last_n": -1, "grammar": "", "lora": [],
+    "dry_sequence_breakers": ["\\n", ":", "*"], "xtc_probability": 0.0, "xtc_threshold": 0.1, "mirostat": 0,
+    "mirostat_tau": 5.0, "mirostat_eta": 0.1, "dynatemp_range": 0.0, "dynatemp_exponent": 1.0, "typical_p": 1.0,
+    "samplers": ["dry", "top_k", "typ_p", "top_p", "min_p", "xtc", "temperature"], "repeat_last_n": 64, "n_keep": 0,
+    "repeat_penalty": 1.0, "top_n_sigma": -1.0, "min_keep": 0, "n_probs": 0, "t_max_predict_ms": -1, "id_slot": -1,
+    "response_fields": [], "timings_per_token": false, "post_sampling_probs": false, "reasoning_format": "none",
+    "priority": 0, "detokenize": true, "bad_words": [], "include_reasoning": true, "add_special_tokens": false,
+    "guided_json": null, "structured_outputs": null, "return_tokens_as_token_ids": false, "documents": null,
+    "separate_reasoning": true, "stream_reasoning": true, "no_stop_trim": false, "return_hidden_states": false,
+    "regex": null, "ebnf": null, "watermark": false, "details": false, "truncate": null, "keep_alive": "5m", "options": {}
+}""")
 
 
 @pytest.mark.parametrize(("change", "status", "message"), BAD, ids=[str(change) for change, *_ in BAD])
@@ -269,8 +297,20 @@ def test_parameters_without_effect_are_accepted(server: Server) -> None:
     neutral |= {"min_p": 0.0, "top_k": -1, "verbosity": "medium", "repetition_penalty": 1.0, "echo": False, "min_tokens": 0}
     neutral |= {"xtc_probability": 0, "tfs_z": 1.0, "return_token_ids": False, "spaces_between_special_tokens": True}
     neutral |= {"chat_template_kwargs": {}, "enable_thinking": False, "add_generation_prompt": True, "temperature": 0}
-    status, answer = server.ask("/v1/chat/completions", {"model": "hello", "messages": HI} | neutral)
+    neutral |= {"logprobs": False, "top_logprobs": 0, "stream": False, "stream_options": None, **OTHER_SERVERS_DEFAULTS}
+    said = {"role": "assistant", "content": "Hey", "refusal": None, "annotations": [], "audio": None, "tool_calls": None}
+    body = {"model": "hello", "messages": [*HI, said, *HI], **neutral}
+    status, answer = server.ask("/v1/chat/completions", body)
     assert (status, answer["choices"][0]["message"]["content"]) == (200, "Hey <s>")
+
+
+def test_other_values_of_parameters_of_other_servers_are_refused_by_name() -> None:
+    always_off = {name for name, neutral in UNSUPPORTED_UNLESS.items() if neutral is not None}
+    assert len(always_off) > 70
+    for name in always_off:
+        with pytest.raises(ApiError, match=f"^{name}: not supported, got 0.5$") as refused:
+            parse_request(ChatCompletionRequest, {"model": "hello", "messages": HI, name: 0.5})
+        assert refused.value.body["error"]["param"] == name
 
 
 def test_min_p_of_one_leaves_the_likeliest_token(server: Server) -> None:
@@ -336,6 +376,31 @@ def test_an_echoed_prompt_has_the_logprobs_of_transformers(server: Server, model
     [plain] = server.client().completions.create(model="noise", prompt="The", max_tokens=1, temperature=0, echo=True).choices
     assert plain.text.startswith("The")
     assert plain.logprobs is None
+
+
+def test_each_of_several_prompts_is_continued_as_alone(serving: Serving, blank_model: Path) -> None:
+    """An empty one is answered without the blank of its first word, and echoed with the token before it."""
+    server = serving(blank_model, "--max_length", 8)
+    requested: dict[str, Any] = {"model": "blank", "temperature": 0, "logprobs": 1, "max_tokens": 4}
+    create = server.client().completions.create
+    alone = [create(prompt=prompt, **requested).choices[0].text for prompt in ("", "a")]
+    assert alone == ["b", " b"]
+    assert [choice.text for choice in create(prompt=["", "a"], **requested).choices] == alone
+    assert [choice.text for choice in create(prompt=["a", ""], n=2, **requested).choices] == [" b", " b", "b", "b"]
+    theirs = AutoTokenizer.from_pretrained(blank_model)
+    [empty] = create(prompt="", echo=True, **requested | {"max_tokens": 1}).choices
+    assert empty.logprobs
+    assert (empty.logprobs.tokens, empty.logprobs.text_offset) == ([theirs.eos_token, " "], [0, 0])
+    assert empty.logprobs.token_logprobs
+    assert empty.logprobs.token_logprobs[0] is None
+    # At the limit there is room for the log-probabilities of a prompt, and for no answer.
+    [scored] = create(prompt="a" * 8, echo=True, **requested | {"max_tokens": 0}).choices
+    assert scored.logprobs
+    assert (scored.text, len(scored.logprobs.tokens or [])) == ("a" * 8, 8)
+    body = {**requested, "prompt": "a" * 8, "echo": True}
+    for count, words in ((8, "8 in the prompt and max_tokens = 1"), (9, "9 in the prompt, which leaves no room")):
+        refused = server.ask("/v1/completions", {**body, "prompt": "a" * count, "max_tokens": 1})
+        assert refusal(refused)[1].startswith(f"this model takes at most 8 tokens, and got {words}")
 
 
 def test_a_prompt_and_a_stop_may_spell_special_tokens(server: Server, models: Path) -> None:
