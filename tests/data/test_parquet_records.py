@@ -118,6 +118,9 @@ def test_types_that_json_lacks_become_its_own(tmp_path: Path) -> None:
         "date": pyarrow.array([datetime.date(2024, 1, 2)]),
         "price": pyarrow.array(["1.5"]).cast(pyarrow.decimal128(5, 2)),
         "bytes": pyarrow.array([["é".encode(), None]], pyarrow.list_(pyarrow.binary())),
+        "fixed": pyarrow.array([b"abcd"], pyarrow.binary(4)),
+        "view": pyarrow.array([b"a"], pyarrow.binary_view()),
+        "id": pyarrow.array([b"a" * 16], pyarrow.uuid()),
         "word": pyarrow.array(["a"]).dictionary_encode(),
         "text": pyarrow.array(['{"a": null}'], pyarrow.json_()),
     }
@@ -129,10 +132,58 @@ def test_types_that_json_lacks_become_its_own(tmp_path: Path) -> None:
         "date": "2024-01-02",
         "price": 1.5,
         "bytes": ["é", None],
+        "fixed": "abcd",
+        "view": "a",
+        "id": "61616161-6161-6161-6161-616161616161",
         "word": "a",
         "text": {"a": None},
     }
     assert json.dumps(record)
+
+
+def test_messages_tools_and_calls_may_be_json_text_at_every_depth(tmp_path: Path, byte_tokenizer: Tokenizer) -> None:
+    function = {"name": "look", "arguments": {"city": "Rome", "b": None}}
+    schema = {"name": "look", "parameters": {"type": "object", "properties": {"city": {"type": "string"}}}}
+    question = {"role": "user", "content": "[1, 2]"}
+
+    def record(depth: int) -> dict[str, Any]:
+        """Whatever is in so many lists and objects is JSON text."""
+
+        def text(value: Any, at: int) -> Any:
+            return json.dumps(value) if at == depth else value
+
+        call = text({"type": "function", "function": text(function, 4)}, 3)
+        answer = {"role": "assistant", "content": "", "tool_calls": text([call], 2)}
+        tool = text({"type": "function", "function": text(schema | {"parameters": text(schema["parameters"], 4)}, 3)}, 1)
+        return {"messages": text([text(each, 1) for each in (question, answer)], 0), "tools": text([tool], 0)}
+
+    ids = []
+    for depth in range(6):
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist([record(depth)]), tmp_path / "a.parquet")
+        (tmp_path / "a.jsonl").write_text(json.dumps(record(depth)) + "\n")
+        for file in ("a.parquet", "a.jsonl") if depth < 5 else ("a.jsonl",):
+            [example] = read_conversations(tmp_path / file, byte_tokenizer)
+            ids.append(byte_tokenizer.decode(example.tokens.tolist()))
+    # Without JSON text Arrow has no null in an object.
+    assert '"arguments": {"city": "Rome", "b": null}}' in ids[-1]
+    assert {*ids} == {ids[-1]}
+
+
+def test_prompts_and_sides_of_pairs_may_be_json_text(tmp_path: Path, byte_tokenizer: Tokenizer) -> None:
+    question, answer = {"role": "user", "content": "Q"}, {"role": "assistant", "content": "A"}
+    sides = {"chosen": [question, answer], "rejected": [question, answer | {"content": "B"}]}
+
+    def write(record: dict[str, Any]) -> Path:
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist([record]), tmp_path / "a.parquet")
+        return tmp_path / "a.parquet"
+
+    texts = {name: json.dumps(side) for name, side in sides.items()}
+    pairs = [next(read_preference_pairs(write(record), byte_tokenizer)) for record in (sides, texts)]
+    assert [pair.chosen.tokens.tolist() for pair in pairs] == [pairs[0].chosen.tokens.tolist()] * 2
+    prompts = [next(read_prompts(write({"prompt": each}), byte_tokenizer)) for each in ([question], json.dumps([question]))]
+    assert [prompt.prompt for prompt in prompts] == [[question]] * 2
+    # Text that is no list of messages is text.
+    assert next(read_prompts(write({"prompt": '[{"a": 1}]'}), byte_tokenizer)).prompt == '[{"a": 1}]'
 
 
 def test_json_of_a_column_that_is_none_is_named(tmp_path: Path) -> None:

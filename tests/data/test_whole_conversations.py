@@ -15,6 +15,7 @@ from transformers import AutoTokenizer
 from lmforge.data.chat.conversations import read_conversations
 from lmforge.data.chat.templates import ChatTemplate
 from lmforge.data.packing import TokenizedExample
+from lmforge.data.sources.records import UnusableRecords
 from lmforge.data.tokenizer import Tokenizer, train_tokenizer
 from lmforge.errors import UserError
 from tests.seeds import fresh_random
@@ -179,6 +180,25 @@ def test_what_a_template_leaves_out_is_named(chat: Any, template: str | None, re
         assert chat.refusal(record, mask="last").endswith("correct the template, or the record")
 
 
+def test_of_several_fields_of_reasoning_the_one_that_says_something_is_read(chat: Any) -> None:
+    chat = chat(QWEN3)
+    one = {"messages": [Q, A | {"reasoning_content": "so"}]}
+    assert chat.ids({"messages": [Q, A | {"reasoning_content": "", "reasoning": "so"}]}) == chat.expected(one["messages"])
+    assert chat.ids({"messages": [Q, A | {"thinking": "so", "reasoning": "so"}]}) == chat.expected(one["messages"])
+    differing = {"messages": [Q, A | {"reasoning_content": "so", "thinking": "thus"}]}
+    assert "message 2: has different texts under reasoning_content and thinking" in chat.refusal(differing)
+
+
+def test_a_conversation_of_too_many_pieces_is_one_record_that_cannot_be_used(chat: Any) -> None:
+    chat = chat(QWEN3)
+    call = {"function": {"name": "sum", "arguments": {"of": [1] * 70_000}}}
+    records = [{"messages": [Q, A]}, {"messages": [Q, {"role": "assistant", "content": "", "tool_calls": [call]}]}]
+    (chat.folder / "b.jsonl").write_text("".join(json.dumps(record) + "\n" for record in [*records, records[0]]))
+    unusable = UnusableRecords(skip=True)
+    assert len(list(read_conversations(chat.folder / "b.jsonl", chat.tokenizer, unusable=unusable))) == 2
+    assert "b.jsonl, record 2: the conversation has more than" in unusable.problems[0]
+
+
 def test_refused_records_are_counted(chat: Any) -> None:
     chat = chat(CHATML)
     records = [{"messages": [Q, A]}, *[{"messages": [Q, A | {"reasoning": "so"}]}] * 3]
@@ -325,6 +345,16 @@ def test_a_legacy_call_is_a_call(chat: Any, content: str | None) -> None:
     assert '<tool_call>\n{"name": "weather", "arguments": {"city": "Rome"}}\n</tool_call><|im_end|>' in scored
 
 
+def test_legacy_functions_are_tools_and_an_empty_list_of_calls_is_none(chat: Any) -> None:
+    chat = chat(QWEN3)
+    assert chat.ids({"messages": [Q, A], "functions": [TOOLS[0]["function"]]}) == chat.expected([Q, A], TOOLS)
+    assert chat.ids({"messages": [Q, A], "functions": ["sum"]}) == chat.expected([Q, A])
+    chat = Chat(
+        chat.folder / "c", CHATML.replace("message['content']", "('' if 'tool_calls' in message else message['content'])")
+    )
+    assert chat.ids({"messages": [Q, A | {"tool_calls": []}]}) == chat.expected([Q, A])
+
+
 # --- training ------------------------------------------------------------------------------------------------------------
 
 
@@ -352,6 +382,11 @@ def test_a_weight_that_is_neither_is_refused(chat: Any, flag: dict[str, Any]) ->
     [(name, value)] = flag.items()
     expected = f'message 2: "{name}" is {json.dumps(value)}: expected 0 or 1, false or true'
     assert chat(CHATML).refusal({"messages": [Q, A | flag]}).startswith(expected)
+
+
+def test_parts_of_a_turn_are_not_scored_apart(chat: Any) -> None:
+    detail = [{"begin_offset": 0, "end_offset": 1, "train": False}]
+    assert 'message 2: "train_detail": parts of a turn' in chat(CHATML).refusal({"messages": [Q, A | {"train_detail": detail}]})
 
 
 def test_a_question_that_says_it_is_scored_is_refused(chat: Any) -> None:
@@ -412,6 +447,7 @@ def test_a_conversation_may_begin_with_an_answer(chat: Any, template: str | None
             ]
         },
         {"messages": [Q | {"content": [{"type": "input_audio"}, {"type": "text", "text": "2 + 2?"}]}, A]},
+        {"messages": [Q | {"images": ["a.png"]}, A]},
         {"messages": [Q | {"content": "<image>\n2 + 2?"}, A]},
         {"conversations": [{"from": "human", "value": "2 + 2?\n<image>"}, {"from": "gpt", "value": "4"}]},
         {"prompt": "<image>", "completion": "4"},
@@ -426,6 +462,13 @@ def test_a_record_with_more_than_text_is_refused_unless_its_text_is_enough(chat:
     else:
         assert chat.tokenizer.decode(chat.ids(record, ignore_media=True)).count("<image>") == 1
     assert chat.ids({"messages": [Q, A], "images": [], "audio": None, "videos": ""}) == chat.expected([Q, A])
+
+
+def test_an_argument_of_a_call_is_no_image(chat: Any) -> None:
+    call = {"type": "function", "function": {"name": "find", "arguments": {"type": "image", "images": ["<image>"]}}}
+    messages = [Q, {"role": "assistant", "content": "", "tool_calls": [call]}]
+    chat = chat(QWEN3)
+    assert chat.ids({"messages": messages}) == chat.expected(messages)
 
 
 def test_a_system_prompt_beside_messages_is_one_of_them_and_has_no_place_beside_text(chat: Any) -> None:

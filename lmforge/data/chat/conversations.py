@@ -5,6 +5,7 @@ Templates are applied in `templates.py`; pairs and prompts are read in `preferen
 
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import islice
@@ -15,7 +16,7 @@ import xxhash
 
 from lmforge.config.sections import ConversationFormat as Format
 from lmforge.data.chat.layout import Layout, SpecialTokens, encode_layouts
-from lmforge.data.chat.messages import check_encodable, parse_embedded_json
+from lmforge.data.chat.messages import check_encodable, decode_json_text, parse_embedded_json
 from lmforge.data.chat.templates import ChatExample, ChatTemplate, LossMaskMode, build_layouts
 from lmforge.data.packing import TokenizedExample
 from lmforge.data.sources.records import Record, UnusableRecords, read_records, record_text, require_fields
@@ -47,6 +48,8 @@ TEXT_FIELDS = (
     "history",
     *(name for names in FORMAT_FIELDS.values() for name in names),
 )
+# Those of them that hold messages, or a text.
+MESSAGE_FIELDS = ("messages", "conversations", "prompt", "completion", "chosen", "rejected")
 MEDIA = ("image", "video", "audio")
 IMAGE_PLACEHOLDER = "<image>"
 ENCODE_BATCH_SIZE = 1000
@@ -110,10 +113,9 @@ class RecordEncoder:
     ) -> Layout | ChatExample:
         """A prompt and its completion, each a text or messages. With `mask` "all" the prompt is scored too."""
         if isinstance(prompt, str) and isinstance(completion, str) and not self.apply_chat_template:
-            if said := next((name for name in ("system", "tools") if record.get(name)), None):
-                raise UserError(f"the field {said!r} has no place in a prompt that is text; write messages, or leave it out")
+            check_plain_prompt(record)
             return self.plain_text_layout([(prompt, mask == "all"), (completion, True)])
-        before = _with_system(record, to_messages(prompt, "user"))
+        before = with_system(record, to_messages(prompt, "user"))
         messages = [*before, *to_messages(completion, "assistant")]
         return self.chat_template.chat_example(messages, mask, record_tools(record), len(before))
 
@@ -163,7 +165,20 @@ def read_renamed_records(
         with unusable.leave_out(place):
             require_fields(record, *renamed)
             others = {name: value for name, value in record.items() if name not in renamed and name not in fields}
-            yield place, others | {ours: record[theirs] for theirs, ours in renamed.items()}
+            record = others | {ours: record[theirs] for theirs, ours in renamed.items()}
+            yield place, record | {name: _decode_messages(record[name]) for name in MESSAGE_FIELDS if name in record}
+
+
+def _decode_messages(value: Any) -> Any:
+    """Messages that are kept as JSON text, as some columns of Parquet are. Other values stay as they are."""
+    decoded = [value] if isinstance(value, str) else value
+    with suppress(UserError):
+        if decoded and isinstance(decoded, list) and all(isinstance(each, str) and each[:1] in ("[", "{") for each in decoded):
+            decoded = [parse_embedded_json(each, "") for each in decoded]
+            decoded = decoded[0] if isinstance(value, str) else decoded
+            if isinstance(decoded, list) and all(isinstance(each, dict) and {"role", "from"} & each.keys() for each in decoded):
+                return decoded
+    return value
 
 
 def read_conversations(
@@ -256,7 +271,11 @@ def _find_media(value: Any) -> str | None:
     if isinstance(value, str):
         return IMAGE_PLACEHOLDER if IMAGE_PLACEHOLDER in value else None
     if isinstance(value, dict):
-        return str(value["type"]) if _is_media(value) else _find_media([*value.values()])
+        if _is_media(value):
+            return str(value["type"])
+        # Of a message; the arguments of a call may have any names.
+        held = next((name for name in value if name.removesuffix("s") in MEDIA and value[name]), None)
+        return held or _find_media([value.get("content"), value.get("value"), value.get("text")])
     return next(filter(None, map(_find_media, value)), None) if isinstance(value, list) else None
 
 
@@ -271,13 +290,22 @@ def _without_media(message: dict[str, Any]) -> dict[str, Any]:
 
 
 def record_tools(record: Record) -> list[Any] | None:
-    """The tools that a record offers the assistant: a list of JSON schemas, or the JSON of one."""
-    tools = record.get("tools")
-    if isinstance(tools, str):
-        tools = parse_embedded_json(tools or "null", "the field 'tools'")
+    """The tools that a record offers the assistant: a list of JSON schemas, or the JSON of one; else its legacy functions."""
+    tools = decode_json_text(record.get("tools") or None, "the field 'tools'")
     if not isinstance(tools, list | None):
         raise UserError(f"the field 'tools' is not a list but {type(tools).__name__}")
-    return tools or None
+    functions = record.get("functions")
+    if not tools and isinstance(functions, list) and all(isinstance(each, dict) and "name" in each for each in functions):
+        tools = [{"type": "function", "function": each} for each in functions]
+    return [_decode_tool(each, "the field 'tools'") for each in tools or ()] or None
+
+
+def _decode_tool(tool: Any, source: str) -> Any:
+    """A tool in which objects that are kept as JSON text are objects."""
+    tool = decode_json_text(tool, source)
+    if isinstance(tool, dict):
+        tool = tool | {key: _decode_tool(tool[key], source) for key in ("function", "parameters") if key in tool}
+    return tool
 
 
 def _sharegpt_message(entry: dict[str, Any]) -> dict[str, Any]:
@@ -291,7 +319,13 @@ def _sharegpt_message(entry: dict[str, Any]) -> dict[str, Any]:
     return others | {"role": "assistant", "content": "", "tool_calls": call if isinstance(call, list) else [call]}
 
 
-def _with_system(record: Record, messages: list[Any]) -> list[Any]:
+def check_plain_prompt(record: Record) -> None:
+    """Raises UserError where a record has more than fits into a prompt that is text."""
+    if said := next((name for name in ("system", "tools") if record.get(name)), None):
+        raise UserError(f"the field {said!r} has no place in a prompt that is text; write messages, or leave it out")
+
+
+def with_system(record: Record, messages: list[Any]) -> list[Any]:
     """The messages after that of the field `system`, if there is one that they do not begin with."""
     first = {"role": "system", "content": record_text(record, "system")}
     return messages if not first["content"] or messages[:1] == [first] else [first, *messages]
@@ -305,11 +339,11 @@ def _alpaca_messages(record: Record) -> list[Any]:
     messages: list[Any] = []
     for question, answer in [*history, ["\n\n".join(filter(None, request)), record_text(record, "output")]]:
         messages += [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
-    return _with_system(record, messages)
+    return with_system(record, messages)
 
 
 MESSAGES_OF: dict[Format, Callable[[Record], list[Any]]] = {
-    "messages": lambda record: _with_system(record, _message_list(record["messages"])),
-    "sharegpt": lambda record: _with_system(record, _message_list(record["conversations"])),
+    "messages": lambda record: with_system(record, _message_list(record["messages"])),
+    "sharegpt": lambda record: with_system(record, _message_list(record["conversations"])),
     "alpaca": _alpaca_messages,
 }

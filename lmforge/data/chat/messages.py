@@ -5,6 +5,7 @@ Reading them from files is in `conversations.py`, making tokens of them in `temp
 
 import json
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from itertools import product, starmap
 from typing import Any, Literal, NamedTuple, NotRequired, TypedDict, get_args
 
@@ -18,6 +19,8 @@ COMMON_ROLES = {"developer": "system", "observation": "tool", "function": "tool"
 REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")
 # Whether a turn is scored: as OpenAI, cookbooks, axolotl and ms-swift write it.
 TRAINING_FLAGS = ("weight", "train", "training", "loss")
+# The same of parts of a turn, in axolotl.
+PARTIAL_FLAGS = ("train_detail", "training_detail")
 
 
 class Message(TypedDict):
@@ -62,6 +65,8 @@ def validate_messages(messages: Sequence[Any], form: MessageForm = MessageForm()
 
 def training_flag(message: dict[str, Any]) -> bool | None:
     """Whether a message says that it is scored; None where it does not say. Raises UserError unless it says yes or no."""
+    if partial := next(filter(message.get, PARTIAL_FLAGS), None):
+        raise UserError(f'"{partial}": parts of a turn are not scored apart; write them as turns, or leave it out')
     flags = {name: message[name] for name in TRAINING_FLAGS if message.get(name) is not None}
     for name, value in flags.items():
         if value not in (0, 1):
@@ -85,26 +90,33 @@ def parse_embedded_json(text: Any, source: str) -> Any:
     return parse_json(check_encodable(text).encode(), object, source)
 
 
+def decode_json_text(value: Any, source: str) -> Any:
+    """What a value is that is kept as JSON text, as some columns of Parquet are; another value itself."""
+    return parse_embedded_json(value, source) if isinstance(value, str) else value
+
+
 def _validate_message(message: Any, form: MessageForm) -> Message:
     if not isinstance(message, dict) or "role" not in message:
         raise UserError("expected an object with role and content")
-    role, content, calls = message["role"], message.get("content"), message.get("tool_calls")
+    role, content, calls = message["role"], message.get("content"), message.get("tool_calls") or None
     if role not in get_args(Role):
         raise UserError(f"role {cut(repr(role))}: expected one of {', '.join(get_args(Role))}")
+    calls = decode_json_text(calls, "tool_calls")
     if calls and not isinstance(calls, list | tuple):
         raise UserError(f"tool_calls are not a list but {type(calls).__name__}")
     calls = [*(calls or ()), *filter(None, [message.get("function_call")])]
     if content is None and calls:
         content = ""
-    typed = {
-        key: value for key, value in message.items() if value is not None and key not in ("function_call", *TRAINING_FLAGS)
-    }
+    left_out = ("tool_calls", "function_call", *TRAINING_FLAGS, *PARTIAL_FLAGS)
+    typed = {key: value for key, value in message.items() if value is not None and key not in left_out}
     typed["content"] = _content(content, form)
     training_flag(message)
     if form.rename_roles:
         typed["role"] = COMMON_ROLES.get(role, role)
-    if reasoning := next((typed[field] for field in REASONING_FIELDS if field in typed), None):
-        typed = {"thinking": reasoning, **typed, "reasoning_content": reasoning}
+    if reasoning := [typed[field] for field in REASONING_FIELDS if typed.get(field)]:
+        if any(other != reasoning[0] for other in reasoning):
+            raise UserError(f"has different texts under {' and '.join(filter(typed.get, REASONING_FIELDS))}; keep one")
+        typed |= {"thinking": reasoning[0], "reasoning_content": reasoning[0]}
     if calls:
         typed["tool_calls"] = [_validate_tool_call(call, form) for call in calls]
     return typed  # type: ignore[return-value]
@@ -121,7 +133,10 @@ def _content(content: Any, form: MessageForm) -> str | list[dict[str, Any]]:
 
 
 def _validate_tool_call(call: Any, form: MessageForm) -> dict[str, Any]:
-    function = call.get("function", call) if isinstance(call, dict) else None
+    function = None
+    with suppress(UserError):  # it is said below what is expected
+        call = decode_json_text(call, "a tool call")
+        function = decode_json_text(call.get("function", call), "a tool call") if isinstance(call, dict) else None
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
         raise UserError('a tool call is an object such as {"function": {"name": "...", "arguments": {}}}')
     given = arguments = function.get("arguments", {})

@@ -101,6 +101,13 @@ class _Draft:
         return [part if isinstance(part, tuple) else [(unescape(words), scores) for words, scores in part] for part in parts]
 
 
+def _first_draft(example: ChatExample) -> _Draft | UserError:
+    try:
+        return _Draft(example, next(message_forms(example.messages)))
+    except UserError as problem:  # it has too many pieces
+        return problem
+
+
 class ChatTemplate:
     """A template over a tokenizer's special tokens. `stop_ids` end an answer or any text; `files` as transformers has them."""
 
@@ -207,12 +214,7 @@ class ChatTemplate:
         return self._tool_template if tools else self
 
     def chat_example(
-        self,
-        messages: Sequence[Any],
-        mask: LossMaskMode = "assistant",
-        tools: list[Any] | None = None,
-        first_scored: int = 0,
-        split_turns: bool = False,
+        self, messages: Sequence[Any], mask: LossMaskMode = "assistant", tools: list[Any] | None = None, first_scored: int = 0
     ) -> ChatExample:
         """A conversation for `build_layouts`. No answer before `first_scored` is scored, nor one that says so itself. Raises
         UserError if it is none."""
@@ -227,17 +229,20 @@ class ChatTemplate:
             if flag and mask != "all" and role != "assistant":
                 raise UserError(f"message {number}: is to be scored, and only the assistant's are; remove that field")
         scored = [at for at in (answers[-1:] if mask == "last" else answers) if flags[at] is not False]
-        return ChatExample(self._for_tools(tools), messages, tools, None if mask == "all" else scored, split_turns)
+        return ChatExample(self._for_tools(tools), messages, tools, None if mask == "all" else scored)
 
     def build(self, examples: Sequence[ChatExample]) -> Iterator[list[Layout] | UserError]:
         """`build_layouts` of this template's examples."""
-        drafts = [_Draft(example, next(message_forms(example.messages))) for example in examples]
-        texts = self._render(drafts)
-        for number, draft in enumerate(drafts, start=1):
+        made = [_first_draft(example) for example in examples]
+        texts = self._render([each for each in made if isinstance(each, _Draft)])
+        for number, draft in enumerate(made, start=1):
+            if isinstance(draft, UserError):
+                yield draft
+                continue
             try:
                 rendered = next(texts), next(texts)
             except UserError as problem:  # it exceeds the bounds, which ends the rendering
-                texts = self._render(drafts[number:])
+                texts = self._render([each for each in made[number:] if isinstance(each, _Draft)])
                 yield problem
                 continue
             try:

@@ -234,7 +234,8 @@ def _to_json(kind: "pyarrow.DataType") -> Callable[[Any], Any] | None:
     from pyarrow import types
 
     if isinstance(kind, pyarrow.BaseExtensionType):
-        return _parse_json_text if kind.extension_name == "arrow.json" else _to_json(kind.storage_type)
+        known: dict[str, Callable[[Any], Any]] = {"arrow.json": _parse_json_text, "arrow.uuid": str}
+        return known.get(kind.extension_name) or _to_json(kind.storage_type)
     if types.is_dictionary(kind):
         return _to_json(kind.value_type)
     if types.is_struct(kind):
@@ -250,7 +251,8 @@ def _to_json(kind: "pyarrow.DataType") -> Callable[[Any], Any] | None:
         return lambda value: value.isoformat() if hasattr(value, "isoformat") else str(value)
     if types.is_decimal(kind):
         return float
-    return _decode_bytes if types.is_binary(kind) or types.is_large_binary(kind) else None
+    is_binary = (types.is_binary, types.is_large_binary, types.is_binary_view, types.is_fixed_size_binary)
+    return _decode_bytes if any(is_kind(kind) for is_kind in is_binary) else None
 
 
 def _decode(value: Any, decode: Callable[[Any], Any] | None) -> Any:
