@@ -12,6 +12,7 @@ from lmforge.data.tokenizer import Tokenizer
 from lmforge.errors import UserError
 
 USER, GOOD, BAD = ({"role": role, "content": words} for role, words in (("user", "Q"), ("assistant", "G"), ("assistant", "B")))
+SYSTEM = {"role": "system", "content": "S"}
 AS_TURNS = ["<|user|>|Q|<|end|>|<|assistant|>[G|<|end|>]", "<|user|>|Q|<|end|>|<|assistant|>[B|<|end|>]"]
 AS_TEXT = ["Q[G|<|endoftext|>]", "Q[B|<|endoftext|>]"]
 
@@ -77,6 +78,12 @@ def test_texts_that_are_conversations_are_cut_before_the_last_answer(tmp_path: P
         ({"prompt": "Q", "chosen": "G"}, "no field 'rejected': there are chosen, prompt"),
         ({"prompt": "", "chosen": "G", "rejected": "B"}, "the prompt is empty"),
         ({"prompt": "Q", "chosen": 1, "rejected": 2}, "expected text or a list of messages, not 1"),
+        ({"prompt": "R", "chosen": [USER, GOOD], "rejected": [USER, BAD]}, "the prompt is not in chosen and rejected"),
+        (
+            {"prompt": [SYSTEM, USER], "chosen": [USER, GOOD], "rejected": [USER, BAD]},
+            "the prompt is not in chosen and rejected",
+        ),
+        ({"prompt": [USER], "chosen": [USER, GOOD], "rejected": "B"}, "does not begin with the assistant's turn"),
         ({"prompt": "Q", "chosen": [], "rejected": [BAD]}, "expected text or a list of messages"),
     ],
 )
@@ -113,6 +120,16 @@ def test_labels_go_with_their_answers(tmp_path: Path, byte_tokenizer: Tokenizer)
     for label in ("true", 2, None, "x" * 5000):
         with pytest.raises(UserError, match=r"record 1: the label is .{,200}expected true or false$"):
             list(read_unpaired_preferences(write(tmp_path / "a.jsonl", {**records[0], "label": label}), byte_tokenizer))
+
+
+def test_a_system_prompt_beside_a_prompt_is_in_it_and_has_no_place_beside_text(
+    tmp_path: Path, byte_tokenizer: Tokenizer
+) -> None:
+    file = write(tmp_path / "a.jsonl", {"prompt": [USER], "system": "S"}, {"messages": [USER, GOOD], "system": "S"})
+    assert [prompt.prompt for prompt in read_prompts(file, byte_tokenizer)] == [[SYSTEM, USER]] * 2
+    for beside in ({"system": "S"}, {"tools": [{"function": {"name": "look"}}]}):
+        with pytest.raises(UserError, match=f"the field '{next(iter(beside))}' has no place in a prompt that is text"):
+            list(read_prompts(write(tmp_path / "a.jsonl", {"prompt": "Q", **beside}), byte_tokenizer))
 
 
 def test_a_prompt_ends_where_its_answer_begins_and_keeps_its_other_columns(tmp_path: Path, byte_tokenizer: Tokenizer) -> None:

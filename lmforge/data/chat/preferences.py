@@ -17,9 +17,11 @@ from lmforge.data.chat.conversations import (
     LaidOut,
     RecordEncoder,
     check_media,
+    check_plain_prompt,
     read_renamed_records,
     record_tools,
     to_messages,
+    with_system,
 )
 from lmforge.data.chat.layout import Layout, encode_layouts
 from lmforge.data.chat.messages import Message, validate_messages
@@ -187,9 +189,10 @@ def _parse_prompt(record: Record, apply_chat_template: bool) -> str | list[Messa
         if isinstance(record["prompt"], str) and not apply_chat_template:
             if not record["prompt"]:
                 raise UserError("the prompt is empty")
+            check_plain_prompt(record)
             return str(record["prompt"])
-        return validate_messages(to_messages(record["prompt"], "user"))
-    messages = validate_messages(to_messages(record["messages"], "user"))
+        return validate_messages(with_system(record, to_messages(record["prompt"], "user")))
+    messages = validate_messages(with_system(record, to_messages(record["messages"], "user")))
     return messages[:-1] if messages[-1]["role"] == "assistant" else messages
 
 
@@ -204,9 +207,13 @@ def _pair_layouts(record: Record, encoder: RecordEncoder) -> list[Layout | ChatE
         if any(validate_messages(side)[0]["role"] != "assistant" for side in sides):
             # Both sides are whole conversations, whether or not the prompt has a field of its own.
             shared = sum(takewhile(bool, map(eq, *sides)))
-            prompt, sides = sides[0][:shared], [side[shared:] for side in sides]
+            beside, prompt, sides = prompt, sides[0][:shared], [side[shared:] for side in sides]
             if not shared or any(not side or validate_messages(side)[0]["role"] != "assistant" for side in sides):
                 raise UserError("chosen and rejected must have the same turns before the last message of the assistant")
+            contents = [message["content"] for message in validate_messages(prompt)]
+            given = validate_messages(to_messages(beside, "user")) if beside else []
+            if any(message["content"] not in contents for message in given):
+                raise UserError("the prompt is not in chosen and rejected, whole conversations; leave it out, or add it")
     elif prompt is None and all(isinstance(side, str) for side in sides):
         marker = HH_RLHF_ANSWER_MARKER
         starts = {side[: side.rfind(marker) + len(marker)] for side in sides if marker in side}
@@ -233,4 +240,6 @@ def _completion_layout(prompt: Any, completion: Any, record: Record, encoder: Re
         raise UserError("the prompt is empty")
     if prompt is None:
         raise UserError("no field 'prompt', and no conversation that both sides share")
+    if isinstance(completion, list) and validate_messages(to_messages(completion, "assistant"))[0]["role"] != "assistant":
+        raise UserError("what follows the prompt does not begin with the assistant's turn")
     return encoder.completion_layout(prompt, completion, record)
