@@ -6,6 +6,7 @@ How the nodes of a run on several do so together is in `node_group.py`.
 import logging
 import os
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -16,7 +17,13 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from lmforge.cluster.environment import ENVIRONMENT_VARIABLE, LAUNCHER_PID_VARIABLE, NODE_RANK_VARIABLE, TORCHRUN
+from lmforge.cluster.environment import (
+    ENVIRONMENT_VARIABLE,
+    JOB_VARIABLE,
+    LAUNCHER_PID_VARIABLE,
+    NODE_RANK_VARIABLE,
+    TORCHRUN,
+)
 from lmforge.cluster.processes import (
     INTERRUPTED_STATUSES,
     SIGNAL_FILE_VARIABLE,
@@ -81,17 +88,20 @@ def launch_local(
             return status
         if not has_begun():
             break
-        print_restart(number, max_restarts)
+        print_restart(number, max_restarts, reason, arguments)
     return 1
 
 
-def print_restart(number: int, max_restarts: int) -> None:
-    """Say that ranks which were started again `number` times are started once more, or not because of the limit."""
+def print_restart(number: int, max_restarts: int, reason: str, arguments: list[str]) -> None:
+    """Say that ranks which were started again `number` times are started once more, or not because of the limit; the last line
+    names the rank that was lost, its `reason`, and the command that continues, in the terms of the launcher."""
     if number < max_restarts:
         print_line(f"all ranks are started again ({number + 1} of {max_restarts})")
-    else:
-        limit = f"launch.max_restarts = {max_restarts}"
-        print_line(f"{limit}: ranks are not started again; the same command continues from the last checkpoint")
+        return
+    lost, again = f"{reason}; " if reason else "", "the same command continues from the last checkpoint"
+    if JOB_VARIABLE in os.environ:
+        again = f"to continue: lmforge launch {shlex.join(arguments)}"
+    print_line(f"{lost}launch.max_restarts = {max_restarts}: ranks are not started again; {again}")
 
 
 def start_ranks(

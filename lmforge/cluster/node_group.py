@@ -128,7 +128,7 @@ def launch_on_node(
                 attempt.was_interrupted = interruption.status != 0
                 status, again = attempt.agree(number < max_restarts and has_begun())
                 if group.rank == 0 and (again or (status == EXIT_PEER_LOST and number == max_restarts)):
-                    print_restart(number, max_restarts)
+                    print_restart(number, max_restarts, attempt.reason, arguments)
                 if not again:
                     write_status(group, status)
                     return status
@@ -283,6 +283,7 @@ class StartAttempt:
         wait_until(have_all_ended)
         for reason in filter(None, reasons):
             print_line(reason)
+            self.reason = reason
         status = next((each for each in PRECEDENCE if each in statuses.values()), max(statuses.values()))
         if node_store.lost and status in INTERRUPTED_STATUSES and not self.was_interrupted:
             status = EXIT_PEER_LOST  # the ranks of a lost launcher have made all of them save
@@ -373,7 +374,8 @@ def _open_store(group: NodeGroup) -> Any:
         except dist.DistNetworkError as problem:
             if "failed to listen" in str(problem) or "in use" in str(problem):
                 raise UserError(
-                    f"port {port} of {group.names[0]} is in use: by another run? give another --launch.port"
+                    f"port {port} of {group.names[0]} is in use: by another run? no other is taken, since --launch.port"
+                    " names this one: give another, or none for any that is free"
                 ) from None
             raise UserError(f"{where}: this is not an address of {group.names[0]}; give its --launch.address") from None
     silence = f"{group.names[group.rank]} cannot reach {group.names[0]} at {where}"

@@ -14,8 +14,10 @@ from pathlib import Path
 import pytest
 
 from lmforge.cluster import launch, processes
-from lmforge.cluster.jobs.job import read_job
-from lmforge.config.operation import parse_time_limit
+from lmforge.cluster.jobs import scripts
+from lmforge.cluster.jobs.job import JobPlan, read_job
+from lmforge.cluster.jobs.launchers import check_no_job
+from lmforge.config.operation import LaunchOptions, parse_time_limit
 from lmforge.runs import Run
 from lmforge.verbs.running import jobs
 from tests.cluster.launching import Desk, assert_same_result, losses, with_programs, write_executable
@@ -529,6 +531,74 @@ def test_a_record_of_a_job_that_cannot_be_read_hides_no_other_job(
     assert printed.err.startswith(f"lmforge: {damaged}: {message}")
     assert printed.err.endswith("; delete it; the run itself is not changed\n")
     assert run(["jobs", "first"]) == 0
+
+
+def test_a_launch_folder_that_cannot_be_read_is_listed_with_its_reason(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    from lmforge.cli import run
+
+    monkeypatch.chdir(tmp_path)
+    job_record(tmp_path, name="first")
+    (tmp_path / "runs" / "middle").mkdir()
+    (tmp_path / "runs" / "middle" / "launch").symlink_to("launch")
+    assert run(["jobs"]) == 2
+    printed = capfd.readouterr()
+    assert [line.split()[0] for line in printed.out.splitlines()] == ["run", "first"]
+    assert printed.err.startswith("lmforge: runs/middle/launch/job.json: "), printed.err
+
+
+@pytest.mark.parametrize("status", ["", "0"], ids=["no status", "a status"])
+@pytest.mark.parametrize("launcher", ["ssh", "slurm"])
+def test_a_job_that_nobody_answers_for_is_said_and_one_that_has_ended_is_not_asked_for(
+    launcher: str, status: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    program = "ssh" if launcher == "ssh" else "squeue"
+    write_executable(tmp_path / program, f"#!/bin/sh\necho asked >>{tmp_path}/asked\necho no route >&2\nexit 255\n")
+    monkeypatch.setenv("PATH", with_programs(tmp_path))
+    hosts = [{"host": "node7", "process": 5, "started": "1"}, {"host": "node8", "process": 5, "started": "1"}]
+    where = {"sessions": hosts} if launcher == "ssh" else {"sessions": [], "job_id": "7"}
+    record = job_record(tmp_path, launcher=launcher, **where)
+    if status:
+        record.with_name("status").write_text(status)
+    check_no_job(tmp_path / "runs" / "good")
+    said = capfd.readouterr().err
+    if status:
+        assert (said, (tmp_path / "asked").exists()) == ("", False)
+    else:
+        what = "its job (ssh)" if launcher == "ssh" else "job 7 (slurm)"
+        assert said.startswith(f"lmforge: {tmp_path}/runs/good: not known whether {what} has ended, and taken for ended: ")
+        assert "no route" in said
+
+
+@pytest.mark.parametrize(("status", "is_lost"), [(0, False), (75, True)])
+def test_a_node_of_slurm_that_is_slow_to_end_after_success_is_not_called_lost(
+    status: int, is_lost: bool, recipe: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = recipe.parent / "programs"
+    folder.mkdir()
+    write_executable(folder / "srun", f'#!/bin/sh\necho {status} >"$LMFORGE_STATUS_FILE"\nexec sleep 5\n')
+    write_executable(folder / "scontrol", "#!/bin/sh\necho node1\n")
+    monkeypatch.setenv("PATH", with_programs(folder))
+    monkeypatch.setattr(scripts, "END_SECONDS", 1)
+    options = LaunchOptions(on="slurm", max_restarts=0)
+    job = JobPlan("slow", "pretrain", recipe.parent, (recipe,), options, on_cpu=True)
+    done = subprocess.run(["bash", "-c", scripts.slurm_script(job)], capture_output=True, text=True)
+    assert done.returncode == status, done.stderr
+    assert ("a node is lost" in done.stderr) == is_lost
+
+
+def test_used_up_restarts_are_named_with_the_lost_rank_and_the_command_of_the_launcher(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(launch, "start_ranks", lambda *_: (launch.EXIT_PEER_LOST, "rank 1 was killed by SIGKILL"))
+    lost = "lmforge: rank 1 was killed by SIGKILL; launch.max_restarts = 1: ranks are not started again; "
+    assert launch.launch_local(2, ["pretrain", "recipe.toml"], max_restarts=1) == 1
+    last = capfd.readouterr().err.splitlines()[-1]
+    assert last == f"{lost}the same command continues from the last checkpoint"
+    monkeypatch.setenv("LMFORGE_JOB", "runs/x/launch")
+    assert launch.launch_local(2, ["pretrain", "recipe.toml"], max_restarts=1) == 1
+    assert capfd.readouterr().err.splitlines()[-1] == f"{lost}to continue: lmforge launch pretrain recipe.toml"
 
 
 @pytest.mark.parametrize(("written", "requeues"), [("2\n", "2"), ("", ""), ("many", "")])

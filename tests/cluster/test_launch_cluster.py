@@ -135,7 +135,9 @@ def test_a_job_of_slurm_whose_port_is_taken_is_refused(cluster: Desk, laboratory
     finally:
         server.kill()
         server.wait()
-    assert "lmforge: port 23457 of node1 is in use: by another run? give another --launch.port" in cluster.output(run)
+    assert "lmforge: port 23457 of node1 is in use: by another run? no other is taken, since --launch.port" in cluster.output(
+        run
+    )
     cluster.wait_for_state(run, rf"^recipe +slurm +{job_id(run)} +refused ")
 
 

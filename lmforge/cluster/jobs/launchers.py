@@ -8,6 +8,7 @@ from types import ModuleType
 from lmforge.cluster.environment import JOB_VARIABLE
 from lmforge.cluster.jobs import pbs, scripts, sessions, slurm
 from lmforge.cluster.jobs.job import JOB_SCRIPT, NODE_SCRIPT, RECIPE_LIST, Job, JobPlan, JobState, read_job
+from lmforge.cluster.waiting import print_line
 from lmforge.errors import UserError
 
 _MODULES: dict[str, ModuleType] = {"slurm": slurm, "pbs": pbs, "local": sessions, "ssh": sessions, "mpi": sessions}
@@ -76,16 +77,19 @@ def job_state(job: Job) -> tuple[JobState, str]:
 
 
 def check_no_job(run_folder: Path) -> None:
-    """Raise UserError where a job that has not started this process trains in a run's directory, or will."""
+    """Raise UserError where a job that has not started this process trains in a run's directory, or will. Where it has left no
+    status, and its scheduler or hosts do not answer, that is said."""
     job = read_job(run_folder)
-    if job is None or os.environ.get(JOB_VARIABLE) == job.folder:
+    if job is None or os.environ.get(JOB_VARIABLE) == job.folder or job.state_by_status() != JobState.LOST:
         return
     try:
-        state, _ = job_state(job)
-    except UserError:  # such as on a machine without that scheduler
-        return
+        state, detail = job_state(job)
+    except UserError as problem:  # such as on a machine without that scheduler
+        state, detail = JobState.LOST, str(problem)
+    what, name = f"job {job.label}" if job.label else "its job", run_folder.name
+    if state == JobState.LOST and detail:
+        print_line(f"{run_folder}: not known whether {what} ({job.launcher}) has ended, and taken for ended: {detail}")
     if state.is_active:
-        what, name = f"job {job.label}" if job.label else "its job", run_folder.name
         raise UserError(
             f"{run_folder}: {what} ({job.launcher}) is {state}; stop it with lmforge stop {name}, or choose another --run.name"
         )

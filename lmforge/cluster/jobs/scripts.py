@@ -155,6 +155,7 @@ echo "${{SLURM_RESTART_COUNT:-0}}" >"$folder/requeues$suffix"
 (
     while [ ! -s "${STATUS_VARIABLE}" ]; do sleep 2; done
     sleep {END_SECONDS}
+    [ "$(cat "${STATUS_VARIABLE}")" = 0 ] && exit  # a node is slow to end: its work is done
     echo "lmforge: a node is lost: the job does not wait for Slurm to notice" >&2
     pkill -KILL -P $$ -x srun
 ) &

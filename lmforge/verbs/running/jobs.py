@@ -10,7 +10,7 @@ from threading import Semaphore
 
 from rich.table import Table
 
-from lmforge.cluster.jobs.job import JOB_FILE, LAUNCH_FOLDER, Job, JobState, read_job
+from lmforge.cluster.jobs.job import Job, JobState, read_job
 from lmforge.cluster.jobs.launchers import job_state, stop_job
 from lmforge.cluster.waiting import start_in_thread
 from lmforge.config.verbs.running import JobsOptions, StopOptions
@@ -129,8 +129,7 @@ def _launched(folder: Path) -> tuple[dict[Path, Job], list[str]]:
     """(the launched runs, by directory; for a sweep, each of its runs; what is wrong with records that cannot be read)."""
     jobs: dict[Path, Job] = {}
     problems: list[str] = []
-    paths = sorted(file.parent.parent for file in folder.glob(f"*/{LAUNCH_FOLDER}/{JOB_FILE}"))
-    for path in paths:
+    for path in sorted(folder.iterdir()) if folder.exists() else []:
         try:
             job = read_job(path)
         except UserError as problem:
