@@ -244,7 +244,7 @@ def generate(
     tokenizer: Tokenizer,
     prompts: Sequence[str | Sequence[int]],
     *,
-    max_tokens: int,
+    max_tokens: int | Sequence[int],
     sampling: SamplingParams,
     seed: int,
     stop_strings: Sequence[str] = (),
@@ -256,15 +256,18 @@ def generate(
     """Complete each prompt, a text or token ids.
 
     Each prompt is put after `prefix_ids`. A completion ends at the tokenizer's end-of-text token or one of `stop_token_ids`,
-    before the first of `stop_strings`, which may spell a special token, or after `max_tokens`; with `max_length` also where it
-    and its prompt have so many. `on_text(index, text)` is called with text as soon as it will not change; `index` counts
-    completions. Raises UserError where prompt and new tokens exceed what the model reads, or a prompt `max_length`.
+    before the first of `stop_strings`, which may spell a special token, or after `max_tokens` (one number, or one for each
+    prompt); with `max_length` also where it and its prompt have so many. `on_text(index, text)` is called with text as soon as
+    it will not change; `index` counts completions. Raises UserError where prompt and new tokens exceed what the model reads,
+    or a prompt `max_length`.
     """
     if not prompts:
         return []
     stop_token_ids |= {tokenizer.eos_token_id, *stop_string_ids(tokenizer, stop_strings)}
     encoded = [encode_prompt(tokenizer, prompt, prefix_ids, max_length) for prompt in prompts]
-    rooms = [max_tokens if max_length is None else min(max_tokens, check_room(len(each), max_length)) for each in encoded]
+    rooms = [max_tokens] * len(prompts) if isinstance(max_tokens, int) else max_tokens
+    if max_length is not None:
+        rooms = [min(room, check_room(len(each), max_length)) for each, room in zip(encoded, rooms, strict=True)]
     engine = Engine(
         model,
         vocab_size=tokenizer.vocab_size,

@@ -16,6 +16,7 @@ from lmforge.cluster.rank_info import threads_per_rank
 from lmforge.data.chat.templates import ChatTemplate
 from lmforge.data.tokenizer import Tokenizer
 from lmforge.errors import UserError
+from lmforge.generate.prompts import PromptTooLong
 from lmforge.generate.sampling import SamplingParams, choose_sampling
 from lmforge.hub import resolve_model_folder
 from lmforge.interop.kinds import Kind, kind_of
@@ -61,10 +62,19 @@ class LoadedModel:
         """How tokens are chosen: `given`, else as the model says; see choose_sampling."""
         return choose_sampling(self.config.generation_config, self.path, default_temperature, **given)
 
-    @property
-    def max_new_tokens(self) -> int | None:
-        """How long an answer is at most, as the model says."""
-        return (self.config.generation_config or {}).get("max_new_tokens")
+    def answer_length(self, num_prompt_tokens: int, default: int) -> int:
+        """How long an answer is at most, as the model says: its max_new_tokens, else what the prompt leaves of its max_length;
+        else `default`. Raises PromptTooLong where it leaves nothing."""
+        stated = self.config.generation_config or {}
+        longest = stated.get("max_length")
+        if (length := stated.get("max_new_tokens")) is not None or longest is None:
+            return length or default
+        if num_prompt_tokens >= longest:
+            raise PromptTooLong(
+                f"the model's generation_config.json says max_length {longest}, and got {num_prompt_tokens} tokens in the"
+                " prompt, which leaves no room for an answer; give max_tokens"
+            )
+        return int(longest - num_prompt_tokens)
 
     @property
     def stop_strings(self) -> list[str]:

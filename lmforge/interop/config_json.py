@@ -35,6 +35,10 @@ _COMMON_FIELDS = (
     "eos_token_id",
     "pad_token_id",
 )
+# Of which null is a value, as in transformers: none at all, or one to be derived.
+_NULLABLE = (
+    "intermediate_size", "num_key_value_heads", "head_dim", "sliding_window", "bos_token_id", "eos_token_id", "pad_token_id"
+)  # fmt: skip
 _CLASSIFIER_SUFFIX = "ForSequenceClassification"
 
 
@@ -61,6 +65,7 @@ class GenerationConfig(BaseModel, strict=True, extra="allow", allow_inf_nan=Fals
     min_p: Annotated[float, Field(ge=0, le=1)] | None = None
     repetition_penalty: Annotated[float, Field(gt=0)] | None = None
     max_new_tokens: Annotated[int, Field(gt=0, le=LENGTH["le"])] | None = None
+    max_length: Annotated[int, Field(gt=0, le=LENGTH["le"])] | None = None
     stop_strings: str | list[str] | None = None
 
 
@@ -77,12 +82,12 @@ class _ConfigJson(BaseModel, strict=True):
     n_head: int | None = None
     n_positions: int | None = None
     layer_types: list[str] | None = None
-    max_window_layers: int | None = None
+    max_window_layers: int = 0
     sliding_window_pattern: int | None = None
-    use_sliding_window: bool | None = None
-    tie_word_embeddings: bool | None = None
-    attention_bias: bool | None = None
-    mlp_bias: bool | None = None
+    use_sliding_window: bool = False
+    tie_word_embeddings: bool = False
+    attention_bias: bool = False
+    mlp_bias: bool = False
     bos_token_id: int | None = None
     eos_token_id: int | list[int] | None = None
     pad_token_id: int | None = None
@@ -143,18 +148,19 @@ def config_fields_from_json(content: dict[str, Any]) -> dict[str, Any]:
         raise UserError(describe(problem)) from None
     for field, value in family.required_values.items():
         if content.get(field) not in (None, value):
-            raise UserError(f"{field}: {content[field]} is not supported; use a {name} model with {value}")
+            advice = "a model without it" if value is None else f"a model with {quoted(value)}"
+            raise UserError(f"{field}: {quoted(content[field])} is not supported for {name}; use {advice}")
     fields: dict[str, Any] = {"model_type": name, **family.defaults, "reward": _is_reward_model(content)}
     fields |= {each: content.get(each) for each in ("final_logit_softcapping", "generation_config")}
     for ours in (*_COMMON_FIELDS, *family.fields):
         # Sizes under their common names win over the family's own.
         theirs = ours if ours in content and ours in _SIZES else family.names.get(ours, ours)
-        unset = getattr(ModelConfig, ours, None)
-        # Null is a field left out, except where it is a value: none at all, or one to be derived.
         if content.get(theirs) is not None:
             fields[ours] = content[theirs]
-        elif theirs in content and not unset:
-            fields[ours] = unset
+        elif theirs in content:
+            if ours not in _NULLABLE or (ours == "sliding_window" and family.default_window):
+                raise UserError(f"{theirs}: null is not supported; give a value, or remove it")
+            fields[ours] = getattr(ModelConfig, ours)
     for ours in REQUIRED_FIELDS:
         if fields.get(ours) is None:
             raise UserError(f"{family.names.get(ours, ours)}: missing; add it")

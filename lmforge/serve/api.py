@@ -193,7 +193,7 @@ def _generation_requests(
     for prompt in prompts:
         room = check_room(len(prompt), served.max_length, max_tokens)
         if max_tokens is None:
-            room = min(room, served.loaded.max_new_tokens or room)
+            room = min(room, served.loaded.answer_length(len(prompt), room))
         for _ in range(body.n):
             own_seed = derive_key(seed, "choice", len(requests))
             scored = echo and top is not None

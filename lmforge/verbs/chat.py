@@ -151,7 +151,7 @@ class ChatSession:
         self._num_answers += 1
         request = GenerationRequest(
             prompt_ids=prompt,
-            max_tokens=min(available, self._options.max_tokens or self._loaded.max_new_tokens or available),
+            max_tokens=min(available, self._options.max_tokens or self._loaded.answer_length(len(prompt), available)),
             sampling=self._sampling,
             seed=derive_key(self._seed, "answer", self._num_answers),
             stop_token_ids=self._loaded.chat_stop_ids,

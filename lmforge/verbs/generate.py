@@ -24,10 +24,12 @@ def run_generate(options: GenerateOptions) -> int:
     seed = options.seed if options.seed is not None else secrets.randbelow(2**31)
     titles = [f"--- {number} ---\n" if len(prompts) > 1 else "" for number in range(1, len(prompts) + 1)]
     max_length = max_input_length(loaded.config)
+    max_tokens = []
     for prompt in prompts:  # refused before one is printed
-        check_room(len(encode_prompt(loaded.tokenizer, prompt, loaded.prefix_ids, max_length)), max_length)
+        length = len(encode_prompt(loaded.tokenizer, prompt, loaded.prefix_ids, max_length))
+        check_room(length, max_length)
+        max_tokens.append(options.max_tokens or loaded.answer_length(length, 128))
     sampling = loaded.sampling(0.8, temperature=options.temperature, top_k=options.top_k, top_p=options.top_p)
-    max_tokens = options.max_tokens or loaded.max_new_tokens or 128
     print(f"{titles[0]}{prompts[0]}", end="", flush=True)
     completions = generate(
         loaded.model,
@@ -45,7 +47,8 @@ def run_generate(options: GenerateOptions) -> int:
     print()
     for title, prompt, completion in zip(titles[1:], prompts[1:], completions[1:], strict=True):
         print(f"{title}{prompt}{completion.text}")
-    if any(each.finish_reason == "length" and len(each.token_ids) < max_tokens for each in completions):
+    cut = [each.finish_reason == "length" and len(each.token_ids) for each in completions]
+    if any(length and length < most for length, most in zip(cut, max_tokens, strict=True)):
         print(f"(ended where prompt and text have {max_length} tokens, the most that this model takes)", file=sys.stderr)
     if not sampling.is_greedy and options.seed is None:
         print(f"(seed {seed})", file=sys.stderr)

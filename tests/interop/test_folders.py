@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, TokenizersBackend
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig, TokenizersBackend
 from transformers.utils import logging
 
 from lmforge.cli import run as command
@@ -20,7 +20,9 @@ from lmforge.generate.engine import Engine, GenerationRequest
 from lmforge.generate.model_loading import LoadedModel, load_model
 from lmforge.generate.sampling import TRANSFORMERS_SAMPLING, SamplingParams, penalize_repetition, sampling_probs
 from lmforge.interop import weights
+from lmforge.interop.config_json import to_config_json
 from lmforge.interop.export import export_folder
+from lmforge.interop.resolve import model_config_from_json
 from lmforge.interop.safetensors_file import SafetensorsFile
 from lmforge.model import build_model
 from tests.model.conftest import MODEL_TYPES, built, drawn_config, drawn_rope, logits, one_document
@@ -112,7 +114,7 @@ def say_tokens(content: dict[str, Any], draw: random.Random) -> None:
     if draw.random() < 0.3:
         del content["eos_token_id"]
     if draw.random() < 0.3:
-        content |= {"do_sample": True, "temperature": 0.7}
+        content |= {"do_sample": True, "temperature": 0.7, "max_length": 11}
 
 
 def change_weights(file: Path, content: dict[str, Any], draw: random.Random) -> None:
@@ -139,6 +141,8 @@ def drawn_generation(draw: random.Random) -> dict[str, Any]:
         "min_p": [0.1],
         "repetition_penalty": [1.3, 1.0],
         "num_beams": [1, 1, 1, 3],
+        "max_length": [30, 9, None],
+        "max_new_tokens": [4, None],
         "bos_token_id": [1],
         "typical_p": [1.0],
         "transformers_version": ["4.30.0"],
@@ -215,6 +219,15 @@ def assert_same_sampling(ours: LoadedModel, theirs: Any) -> None:
         torch.testing.assert_close(found, wanted, atol=1e-6, rtol=1e-5)
 
 
+def assert_same_length(ours: LoadedModel, theirs: Any) -> None:
+    """The most tokens after a prompt of eight; where nothing says, each library has its own default."""
+    prepared, _ = theirs._prepare_generation_config(None)
+    by_default = theirs.generation_config.max_length is None
+    theirs._prepare_generated_length(prepared, by_default, True, "input_ids", 8, None)
+    stated = theirs.generation_config.max_new_tokens is not None or not by_default
+    assert ours.answer_length(8, 77) == (prepared.max_length - 8 if stated else 77)
+
+
 def compare(folder: Path) -> str | None:
     """None where ours and theirs are equal, else why it is refused."""
     try:
@@ -239,6 +252,7 @@ def compare(folder: Path) -> str | None:
     assert ours.stop_token_ids == {id for id in ends if id < ours.config.vocab_size}
     assert_same_tokens(ours.tokenizer, folder)
     assert_same_sampling(ours, theirs)
+    assert_same_length(ours, theirs)
     return None
 
 
@@ -309,7 +323,7 @@ def test_tokens_that_a_folder_adds_are_trained_and_its_sampling_reaches_the_expo
         loaded = load_model(place, torch.device("cpu"), torch.float32)
         assert loaded.sampling(0.8) == SamplingParams(0.6, 50, 0.9, 0.0, 1.2)
         assert loaded.sampling(0.8, temperature=0.0).temperature == 0
-        assert (loaded.stop_strings, loaded.max_new_tokens) == (["\n\n"], 7)
+        assert (loaded.stop_strings, loaded.answer_length(5, 77)) == (["\n\n"], 7)
         assert {0, 4} <= loaded.stop_token_ids
     assert {name: getattr(generation, name) for name in sampling} == sampling
     assert {0, 4} <= set(generation.eos_token_id)
@@ -356,6 +370,21 @@ def test_a_wrong_generation_config_is_named_with_its_key(
     with pytest.raises(UserError) as refused:
         load_model(tmp_path / "model", torch.device("cpu"), torch.float32).sampling(0.8)
     assert f"{tmp_path / 'model'}/{complaint}" in str(refused.value)
+
+
+@pytest.mark.parametrize("model_type", MODEL_TYPES)
+def test_a_null_that_transformers_does_not_take_is_refused_by_name(model_type: str, draw: random.Random) -> None:
+    """Sizes that can only be derived in one way are, and rates of dropout are not used."""
+    content = to_config_json(drawn_config(model_type, draw, rope_scaling=None))
+    harmless = {"num_key_value_heads", "head_dim", "attention_dropout", "attn_pdrop", "embd_pdrop", "resid_pdrop"}
+    for name in content.keys() - harmless - {"architectures", "model_type"}:
+        changed = content | {name: None}
+        try:
+            theirs = AutoModelForCausalLM.from_config(AutoConfig.for_model(**changed))
+            theirs(torch.zeros(1, 2, dtype=torch.long))
+        except Exception:  # whatever a family's own checks raise
+            with pytest.raises(UserError, match=f"^here: ({name}|layer_types): "):
+                model_config_from_json(changed, "here")
 
 
 @pytest.mark.parametrize("model_type", [each for each in MODEL_TYPES if each != "gpt2"])

@@ -85,8 +85,14 @@ def test_gemma_3_is_the_same_in_the_spelling_of_transformers_4_and_5() -> None:
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"attn_logit_softcapping": 50.0}, "attn_logit_softcapping: 50.0 is not supported; use a gemma3_text model with None"),
-        ({"use_bidirectional_attention": True}, "use_bidirectional_attention: True is not supported"),
+        (
+            {"attn_logit_softcapping": 50.0},
+            "attn_logit_softcapping: 50.0 is not supported for gemma3_text; use a model without it",
+        ),
+        (
+            {"use_bidirectional_attention": True},
+            "use_bidirectional_attention: true is not supported for gemma3_text; use a model with false",
+        ),
         ({"rope_parameters": {"sliding_attention": {"rope_type": "linear", "factor": 2}}}, "rope_parameters: "),
         ({"rope_parameters": {"full_attention": "x"}}, "rope_parameters: "),
         ({"query_pre_attn_scalar": 0}, "query_pre_attn_scalar: expected a number above zero, got 0"),

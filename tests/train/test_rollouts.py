@@ -1,10 +1,18 @@
-"""Metrics of groups of completions, against enumerating all ways to draw some of them."""
+"""Where completions end, and metrics of groups of them, against enumerating all ways to draw some of them."""
 
+import json
 import math
+import shutil
 from itertools import combinations
+from pathlib import Path
 
+import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
+from lmforge.cli import run as command
+from lmforge.data.tokenizer import Tokenizer
+from lmforge.generate.model_loading import load_model
 from lmforge.objectives.policy import completion_metric_names, pass_at_k
 from tests.seeds import fresh_random
 
@@ -26,3 +34,28 @@ def test_pass_at_k_is_a_metric_for_powers_of_two_below_the_size_of_a_group() -> 
     assert [name for name in completion_metric_names(8) if name.startswith("pass")] == ["pass@1", "pass@2", "pass@4", "pass@n"]
     assert [name for name in completion_metric_names(6) if name.startswith("pass")] == ["pass@1", "pass@2", "pass@4", "pass@n"]
     assert [name for name in completion_metric_names(2) if name.startswith("pass")] == ["pass@1", "pass@n"]
+
+
+@pytest.mark.parametrize("conversational", [False, True])
+def test_completions_end_at_the_stop_tokens_of_the_model_folder(
+    conversational: bool, models: Path, byte_tokenizer: Tokenizer, tmp_path: Path
+) -> None:
+    folder = shutil.copytree(models / "endless", tmp_path / "model")
+    [stop] = byte_tokenizer.encode("b")
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [0, stop], "do_sample": False}))
+    turn = [{"role": "user", "content": "b"}]
+    (tmp_path / "prompts.jsonl").write_text((json.dumps({"prompt": turn if conversational else "b"}) + "\n") * 8)
+    (tmp_path / "rewards.py").write_text("def reward(prompts, completions):\n    return [1.0 for _ in prompts]\n")
+    options = {"method": "grpo", "model.source": folder, "data.files": tmp_path / "prompts.jsonl", "train.steps": 1}
+    options |= {"rollout.reward_functions": tmp_path / "rewards.py:reward", "rollout.num_generations": 2}
+    options |= {"rollout.max_completion_length": 6, "rollout.temperature": 0.1, "train.global_batch_size": 2}
+    options |= {"run.folder": tmp_path, "run.name": "run", "data.sequence_length": 24, "train.device": "cpu"}
+    options |= {"train.dtype": "fp32", "train.compile": "off", "train.threads": 1}
+    assert command(["align", *(str(word) for name, value in options.items() for word in (f"--{name}", value))]) == 0
+    [table] = (tmp_path / "run" / "completions").glob("*.jsonl")
+    loaded = load_model(folder, torch.device("cpu"), torch.float32)
+    prompt = loaded.chat_template.encode_prompt(turn) if conversational else byte_tokenizer.encode("b")
+    theirs = AutoModelForCausalLM.from_pretrained(folder).generate(torch.tensor([prompt]), max_new_tokens=6)
+    expected = {"completion": byte_tokenizer.decode(theirs[0, len(prompt) :].tolist()), "ended": True}
+    for line in table.read_text().splitlines():
+        assert expected.items() <= json.loads(line).items()

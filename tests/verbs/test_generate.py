@@ -3,6 +3,7 @@
 import io
 import json
 import re
+import shutil
 import sys
 import time
 from pathlib import Path
@@ -10,8 +11,9 @@ from pathlib import Path
 import pytest
 import tokenizers
 import torch
+from starlette.testclient import TestClient
 from tokenizers import processors
-from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from lmforge.bench.bounds import FP32
 from lmforge.cli import run as command
@@ -21,6 +23,8 @@ from lmforge.generate.model_loading import load_model
 from lmforge.generate.sampling import SamplingParams
 from lmforge.model.layers import LanguageModel
 from lmforge.runs import Run
+from lmforge.serve.api import create_app
+from lmforge.serve.model_registry import ModelRegistry, ServingLimits
 from tests.conftest import Command, Refusal
 from tests.preloaded import preloaded
 from tests.seeds import fresh_seed
@@ -208,6 +212,42 @@ def test_texts_of_a_hugging_face_model_begin_and_end_as_in_transformers(
     text = byte_tokenizer.decode([token for token in written if token not in stops])
     printed, _ = run(capsys, "generate", tmp_path, "The king", "--max_tokens", 12, "--temperature", 0, *EXACT)
     assert printed == f"The king{text}\n"
+
+
+def test_the_length_that_a_folder_states_is_that_of_transformers(
+    capfd: Capture, models: Path, tmp_path: Path, byte_tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In `generate`, `chat` and `serve`: max_length counts the prompt, and max_new_tokens goes before it."""
+    folder = shutil.copytree(models / "endless", tmp_path / "model")
+    turn = [{"role": "user", "content": "b"}]
+    chat_ids = load_model(folder, torch.device("cpu"), torch.float32).chat_template.encode_prompt(turn)
+    longest = len(chat_ids) + 5
+    limits = ServingLimits(max_batch_size=2, max_queue=2, max_length=None, max_models=1)
+    for stated in (
+        {"max_length": longest},
+        {"max_length": 9, "max_new_tokens": 3},
+        {"max_length": longest, "max_new_tokens": None},
+    ):
+        (folder / "generation_config.json").write_text(json.dumps({"do_sample": False} | stated))
+        theirs = AutoModelForCausalLM.from_pretrained(folder)
+
+        def expected(ids: list[int], theirs: LlamaForCausalLM = theirs) -> str:
+            return byte_tokenizer.decode(theirs.generate(torch.tensor([ids]))[0, len(ids) :].tolist())
+
+        prompts = ["ab", "babab"]
+        texts = [prompt + expected(byte_tokenizer.encode(prompt)) for prompt in prompts]
+        printed, aside = run(capfd, "generate", folder, *prompts, *EXACT)
+        assert (printed, aside) == ("".join(f"--- {number} ---\n{text}\n" for number, text in enumerate(texts, 1)), "")
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"b\n")))
+        assert run(capfd, "chat", folder, "--device", "cpu", *EXACT)[0] == expected(chat_ids) + "\n"
+        registry = ModelRegistry([folder], limits, torch.device("cpu"), torch.float32, warn=print)
+        with TestClient(create_app(registry, 2**20), base_url="http://localhost") as client:
+            answer = client.post("/v1/chat/completions", json={"model": "model", "messages": turn}).json()
+        assert answer["choices"][0]["message"]["content"] == expected(chat_ids)
+    with pytest.raises(ValueError, match="`max_length` is set to"):
+        expected(chat_ids[:1] * longest)
+    assert command(["generate", str(folder), "a" * longest]) == 2
+    assert f"says max_length {longest}, and got {longest} tokens in the prompt" in capfd.readouterr().err
 
 
 def test_records_that_are_neither_texts_nor_conversations_are_refused(refused: Refusal, tiny_run: Path, tmp_path: Path) -> None:

@@ -99,7 +99,7 @@ class GenerateOptions(SamplingOptions):
     model: Path = argument(..., MODEL)
     prompts: tuple[str, ...] = argument((), "one or more prompts; none reads one from standard input")
     max_tokens: int | None = option(
-        None, "tokens to generate after each prompt (default: the model's max_new_tokens, else 128)", **LENGTH
+        None, "tokens to generate after each prompt (default: as the model's generation_config.json says, else 128)", **LENGTH
     )
     stop: tuple[str, ...] = option((), "strings that end a completion")
 
@@ -109,7 +109,7 @@ class ChatOptions(SamplingOptions):
 
     model: Path = argument(..., MODEL)
     system: str | None = option(None, "system message")
-    max_tokens: int | None = option(None, "longest answer, in tokens (default: as many as fit)", **LENGTH)
+    max_tokens: int | None = option(None, "longest answer, in tokens (default: the model's, else as many as fit)", **LENGTH)
     max_length: int | None = option(
         None, "longest conversation, in tokens (default: what the model was made for, up to 4096)", **LENGTH
     )

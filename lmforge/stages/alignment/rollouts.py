@@ -79,9 +79,9 @@ class Rollouts:
         self._set: Batch | None = None
         prompts = [*packing.prompts, *packing.validation_prompts]
         self._scorer = CompletionScorer(ctx, options, tokenizer, prompts, built.dtype)
-        self._stop_token_ids = frozenset({tokenizer.eos_token_id})
+        self._stop_token_ids = inputs.model_config.end_token_ids | {tokenizer.eos_token_id}  # as in `generate` and `chat`
         if is_conversational(prompts):
-            self._stop_token_ids = ChatTemplate.from_tokenizer(tokenizer).stop_ids
+            self._stop_token_ids |= ChatTemplate.from_tokenizer(tokenizer).stop_ids
         self._loss_config = build_policy_loss_config(options)
         self._reference = None
         if self._loss_config.kl_estimator != "none":

@@ -1,0 +1,3 @@
+"""Fixtures of the tests of training."""
+
+from tests.generate.conftest import byte_tokenizer, models, scripted  # noqa: F401 - fixtures
