@@ -11,7 +11,7 @@ from typing import Annotated, Any, TypeVar, cast
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator
 from pydantic_core import PydanticCustomError
 
-from lmforge.data.chat.messages import REASONING_FIELDS
+from lmforge.data.chat.messages import NO_TEMPLATE_VARIABLES, REASONING_FIELDS
 from lmforge.untrusted import cut, quoted
 
 _LAST_SAMPLERS = ["top_k", "typ_p", "top_p", "min_p", "xtc", "temperature"]
@@ -50,9 +50,6 @@ UNSUPPORTED_UNLESS = {name: values for values, names in _NEUTRAL_VALUES for name
 # Keys of a message that are read.
 MESSAGE_KEYS = {"role", "content", "name", "tool_calls", "tool_call_id", "function_call", *REASONING_FIELDS}
 PART_KEYS = {"type", "text", "cache_control"}
-# What transformers takes beside the variables of a template.
-NO_TEMPLATE_VARIABLES = {"add_generation_prompt", "chat_template", "continue_final_message", "conversation", "messages"}
-NO_TEMPLATE_VARIABLES |= {"return_dict", "return_tensors", "tokenize", "tools"}
 MAX_TOP_LOGPROBS = 20
 EXPECTED_VALUES = {
     "prompt": "a text, a list of texts, a list of token ids, or a list of such lists",

@@ -363,7 +363,7 @@ def test_the_last_turn_can_be_scored_where_a_template_rewrites_those_before(fold
         ([{"role": "user", "content": "hi"}], "no assistant turn"),
         ([*HELLO, {"role": "bot", "content": "hi"}], "message 3: role 'bot': expected one of system"),
         ([*HELLO, "hi"], "message 3: expected an object with role and content"),
-        ([{"role": "user"}, *HELLO], "message 1: the content is not text but NoneType"),
+        ([{"role": "user"}, *HELLO], "message 1: the content is null"),
         ([{"role": "user", "content": [{"type": "image", "url": "a"}]}, *HELLO], "message 1: the content is not text but list"),
         ([{"role": "user", "content": "\ud800"}, *HELLO], "half of a surrogate pair"),
         ([*HELLO, {"role": "assistant", "tool_calls": ["f"]}], "message 3: a tool call is an object"),

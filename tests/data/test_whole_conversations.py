@@ -5,14 +5,19 @@ import random
 import re
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import pyarrow
 import pytest
+from datasets import Dataset
 from transformers import AutoTokenizer
 
 from lmforge.data.chat.conversations import read_conversations
+from lmforge.data.chat.preferences import encode_completions, read_preference_pairs, read_prompts
 from lmforge.data.chat.templates import ChatTemplate
 from lmforge.data.packing import TokenizedExample
 from lmforge.data.sources.records import UnusableRecords
@@ -95,6 +100,12 @@ KNOWN = CHATML.replace(
 NO_SYSTEM = KNOWN.replace("'system', ", "").replace(", 'tool'", "")
 # Earlier answers end with one token, the last with another.
 TWO_ENDS = CHATML.replace("+ '<|im_end|>'", "+ ('<|eot|>' if message.role == 'assistant' and not loop.last else '<|im_end|>')")
+# Shows documents, and takes a variable.
+RAG = (
+    "{% for each in documents or [] %}{{ '[' + each.title + ': ' + each.text + ']' }}{% endfor %}"
+    "{% if brief %}{{ 'Briefly.' }}{% endif %}" + CHATML
+)
+NAMED = CHATML.replace("message['role'] +", "message['role'] + (' ' + message.name if message.name else '') +")
 TOOLS = [
     {
         "type": "function",
@@ -439,6 +450,8 @@ def test_a_conversation_may_begin_with_an_answer(chat: Any, template: str | None
         {"messages": [Q, A], "image": {"bytes": "x", "path": None}},
         {"messages": [Q, A], "videos": ["a.mp4"]},
         {"messages": [Q, A], "audio": "a.wav"},
+        {"messages": [Q, A], "files": ["a.pdf"]},
+        {"messages": [Q, A], "Image_Path": "a.png"},
         {"messages": [Q | {"content": [{"type": "image"}, {"type": "text", "text": "2 + 2?"}]}, A]},
         {
             "messages": [
@@ -464,6 +477,14 @@ def test_a_record_with_more_than_text_is_refused_unless_its_text_is_enough(chat:
     assert chat.ids({"messages": [Q, A], "images": [], "audio": None, "videos": ""}) == chat.expected([Q, A])
 
 
+def test_a_placeholder_of_a_video_is_one_beside_a_column_of_videos(chat: Any) -> None:
+    chat = chat(CHATML)
+    messages = [Q | {"content": "<video>2 + 2?"}, A]
+    assert "holds '<video>'" in chat.refusal({"messages": messages, "videos": []})
+    assert chat.ids({"messages": messages}) == chat.expected(messages)
+    assert chat.ids({"messages": [Q, A], "images": [None], "image_paths": [""]}) == chat.expected([Q, A])
+
+
 def test_an_argument_of_a_call_is_no_image(chat: Any) -> None:
     call = {"type": "function", "function": {"name": "find", "arguments": {"type": "image", "images": ["<image>"]}}}
     messages = [Q, {"role": "assistant", "content": "", "tool_calls": [call]}]
@@ -476,9 +497,67 @@ def test_a_system_prompt_beside_messages_is_one_of_them_and_has_no_place_beside_
     system = {"role": "system", "content": "Be brief."}
     for record in ({"messages": [Q, A]}, {"messages": [system, Q, A]}, {"prompt": [Q], "completion": [A]}):
         assert chat.ids(record | {"system": "Be brief."}) == chat.expected([system, Q, A])
-    for beside in ({"system": "Be brief."}, {"tools": TOOLS}):
+    kwargs = {"chat_template_kwargs": {"brief": True}}
+    for beside in ({"system": "Be brief."}, {"tools": TOOLS}, {"documents": [{"text": "4"}]}, kwargs):
         refusal = chat.refusal({"prompt": "2 + 2?", "completion": "4"} | beside)
         assert f"the field {next(iter(beside))!r} has no place in a prompt that is text" in refusal
+
+
+def test_documents_and_variables_of_a_record_reach_the_template_as_in_transformers(chat: Any) -> None:
+    plain, chat = chat(CHATML), chat(RAG)
+    documents, variables = [{"title": "Sums", "text": "2 + 2 is 4", "id": 7}], {"brief": True}
+    record = {"messages": [Q, A], "documents": documents, "chat_template_kwargs": variables}
+    assert chat.ids(record) == chat.expected([Q, A], documents=documents, **variables)
+    assert chat.ids(record | {name: json.dumps(record[name]) for name in list(record)[1:]}) == chat.ids(record)
+    [prompt] = read_prompts(chat.folder / "a.jsonl", chat.tokenizer)
+    expected = chat.expected([Q], documents=documents, add_generation_prompt=True, **variables)
+    assert prompt.tokens.tolist() == expected
+    assert chat.ids(record | {"documents": [], "chat_template_kwargs": None}) == chat.expected([Q, A])
+    assert "leaves out the documents; correct the template, or the record" in plain.refusal(record)
+    assert plain.ids({"messages": [Q, A], "chat_template_kwargs": variables}) == plain.expected([Q, A])
+    assert "the field 'documents' is not a list but int" in chat.refusal(record | {"documents": 1})
+    assert "'tools' is not a variable" in chat.refusal(record | {"chat_template_kwargs": {"tools": TOOLS}})
+    # A model of rewards is given them too.
+    [ids] = encode_completions(chat.tokenizer, [[Q]], ["4"], [record])
+    assert ids == chat.ids(record)
+
+
+def test_the_name_of_a_turn_is_in_the_text_or_the_record_is_refused(chat: Any) -> None:
+    plain, chat = chat(CHATML), chat(NAMED)
+    messages = [Q | {"name": "Ann"}, A, {"role": "tool", "name": "sum", "content": "4"}, A]
+    assert chat.ids({"messages": messages}) == chat.expected(messages)
+    assert "leaves out the name of message 1 (user)" in plain.refusal({"messages": messages})
+    assert plain.ids({"messages": [Q, A, messages[2], A]}) == plain.expected([Q, A, messages[2], A])
+    template = ChatTemplate.from_tokenizer(plain.tokenizer)
+    assert template.encode_prompt(messages[:1]) == template.encode_prompt([Q])  # as other servers take it
+
+
+def test_an_answer_of_reasoning_alone_is_one_and_a_refusal_beside_it_is_named(chat: Any) -> None:
+    chat = chat(QWEN3)
+    messages = [Q, {"role": "assistant", "content": None, "reasoning_content": "so"}]
+    assert chat.ids({"messages": messages}) == chat.expected(messages)
+    assert "message 2: the content is null" in chat.refusal({"messages": [Q, A | {"content": None}]})
+    for content in ("", None):
+        refusal = chat.refusal({"messages": [Q, A | {"content": content, "refusal": "I cannot."}]})
+        assert refusal.startswith('message 2: "refusal": what the assistant says is read from its content')
+
+
+@pytest.mark.parametrize(("template", "none"), [(QWEN3, {}), (DEEPSEEK, "{}")])
+def test_arguments_of_no_text_are_none(chat: Any, template: str, none: Any) -> None:
+    chat = chat(template)
+    said = [[Q, A | {"tool_calls": [{"function": {"name": "now", "arguments": each}}]}] for each in ("", none)]
+    assert chat.ids({"messages": said[0]}) == chat.expected(said[1])
+
+
+def test_the_weight_of_a_record_is_obeyed_and_that_of_a_part_is_refused(chat: Any) -> None:
+    chat = chat(CHATML)
+    assert chat.ids({"messages": [Q, A], "weight": 1.0}) == chat.expected([Q, A])
+    assert chat.examples({"messages": [Q, A], "weight": 0}) == []
+    assert '"weight" is 0.5: expected 0 or 1' in chat.refusal({"messages": [Q, A], "weight": 0.5})
+    part = {"type": "text", "text": "4"}
+    assert chat.ids({"messages": [Q, A | {"content": [part | {"weight": 1}]}]}) == chat.expected([Q, A])
+    half = A | {"content": [part, part | {"weight": 0}]}
+    assert "message 2: parts of a turn are not scored apart" in chat.refusal({"messages": [Q, half]})
 
 
 # --- drawn conversations -------------------------------------------------------------------------------------------------
@@ -498,6 +577,8 @@ TEMPLATES = {
     "known roles": KNOWN,
     "no system": NO_SYSTEM,
     "two ends": TWO_ENDS,
+    "documents": RAG,
+    "names": NAMED,
     **{f"ChatML without some {name}": CHATML.replace(*change) for name, change in LOSSY.items()},
 }
 WORDS = ["4", "four", "é", "<think>so</think>", "{'a': 1}", '"a" & <b>', "x\ny", "Well?", "user", "<|im_end|>", "\U00100000"]
@@ -527,7 +608,11 @@ def drawn_record(draw: random.Random) -> dict[str, Any]:
             messages[-1][draw.choice(["reasoning_content", "thinking", "reasoning"])] = words()
         if draw.random() < 0.2:
             messages[-1]["weight"] = draw.choice([0, 1])
-    return {"messages": messages} | ({"tools": TOOLS} if draw.random() < 0.3 else {})
+    if draw.random() < 0.05:
+        messages[-2]["name"] = words()
+    documents = [{"title": words(), "text": words()}] if draw.random() < 0.1 else []
+    tools = TOOLS if draw.random() < 0.3 else []
+    return {"messages": messages} | ({"tools": tools} if tools else {}) | ({"documents": documents} if documents else {})
 
 
 def said(value: Any) -> Iterator[str]:
@@ -560,12 +645,47 @@ def is_said(piece: str, text: str) -> bool:
     return any("".join(form.split()) in compact for form in forms)
 
 
+WAYS = ["conversation", "conversation", "pair", "prompt"]
+
+
+def write_drawn(draw: random.Random, folder: Path, record: dict[str, Any]) -> Path:
+    """As a line of JSON, or as a row of Parquet where Arrow can hold it."""
+    if draw.random() < 0.3:
+        with suppress(pyarrow.ArrowException):  # such as contents of two types
+            Dataset.from_list([record]).to_parquet(folder / "drawn.parquet")
+            return folder / "drawn.parquet"
+    (folder / "drawn.jsonl").write_text(json.dumps(record) + "\n")
+    return folder / "drawn.jsonl"
+
+
+def without_nulls(value: Any) -> Any:
+    """What Arrow keeps of a value."""
+    if isinstance(value, dict):
+        return {key: without_nulls(item) for key, item in value.items() if item is not None}
+    return list(map(without_nulls, value)) if isinstance(value, list) else value
+
+
 def check_drawn(draw: random.Random, chats: dict[str, Chat]) -> bool:
     """Whether a drawn record is trained on by a drawn template; if so, all that it says is there, as often as it says it."""
-    name, record = draw.choice(list(chats)), drawn_record(draw)
+    name, record, way = draw.choice(list(chats)), drawn_record(draw), draw.choice(WAYS)
     chat, options = chats[name], {"mask": draw.choice(["assistant", "assistant", "last"]), "split_turns": draw.random() < 0.5}
+    messages = record["messages"]
+    if way != "conversation":  # of a pair the last answer is scored, of a prompt nothing
+        options = {"mask": "last", "split_turns": False}
+    if way == "pair":
+        other = [*messages[:-1], {"role": "assistant", "content": "no such words"}]
+        record = {"chosen": messages, "rejected": other} | {key: record[key] for key in record if key != "messages"}
+    file = write_drawn(draw, chat.folder, record)
+    if file.suffix == ".parquet":
+        messages = without_nulls(messages)
     try:
-        examples = chat.examples(record, **options)
+        if way == "conversation":
+            examples = list(read_conversations(file, chat.tokenizer, **options))
+        elif way == "pair":
+            examples = [pair.chosen for pair in read_preference_pairs(file, chat.tokenizer)]
+        else:
+            tokens = [each.tokens for each in read_prompts(file, chat.tokenizer)]
+            examples, messages = [TokenizedExample(each, np.zeros(len(each), bool)) for each in tokens], messages[:-1]
     except UserError as problem:
         refusal = str(problem)
     else:
@@ -573,9 +693,9 @@ def check_drawn(draw: random.Random, chats: dict[str, Chat]) -> bool:
     if refusal:
         assert re.search("leaves out|differs from|change when|refuses the conversation", refusal)
         return False
-    messages = record["messages"]
     answers = [at for at, message in enumerate(messages) if message["role"] == "assistant"]
-    scored = [at for at in (answers[-1:] if options["mask"] == "last" else answers) if messages[at].get("weight") != 0]
+    chosen = [] if way == "prompt" else answers[-1:] if options["mask"] == "last" else answers
+    scored = [at for at in chosen if messages[at].get("weight") != 0]
     decode = partial(chat.tokenizer.decode, include_special_tokens=True)
     whole, learned = ("".join(decode(ids) for ids in parts) for parts in (
         [each.tokens for each in examples], [each.tokens[each.loss_mask] for each in examples]
@@ -588,7 +708,8 @@ def check_drawn(draw: random.Random, chats: dict[str, Chat]) -> bool:
                 assert is_said(piece, whole), (name, record, piece, whole)
             if at in scored:
                 assert is_said(piece, learned), (name, record, piece, learned)
-    for piece in said(record.get("tools", [])):
+    texts = [text for document in record.get("documents", []) for text in document.values()]
+    for piece in [*said(record.get("tools", [])), *texts]:
         assert is_said(piece, whole), (name, record, piece)
     # What is said n times is there n times: no piece passes for another one.
     contents = Counter("".join("".join(pieces_of({"content": messages[at]["content"]})).split()) for at in scored)

@@ -4,6 +4,7 @@ Templates are applied in `templates.py`; pairs and prompts are read in `preferen
 """
 
 import json
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -16,12 +17,18 @@ import xxhash
 
 from lmforge.config.sections import ConversationFormat as Format
 from lmforge.data.chat.layout import Layout, SpecialTokens, encode_layouts
-from lmforge.data.chat.messages import check_encodable, decode_json_text, parse_embedded_json
+from lmforge.data.chat.messages import (
+    NO_TEMPLATE_VARIABLES,
+    check_encodable,
+    decode_json_text,
+    parse_embedded_json,
+    training_flag,
+)
 from lmforge.data.chat.templates import ChatExample, ChatTemplate, LossMaskMode, build_layouts
 from lmforge.data.packing import TokenizedExample
 from lmforge.data.sources.records import Record, UnusableRecords, read_records, record_text, require_fields
 from lmforge.data.tokenizer import Tokenizer
-from lmforge.errors import UserError
+from lmforge.errors import NothingToLearn, UserError
 from lmforge.untrusted import cut, list_names
 
 # The fields of a record of each format, in the order in which they are looked for.
@@ -50,8 +57,14 @@ TEXT_FIELDS = (
 )
 # Those of them that hold messages, or a text.
 MESSAGE_FIELDS = ("messages", "conversations", "prompt", "completion", "chosen", "rejected")
+# What is for the chat template alone.
+BESIDE_MESSAGES = ("system", "tools", "documents", "chat_template_kwargs")
 MEDIA = ("image", "video", "audio")
-IMAGE_PLACEHOLDER = "<image>"
+# The names of columns with media, or of their files.
+MEDIA_FIELD = re.compile(
+    r"(image|img|picture|photo|video|audio|media)s?(_?(path|url|file|name|data|byte|id)s?)?|files|attachments|pixel_values",
+    re.IGNORECASE,
+)
 ENCODE_BATCH_SIZE = 1000
 
 ExampleT = TypeVar("ExampleT")
@@ -117,7 +130,12 @@ class RecordEncoder:
             return self.plain_text_layout([(prompt, mask == "all"), (completion, True)])
         before = with_system(record, to_messages(prompt, "user"))
         messages = [*before, *to_messages(completion, "assistant")]
-        return self.chat_template.chat_example(messages, mask, record_tools(record), len(before))
+        return self.chat_example(messages, mask, record, len(before))
+
+    def chat_example(self, messages: list[Any], mask: LossMaskMode, record: Record, first_scored: int = 0) -> ChatExample:
+        """A conversation, with what its record gives to the template beside it."""
+        example = self.chat_template.chat_example(messages, mask, record_tools(record), first_scored)
+        return replace(example, variables=record_variables(record))
 
     def finish_layouts(self, layouts: Sequence[Layout | ChatExample]) -> Iterator[list[Layout] | UserError]:
         """The layouts in their order, those of conversations as the chat template builds them."""
@@ -135,6 +153,7 @@ class RecordEncoder:
             for place, record in read_renamed_records(path, self.field_names, self.unusable):
                 with self.unusable.leave_out(place):
                     check_media(record, self.ignore_media)
+                    check_weight(record)
                     yield place, lay_out(record)
 
         remaining = laid_out()
@@ -241,7 +260,7 @@ def _record_layout(record: Record, format: Format, mask: LossMaskMode, encoder: 
         return encoder.plain_text_layout([(record_text(record, "text"), True)])
     if format == "prompt-completion":
         return encoder.completion_layout(record["prompt"], record["completion"], record, mask)
-    return encoder.chat_template.chat_example(MESSAGES_OF[format](record), mask, record_tools(record))
+    return encoder.chat_example(MESSAGES_OF[format](record), mask, record)
 
 
 def to_messages(value: Any, role: str) -> list[Any]:
@@ -260,23 +279,30 @@ def _message_list(value: Any) -> list[Any]:
 
 def check_media(record: Record, ignored: bool) -> None:
     """Raises UserError where a record holds images, audio or videos, unless these are to be `ignored`."""
-    held = next((name for name in record if name.removesuffix("s") in MEDIA and record[name]), None)
-    held = held or next(filter(None, (_find_media(record.get(name)) for name in TEXT_FIELDS)), None)
+    held = _media_field(record)
+    # Of videos and audio the text alone says too little: these are tags of HTML.
+    kinds = ("image", *(kind for kind in MEDIA[1:] if any(name.lower().startswith(kind) for name in record)))
+    held = held or next(filter(None, (_find_media(record.get(name), kinds) for name in TEXT_FIELDS)), None)
     if held and not ignored:
         raise UserError(f"holds {held!r}, and only text is trained on: leave it out, or set data.ignore_media")
 
 
-def _find_media(value: Any) -> str | None:
-    """What in a value is no text, or stands for it."""
+def _media_field(fields: Mapping[str, Any]) -> str | None:
+    """The first field that holds media by its name; lists of nothing are empty."""
+    held = (name for name, value in fields.items() if (any(value) if isinstance(value, list) else value))
+    return next(filter(MEDIA_FIELD.fullmatch, held), None)
+
+
+def _find_media(value: Any, kinds: Sequence[str]) -> str | None:
+    """What in a value is no text, or stands for it: a placeholder of one of these `kinds`."""
     if isinstance(value, str):
-        return IMAGE_PLACEHOLDER if IMAGE_PLACEHOLDER in value else None
+        return next((f"<{kind}>" for kind in kinds if f"<{kind}>" in value), None)
     if isinstance(value, dict):
         if _is_media(value):
             return str(value["type"])
         # Of a message; the arguments of a call may have any names.
-        held = next((name for name in value if name.removesuffix("s") in MEDIA and value[name]), None)
-        return held or _find_media([value.get("content"), value.get("value"), value.get("text")])
-    return next(filter(None, map(_find_media, value)), None) if isinstance(value, list) else None
+        return _media_field(value) or _find_media([value.get("content"), value.get("value"), value.get("text")], kinds)
+    return next(filter(None, (_find_media(each, kinds) for each in value)), None) if isinstance(value, list) else None
 
 
 def _is_media(part: Any) -> bool:
@@ -287,6 +313,25 @@ def _is_media(part: Any) -> bool:
 def _without_media(message: dict[str, Any]) -> dict[str, Any]:
     content = message.get("content")
     return message | {"content": [each for each in content if not _is_media(each)]} if isinstance(content, list) else message
+
+
+def check_weight(record: Record) -> None:
+    """Raises UserError where a record says that it is learned from in part, NothingToLearn where it says not at all."""
+    if training_flag({"weight": record.get("weight")}) is False:
+        raise NothingToLearn('"weight" is 0: there is nothing to learn from')
+
+
+def record_variables(record: Record) -> dict[str, Any]:
+    """What a record gives to the chat template beside messages and tools, as `apply_chat_template` of transformers takes it."""
+    given: dict[str, Any] = {}
+    for name, kind in (("chat_template_kwargs", dict), ("documents", list)):
+        value = decode_json_text(record.get(name) or None, f"the field {name!r}")
+        if not isinstance(value, kind | None):
+            raise UserError(f"the field {name!r} is not {'an object' if kind is dict else 'a list'} but {type(value).__name__}")
+        given |= (value if kind is dict else {name: value}) if value else {}
+    if taken := NO_TEMPLATE_VARIABLES & given.keys():
+        raise UserError(f"chat_template_kwargs: {min(taken)!r} is not a variable of a template; leave it out")
+    return given
 
 
 def record_tools(record: Record) -> list[Any] | None:
@@ -321,7 +366,7 @@ def _sharegpt_message(entry: dict[str, Any]) -> dict[str, Any]:
 
 def check_plain_prompt(record: Record) -> None:
     """Raises UserError where a record has more than fits into a prompt that is text."""
-    if said := next((name for name in ("system", "tools") if record.get(name)), None):
+    if said := next((name for name in BESIDE_MESSAGES if record.get(name)), None):
         raise UserError(f"the field {said!r} has no place in a prompt that is text; write messages, or leave it out")
 
 

@@ -21,6 +21,9 @@ REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")
 TRAINING_FLAGS = ("weight", "train", "training", "loss")
 # The same of parts of a turn, in axolotl.
 PARTIAL_FLAGS = ("train_detail", "training_detail")
+# What transformers takes beside the variables of a template.
+NO_TEMPLATE_VARIABLES = {"add_generation_prompt", "chat_template", "continue_final_message", "conversation", "messages"}
+NO_TEMPLATE_VARIABLES |= {"return_dict", "return_tensors", "tokenize", "tools"}
 
 
 class Message(TypedDict):
@@ -105,7 +108,9 @@ def _validate_message(message: Any, form: MessageForm) -> Message:
     if calls and not isinstance(calls, list | tuple):
         raise UserError(f"tool_calls are not a list but {type(calls).__name__}")
     calls = [*(calls or ()), *filter(None, [message.get("function_call")])]
-    if content is None and calls:
+    if message.get("refusal"):
+        raise UserError('"refusal": what the assistant says is read from its content; write it there')
+    if content is None and (calls or any(map(message.get, REASONING_FIELDS))):
         content = ""
     left_out = ("tool_calls", "function_call", *TRAINING_FLAGS, *PARTIAL_FLAGS)
     typed = {key: value for key, value in message.items() if value is not None and key not in left_out}
@@ -125,10 +130,14 @@ def _validate_message(message: Any, form: MessageForm) -> Message:
 def _content(content: Any, form: MessageForm) -> str | list[dict[str, Any]]:
     if isinstance(content, str):
         return [{"type": "text", "text": content}] if form.content == "parts" else content
+    if content is None:
+        raise UserError("the content is null; write what the turn says, or an empty text")
     if not isinstance(content, list) or not all(
         isinstance(part, dict) and isinstance(part.get("text"), str) for part in content
     ):
         raise UserError(f"the content is not text but {type(content).__name__}")
+    if any(training_flag(part) is False for part in content):
+        raise UserError("parts of a turn are not scored apart; write them as turns, or leave their weight out")
     return "".join(part["text"] for part in content) if form.content == "text" else content
 
 
@@ -139,7 +148,8 @@ def _validate_tool_call(call: Any, form: MessageForm) -> dict[str, Any]:
         function = decode_json_text(call.get("function", call), "a tool call") if isinstance(call, dict) else None
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
         raise UserError('a tool call is an object such as {"function": {"name": "...", "arguments": {}}}')
-    given = arguments = function.get("arguments", {})
+    # Streams of OpenAI's API give no arguments as "".
+    given = arguments = function.get("arguments") or {}
     if isinstance(given, str):
         arguments = parse_embedded_json(given, f"the arguments of the call of {cut(function['name'])}")
     if form.arguments == "text":

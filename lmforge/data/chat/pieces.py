@@ -9,7 +9,7 @@ there. What follows from a piece that is not there is in `templates.py`.
 import json
 import re
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from lmforge.errors import UserError
@@ -47,8 +47,8 @@ class TextEscaper:
 
 
 class Piece(NamedTuple):
-    """Something that a conversation says: its message's number, -1 for tools; its field; and its text with its mark, which is
-    empty for numbers and the like."""
+    """Something that a conversation says: its message's number, -1 for tools and documents; its field; and its text with its
+    mark, which is empty for numbers and the like."""
 
     message: int
     field: str
@@ -57,9 +57,15 @@ class Piece(NamedTuple):
 
 
 class MarkedConversation:
-    """The messages and tools with a mark in each piece."""
+    """The messages, tools and documents (a variable) with a mark in each piece."""
 
-    def __init__(self, messages: Sequence[dict[str, Any]], tools: list[Any] | None, placement: float):
+    def __init__(
+        self,
+        messages: Sequence[dict[str, Any]],
+        tools: list[Any] | None,
+        variables: Mapping[str, Any],
+        placement: float,
+    ):
         """They are of valid messages. Raises UserError for too many pieces."""
         self._placement = placement
         self.pieces: list[Piece] = []
@@ -67,6 +73,10 @@ class MarkedConversation:
         # The same words are the same piece, so that what a template looks up by the name of a parameter is there.
         self._known: dict[str, str] = {}
         self.tools = self._mark_schema(tools)
+        mark = self._marker(-1, "documents")
+        self.variables = dict(variables)
+        if isinstance(documents := variables.get("documents"), list):
+            self.variables["documents"] = [_mark_document(each, mark) for each in documents]
 
     def _mark_message(self, number: int, message: dict[str, Any]) -> dict[str, Any]:
         marked, content = dict(message), message["content"]
@@ -79,6 +89,9 @@ class MarkedConversation:
                 message["reasoning_content"], self._marker(number, "reasoning")
             )
             marked["thinking"] = reasoning
+        # A tool is known by its call.
+        if isinstance(message.get("name"), str) and message["role"] not in ("tool", "function", "observation"):
+            marked["name"] = self._marker(number, "name")(message["name"])
         if "tool_calls" in message:
             mark = self._marker(number, "tool calls")
             marked["tool_calls"] = [
@@ -120,6 +133,15 @@ class MarkedConversation:
             return value.replace(words, words[:at] + mark + words[at:]) if mark else value
 
         return mark
+
+
+def _mark_document(document: Any, mark: Callable[[Any], Any]) -> Any:
+    """Marks in the texts that retrieved documents have in transformers; templates need not show the rest."""
+    if isinstance(document, str):
+        return mark(document)
+    named = document.items() if isinstance(document, dict) else ()
+    texts = {key: mark(value) for key, value in named if key in ("title", "text") and isinstance(value, str)}
+    return {**document, **texts} if texts else document
 
 
 def map_leaves(value: Any, change: Callable[[Any], Any]) -> Any:

@@ -20,6 +20,7 @@ from lmforge.data.chat.conversations import (
     check_plain_prompt,
     read_renamed_records,
     record_tools,
+    record_variables,
     to_messages,
     with_system,
 )
@@ -149,7 +150,9 @@ def read_prompts(
                 [example] = encode_layouts(tokenizer, [encoder.plain_text_layout([(prompt, False)], add_eos=False)])
                 tokens = example.tokens
             else:
-                tokens = np.array(encoder.chat_template.encode_prompt(prompt, record_tools(record)), np.int32)
+                given = record_variables(record)
+                ids = encoder.chat_template.encode_prompt(prompt, record_tools(record), variables=given)
+                tokens = np.array(ids, np.int32)
         if tokens is None:
             continue
         if max_prompt_length is not None and len(tokens) > max_prompt_length:
@@ -160,12 +163,12 @@ def read_prompts(
 
 
 def encode_completions(
-    tokenizer: Tokenizer, prompts: Sequence[Any], completions: Sequence[str], tools: Sequence[Any] | None = None
+    tokenizer: Tokenizer, prompts: Sequence[Any], completions: Sequence[str], records: Sequence[Record] | None = None
 ) -> list[list[int]]:
-    """The ids of each prompt, a text or messages, with its completion, to the end of that turn or text; `tools` are those that
-    each prompt offered. Raises UserError."""
+    """The ids of each prompt, a text or messages, with its completion, to the end of that turn or text; `records` have what
+    each prompt offered beside its messages. Raises UserError."""
     encoder = RecordEncoder(tokenizer)
-    records = [{"tools": each} if each else {} for each in tools or [None] * len(prompts)]
+    records = records or [{}] * len(prompts)
     layouts = [_completion_layout(*each, encoder) for each in zip(prompts, completions, records, strict=True)]
     finished = map(one_layout, encoder.finish_layouts(layouts))
     return [example.tokens.tolist() for example in encode_layouts(tokenizer, list(finished))]

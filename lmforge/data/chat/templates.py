@@ -91,9 +91,10 @@ class _Draft:
 
     def mark(self, placement: float) -> None:
         """Put marks there."""
-        marked = MarkedConversation(self.conversation.messages, self.conversation.tools, placement)
-        self.pieces, first = marked.pieces, self.conversation.prefixes[:1]
-        self.marked = self.conversation._replace(messages=marked.messages, tools=marked.tools, prefixes=first)
+        said = self.conversation
+        marked = MarkedConversation(said.messages, said.tools, said.variables or {}, placement)
+        self.pieces = marked.pieces
+        self.marked = Conversation(marked.messages, marked.tools, said.prefixes[:1], marked.variables)
 
     def layout(self, text: str, spans: list[Span]) -> Layout:
         """The text that was rendered, with its scored spans."""
@@ -304,6 +305,8 @@ class ChatTemplate:
         example, rewritten = draft.example, []
         for piece, places in found:
             own = answers.get(piece.message)
+            if piece.field == "name" and (places or example.is_prompt):
+                continue  # of a turn's header, which clients of a server may fill though a template has none
             if not places and draft.roles[piece.message] == "assistant" and example.scored is not None and own is None:
                 # What the template does to an answer that is not scored, it does when it is asked for another one.
                 rewritten += [] if example.is_prompt and piece.field != "tool calls" else [piece]
@@ -322,9 +325,9 @@ class ChatTemplate:
                     raise self._refusal(draft, piece, "leaves out the", "correct the template, or the record")
 
     def _refusal(self, draft: _Draft, piece: Piece, does: str, advice: str) -> UserError:
-        of = "tools" if piece.message < 0 else f"{piece.field} of message {piece.message + 1} ({draft.roles[piece.message]})"
+        of = f" of message {piece.message + 1} ({draft.roles[piece.message]})" if piece.message >= 0 else ""
         advice = "it knows no tools" if piece.field.startswith("tool") else advice
-        return UserError(f"{self._location}: {does} {of}; {advice}")
+        return UserError(f"{self._location}: {does} {piece.field}{of}; {advice}")
 
     def _scored_spans(self, text: str, answer: Span, tagged: list[Span]) -> list[Span]:
         """What is scored of an answer: what is tagged in it, or all, and the end-of-turn token."""

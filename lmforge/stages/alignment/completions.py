@@ -121,13 +121,14 @@ class RewardModelScorer:
         self._spec, self._device, self._on_batch = spec, device, on_batch
         self._loaded = load_model(Path(spec), device, dtype, reward_model=True)
         self.required_columns: dict[str, list[str]] = {spec: []}
-        self.accepted_columns: dict[str, list[str] | None] = {spec: ["tools"]}
+        self.accepted_columns: dict[str, list[str] | None] = {spec: ["tools", "documents", "chat_template_kwargs"]}
 
     @torch.no_grad()
     def score(self, request: dict[str, Any], timeout_seconds: float) -> dict[str, FunctionResult]:
         """The score of each completion of the request; None for one that is longer than the model reads."""
-        tools = request["columns"].get("tools")
-        encoded = encode_completions(self._loaded.tokenizer, request["prompts"], request["completions"], tools)
+        columns = request["columns"]
+        records = [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
+        encoded = encode_completions(self._loaded.tokenizer, request["prompts"], request["completions"], records)
         limit = self._loaded.config.max_sequence_length
         indices = [index for index, tokens in enumerate(encoded) if limit is None or len(tokens) <= limit]
         # Sequences of similar length share a batch.
