@@ -26,6 +26,7 @@ from lmforge.verbs.table import VERBS
 from tests.conftest import without_shape
 from tests.fuzzing import (
     DAMAGED_PICKLES,
+    ENDLESS_PICKLES,
     JSON_VALUES,
     RAW_JSON,
     TEXTS,
@@ -271,7 +272,7 @@ def test_serialised(part: int, carry_out: CarryOut, tiny_run: Path, command_on: 
         newest = max(thing.glob("checkpoints/step-*"))
         path = rng.choice([newest / ".metadata", next(newest.glob("*.distcp"))])
         content = path.read_bytes()
-        content = rng.choice(DAMAGED_PICKLES) if rng.random() < 0.3 else mutated_bytes(rng, content)
+        content = rng.choice(DAMAGED_PICKLES + ENDLESS_PICKLES) if rng.random() < 0.3 else mutated_bytes(rng, content)
         put_sealed(path, content)
         if rng.random() < 0.7:
             return command_on(rng, thing), f"{path.name}, mutated: {content[:300]!r}"

@@ -60,6 +60,7 @@ def test_what_is_not_a_commands_own_is_not_overwritten(
         saved_by_torchtitan(torchtitan_state(), tmp_path / "theirs")
     Path("folder").mkdir()
     Path("folder/notes.txt").write_text("years of work")
+    Path("folder/.lock").write_text("theirs")
     Path("notes.html").write_text("years of work")
     Path("link.json").symlink_to("folder/notes.txt")
     Path("dangling.toml").symlink_to("nowhere")
@@ -72,4 +73,5 @@ def test_what_is_not_a_commands_own_is_not_overwritten(
         assert "another" in message or "expected a name that ends with" in message
         assert sorted(os.listdir(tmp_path)) == before
         assert {Path(name).read_text() for name in ("notes.html", "folder/notes.txt", "link.json")} == {"years of work"}
+        assert Path("folder/.lock").read_text() == "theirs"
         assert os.readlink("dangling.toml") == "nowhere"

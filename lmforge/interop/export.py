@@ -115,7 +115,7 @@ def new_folder(folder: Path, overwrite: bool, *, marker: str, content: str) -> I
     """A folder to fill that appears as `folder` at the end, complete or not at all.
 
     With `overwrite`, a folder that holds the file `marker`, weights, and only files of a model, and so is a `content`, is
-    replaced; any other one is a UserError, and so is an error of the disk.
+    replaced (where `folder` is a link, what it leads to); any other one is a UserError, and so is an error of the disk.
     """
 
     def is_replaceable(path: Path) -> bool:
@@ -127,7 +127,7 @@ def new_folder(folder: Path, overwrite: bool, *, marker: str, content: str) -> I
     else:
         check_output(folder, other="folder, or add --overwrite")
     try:
-        with atomic_folder(folder, replace=True) as partial:
+        with atomic_folder(folder.resolve(), replace=True) as partial:
             yield partial
     except OSError as error:
         raise UserError(f"{folder}: could not be written ({error}); choose another folder") from None

@@ -10,7 +10,7 @@ import pickle
 import warnings
 import zipfile
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, redirect_stderr
+from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import Enum, EnumType
 from functools import cached_property
@@ -25,6 +25,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemBase
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, StorageMeta, TensorStorageMetadata
 
 from lmforge.errors import UserError
+from lmforge.interop.pickle_trial import try_pickle
 from lmforge.untrusted import cut, read_stream
 
 # Of a pickle that is not one of torch.save: what is wrong with it is said in one line.
@@ -32,6 +33,7 @@ warnings.filterwarnings("ignore", message="Detected pickle protocol")
 
 METADATA_FILE = ".metadata"
 MAX_METADATA_BYTES = 2**30
+MAX_OLD_PICKLE_BYTES = 2**26
 MAX_REASON = 120  # characters of what torch says
 
 
@@ -90,9 +92,8 @@ class SafeReader(dcp.FileSystemReader):
             self.fs.create_stream(self.path / METADATA_FILE, "rb") as file,  # type: ignore[operator]
         ):
             content = read_stream(cast(BinaryIO, file), METADATA_FILE, MAX_METADATA_BYTES, cast(Any, self._error))
-            # The interpreter prints a line of its own where it cannot reserve what the content asks for.
-            with redirect_stderr(io.StringIO()):
-                metadata: Metadata = _MetadataUnpickler(io.BytesIO(content), self.path / METADATA_FILE).load()  # type: ignore[operator]
+            try_pickle(content)
+            metadata: Metadata = _MetadataUnpickler(io.BytesIO(content), self.path / METADATA_FILE).load()  # type: ignore[operator]
             files = {str(info.relative_path) for info in metadata.storage_data.values()}
             if outside := sorted(name for name in files if Path(name).name != name):
                 raise ValueError(f"it says that tensors are in {outside[0]}, outside of the checkpoint")
@@ -200,6 +201,7 @@ def _open_dcp(folder: Path) -> TensorSource:
 
 def _open_torch_save(path: Path) -> TensorSource:
     with opened_safely(f"{path}:"):
+        try_pickle(_pickle_of(path))
         content = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
         if not isinstance(content, Mapping):
             raise UserError(f"{path}: holds a {type(content).__name__} instead of tensors by name")
@@ -207,6 +209,17 @@ def _open_torch_save(path: Path) -> TensorSource:
         values = {name: value for name, value in flat.items() if isinstance(value, Tensor)}
         tensors = {name: value.to("meta") for name, value in values.items()}
     return TensorSource(tensors, values.__getitem__, {name: value for name, value in flat.items() if name not in values})
+
+
+def _pickle_of(path: Path) -> bytes:
+    """What describes the tensors in a file of torch.save; of an old one, which has them behind it, the beginning."""
+    if not zipfile.is_zipfile(path):
+        with path.open("rb") as file:
+            return file.read(MAX_OLD_PICKLE_BYTES)
+    with zipfile.ZipFile(path) as archive:
+        [name] = [each for each in archive.namelist() if each.endswith("/data.pkl")]
+        with archive.open(name) as member:
+            return read_stream(cast(BinaryIO, member), name, MAX_METADATA_BYTES)
 
 
 def flatten_names(content: Mapping[Any, Any], prefix: str = "") -> dict[str, Any]:

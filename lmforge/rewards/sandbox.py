@@ -1,7 +1,8 @@
 """Running programs that a model wrote, with bounded time, memory and access, and reporting what became of them.
 
 A program gets no network, no other process, no files but those in a folder of its own, which is deleted afterwards, no
-environment variables and the standard library only. confinement.py takes these away; code_server.py runs and watches programs.
+environment variables, and the standard library only; the site-packages inside that library's folder can be read, and imported
+by a program that adds them to its path. confinement.py takes these away; code_server.py runs and watches programs.
 Nothing here protects the checks from the program: both run in one process, so a program written to deceive them can. It can
 make its own result wrong, but that is all: not end the training, and not harm the server that watches it.
 """

@@ -6,10 +6,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING
 
 from lmforge.errors import UserError
-from lmforge.interop.torch_checkpoints import _MetadataUnpickler
+from lmforge.interop.pickle_trial import try_pickle
+from lmforge.interop.torch_checkpoints import METADATA_FILE, SafeReader, _MetadataUnpickler, open_tensor_source
+from tests.fuzzing import ENDLESS_PICKLES
 
 
 class ByGetattr(pickle.Pickler):
@@ -45,3 +48,28 @@ def test_members_of_enums_are_read_as_every_python_writes_them() -> None:
 def test_no_other_attribute_is_read(attribute: Attribute) -> None:
     with pytest.raises(UserError, match="it asks for the attribute"):
         reread(attribute)
+
+
+@pytest.mark.parametrize("content", ENDLESS_PICKLES, ids=["key", "value"])
+def test_values_that_going_through_never_ends_are_refused(content: bytes, tmp_path: Path) -> None:
+    (tmp_path / METADATA_FILE).write_bytes(content)
+    with pytest.raises(
+        UserError, match=r"\.metadata cannot be read \(it (takes too long|asks for more memory than there is)\)"
+    ):
+        _ = SafeReader(tmp_path).metadata
+
+
+def test_a_member_of_an_enum_and_a_class_cannot_be_changed() -> None:
+    member = pickle.dumps(_MEM_FORMAT_ENCODING.TORCH_CONTIGUOUS_FORMAT, 2)[:-1]
+    for content in (member + b"}U\x07_value_K\x07sb.", b"\x80\x02cpathlib\nPath\nN}U\x06existsNs\x86b."):
+        with pytest.raises(ValueError, match=r"it changes a value|missing 1 required positional argument: 'state'"):
+            try_pickle(content)
+
+
+@pytest.mark.parametrize("zipped", [True, False])
+def test_files_of_torch_save_old_and_new_pass_the_trial(zipped: bool, tmp_path: Path) -> None:
+    state = {**torch.nn.Linear(3, 2).state_dict(), "step": 3, "half": torch.ones(2, dtype=torch.bfloat16)}
+    torch.save({"model": state}, tmp_path / "a.pt", _use_new_zipfile_serialization=zipped)
+    source = open_tensor_source(tmp_path / "a.pt")
+    for name in ("weight", "half"):
+        assert torch.equal(source.read(f"model.{name}"), state[name])

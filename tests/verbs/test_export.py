@@ -67,6 +67,16 @@ def test_nothing_is_overwritten_without_overwrite(tiny_run: Path, tmp_path: Path
     assert not (tmp_path / "b").exists()
 
 
+def test_where_a_link_is_overwritten_what_it_leads_to_is_replaced_and_nothing_is_left(tiny_run: Path, tmp_path: Path) -> None:
+    assert command(["export", str(tiny_run), str(tmp_path / "out")]) == 0
+    (tmp_path / "link").symlink_to("out")
+    (tmp_path / "out" / "README.md").write_text("of the model before")
+    assert command(["export", str(tiny_run), str(tmp_path / "link"), "--overwrite"]) == 0
+    assert {path.name for path in tmp_path.iterdir()} == {"out", "link"}
+    assert (tmp_path / "link").is_symlink()
+    assert not (tmp_path / "out" / "README.md").exists()
+
+
 @pytest.mark.parametrize("of_a_model", [True, False], ids=["beside a model", "beside a config.json"])
 def test_a_folder_with_files_of_somebody_else_is_not_overwritten(tiny_run: Path, tmp_path: Path, of_a_model: bool) -> None:
     if of_a_model:

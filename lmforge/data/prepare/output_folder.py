@@ -25,6 +25,8 @@ EVALUATION_NGRAMS = "evaluation-ngrams.npz"  # in the unfinished folder, for the
 @contextmanager
 def lock_output_folder(out: Path, plan: dict[str, Any], overwrite: bool) -> Iterator[bool]:
     """Lock a folder for one plan. Yields whether it is finished already."""
+    if out.is_dir() and not (out / UNFINISHED).is_dir() and set(os.listdir(out)) - LOCKS and not _is_preparation(out):
+        check_output(out, kind="a preparation", other="folder")  # before the lock, which may have the name of a file there
     with lock_folder(out):
         yield _open_plan(out, plan, overwrite)
 

@@ -1,0 +1,98 @@
+"""A process that reads the pickles of torch on trial, within bounds of time and memory: what passes is safe to unpickle.
+
+A pickle can ask for any amount of memory, nest values so deeply that the interpreter crashes, and share them so often that
+going through them never ends. Here a stand-in for every class goes through what it is given. Nothing that is named is imported.
+"""
+
+import pickle
+import resource
+import signal
+import subprocess
+import sys
+from contextlib import suppress
+from typing import Any, NoReturn
+
+from lmforge.foreign_code import python_command
+
+MEMORY_BYTES, MEMORY_PER_BYTE = 2**28, 64
+CPU_SECONDS, BYTES_PER_SECOND = 2, 2**17
+WALL_SECONDS = 30  # in addition, for a busy machine
+KEY_FIELDS = ("fqn", "offset", "index")  # by which torch's MetadataIndex is hashed
+MAX_REASON = 100
+
+
+def try_pickle(content: bytes) -> None:
+    """Read the pickles at the beginning of `content` in a process of its own. Raises ValueError where that fails."""
+    command = python_command(__name__, str(len(content)), "-I", "-S")
+    try:
+        done = subprocess.run(command, input=content, capture_output=True, timeout=WALL_SECONDS + 2 * _seconds(len(content)))
+    except subprocess.TimeoutExpired:
+        raise ValueError("it takes too long") from None
+    if done.returncode == -signal.SIGXCPU:
+        raise ValueError("it takes too long")
+    if done.returncode:
+        reason = done.stdout.decode(errors="replace")
+        raise ValueError(reason or "it crashes the interpreter")
+
+
+def _seconds(size: int) -> int:
+    return CPU_SECONDS + size // BYTES_PER_SECOND
+
+
+class _Sealed(type):
+    """The type of stand-ins. What a pickle sets of a class would stay for as long as the process."""
+
+    def __setattr__(cls, name: str, value: Any) -> NoReturn:
+        raise pickle.UnpicklingError("it changes a class")
+
+
+class _StandIn(metaclass=_Sealed):
+    args: tuple[Any, ...] = ()
+    state: Any = {}  # noqa: RUF012 (replaced, never changed)
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> "_StandIn":
+        repr((args, kwargs))
+        self = super().__new__(cls)
+        self.args = args
+        return self
+
+    def __setstate__(self, state: Any) -> None:
+        if self.args:  # a member of an enum, which is there once; the dataclasses are made without
+            raise pickle.UnpicklingError("it changes a value")
+        self.state = state
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        hash(key)
+        self.args += (key, value)
+
+    def __hash__(self) -> int:
+        return hash((self.args, *(self.state.get(name) for name in KEY_FIELDS)))
+
+    def __repr__(self) -> str:
+        return f"{self.args!r}{self.state!r}"
+
+
+class _Unpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> type:
+        return _Sealed(name, (_StandIn,), {})
+
+    def persistent_load(self, pid: Any) -> None:
+        repr(pid)
+
+
+def main() -> None:
+    """Read standard input, of as many bytes as the argument says. Where it fails, the reason is on standard output."""
+    size = int(sys.argv[1])
+    limits = {resource.RLIMIT_AS: MEMORY_BYTES + MEMORY_PER_BYTE * size, resource.RLIMIT_CPU: _seconds(size)}
+    for limit, amount in {**limits, resource.RLIMIT_CORE: 0}.items():
+        hard = resource.getrlimit(limit)[1]
+        with suppress(ValueError, OSError):  # not every system limits memory
+            resource.setrlimit(limit, (amount if hard == resource.RLIM_INFINITY else min(amount, hard), hard))
+    try:
+        repr(_Unpickler(sys.stdin.buffer).load())
+        while sys.stdin.buffer.peek(1)[:1] == b"\x80":  # what old files of torch.save hold is in several
+            repr(_Unpickler(sys.stdin.buffer).load())
+    except Exception as problem:
+        memory = "it asks for more memory than there is" if isinstance(problem, MemoryError) else ""
+        print(ascii(memory or str(problem) or type(problem).__name__)[1:-1][:MAX_REASON], end="")
+        sys.exit(1)
