@@ -89,9 +89,10 @@ def main() -> None:
         with suppress(ValueError, OSError):  # not every system limits memory
             resource.setrlimit(limit, (amount if hard == resource.RLIM_INFINITY else min(amount, hard), hard))
     try:
-        repr(_Unpickler(sys.stdin.buffer).load())
-        while sys.stdin.buffer.peek(1)[:1] == b"\x80":  # what old files of torch.save hold is in several
-            repr(_Unpickler(sys.stdin.buffer).load())
+        with open(0, "rb") as file:
+            repr(_Unpickler(file).load())
+            while file.peek(1)[:1] == b"\x80":  # what old files of torch.save hold is in several
+                repr(_Unpickler(file).load())
     except Exception as problem:
         memory = "it asks for more memory than there is" if isinstance(problem, MemoryError) else ""
         print(ascii(memory or str(problem) or type(problem).__name__)[1:-1][:MAX_REASON], end="")
