@@ -65,10 +65,6 @@ class QuestionTask:
     def name(self) -> str:
         return self.path.stem
 
-    @property
-    def has_choices(self) -> bool:
-        return bool(self.questions[0].choices)
-
 
 @dataclass(frozen=True)
 class TaskSettings:
@@ -159,7 +155,7 @@ def run_task(task: QuestionTask, loaded: LoadedModel, dist_ctx: DistributedConte
     Raises UserError where there are too few few-shot examples, or one has no answer to show.
     """
     questions = [(question, _build_prompt(task, question, settings)) for question in task.questions[: settings.limit]]
-    score = _score_choices if task.has_choices else _score_generations
+    score = _score_choices if task.questions[0].choices else _score_generations
     answers = score(questions, loaded, dist_ctx, settings)
     metrics, errors = {}, {}
     for name in dict.fromkeys(name for answer in answers for name in answer["scores"]):

@@ -4,12 +4,11 @@ Names and structure are those of the completions and chat-completions endpoints.
 by name, never ignored. Nothing here knows of models, threads or sockets.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, TypeVar, cast
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator
-from pydantic_core import PydanticCustomError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from lmforge.data.chat.messages import NO_TEMPLATE_VARIABLES, REASONING_FIELDS
 from lmforge.untrusted import cut, quoted
@@ -18,16 +17,14 @@ _LAST_SAMPLERS = ["top_k", "typ_p", "top_p", "min_p", "xtc", "temperature"]
 # Values with which parameters of OpenAI's API and of other servers (vLLM, SGLang, TGI, llama.cpp, Ollama) have no effect or are
 # as if they were not given, and the names of these parameters; they are not supported with other values. None: all values.
 _NEUTRAL_VALUES: list[tuple[tuple[Any, ...] | None, str]] = [
-    (None, "cache_prompt cache_salt id_slot keep_alive metadata n_keep num_keep prompt_cache_key prompt_cache_retention"),
-    (None, "safety_identifier service_tier store user"),
+    (None, "cache_prompt cache_salt id_slot keep_alive metadata n_keep prompt_cache_key prompt_cache_retention"),
+    (None, "num_keep safety_identifier service_tier store user"),
     # These change something only beside others that are not supported.
     (None, "dry_allowed_length dry_base dry_penalty_last_n dry_sequence_breakers dynatemp_exponent mirostat_eta"),
     (None, "mirostat_tau penalize_nl repeat_last_n smoothing_curve tool_prompt xtc_threshold"),
-    ((0,), "dry_multiplier dynatemp_range epsilon_cutoff eta_cutoff frequency_penalty min_new_tokens min_tokens mirostat"),
-    ((0,), "mirostat_mode n_indent n_probs no_repeat_ngram_size penalty_alpha presence_penalty priority smoothing_factor"),
-    ((0,), "top_a top_n_tokens xtc_probability"),
+    ((0,), "dry_multiplier dynatemp_range frequency_penalty min_keep min_new_tokens min_tokens mirostat mirostat_mode n_probs"),
+    ((0,), "no_repeat_ngram_size presence_penalty priority smoothing_factor top_a top_n_tokens xtc_probability"),
     ((1,), "best_of guidance_scale length_penalty repeat_penalty tfs tfs_z typical typical_p"),
-    ((0, 1), "min_keep"),
     ((0, -1), "t_max_predict_ms t_max_prompt_ms top_n_sigma"),
     ((False,), "add_special_tokens decoder_input_details details early_stopping echo ignore_eos include_stop_str_in_output"),
     ((False,), "no_stop_trim post_sampling_probs raw return_full_text return_hidden_states return_progress return_token_ids"),
@@ -125,14 +122,6 @@ class BaseCompletionRequest(_StrictModel):
     stream: bool = False
     stream_options: StreamOptions = StreamOptions()
 
-    @field_validator("stream_options", "top_logprobs", check_fields=False)
-    @classmethod
-    def _check_switch(cls, value: Any, info: ValidationInfo) -> Any:
-        switch = "stream" if info.field_name == "stream_options" else "logprobs"
-        if value and not info.data.get(switch, True):
-            raise _refused(f"only with {switch}: true")
-        return value
-
     @property
     def stop_strings(self) -> list[str]:
         return [self.stop] if isinstance(self.stop, str) else self.stop
@@ -150,13 +139,8 @@ class CompletionRequest(BaseCompletionRequest):
 
     @property
     def prompts(self) -> list[str | list[int]]:
-        match self.prompt:
-            case str():
-                return [self.prompt]
-            case [int(), *_]:
-                return [cast(list[int], self.prompt)]
-            case _:
-                return cast(list[str | list[int]], self.prompt)
+        is_one = isinstance(self.prompt, str) or isinstance(next(iter(self.prompt), None), int)
+        return cast(list[str | list[int]], [self.prompt] if is_one else self.prompt)
 
     @property
     def num_top_logprobs(self) -> int | None:
@@ -179,31 +163,6 @@ class ChatCompletionRequest(BaseCompletionRequest):
     continue_final_message: bool = False
     add_generation_prompt: bool = True
 
-    @field_validator("messages")
-    @classmethod
-    def _check_keys(cls, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        for number, message in enumerate(messages, start=1):
-            parts = message["content"] if isinstance(message.get("content"), list) else []
-            for known, each in [(MESSAGE_KEYS, message), *((PART_KEYS, part) for part in parts if isinstance(part, dict))]:
-                if unknown := [name for name, value in each.items() if value and name not in known]:
-                    value = quoted(each[unknown[0]])
-                    raise _refused(f"message {number}: {cut(unknown[0])}: not supported, got {value}")
-        return messages
-
-    @field_validator("chat_template_kwargs")
-    @classmethod
-    def _check_variables(cls, variables: dict[str, Any]) -> dict[str, Any]:
-        if taken := NO_TEMPLATE_VARIABLES & variables.keys():
-            raise _refused(f"{min(taken)} is not a variable of a template; leave it out")
-        return variables
-
-    @field_validator("max_completion_tokens")
-    @classmethod
-    def _check_same(cls, value: int | None, info: ValidationInfo) -> int | None:
-        if info.data.get("max_tokens") not in (None, value):
-            raise _refused("another value than max_tokens; give one of them")
-        return value
-
     @property
     def template_variables(self) -> dict[str, Any]:
         thinking = {} if self.enable_thinking is None else {"enable_thinking": self.enable_thinking}
@@ -225,13 +184,32 @@ def parse_request(request_type: type[RequestType], body: dict[str, Any]) -> Requ
         if neutral is not None and value not in neutral:
             raise ApiError(400, f"{name}: not supported, got {quoted(value)}", param=name, code="unsupported_parameter")
     try:
-        return request_type.model_validate(fields)
+        request = request_type.model_validate(fields)
     except ValidationError as problem:
         raise _validation_error(request_type, problem) from None
+    for name, reason in _parts_without_effect(request):
+        raise ApiError(400, f"{name}: {reason}", param=name, code="invalid_value")
+    return request
 
 
-def _refused(reason: str) -> PydanticCustomError:
-    return PydanticCustomError("refused", "{reason}", {"reason": reason})
+def _parts_without_effect(request: BaseCompletionRequest) -> Iterator[tuple[str, str]]:
+    """What would be left out of a request: its parameter, and why."""
+    if "stream_options" in request.model_fields_set and not request.stream:
+        yield "stream_options", "only with stream: true"
+    if not isinstance(request, ChatCompletionRequest):
+        return
+    if request.top_logprobs and not request.logprobs:
+        yield "top_logprobs", "only with logprobs: true"
+    if request.max_completion_tokens and request.max_tokens not in (None, request.max_completion_tokens):
+        yield "max_completion_tokens", "another value than max_tokens; give one of them"
+    for name in NO_TEMPLATE_VARIABLES & request.chat_template_kwargs.keys():
+        yield "chat_template_kwargs", f"{name} is not a variable of a template; leave it out"
+    for number, message in enumerate(request.messages, start=1):
+        content = message.get("content")
+        parts = [part for part in content if isinstance(part, dict)] if isinstance(content, list) else []
+        for known, each in [(MESSAGE_KEYS, message), *((PART_KEYS, part) for part in parts)]:
+            for name in (name for name, value in each.items() if value and name not in known):
+                yield "messages", f"message {number}: {cut(name)}: not supported, got {quoted(each[name])}"
 
 
 def _validation_error(request_type: type[BaseCompletionRequest], problem: ValidationError) -> ApiError:
