@@ -47,6 +47,11 @@ MODEL_RANGES: dict[str, Range] = {
     "layer_norm_epsilon": {"gt": 0, "le": 1.0},
     "initializer_range": {"gt": 0, "le": 1e3},
     "final_logit_softcapping": {"gt": 0, "le": 1e6},
+    "num_experts": {"gt": 0, "le": 2**16},
+    "num_experts_per_tok": {"gt": 0, "le": 2**16},
+    "moe_intermediate_size": {"gt": 0, "le": 2**22},
+    "router_aux_loss_coef": {"gt": 0, "le": 1e6},
+    "decoder_sparse_step": {"gt": 0, "le": 2**12},
 }
 # Fields of rope_scaling.
 ROPE_SCALING_RANGES: dict[str, Range] = {

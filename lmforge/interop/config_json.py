@@ -37,7 +37,8 @@ _COMMON_FIELDS = (
 )
 # Of which null is a value, as in transformers: none at all, or one to be derived.
 _NULLABLE = (
-    "intermediate_size", "num_key_value_heads", "head_dim", "sliding_window", "bos_token_id", "eos_token_id", "pad_token_id"
+    "intermediate_size", "num_key_value_heads", "head_dim", "sliding_window", "bos_token_id", "eos_token_id", "pad_token_id",
+    "mlp_only_layers",
 )  # fmt: skip
 _CLASSIFIER_SUFFIX = "ForSequenceClassification"
 
@@ -91,6 +92,10 @@ class _ConfigJson(BaseModel, strict=True):
     bos_token_id: int | None = None
     eos_token_id: int | list[int] | None = None
     pad_token_id: int | None = None
+    mlp_only_layers: list[int] | None = None
+    norm_topk_prob: bool | None = None
+    num_experts: int | None = None
+    num_local_experts: int | None = None
 
 
 def read_config_json(path: Path) -> dict[str, Any]:
@@ -136,7 +141,7 @@ def to_config_json(config: ModelConfig) -> dict[str, Any]:
 def config_fields_from_json(content: dict[str, Any]) -> dict[str, Any]:
     """ModelConfig's fields out of a config.json. Raises UserError, naming the field, for what lmforge cannot compute."""
     name = str(content.get("model_type"))
-    _reject_unsupported(content)
+    _reject_unsupported(content, name)
     if registry.find("model_family", name) is None:
         known = ", ".join(registry.names("model_family"))
         raise UserError(f'model_type: "{name}" is not supported; lmforge reads {known}; a plugin adds others (--plugins)')
@@ -155,6 +160,8 @@ def config_fields_from_json(content: dict[str, Any]) -> dict[str, Any]:
     for ours in (*_COMMON_FIELDS, *family.fields):
         # Sizes under their common names win over the family's own.
         theirs = ours if ours in content and ours in _SIZES else family.names.get(ours, ours)
+        if ours == "num_experts":  # which transformers 5 writes under another name than 4
+            theirs = next((each for each in NUM_EXPERTS_FIELDS if each in content), theirs)
         if content.get(theirs) is not None:
             fields[ours] = content[theirs]
         elif theirs in content:
@@ -189,14 +196,15 @@ def _is_reward_model(content: dict[str, Any]) -> bool:
 
 def is_supported_family(content: dict[str, Any]) -> bool:
     """Whether a config.json is of a family that lmforge computes itself; other fields may still be refused."""
-    has_experts = any(content.get(name) for name in NUM_EXPERTS_FIELDS)
-    return registry.find("model_family", str(content.get("model_type"))) is not None and not has_experts
+    if registry.find("model_family", name := str(content.get("model_type"))) is None:
+        return False
+    return bool(load_family(base_model_type(name)).stored_experts) or not any(content.get(each) for each in NUM_EXPERTS_FIELDS)
 
 
-def _reject_unsupported(content: dict[str, Any]) -> None:
+def _reject_unsupported(content: dict[str, Any], model_type: str) -> None:
     for name in NUM_EXPERTS_FIELDS:
-        if content.get(name):
-            raise UserError(f"{name}: mixtures of experts are not supported; use a dense model")
+        if content.get(name) and not is_supported_family(content):
+            raise UserError(f"{name}: a mixture of experts of type {model_type} is not supported; use a dense model")
     if content.get("per_layer_config"):
         raise UserError("per_layer_config: layers that differ are not supported; use a model whose layers are alike")
     if content.get("quantization_config"):

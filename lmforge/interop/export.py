@@ -5,6 +5,7 @@ import re
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from lmforge.errors import UserError
 from lmforge.hub import SAFE_WEIGHTS_INDEX_NAME
 from lmforge.interop.config_json import to_config_json
 from lmforge.interop.safetensors_file import write_safetensors
+from lmforge.interop.stored_experts import pieces, stored_name
 from lmforge.interop.transformers_causal_lm import to_stored_tensors
 from lmforge.interop.transformers_model import TransformersConfig
 from lmforge.interop.weights import CLASSIFIER_HEAD_WEIGHT, LM_HEAD_WEIGHT
@@ -82,6 +84,8 @@ def export_folder(
     if isinstance(config, TransformersConfig):
         tensors = to_stored_tensors(config.config_dict, {name: value_of(name) for name in tensors})
         value_of = tensors.__getitem__
+    else:
+        tensors, value_of = _in_pieces(tensors, value_of, config)
     if config.reward:
         tensors = {**tensors}
         tensors[CLASSIFIER_HEAD_WEIGHT] = tensors.pop(LM_HEAD_WEIGHT)
@@ -95,6 +99,22 @@ def export_folder(
                 (partial / file).parent.mkdir(exist_ok=True)
                 (partial / file).write_text(text, encoding="utf-8")
         _write_shards(partial, tensors, value_of, dtype, max_shard_bytes)
+
+
+def _in_pieces(
+    tensors: Mapping[str, torch.Tensor], read_tensor: Callable[[str], torch.Tensor], config: ModelConfig
+) -> tuple[dict[str, torch.Tensor], Callable[[str], torch.Tensor]]:
+    """Tensors by their names on disk, where each expert has its own; and what returns the value of each of them."""
+    read = lru_cache(maxsize=1)(read_tensor)  # the pieces of one follow each other
+    result, values = {}, {}
+    for name, tensor in tensors.items():
+        for piece in (stack := [*pieces(name, tensor.shape, config)]):
+            result[piece.name] = piece.cut(tensor)
+            values[piece.name] = partial(lambda name, piece: piece.cut(read(name)), name, piece)
+        if not stack:
+            result[theirs := stored_name(name, config)] = tensor
+            values[theirs] = partial(read_tensor, name)
+    return result, lambda name: values[name]()
 
 
 def _described(

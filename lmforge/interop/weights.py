@@ -16,6 +16,7 @@ from lmforge.errors import UserError, name_some
 from lmforge.hub import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, indexed_weight_files
 from lmforge.interop.config_json import read_config_json
 from lmforge.interop.safetensors_file import SafetensorsFile
+from lmforge.interop.stored_experts import pieces, stored_name
 from lmforge.interop.transformers_causal_lm import TensorConversion, map_stored_names
 from lmforge.interop.transformers_model import TransformersModel
 from lmforge.model import build_model
@@ -50,7 +51,11 @@ def load_folder(folder: str | Path, model: nn.Module, new_names: Collection[str]
     local = dict(model.named_parameters())
     full_model = _full_model(model)
     absent = (*LORA_SUFFIXES, *new_names)
-    expected = {name: each for name, each in full_model.named_parameters() if not name.endswith(absent)}
+    expected: dict[str, Tensor] = {}
+    for name, each in full_model.named_parameters():
+        if not name.endswith(absent):
+            stack = {piece.name: piece.cut(each) for piece in pieces(name, each.shape, full_model.config)}
+            expected |= stack or {stored_name(name, full_model.config): each}
     opened = [SafetensorsFile(path) for path in _weight_files(folder)]
     file_of = {name: file for file in opened for name in file.entries}
     conversions: list[TensorConversion] = []
@@ -66,11 +71,12 @@ def load_folder(folder: str | Path, model: nn.Module, new_names: Collection[str]
         _check_converted(folder, expected, conversion.convert(lambda name: file_of[name].entries[name].meta))
     _reject_differences(folder, expected, stored, rows := _rows_to_grow(folder, model))
     grown = {name for ours, (_, name) in stored.items() if ours in rows} | {*rows}  # as they are stored
+    parts = _local_parts(local, full_model)
     for file in opened:
-        targets = {name: local[ours] for ours, (source, name) in stored.items() if source is file and ours in local}
+        targets = {name: parts[ours] for ours, (source, name) in stored.items() if source is file and ours in parts}
         for name in targets:
             _reject_quantized(file.entries[name].dtype, f"{file.path}: {name}")
-        _read_parts(file, [(name, *local_part(target)) for name, target in targets.items()], grown)
+        _read_parts(file, [(name, *part) for name, part in targets.items()], grown)
     if head is not None and tied in local:
         target, part = local_part(local[tied])
         again = torch.empty_like(target)
@@ -82,6 +88,18 @@ def load_folder(folder: str | Path, model: nn.Module, new_names: Collection[str]
             _reject_quantized(value.dtype, f"{folder}: {name}")
             target, part = local_part(local[name])
             target.copy_(value[part])
+
+
+def _local_parts(local: Mapping[str, nn.Parameter], full_model: Any) -> dict[str, tuple[Tensor, tuple[slice, ...]]]:
+    """What to read, by names on disk: a tensor of this rank, and the part of the one on disk that belongs into it."""
+    parts = {}
+    for name, parameter in local.items():
+        target, part = local_part(parameter)
+        stack = [*pieces(name, parameter.shape, full_model.config)]
+        if not stack:
+            parts[stored_name(name, full_model.config)] = target, part
+        parts |= {piece.name: cut for piece in stack if (cut := piece.cut_part(target, part)) is not None}
+    return parts
 
 
 def _rows_to_grow(folder: Path, model: Any) -> dict[str, int]:
@@ -154,12 +172,12 @@ def _check_shape(source: str, name: str, shapes: Mapping[str, list[int]], sizes:
         raise UserError(f"{source}: adapters for another model: they are for {name} {sizes}, and the model {ours}")
 
 
-def _full_model(model: Any) -> nn.Module:
+def _full_model(model: Any) -> Any:
     """The full model, for names and shapes, of which `model` may be a pipeline stage."""
     return model if isinstance(model, TransformersModel) else build_model(model.config, "meta")
 
 
-def _check_converted(folder: Path, expected: dict[str, nn.Parameter], converted: Mapping[str, Tensor]) -> None:
+def _check_converted(folder: Path, expected: dict[str, Tensor], converted: Mapping[str, Tensor]) -> None:
     """Remove the converted tensors from `expected`. Raises UserError where one is not expected, or of another shape."""
     for name, value in converted.items():
         parameter = expected.pop(name, None)
@@ -200,7 +218,7 @@ def _our_name(stored: str, optional_prefix: str) -> str:
 
 
 def _resolve_tied_head(
-    model: nn.Module, expected: Mapping[str, nn.Parameter], files: StoredFiles
+    model: nn.Module, expected: Mapping[str, Tensor], files: StoredFiles
 ) -> tuple[str, tuple[SafetensorsFile, str] | None]:
     """A tied matrix may be stored under the embedding's name, the head's, or both: then returns the former, and the latter."""
     if LM_HEAD_WEIGHT in expected or LM_HEAD_WEIGHT not in files:
@@ -210,9 +228,7 @@ def _resolve_tied_head(
     return tied, None if files.setdefault(tied, head) is head else head
 
 
-def _reject_differences(
-    folder: Path, expected: Mapping[str, nn.Parameter], files: StoredFiles, rows: Mapping[str, int]
-) -> None:
+def _reject_differences(folder: Path, expected: Mapping[str, Tensor], files: StoredFiles, rows: Mapping[str, int]) -> None:
     for kind, names in (
         ("missing", [name for name in expected if name not in files]),
         ("unexpected", [name for name in files if name not in expected]),

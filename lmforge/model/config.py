@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 from lmforge import registry
 from lmforge.config.ranges import MODEL_RANGES, ROPE_SCALING_RANGES, Range
 from lmforge.errors import UserError, did_you_mean
-from lmforge.model.family import Family, load_family, name_layer_types
+from lmforge.model.family import Family, Linear, load_family, mixture_linears, name_layer_types
 from lmforge.model.presets import PRESETS
 from lmforge.untrusted import cut, quoted
 
@@ -62,6 +62,10 @@ class ModelConfig:
     have the base rope_local_base_freq, if there is one. query_pre_attn_scalar: attention scores are divided by its root
     instead of head_dim's. final_logit_softcapping: logits become c · tanh(logits / c).
 
+    num_experts: of each mixture; a token goes to num_experts_per_tok of them, with weights that sum to 1 if norm_topk_prob.
+    Every decoder_sparse_step-th layer is a mixture, but for mlp_only_layers. An expert has moe_intermediate_size channels, or
+    intermediate_size where that is 0.
+
     With `reward` the head returns one number for a text, its reward, instead of one for each token: transformers calls
     this sequence classification with one label. Such a head is never tied nor capped, and no end-of-text token is its
     padding token.
@@ -92,6 +96,13 @@ class ModelConfig:
     query_pre_attn_scalar: float | None = None
     hidden_act: str = ""
     final_logit_softcapping: float | None = None
+    num_experts: int = 0
+    num_experts_per_tok: int = 0
+    moe_intermediate_size: int = 0
+    norm_topk_prob: bool = False
+    router_aux_loss_coef: float = 0.0
+    decoder_sparse_step: int = 1
+    mlp_only_layers: tuple[int, ...] = ()
     reward: bool = False
     initializer_range: float = 0.02
     bos_token_id: int | None = None
@@ -108,7 +119,7 @@ class ModelConfig:
             raise UserError(f'model_type: "{self.model_type}" is not supported; choose one of {known}, or load its plugin')
         if isinstance(self.rope_scaling, dict):
             self._set("rope_scaling", _parse_rope_scaling(self.rope_scaling, self.max_position_embeddings))
-        for name in ("layer_types", "eos_token_id"):
+        for name in ("layer_types", "eos_token_id", "mlp_only_layers"):
             if isinstance(getattr(self, name), list):
                 self._set(name, tuple(getattr(self, name)))
         _check_numbers(self, ("hidden_size", "num_attention_heads"))
@@ -162,6 +173,26 @@ class ModelConfig:
     def num_outputs(self) -> int:
         """The number of outputs of the head per token."""
         return 1 if self.reward else self.vocab_size
+
+    @property
+    def expert_size(self) -> int:
+        """The channels of an expert."""
+        return self.moe_intermediate_size or self.intermediate_size
+
+    @property
+    def sparse_layers(self) -> tuple[bool, ...]:
+        """Whether each layer is a mixture of experts."""
+        return tuple(
+            bool(self.num_experts) and layer not in self.mlp_only_layers and (layer + 1) % self.decoder_sparse_step == 0
+            for layer in range(self.num_hidden_layers)
+        )
+
+    def block_linears(self, sparse: bool) -> tuple[Linear, ...]:
+        """The linear layers of a block, in the order of the forward pass."""
+        linears = self.family.linears(self)
+        if not sparse:
+            return linears
+        return (*(each for each in linears if not each.name.startswith("mlp.")), *mixture_linears(self))
 
     @property
     def layer_windows(self) -> tuple[int | None, ...]:
@@ -281,19 +312,35 @@ OPTIONAL_NUMBERS = (
     "rope_local_base_freq",
     "query_pre_attn_scalar",
 )
+_EXPERT_NUMBERS = ("num_experts", "num_experts_per_tok", "moe_intermediate_size", "router_aux_loss_coef")
 
 
 def _check_numbers(config: ModelConfig, names: Iterable[str]) -> None:
     for name in names:
         value, bounds = getattr(config, name), MODEL_RANGES[name]
-        if value is None and name in OPTIONAL_NUMBERS:
+        if (value is None and name in OPTIONAL_NUMBERS) or (value == 0 and name in _EXPERT_NUMBERS):
             continue
         if problem := number_problem(value, bounds, whole=isinstance(bounds["le"], int)):
             raise UserError(f"{name}: {problem}")
 
 
+def _check_experts(config: ModelConfig) -> None:
+    experts, chosen = config.num_experts, config.num_experts_per_tok
+    if not config.family.stored_experts:
+        if experts:
+            raise UserError(f"num_experts: a {config.model_type} model has none; leave it out, or use model_type qwen3_moe")
+        return
+    if not experts >= chosen > 0:
+        raise UserError(f"num_experts_per_tok: expected 1 to {experts}, the experts of a layer, got {chosen}")
+    for layer in config.mlp_only_layers:
+        if layer not in range(config.num_hidden_layers):
+            raise UserError(f"mlp_only_layers: there is no layer {quoted(layer)}; name those from 0 on")
+
+
 def _check_options(config: ModelConfig) -> None:
     family, model_type = config.family, config.model_type
+    if config.reward and not family.classifier:
+        raise UserError(f"reward: transformers has no classifier of type {model_type}; use a model of another type")
     heads, groups = config.num_attention_heads, config.num_key_value_heads
     # transformers refuses some models whose heads do not divide their width even where head_dim is given.
     if config.head_dim is None or (family.heads_divide_width and config.hidden_size % heads):
@@ -310,6 +357,8 @@ def _check_options(config: ModelConfig) -> None:
         raise UserError(
             f"num_key_value_heads, head_dim: a {model_type} model has neither; leave them out, or use model_type llama"
         )
+    if family.grouped_heads and "head_dim" not in family.fields and config.head_dim * heads != config.hidden_size:
+        raise UserError(f"head_dim: a {model_type} model has hidden_size / num_attention_heads; leave it out")
     if family.learned_positions and config.rope_scaling is not None:
         raise UserError(f"rope_scaling: a {model_type} model has learned positions; leave it out, or use model_type llama")
     if config.rope_scaling is not None and config.rope_scaling.rope_type == "yarn" and config.rope_theta <= 1:
@@ -328,6 +377,7 @@ def _check_options(config: ModelConfig) -> None:
         raise UserError(f"rope_local_base_freq: a {model_type} model has none; leave it out")
     if config.query_pre_attn_scalar is not None and not family.scales_scores:
         raise UserError(f"query_pre_attn_scalar: a {model_type} model has none; leave it out")
+    _check_experts(config)
     if config.sliding_window is not None and family.windows == "none":
         raise UserError(f"sliding_window: a {model_type} model has none; leave it out, or use model_type mistral")
     if config.layer_types is None:

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from lmforge.model.attention import AttentionMask, LayerKVCache, attend
 from lmforge.model.config import ModelConfig
 from lmforge.model.layers import ACTIVATIONS, LanguageModel, LMHead, RMSNorm, add_linears, add_residual, apply_linear
+from lmforge.model.mixture import Mixture
 from lmforge.model.rng.token_rng import TokenRng
 from lmforge.model.rope import RotaryEmbedding
 
@@ -70,10 +71,11 @@ class DecoderBlock(nn.Module):
     """One layer: hidden + norm(attention(norm(hidden))), then the same with the feed-forward. The family says which of the
     norms there are.
 
-    Only the weights differ from layer to layer, so that one compilation serves all blocks.
+    Only the weights differ from layer to layer, so that one compilation serves all blocks; `sparse` ones, which have a mixture
+    of experts as their feed-forward, need another.
     """
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: ModelConfig, sparse: bool = False) -> None:
         super().__init__()
         (self._before_attention, self._after_attention) = config.family.attention_norms
         (self._before_mlp, self._after_mlp) = config.family.mlp_norms
@@ -81,7 +83,7 @@ class DecoderBlock(nn.Module):
         self.self_attn = Attention(config)
         self._add_norm(self._after_attention, config)
         self._add_norm(self._before_mlp, config)
-        self.mlp = GatedMLP(config)
+        self.mlp = Mixture(config) if sparse else GatedMLP(config)
         self._add_norm(self._after_mlp, config)
 
     def _add_norm(self, name: str | None, config: ModelConfig) -> None:
@@ -112,7 +114,7 @@ class DecoderBackbone(nn.Module):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
-        self.layers = nn.ModuleList(DecoderBlock(config) for _ in range(config.num_hidden_layers))
+        self.layers = nn.ModuleList(DecoderBlock(config, sparse) for sparse in config.sparse_layers)
         self.norm = _make_norm(config, config.hidden_size)
 
 

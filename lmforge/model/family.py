@@ -22,18 +22,27 @@ if TYPE_CHECKING:
 
 # Fields of a config.json that all families with rotary positions have.
 ROTARY_FIELDS = ("num_key_value_heads", "head_dim", "rms_norm_eps", "rope_theta")
+# Those that all mixtures of experts have. Their auxiliary loss is carried from folder to folder, and not computed.
+EXPERT_FIELDS = ("num_experts", "num_experts_per_tok", "router_aux_loss_coef")
+NO_ROUTER_OUTPUT = {"output_router_logits": False}
+# How most families store their experts (Family.stored_experts).
+STORED_EXPERTS = {
+    "mlp.experts.gate_up_proj": ("mlp.experts.{}.gate_proj.weight", "mlp.experts.{}.up_proj.weight"),
+    "mlp.experts.down_proj": ("mlp.experts.{}.down_proj.weight",),
+}
 
 
 @dataclass(frozen=True)
 class Linear:
     """A linear layer of a block by its name there. A `residual` one writes into the residual stream: it starts with smaller
-    weights, and tensor parallelism splits its inputs; of the others it splits the outputs."""
+    weights, and tensor parallelism splits its inputs; of the others it splits the outputs. `experts` of them may be stacked."""
 
     name: str
     inputs: int
     outputs: int
     bias: bool = False
     residual: bool = False
+    experts: int = 1
 
 
 @dataclass(frozen=True)
@@ -59,6 +68,16 @@ def gated_linears(config: ModelConfig) -> tuple[Linear, ...]:
         Linear("mlp.gate_proj", width, inner, config.mlp_bias),
         Linear("mlp.up_proj", width, inner, config.mlp_bias),
         Linear("mlp.down_proj", inner, width, config.mlp_bias, residual=True),
+    )
+
+
+def mixture_linears(config: ModelConfig) -> tuple[Linear, ...]:
+    """The router and the experts that a sparse block has in place of its feed-forward."""
+    width, inner, experts = config.hidden_size, config.expert_size, config.num_experts
+    return (
+        Linear("mlp.gate", width, experts),
+        Linear("mlp.experts.gate_up_proj", width, 2 * inner, experts=experts),
+        Linear("mlp.experts.down_proj", inner, width, residual=True, experts=experts),
     )
 
 
@@ -109,6 +128,8 @@ class Family:
         learned_positions: instead of rotary ones.
         transposed: weights of linear layers are stored [inputs, outputs].
         why_not_split: why tensor parallelism cannot split it; empty where it can.
+        stored_experts: of a mixture of experts; the names on disk of the tensors of a block that are stored in pieces, in their
+            order along the rows, with a number for {} where each expert has its own.
     Options of a config:
         attention_biases: possible (attention_bias, attention_output_bias); the first is the default.
         mlp_biases: whether mlp_bias may be true.
@@ -145,6 +166,7 @@ class Family:
     learned_positions: bool = False
     transposed: bool = False
     why_not_split: str = ""
+    stored_experts: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     attention_biases: tuple[tuple[bool, bool], ...] = ((False, False),)
     mlp_biases: bool = False
     intermediate_ratio: int = 0

@@ -33,19 +33,22 @@ def parameter_count(config: ModelConfig) -> ParameterCount:
     counted = config.counted_parameters()
     if counted is not None:
         return ParameterCount(*counted)
-    family, layers = config.family, config.num_hidden_layers
-    matrices = layers * sum(each.inputs * each.outputs for each in family.linears(config))
-    blocks = layers * block_parameters(config) + norm_parameters(config, config.hidden_size)
+    family = config.family
+    linears = [each for sparse in config.sparse_layers for each in config.block_linears(sparse)]
+    matrices = sum(each.experts * each.inputs * each.outputs for each in linears)
+    blocks = sum(block_parameters(config, sparse) for sparse in config.sparse_layers)
+    blocks += norm_parameters(config, config.hidden_size)
+    idle = sum((each.experts - config.num_experts_per_tok) * each.inputs * each.outputs for each in linears if each.experts > 1)
     head = config.num_outputs * config.hidden_size
     positions = config.max_position_embeddings if family.learned_positions else 0
     embeddings = (config.vocab_size + positions) * config.hidden_size
     total = embeddings + blocks + (0 if config.tie_word_embeddings else head)
-    return ParameterCount(total, embeddings, blocks + head, matrices)
+    return ParameterCount(total, embeddings, blocks + head - idle, matrices)
 
 
-def block_parameters(config: ModelConfig) -> int:
+def block_parameters(config: ModelConfig, sparse: bool = False) -> int:
     """The parameters of one block."""
-    linears = sum(each.inputs * each.outputs + each.bias * each.outputs for each in config.family.linears(config))
+    linears = sum(each.experts * each.inputs * each.outputs + each.bias * each.outputs for each in config.block_linears(sparse))
     return linears + sum(norm_parameters(config, each.size) for each in config.family.norms(config))
 
 

@@ -83,7 +83,8 @@ def initial_value(
     if len(shape) == 1:
         return InitialValue(loc=1.0 - (config.family.norm_offset or 0.0))
     std = config.initializer_range if embedding_std is None else embedding_std
-    if name.removesuffix(".weight").endswith(tuple(each.name for each in config.family.linears(config) if each.residual)):
+    linears = {*config.block_linears(False), *config.block_linears(any(config.sparse_layers))}
+    if name.removesuffix(".weight").endswith(tuple(each.name for each in linears if each.residual)):
         std /= math.sqrt(2 * config.num_hidden_layers)
     return InitialValue(standard_normal, scale=std)
 

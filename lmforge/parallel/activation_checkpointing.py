@@ -13,6 +13,7 @@ import torch
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from lmforge.config.activation_checkpointing import CHECKPOINTING_MODES, NoCheckpointing
+from lmforge.model import mixture  # noqa: F401  (its operators)
 from lmforge.model.attention_backend import load_varlen_attn
 from lmforge.model.layers import LanguageModel
 
@@ -23,7 +24,12 @@ _ATTENTION_OPS = {
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
     torch.ops.higher_order.flex_attention,
 }
-_MATMUL_OPS = {torch.ops.aten.mm.default, torch.ops.aten.addmm.default, torch.ops.aten._scaled_mm.default}
+_MATMUL_OPS = {
+    torch.ops.aten.mm.default,
+    torch.ops.aten.addmm.default,
+    torch.ops.aten._scaled_mm.default,
+    torch.ops.lmforge.multiply_groups.default,
+}
 
 
 def apply_activation_checkpointing(model: LanguageModel, mode: str, every: int = 2) -> None:
@@ -35,7 +41,7 @@ def apply_activation_checkpointing(model: LanguageModel, mode: str, every: int =
     # It warns of in-place operations in the recomputed region; no block has any.
     logging.getLogger("torch._higher_order_ops.wrap").setLevel(logging.ERROR)
     kwargs: dict[str, Any] = {}
-    if chosen.keeps_operators:
+    if chosen.keeps_operators or model.config.sparse_layers.count(True):
         kwargs["context_fn"] = partial(_selective_context, chosen)
         if load_varlen_attn() is not None:
             _ATTENTION_OPS.add(torch.ops.torch_attn._varlen_attn.default)
@@ -57,7 +63,7 @@ def _selective_context(mode: NoCheckpointing) -> Any:
     num_matmuls = {False: 0, True: 0}  # in the forward pass, and in the recomputation
 
     def choose(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-        keep = operator in _ATTENTION_OPS
+        keep = operator is torch.ops.lmforge.choose_experts.default or (mode.keeps_operators and operator in _ATTENTION_OPS)
         if operator in _MATMUL_OPS:
             num_matmuls[context.is_recompute] += 1
             keep = mode.keeps_product(num_matmuls[context.is_recompute])

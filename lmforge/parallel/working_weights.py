@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from lmforge.model.layers import Conv1D, LanguageModel
 from lmforge.model.lora import LoraLinear
+from lmforge.model.mixture import Experts
 
 
 @contextmanager
@@ -23,26 +24,34 @@ def working_weights(model: LanguageModel, dtype: torch.dtype) -> Iterator[None]:
     Gradients of the copies are added to those of the masters, in fp32, as each backward pass computes them. Values and
     gradients are those that autocast gives, bit by bit. Enter it around all forward and backward passes of a step.
     """
-    linear = (module for module in model.modules() if isinstance(module, nn.Linear | Conv1D | LoraLinear))
-    masters: dict[nn.Module, Any] = {layer: layer.weight for layer in linear}
+    masters: dict[tuple[nn.Module, str], Any] = {
+        (module, name): getattr(module, name) for module in model.modules() for name in _matrices(module)
+    }
     copies: dict[Tensor, Tensor] = {master: master.detach().to(dtype) for master in masters.values()}
 
-    def use_copies(layers: Iterable[nn.Module]) -> None:
+    def use_copies(layers: Iterable[tuple[nn.Module, str]]) -> None:
         # Not by assignment: the copies are not parameters; names, hooks and optimizers use the masters.
-        for layer in layers:
-            master = masters[layer]
-            layer._parameters["weight"] = _WorkingWeight.apply(master, copies[master])
+        for layer, name in layers:
+            master = masters[layer, name]
+            layer._parameters[name] = _WorkingWeight.apply(master, copies[master])
 
     use_copies(masters)
     try:
         with ExitStack() as hooks:
             for block in model.blocks:
-                layers = [module for module in block.modules() if module in masters]
+                layers = [(module, name) for module in block.modules() for name in _matrices(module)]
                 hooks.enter_context(_before_each_call(block, partial(use_copies, layers)))
             yield
     finally:
-        for layer, master in masters.items():
-            layer._parameters["weight"] = master
+        for (layer, name), master in masters.items():
+            layer._parameters[name] = master
+
+
+def _matrices(module: nn.Module) -> tuple[str, ...]:
+    """The names of a module's own parameters that it multiplies with."""
+    if isinstance(module, Experts):
+        return module.matrices
+    return ("weight",) if isinstance(module, nn.Linear | Conv1D | LoraLinear) else ()
 
 
 @contextmanager

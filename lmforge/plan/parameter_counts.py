@@ -44,7 +44,7 @@ def count_parameters(model_config: ModelConfig, lora: LoraConfig | None) -> Para
     # Frozen weights are counted as flops.py counts them, which knows wrapped models too.
     model = build_meta_model(model_config, lora)
     adapters = sum(tensor.numel() for tensor in adapter_parameters(model).values())
-    matrices = [parameter for parameter in model.blocks.parameters() if parameter.ndim == 2]
+    matrices = [parameter for parameter in model.blocks.parameters() if parameter.ndim >= 2]
     return ParameterCounts(counts.total + adapters, trained(model.parameters()), trained(matrices))
 
 

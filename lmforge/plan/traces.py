@@ -125,7 +125,7 @@ def trace_block(
     such as one whose work depends on its data.
     """
     with fake_model(traced) as model:
-        if any(parameter.dim() > 2 for parameter in model.blocks.parameters()):
+        if traced.config.num_experts or any(parameter.dim() > 2 for parameter in model.blocks.parameters()):
             words = "its blocks have stacked weights, such as experts, of which a token uses some"
             raise UserError(f"a {traced.config.model_type} model cannot be traced without data: {words}")
         model.dropout = DROPOUT_RATE * has_dropout

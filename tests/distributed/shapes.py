@@ -45,6 +45,18 @@ SHAPES = {
         layer_types=("sliding_attention", "full_attention") * 2,
         **_EVEN,
     ),
+    # Sparse and dense layers, and a number of experts that no number of ranks divides.
+    "mixture": ModelConfig(
+        model_type="qwen3_moe",
+        intermediate_size=44,
+        num_key_value_heads=2,
+        num_experts=5,
+        num_experts_per_tok=3,
+        moe_intermediate_size=18,
+        mlp_only_layers=(1,),
+        initializer_range=0.2,
+        **_EVEN,
+    ),
 }
 # What depends on the model config: what is a unit, what is flat, what is recomputed, what is split.
 CASES_OF_SHAPES = (
@@ -60,6 +72,7 @@ CASES_OF_SPLIT_SHAPES = {
     "split qwen3": ("tensor 2", "context 2", "pipeline 2, inter"),
     "split tied": ("tensor 2", "context 2"),
     "split gpt2": ("context 2", "pipeline 2, 4"),
+    "mixture": (*CASES_OF_SHAPES, "fsdp2, checkpointing full", "context 2", "pipeline 2, inter"),
     **dict.fromkeys(("olmo2", "gemma3"), (*CASES_OF_SHAPES, "tensor 2", "context 2", "pipeline 2, inter")),
 }
 # Which cases of these are in `make test`, by number of ranks and model config.
@@ -87,6 +100,7 @@ SAMPLE: dict[int, dict[str, tuple[str, ...]]] = {
         "split gpt2": ("pipeline 2, 4 micro-batches",),
         "olmo2": ("tensor 2", "fsdp1 full-shard"),
         "gemma3": ("tensor 2", "context 2"),
+        "mixture": ("fsdp1 full-shard", "fsdp2, checkpointing full", "context 2", "pipeline 2, interleaved, 4 micro-batches"),
     },
     3: {"llama": ("ddp", "fsdp2 grad-shard")},
     4: {
@@ -172,7 +186,7 @@ def shapes_on(world_size: int) -> list[str]:
 def chosen_cases(shape: str, world_size: int) -> list[ParityCase]:
     """The cases that are tried on a model config. Compiled ones, which take a quarter of a minute each, on two only: one whose
     vocabulary tensor parallelism does not split, and one whose it splits."""
-    cases = strategy_cases(world_size, compile_model=shape in ("llama", "olmo2") and world_size == 2)
+    cases = strategy_cases(world_size, compile_model=shape in ("llama", "olmo2", "mixture") and world_size == 2)
     if shape == "llama":
         return cases
     return [case for case in cases if case.name.startswith(CASES_OF_SPLIT_SHAPES.get(shape, CASES_OF_SHAPES))]

@@ -25,7 +25,7 @@ from lmforge.model.init_weights import init_weights
 from lmforge.model.layers import LanguageModel
 from tests.decoding import decode
 from tests.generate.conftest import Scripted
-from tests.model.conftest import MODEL_TYPES, built, drawn_config
+from tests.model.conftest import MODEL_TYPES, ONE_BY_ONE, built, drawn_config
 from tests.seeds import fresh_seed
 
 GREEDY = SamplingParams(temperature=0.0)
@@ -455,7 +455,7 @@ def test_greedy_tokens_are_those_of_transformers(model_type: str, tmp_path: Path
     model = built(config)
     assert isinstance(model, LanguageModel)
     export_folder(model, config, tmp_path / "out")
-    theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "out", **ONE_BY_ONE).eval()
     prompts = [[draw.randrange(config.vocab_size) for _ in range(draw.randrange(1, 25))] for _ in range(4)]
     completions = decode(model, prompts, vocab_size=config.vocab_size, max_tokens=20, sampling=GREEDY)
     options: dict[str, Any] = {"max_new_tokens": 20, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}

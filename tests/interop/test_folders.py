@@ -25,7 +25,7 @@ from lmforge.interop.export import export_folder
 from lmforge.interop.resolve import model_config_from_json
 from lmforge.interop.safetensors_file import SafetensorsFile
 from lmforge.model import build_model
-from tests.model.conftest import MODEL_TYPES, built, drawn_config, drawn_rope, logits, one_document
+from tests.model.conftest import MODEL_TYPES, ONE_BY_ONE, built, drawn_config, drawn_rope, logits, one_document
 
 logging.set_verbosity_error()
 TEXT = "The king said: 12 of <|tool|>, and <|think|> with [PAD] <plain> \n\tto <|end|><|user|><|endoftext|>."
@@ -236,7 +236,9 @@ def compare(folder: Path) -> str | None:
     except UserError as refused:
         return str(refused)
     try:
-        theirs, report = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True, dtype=torch.float32)
+        theirs, report = AutoModelForCausalLM.from_pretrained(
+            folder, output_loading_info=True, dtype=torch.float32, **ONE_BY_ONE
+        )
     except Exception as problem:  # whatever a family's own checks raise: nothing to compare with
         return f"transformers: {problem}"
     assert not report["missing_keys"], report
@@ -398,7 +400,7 @@ def test_yarn_is_decoded_with_a_cache_as_transformers_decodes_it(
     export_folder(built(config), config, tmp_path / "model", tokenizer_folder=tmp_path / "tokenizer")
     stated = {"do_sample": False, "repetition_penalty": 1.7, "eos_token_id": None}
     (tmp_path / "model" / "generation_config.json").write_text(json.dumps(stated))
-    theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "model", **ONE_BY_ONE)
     ours = load_model(tmp_path / "model", torch.device("cpu"), torch.float32)
     engine = Engine(ours.model, vocab_size=config.vocab_size, max_batch_size=2, max_length=60)
     prompts = [draw.choices(range(5, config.vocab_size), k=length) for length in (9, 21)]

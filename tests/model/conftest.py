@@ -15,6 +15,8 @@ from lmforge.model.init_weights import init_weights
 from tests.seeds import fresh_seed
 
 MODEL_TYPES = tuple(FAMILIES)
+# For transformers, whose kernel that multiplies all experts at once refuses most of the sizes that are drawn.
+ONE_BY_ONE = {"experts_implementation": "eager"}
 
 
 @pytest.fixture
@@ -52,7 +54,18 @@ def drawn_config(model_type: str, draw: random.Random, **fixed: Any) -> ModelCon
         "rope_theta": draw.choice([10000.0, 500000.0, 77.0]),
     }
     fields["rope_scaling"] = drawn_rope(draw)
-    if model_type in ("llama", "qwen3", "olmo2", "gemma3_text"):
+    if model_type in ("mixtral", "olmoe", "qwen3_moe"):
+        fields["num_experts"] = experts = draw.choice([1, 4, 5])
+        fields["num_experts_per_tok"] = draw.randint(1, min(3, experts))
+        fields["norm_topk_prob"] = model_type == "mixtral" or draw.random() < 0.5
+    if model_type == "qwen3_moe":
+        fields["moe_intermediate_size"] = draw.randrange(7, 33)
+        fields["decoder_sparse_step"] = draw.choice([1, 2])
+        fields["mlp_only_layers"] = draw.sample(range(layers), draw.choice([0, 0, 1]))
+    if model_type == "olmoe":
+        fields["head_dim"] = draw.choice([6, 10])
+        fields["hidden_size"] = fields["num_attention_heads"] * fields["head_dim"]
+    if model_type in ("llama", "qwen3", "olmo2", "gemma3_text", "olmoe", "qwen3_moe"):
         fields["attention_bias"] = fields["attention_output_bias"] = draw.random() < 0.5
     if model_type == "llama":
         fields["mlp_bias"] = draw.random() < 0.5
@@ -64,9 +77,9 @@ def drawn_config(model_type: str, draw: random.Random, **fixed: Any) -> ModelCon
         fields["query_pre_attn_scalar"] = draw.choice([fields["head_dim"], 7])
         fields["final_logit_softcapping"] = draw.choice([None, 2.0])
         fields["rope_local_base_freq"] = draw.choice([10000.0, 55.0])
-    if model_type in ("mistral", "qwen2", "qwen3", "gemma3_text") and draw.random() < 0.7:
+    if model_type in ("mistral", "qwen2", "qwen3", "gemma3_text", "mixtral", "qwen3_moe") and draw.random() < 0.7:
         fields["sliding_window"] = draw.randrange(2, 20)
-        if model_type != "mistral":
+        if model_type in ("qwen2", "qwen3", "gemma3_text"):
             fields["layer_types"] = [draw.choice(["full_attention", "sliding_attention"]) for _ in range(layers)]
     return ModelConfig(**fields | fixed)
 

@@ -48,7 +48,7 @@ def test_values_have_the_spread_that_is_asked_for(model_type: str, draw: random.
         elif value.dim() == 1:
             assert (value == (0 if model_type == "gemma3_text" else 1)).all(), name
         else:
-            residual = name.endswith(("o_proj.weight", "down_proj.weight", "c_proj.weight"))
+            residual = name.endswith(("o_proj.weight", "down_proj.weight", "experts.down_proj", "c_proj.weight"))
             deviation = config.initializer_range / (math.sqrt(4) if residual else 1)
             # Six standard errors of a standard deviation.
             assert abs(value.std().item() / deviation - 1) < 6 / math.sqrt(2 * value.numel()), name

@@ -14,7 +14,7 @@ from lmforge.interop.weights import load_folder
 from lmforge.model import build_model
 from lmforge.model.config import get_preset
 from lmforge.model.presets import PRESETS
-from tests.model.conftest import MODEL_TYPES, built, drawn_config, logits, one_document, shaken
+from tests.model.conftest import MODEL_TYPES, ONE_BY_ONE, built, drawn_config, logits, one_document, shaken
 
 # Of the largest logit: fp32 sums of a few dozen terms, in another order. Of 175 models, 25 of each family, the farthest was
 # 8e-7 away.
@@ -38,7 +38,7 @@ def test_a_folder_saved_by_transformers_gives_its_logits(
 ) -> None:
     config = drawn_config(model_type, draw)
     print(config)
-    theirs = shaken(AutoModelForCausalLM.from_config(AutoConfig.for_model(**to_config_json(config)))).eval()
+    theirs = shaken(AutoModelForCausalLM.from_config(AutoConfig.for_model(**to_config_json(config)), **ONE_BY_ONE)).eval()
     theirs.save_pretrained(tmp_path, max_shard_size=shards)
     assert (tmp_path / "model.safetensors.index.json").exists() == (
         shards == "20KB" and len(list(tmp_path.glob("*.safetensors"))) > 1
@@ -58,7 +58,7 @@ def test_transformers_opens_an_exported_folder_with_equal_logits(
     config = drawn_config(model_type, draw)
     ours = built(config)
     export_folder(ours, config, tmp_path / "out", max_shard_bytes=shard_bytes)
-    theirs, report = AutoModelForCausalLM.from_pretrained(tmp_path / "out", output_loading_info=True)
+    theirs, report = AutoModelForCausalLM.from_pretrained(tmp_path / "out", output_loading_info=True, **ONE_BY_ONE)
     assert not any(report[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
     assert theirs.dtype == torch.float32
     rows = one_document(2, draw.randrange(25, 60), config.vocab_size)
@@ -92,7 +92,7 @@ def test_a_preset_has_as_many_parameters_as_transformers_gives_it(name: str) -> 
 def test_bf16_logits_are_those_of_transformers_to_bf16_precision(model_type: str, draw: random.Random, tmp_path: Path) -> None:
     config = drawn_config(model_type, draw)
     export_folder(built(config), config, tmp_path / "out", dtype=torch.bfloat16)
-    theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "out", **ONE_BY_ONE)
     assert theirs.dtype == torch.bfloat16
     ours = build_model(config).to(torch.bfloat16)
     load_folder(tmp_path / "out", ours)

@@ -35,7 +35,8 @@ def test_a_shape_survives_the_trip_through_its_own_json(model_type: str, draw: r
         tokens = {"bos_token_id": draw.choice([None, 1]), "eos_token_id": draw.choice([None, 2, (2, 3)])}
         tokens["pad_token_id"] = draw.choice([0, 2, 3])
         config = drawn_config(model_type, draw, final_logit_softcapping=draw.choice([None, 30.0]), **tokens)
-        for each in (config, dataclasses.replace(config, reward=True)):
+        reward = [dataclasses.replace(config, reward=True)] if config.family.classifier else []
+        for each in (config, *reward):
             assert model_config_from_json(json.loads(json.dumps(to_config_json(each))), "here") == each
 
 
@@ -157,13 +158,21 @@ def test_a_shape_can_be_given_field_by_field() -> None:
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"model_type": "mixtral"}, 'model_type: "mixtral" is not supported; lmforge reads gemma3_text, gpt2, llama'),
+        ({"model_type": "phi"}, 'model_type: "phi" is not supported; lmforge reads gemma3_text, gpt2, llama'),
         ({"model_type": None}, "model_type"),
         ({"model_type": ["llama"]}, "model_type"),
         ({"rope_scaling": {"rope_type": ["linear"], "factor": 2.0}}, "rope_type"),
         ({"rope_scaling": "x" * 5000}, f'rope_scaling: expected an object, got "{"x" * 79}… (5,002 characters)'),
-        ({"num_local_experts": 8}, "num_local_experts: mixtures of experts are not supported"),
-        ({"num_experts": 60}, "num_experts: mixtures of experts are not supported"),
+        ({"num_local_experts": 8}, "num_local_experts: a mixture of experts of type llama is not supported"),
+        (
+            {"model_type": "qwen2_moe", "num_experts": 60},
+            "num_experts: a mixture of experts of type qwen2_moe is",
+        ),
+        ({"model_type": "mixtral", "num_experts_per_tok": 9}, "num_experts_per_tok: expected 1 to 8, the experts of a layer"),
+        ({"model_type": "olmoe", "clip_qkv": 8.0}, "clip_qkv: 8.0 is not supported; use a olmoe model with None"),
+        ({"model_type": "olmoe", "head_dim": 4}, "head_dim: a olmoe model has hidden_size / num_attention_heads"),
+        ({"model_type": "qwen3_moe", "mlp_only_layers": [99]}, "mlp_only_layers: there is no layer 99"),
+        ({"model_type": "qwen3_moe", "output_router_logits": True}, "output_router_logits: True is not supported"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor: 0.5 is not supported"),
         ({"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.25}}, "partial_rotary_factor: 0.25"),
         ({"quantization_config": {"bits": 4}}, "quantization_config: quantized weights cannot be trained"),

@@ -49,7 +49,11 @@ class Muon(AdamW):
         if not group["orthogonal"]:
             super().update_group(parameters, group, skip)
             return
-        for shard_group, matrices in _group_by_mesh(parameters):
+        # Experts are stacked and sharded by expert: each rank has whole matrices of its own.
+        stacks = [each for each in parameters if each.ndim == 3]
+        if stacks:
+            self._update_matrices(stacks, group, None, skip)
+        for shard_group, matrices in _group_by_mesh([each for each in parameters if each.ndim == 2]):
             for batch in _batch_matrices(matrices, 1 if shard_group is None else shard_group.size()):
                 self._update_matrices(batch, group, shard_group, skip)
 
@@ -68,7 +72,7 @@ class Muon(AdamW):
             updates = _orthogonalize_sharded(ahead, [matrix.shape[0] for matrix in matrices], shard_group)
         decayed = torch._foreach_mul(values, 1 - group["lr"] * group["weight_decay"])
         for matrix, value, update in zip(matrices, decayed, updates, strict=True):
-            value.add_(update, alpha=-group["lr"] * 0.2 * math.sqrt(max(matrix.shape)))
+            value.add_(update, alpha=-group["lr"] * 0.2 * math.sqrt(max(matrix.shape[-2:])))
         assign_unless(skip, stored, momenta)
         assign_unless(skip, values, decayed)
 
@@ -95,7 +99,7 @@ def _orthogonalize_by_shape(matrices: list[Tensor]) -> list[Tensor]:
     for shape in dict.fromkeys(matrix.shape for matrix in matrices):
         indices = [index for index, matrix in enumerate(matrices) if matrix.shape == shape]
         stacked = torch.stack([matrices[index] for index in indices])
-        for index, update in zip(indices, orthogonalize(stacked), strict=True):
+        for index, update in zip(indices, orthogonalize(stacked.flatten(0, -3)).view_as(stacked), strict=True):
             updates[index] = update
     return updates
 

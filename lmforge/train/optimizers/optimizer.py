@@ -75,7 +75,7 @@ def _parameter_groups(
     """Trainable parameters, grouped by the hyperparameters that apply to them."""
     trainable = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
     tables = {id(parameter) for module in (*model.embeddings, model.lm_head) for parameter in module.parameters()}
-    hidden = {id(parameter) for parameter in model.blocks.parameters() if parameter.ndim == 2}
+    hidden = {id(parameter) for parameter in model.blocks.parameters() if parameter.ndim >= 2}
     # A pipeline rank has only some of the tensors, so a pattern may match none of them. No pattern may be for a frozen tensor.
     frozen = {name for name, _ in model.named_parameters()} - trainable.keys()
     chosen = assign_groups([name for name in shapes if name not in frozen], options.groups)

@@ -1,0 +1,97 @@
+"""The matrix products of stacked experts: each expert multiplies its own rows, in one kernel.
+
+torch's `grouped_mm` with what it lacks (torch 2.13): a rule of shapes in every dtype, so that blocks compile as one graph and
+are traced without data; widths whose rows are no multiples of 16 bytes, which are padded here; and its FLOPs.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import grouped_mm, pad
+from torch.utils.flop_counter import register_flop_formula
+
+ROW_BYTES = 16  # rows of operands begin at multiples of it
+
+
+@torch.library.custom_op("lmforge::multiply_groups", mutates_args=())
+def multiply_groups(rows: Tensor, weight: Tensor, ends: Tensor, transposed: bool) -> Tensor:
+    """rows [rows, inputs] of expert after expert times the matrix of each one: [rows, outputs].
+
+    weight [experts, outputs, inputs], or [experts, inputs, outputs] if `transposed`; both of one dtype. ends int32 [experts]:
+    the number of rows up to and with those of each expert; the last is the number of rows.
+    """
+    if rows.dtype == torch.float64:
+        matrices = weight if transposed else weight.transpose(1, 2)
+        return torch.cat([each @ matrix for each, matrix in zip(_split(rows, ends), matrices, strict=True)])
+    outputs = weight.shape[2 if transposed else 1]
+    padded = _pad(weight, rows=True)
+    right = padded if transposed else padded.transpose(1, 2)
+    return grouped_mm(_pad(rows), right, offs=ends)[:, :outputs].contiguous()
+
+
+@torch.library.custom_op("lmforge::sum_outer_products", mutates_args=())
+def sum_outer_products(left: Tensor, right: Tensor, ends: Tensor) -> Tensor:
+    """leftᵀ right of the rows of each expert: [experts, left's width, right's width]; `ends` as in `multiply_groups`."""
+    if left.dtype == torch.float64:
+        return torch.stack([a.t() @ b for a, b in zip(_split(left, ends), _split(right, ends), strict=True)])
+    product = grouped_mm(_pad(left).t(), _pad(right), offs=ends)
+    return product[:, : left.shape[1], : right.shape[1]].contiguous()
+
+
+def grouped_linear(rows: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+    """`multiply_groups` of rows in the dtype of the weights [experts, outputs, inputs]; differentiable."""
+    result: Tensor = multiply_groups(rows.to(weight.dtype), weight, ends, False)
+    return result
+
+
+def _split(rows: Tensor, ends: Tensor) -> tuple[Tensor, ...]:
+    """The rows of each expert. The kernel has no fp64, which only tests compute in."""
+    return rows.tensor_split(ends[:-1].cpu().long())
+
+
+def _pad(matrix: Tensor, rows: bool = False) -> Tensor:
+    """A matrix, or a stack of them, with columns of zeros so that its rows are multiples of 16 bytes; `rows` as well."""
+    multiple = ROW_BYTES // matrix.element_size()
+    columns, below = -matrix.shape[-1] % multiple, -matrix.shape[-2] % multiple * rows
+    return pad(matrix, (0, columns, 0, below)) if columns or below else matrix.contiguous()
+
+
+@multiply_groups.register_fake
+def _(rows: Tensor, weight: Tensor, ends: Tensor, transposed: bool) -> Tensor:
+    return rows.new_empty(rows.shape[0], weight.shape[2 if transposed else 1])
+
+
+@sum_outer_products.register_fake
+def _(left: Tensor, right: Tensor, ends: Tensor) -> Tensor:
+    return left.new_empty(ends.shape[0], left.shape[1], right.shape[1])
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    rows, weight, ends, ctx.transposed = inputs
+    ctx.save_for_backward(rows, weight, ends)
+
+
+def _backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
+    rows, weight, ends = ctx.saved_tensors
+    needs_rows, needs_weight, *_ = ctx.needs_input_grad
+    left, right = (rows, gradient) if ctx.transposed else (gradient, rows)
+    return (
+        multiply_groups(gradient, weight, ends, not ctx.transposed) if needs_rows else None,
+        sum_outer_products(left, right, ends) if needs_weight else None,
+        None,
+        None,
+    )
+
+
+multiply_groups.register_autograd(_backward, setup_context=_keep)
+
+
+@register_flop_formula(torch.ops.lmforge.multiply_groups)
+def _multiply_flops(rows: Any, weight: Any, *args: Any, **kwargs: Any) -> int:
+    return 2 * int(rows[0]) * int(weight[1]) * int(weight[2])
+
+
+@register_flop_formula(torch.ops.lmforge.sum_outer_products)
+def _outer_flops(left: Any, right: Any, *args: Any, **kwargs: Any) -> int:
+    return 2 * int(left[0]) * int(left[1]) * int(right[1])

@@ -1,0 +1,108 @@
+"""A mixture of experts in place of a block's feed-forward: a router chooses a few experts for each token.
+
+Every token goes to all its experts; none is dropped, whatever the load. Tokens are sorted by expert, so that each product of
+all experts is one kernel (grouped_mm.py), and shapes do not depend on what was chosen.
+"""
+
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import linear
+
+from lmforge.model.config import ModelConfig
+from lmforge.model.grouped_mm import grouped_linear
+from lmforge.model.layers import ACTIVATIONS, to_autocast_dtype
+from lmforge.model.rng.token_rng import TokenRng
+
+
+@torch.library.custom_op("lmforge::choose_experts", mutates_args=())
+def choose_experts(scores: Tensor, count: int) -> Tensor:
+    """The `count` experts of the highest scores [tokens, experts] of each token: int64 [tokens, count].
+
+    An operator of its own, whose result activation checkpointing keeps: rounding in a recomputation must not choose others.
+    """
+    return scores.topk(count, dim=-1).indices
+
+
+@choose_experts.register_fake
+def _(scores: Tensor, count: int) -> Tensor:
+    return scores.new_empty(scores.shape[0], count, dtype=torch.long)
+
+
+class Router(nn.Module):
+    """weight [experts, width]. Computed in fp32 whatever the dtype of the model."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(config.num_experts, config.hidden_size))
+        self.count, self.normalized = config.num_experts_per_tok, config.norm_topk_prob
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """x [tokens, width] → the weights, fp32, and the numbers, int64, of the experts of each token: [tokens, count] each."""
+        dtype = torch.promote_types(x.dtype, torch.float32)
+        # torch has no autocast on the meta device.
+        with nullcontext() if x.is_meta else torch.autocast(x.device.type, enabled=False):
+            scores = linear(x.to(dtype), self.weight.to(dtype)).softmax(dim=-1)
+        chosen = choose_experts(scores.detach(), self.count)
+        weights = scores.gather(1, chosen)
+        return weights / weights.sum(-1, keepdim=True) if self.normalized else weights, chosen
+
+
+class Experts(nn.Module):
+    """The gated feed-forwards of all experts, stacked: gate_up_proj [experts, 2 · inner, width], first the gates, and down_proj
+    [experts, width, inner]."""
+
+    # What is cast to the compute dtype once a step.
+    matrices = ("gate_up_proj", "down_proj")
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        count, width, inner = config.num_experts, config.hidden_size, config.expert_size
+        self.gate_up_proj = nn.Parameter(torch.empty(count, 2 * inner, width))
+        self.down_proj = nn.Parameter(torch.empty(count, width, inner))
+        self.activation = ACTIVATIONS[config.hidden_act]
+
+    def forward(self, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
+        """x [tokens, width]; weights and chosen [tokens, count] of the router → the weighted sum of each token's experts."""
+        experts, order = chosen.flatten().sort(stable=True)
+        inverse = order.argsort()
+        ends = torch.searchsorted(experts, torch.arange(len(self.down_proj), device=x.device), right=True).int()
+        rows = _PermutedRows.apply(x, order, inverse, chosen.shape[1])
+        gate, up = grouped_linear(rows, to_autocast_dtype(self.gate_up_proj), ends).chunk(2, dim=-1)
+        out = grouped_linear(self.activation(gate) * up, to_autocast_dtype(self.down_proj), ends)
+        out = _PermutedRows.apply(out, inverse, order, 1).unflatten(0, chosen.shape)
+        return (out * weights.to(out.dtype).unsqueeze(-1)).sum(1)
+
+
+class Mixture(nn.Module):
+    """What a sparse block has as its `mlp`."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.gate = Router(config)
+        self.experts = Experts(config)
+
+    def forward(self, x: Tensor, token_rng: TokenRng | None = None) -> Tensor:
+        """x [sequences, length, width] → the same shape. There is no dropout between the products of an expert."""
+        tokens = x.flatten(0, 1)
+        return self.experts(tokens, *self.gate(tokens)).view_as(x)
+
+
+class _PermutedRows(torch.autograd.Function):
+    """Row i is row order[i] // copies of x [rows, width]; `inverse` is the reverse of the permutation `order`.
+
+    Its gradient is a gather and a sum; that of an index would be added up in an order that may change from run to run.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, order: Tensor, inverse: Tensor, copies: int) -> Tensor:
+        ctx.save_for_backward(inverse)
+        ctx.copies = copies
+        return x[order // copies]
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
+        (inverse,) = ctx.saved_tensors
+        return gradients[0][inverse].unflatten(0, (-1, ctx.copies)).sum(1), None, None, None
