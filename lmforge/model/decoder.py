@@ -8,8 +8,8 @@ from torch import Tensor, nn
 
 from lmforge.model.attention import AttentionMask, LayerKVCache, attend
 from lmforge.model.config import ModelConfig
+from lmforge.model.experts import MixtureOfExperts
 from lmforge.model.layers import ACTIVATIONS, LanguageModel, LMHead, RMSNorm, add_linears, add_residual, apply_linear
-from lmforge.model.mixture import Mixture
 from lmforge.model.rng.token_rng import TokenRng
 from lmforge.model.rope import RotaryEmbedding
 
@@ -83,7 +83,7 @@ class DecoderBlock(nn.Module):
         self.self_attn = Attention(config)
         self._add_norm(self._after_attention, config)
         self._add_norm(self._before_mlp, config)
-        self.mlp = Mixture(config) if sparse else GatedMLP(config)
+        self.mlp = MixtureOfExperts(config) if sparse else GatedMLP(config)
         self._add_norm(self._after_mlp, config)
 
     def _add_norm(self, name: str | None, config: ModelConfig) -> None:

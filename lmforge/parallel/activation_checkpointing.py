@@ -13,7 +13,7 @@ import torch
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from lmforge.config.activation_checkpointing import CHECKPOINTING_MODES, NoCheckpointing
-from lmforge.model import mixture  # noqa: F401  (its operators)
+from lmforge.model import experts  # noqa: F401  (its operators)
 from lmforge.model.attention_backend import load_varlen_attn
 from lmforge.model.layers import LanguageModel
 

@@ -63,8 +63,8 @@ def drawn_config(model_type: str, draw: random.Random, **fixed: Any) -> ModelCon
         fields["decoder_sparse_step"] = draw.choice([1, 2])
         fields["mlp_only_layers"] = draw.sample(range(layers), draw.choice([0, 0, 1]))
     if model_type == "olmoe":
-        fields["head_dim"] = draw.choice([6, 10])
-        fields["hidden_size"] = fields["num_attention_heads"] * fields["head_dim"]
+        fields["head_dim"] = 0
+        fields["hidden_size"] = fields["num_attention_heads"] * draw.choice([6, 10])
     if model_type in ("llama", "qwen3", "olmo2", "gemma3_text", "olmoe", "qwen3_moe"):
         fields["attention_bias"] = fields["attention_output_bias"] = draw.random() < 0.5
     if model_type == "llama":

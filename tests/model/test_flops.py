@@ -53,11 +53,18 @@ def test_published_sizes() -> None:
         "olmo2-1b": 1.4849,
         "gemma3-270m": 0.2681,
         "gemma3-1b": 0.99989,
+        "olmoe-1b-7b": 6.919,
+        "mixtral-8x7b": 46.70,
+        "qwen3-30b-a3b": 30.53,
         "gpt2-124m": 0.1244,
     }
     for name, size in billions.items():
         assert parameter_count(get_preset(name)).total / 1e9 == pytest.approx(size, rel=1e-3)
     assert set(billions) < set(PRESETS)
+    active = {"olmoe-1b-7b": 1.3, "mixtral-8x7b": 12.9, "qwen3-30b-a3b": 3.3}
+    for name, size in active.items():  # with the embedding that is looked up, as their reports count
+        count = parameter_count(get_preset(name))
+        assert (count.active_matmul + count.input_embedding) / 1e9 == pytest.approx(size, rel=0.02)
 
 
 def test_peaks_are_known_by_the_names_that_cuda_gives() -> None:

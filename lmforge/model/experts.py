@@ -76,7 +76,7 @@ class Experts(nn.Module):
         return (out * weights.to(out.dtype).unsqueeze(-1)).sum(1)
 
 
-class Mixture(nn.Module):
+class MixtureOfExperts(nn.Module):
     """What a sparse block has as its `mlp`."""
 
     def __init__(self, config: ModelConfig) -> None:

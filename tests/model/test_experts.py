@@ -1,0 +1,166 @@
+"""Mixtures of experts: their products, their gradients, what is recomputed, and their optimizer."""
+
+import random
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import FlopCounterMode
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from lmforge.config.activation_checkpointing import CHECKPOINTING_MODES
+from lmforge.errors import UserError
+from lmforge.interop.config_json import to_config_json
+from lmforge.interop.export import export_folder
+from lmforge.interop.safetensors_file import SafetensorsFile, write_safetensors
+from lmforge.interop.stored_experts import pieces, stored_name
+from lmforge.interop.weights import load_folder
+from lmforge.model import build_model
+from lmforge.model.config import ModelConfig
+from lmforge.model.experts import MixtureOfExperts
+from lmforge.model.grouped_mm import grouped_linear
+from lmforge.parallel.activation_checkpointing import apply_activation_checkpointing
+from lmforge.train.optimizers.muon import Muon
+from tests.model.conftest import ONE_BY_ONE, built, drawn_config, one_document, shaken
+
+MIXTURES = ("mixtral", "olmoe", "qwen3_moe")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("sizes", [(5, 6, 10), (8, 16, 32), (3, 7, 5), (1, 3, 2)])
+def test_each_expert_multiplies_its_own_rows_whatever_the_widths(
+    sizes: tuple[int, int, int], dtype: torch.dtype, draw: random.Random
+) -> None:
+    experts, outputs, inputs = sizes
+    counts = [draw.choice([0, 1, 4, 9]) for _ in range(experts - 1)] + [5]
+    ends = torch.tensor(counts).cumsum(0).int()
+    rows = torch.randn(sum(counts), inputs, dtype=dtype, requires_grad=True)
+    weight = torch.randn(experts, outputs, inputs, dtype=dtype, requires_grad=True)
+
+    def one_by_one(rows: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+        return torch.cat([each @ matrix.t() for each, matrix in zip(rows.split(counts), weight, strict=True)])
+
+    wanted = one_by_one(rows, weight, ends)
+    upstream = torch.randn_like(wanted)
+    compiled = torch.compile(grouped_linear, fullgraph=True, backend="aot_eager")
+    with FlopCounterMode(display=False) as counted:
+        found = grouped_linear(rows, weight, ends)
+        gradients = torch.autograd.grad(found, (rows, weight), upstream)
+    assert counted.get_total_flops() == 3 * 2 * sum(counts) * outputs * inputs
+    tolerance = {"rtol": 1e-5, "atol": 1e-5} if dtype == torch.float32 else {"rtol": 0.02, "atol": 0.1}
+    for each in (found, compiled(rows, weight, ends)):
+        torch.testing.assert_close(each, wanted, **tolerance)
+    torch.testing.assert_close(gradients, torch.autograd.grad(wanted, (rows, weight), upstream), **tolerance)
+
+
+@pytest.mark.parametrize("scores", ["drawn", "equal"])
+@pytest.mark.parametrize("model_type", MIXTURES)
+def test_the_loss_and_every_gradient_are_those_of_transformers(model_type: str, scores: str, draw: random.Random) -> None:
+    config = drawn_config(model_type, draw, num_experts=5, num_experts_per_tok=3)
+    ours = built(config)
+    if scores == "equal":
+        with torch.no_grad():
+            for module in ours.modules():
+                if isinstance(module, MixtureOfExperts):
+                    module.gate.weight.zero_()
+    theirs = AutoModelForCausalLM.from_config(AutoConfig.for_model(**to_config_json(config)), **ONE_BY_ONE)
+    theirs.load_state_dict(dict(ours.named_parameters()), strict=False)
+    rows = one_document(2, 30, config.vocab_size)
+    weights = torch.randn(2, 30, config.vocab_size)
+    (ours.lm_head(ours(rows.tokens, rows.positions, rows.documents)) * weights).sum().backward()
+    (theirs(rows.tokens).logits * weights).sum().backward()
+    for name, parameter in theirs.named_parameters():
+        found = ours.get_parameter(name).grad
+        assert found is not None, name
+        assert parameter.grad is not None, name
+        torch.testing.assert_close(found, parameter.grad, rtol=0, atol=1e-5 * float(parameter.grad.abs().max()), msg=name)
+
+
+def test_no_token_is_dropped_where_all_choose_one_expert() -> None:
+    config = ModelConfig(
+        100, 16, 1, 2, 24, model_type="qwen3_moe", num_experts=4, num_experts_per_tok=1, norm_topk_prob=True
+    )  # fmt: skip
+    mixture = shaken(MixtureOfExperts(config))
+    with torch.no_grad():
+        mixture.gate.weight.zero_()
+        mixture.gate.weight[2] = 1.0
+    x = torch.rand(2, 50, 16)  # above zero, so that expert 2 has the highest score
+    gate, up = (x @ mixture.experts.gate_up_proj[2].t()).chunk(2, dim=-1)
+    wanted = (torch.nn.functional.silu(gate) * up) @ mixture.experts.down_proj[2].t()
+    torch.testing.assert_close(mixture(x), wanted, rtol=1e-5, atol=1e-5)
+
+
+class _Choices(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        self.count += function is torch.ops.lmforge.choose_experts.default
+        return function(*args, **kwargs or {})
+
+
+@pytest.mark.parametrize("mode", CHECKPOINTING_MODES)
+def test_a_recomputation_uses_the_experts_that_the_forward_pass_chose(mode: str, draw: random.Random) -> None:
+    config = drawn_config("olmoe", draw, num_hidden_layers=3)
+    model, plain = built(config), build_model(config)
+    plain.load_state_dict(model.state_dict())
+    apply_activation_checkpointing(model, mode)
+    rows = one_document(2, 20, config.vocab_size)
+    with _Choices() as choices:
+        for each in (model, plain):
+            each(rows.tokens, rows.positions, rows.documents).square().sum().backward()
+    assert choices.count == 2 * config.num_hidden_layers
+    for name, parameter in model.named_parameters():
+        if not name.startswith("lm_head"):
+            torch.testing.assert_close(parameter.grad, plain.get_parameter(name).grad, rtol=1e-5, atol=1e-6, msg=name)
+
+
+def test_muon_makes_the_matrix_of_each_expert_orthogonal_by_itself() -> None:
+    stack = torch.nn.Parameter(torch.randn(3, 8, 5))
+    single = [torch.nn.Parameter(each.clone()) for each in stack.detach()]
+    gradient = torch.randn(3, 8, 5)
+    for parameters, gradients in (([stack], [gradient]), (single, [*gradient])):
+        options = {"lr": 0.1, "momentum": 0.9, "betas": (0.9, 0.95), "eps": 1e-8}
+        optimizer = Muon([{"params": parameters, "orthogonal": True, "weight_decay": 0.1}], **options)
+        for parameter, each in zip(parameters, gradients, strict=True):
+            parameter.grad = each.clone()
+        optimizer.step()
+    torch.testing.assert_close(stack.detach(), torch.stack([each.detach() for each in single]), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("model_type", MIXTURES)
+def test_a_folder_that_lacks_an_expert_is_refused_with_its_layer(model_type: str, draw: random.Random, tmp_path: Path) -> None:
+    config = drawn_config(model_type, draw, num_experts=5, num_experts_per_tok=2, num_hidden_layers=2)
+    model = built(config)
+    export_folder(model, config, tmp_path / "out")
+    file = SafetensorsFile(tmp_path / "out" / "model.safetensors")
+    lost = next(name for name in file.entries if ".1." in name and ".experts.3." in name)
+    tensors = {name: file.read(name) for name in file.entries if name != lost}
+    write_safetensors(file.path, tensors, tensors.__getitem__, None)
+    with pytest.raises(UserError, match=f"missing {lost}"):
+        load_folder(tmp_path / "out", build_model(config))
+
+
+def test_a_rank_reads_the_rows_of_its_own_experts_only(draw: random.Random) -> None:
+    """Of every piece on disk, what the parts of all ranks ask for is there once, wherever a stack is cut."""
+    config = drawn_config("mixtral", draw, num_experts=5, num_experts_per_tok=2, num_hidden_layers=1)
+    stack = torch.randn(5, 2 * config.expert_size, 6)
+    name = "model.layers.0.mlp.experts.gate_up_proj"
+    on_disk = {piece.name: piece.cut(stack) for piece in pieces(name, stack.shape, config)}
+    assert [*on_disk][:2] == [f"model.layers.0.block_sparse_moe.experts.0.{each}.weight" for each in ("w1", "w3")]
+    assert stored_name("model.layers.0.mlp.gate.weight", config) == "model.layers.0.block_sparse_moe.gate.weight"
+    rebuilt, numbers = torch.zeros_like(stack), 0
+    cut = draw.randrange(1, 2 * config.expert_size)
+    for experts in (slice(0, 2), slice(2, 3), slice(3, 5)):
+        for rows in (slice(0, cut), slice(cut, 2 * config.expert_size)):
+            local, part = rebuilt[experts, rows], (experts, rows, slice(0, 6))
+            for piece in pieces(name, stack.shape, config):
+                if (asked := piece.cut_part(local, part)) is not None:
+                    target, wanted = asked
+                    target.copy_(on_disk[piece.name][wanted])
+                    numbers += target.numel()
+    assert torch.equal(rebuilt, stack)
+    assert numbers == stack.numel()
