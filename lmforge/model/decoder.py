@@ -8,8 +8,8 @@ from torch import Tensor, nn
 
 from lmforge.model.attention import AttentionMask, LayerKVCache, attend
 from lmforge.model.config import ModelConfig
-from lmforge.model.experts import MixtureOfExperts
 from lmforge.model.layers import ACTIVATIONS, LanguageModel, LMHead, RMSNorm, add_linears, add_residual, apply_linear
+from lmforge.model.mixture.experts import MixtureOfExperts
 from lmforge.model.rng.token_rng import TokenRng
 from lmforge.model.rope import RotaryEmbedding
 

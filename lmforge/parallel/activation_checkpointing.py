@@ -13,9 +13,9 @@ import torch
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from lmforge.config.activation_checkpointing import CHECKPOINTING_MODES, NoCheckpointing
-from lmforge.model import experts  # noqa: F401  (its operators)
 from lmforge.model.attention_backend import load_varlen_attn
 from lmforge.model.layers import LanguageModel
+from lmforge.model.mixture import experts  # noqa: F401  (its operators)
 
 _ATTENTION_OPS = {
     torch.ops.aten._scaled_dot_product_flash_attention.default,

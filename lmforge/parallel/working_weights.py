@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lmforge.model.experts import Experts
 from lmforge.model.layers import Conv1D, LanguageModel
 from lmforge.model.lora import LoraLinear
+from lmforge.model.mixture.experts import Experts
 
 
 @contextmanager

@@ -19,8 +19,8 @@ from lmforge.interop.stored_experts import pieces, stored_name
 from lmforge.interop.weights import load_folder
 from lmforge.model import build_model
 from lmforge.model.config import ModelConfig
-from lmforge.model.experts import MixtureOfExperts
-from lmforge.model.grouped_mm import grouped_linear
+from lmforge.model.mixture.experts import MixtureOfExperts
+from lmforge.model.mixture.grouped_mm import grouped_linear
 from lmforge.parallel.activation_checkpointing import apply_activation_checkpointing
 from lmforge.train.optimizers.muon import Muon
 from tests.model.conftest import ONE_BY_ONE, built, drawn_config, one_document, shaken

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 
 from lmforge.model.config import ModelConfig
-from lmforge.model.grouped_mm import grouped_linear
 from lmforge.model.layers import ACTIVATIONS, to_autocast_dtype
+from lmforge.model.mixture.grouped_mm import grouped_linear
 from lmforge.model.rng.token_rng import TokenRng
 
 
