@@ -330,6 +330,10 @@ def _check_experts(config: ModelConfig) -> None:
         if experts:
             raise UserError(f"num_experts: a {config.model_type} model has none; leave it out, or use model_type qwen3_moe")
         return
+    if not experts:
+        raise UserError(
+            f"num_experts: a {config.model_type} model has some; begin from a preset or a folder that says how many"
+        )
     if not experts >= chosen > 0:
         raise UserError(f"num_experts_per_tok: expected 1 to {experts}, the experts of a layer, got {chosen}")
     for layer in config.mlp_only_layers:

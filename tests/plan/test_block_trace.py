@@ -24,6 +24,7 @@ from lmforge.config.sections import ParallelOptions
 from lmforge.model import build_model
 from lmforge.model.attention import AttentionMask, create_attention_mask
 from lmforge.model.config import ModelConfig
+from lmforge.model.family import load_family
 from lmforge.model.flops import block_parameters, flops_per_token, parameter_count
 from lmforge.model.lora import LoraConfig, add_lora
 from lmforge.model.rope import rotary_embedding
@@ -39,7 +40,9 @@ GROUPED = {**SIZES, "num_key_value_heads": 2, "intermediate_size": 896}
 # Of every family; for some more than the sizes.
 OPTIONS: dict[str, Any] = {"qwen2": {"attention_bias": True}, "qwen3": {"head_dim": 32}}
 CONFIGS = {
-    name: ModelConfig(model_type=name, **SIZES if name == "gpt2" else GROUPED, **OPTIONS.get(name, {})) for name in FAMILIES
+    name: ModelConfig(model_type=name, **SIZES if name == "gpt2" else GROUPED, **OPTIONS.get(name, {}))
+    for name in FAMILIES
+    if not load_family(name).stored_experts
 }
 LORA = LoraConfig(4, 8.0, target_modules=("q_proj", "down_proj"))
 MODES = tuple(CHECKPOINTING_MODES)
