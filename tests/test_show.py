@@ -224,6 +224,12 @@ END = "<end>"
         ({"messages": [ASKED], "answer": "2"}, ["--format", "prompts"], "<|assistant|>", []),
         ({"question": "1 + 1 =", "fen": ""}, ["--fields", "prompt=question"], "prompt 0: ", []),
         ({"chat": [ASKED, ANSWERED]}, ["--fields", "messages=chat"], "record 0: ", ["Two." + END]),
+        (
+            {"messages": [ASKED, ANSWERED], "images": ["a.png"]},
+            ["--ignore_media", "--split_turns"],
+            "answer 0: ",
+            ["Two." + END],
+        ),
         # Before the first token there is nothing to predict it from.
         ({"messages": [ASKED, ANSWERED], "text": "No."}, ["--format", "text", "--mask", "all"], "0: ", ["o.<endoftext>"]),
         ({"prompt": "a", "chosen": "b", "rejected": "c"}, [], "pair 0, rejected: ", ["b<endoftext>", "c<endoftext>"]),
@@ -245,6 +251,13 @@ def test_a_file_is_shown_with_what_is_trained_on_of_it_as_its_options_say(
     assert trained_on(done.stdout) == taught
 
 
+def test_what_cannot_be_used_of_a_file_is_left_out_on_request(tiny_run: Path, tmp_path: Path, lmforge: Command) -> None:
+    file = write_lines(tmp_path / "file.jsonl", {"messages": 1}, {"messages": [ASKED, ANSWERED]})
+    done = lmforge("show", "data", file, "--tokenizer", tiny_run, "--skip_invalid")
+    assert trained_on(done.stdout) == ["Two." + END]
+    assert "1 left out that cannot be used" in done.stdout
+
+
 @pytest.mark.parametrize(
     ("words", "printed"),
     [
@@ -258,6 +271,10 @@ def test_a_file_is_shown_with_what_is_trained_on_of_it_as_its_options_say(
         (
             ["data", "PAIRS", "--tokenizer", "RUN", "--mask", "all"],
             "--mask all: is for conversations, not for pairs; leave it out",
+        ),
+        (
+            ["data", "PAIRS", "--tokenizer", "RUN", "--split_turns"],
+            "--split_turns: is for conversations, not for pairs; leave it out",
         ),
         (
             ["data", "FILE", "--tokenizer", "RUN", "--apply_chat_template"],

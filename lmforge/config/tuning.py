@@ -55,6 +55,9 @@ class ExampleOptions(SequenceOptions):
     ignore_media: bool = option(
         False, "train on the text of records that hold images, audio or videos; otherwise these are refused"
     )
+    parse_special_tokens: bool = option(
+        False, "plain text that spells a special token is this token, such as text made with a chat template"
+    )
     folder: Path = option(
         Path("data/examples"), "where tokenized examples are cached, one folder for each set of files and options"
     )
@@ -184,9 +187,6 @@ class ConversationOptions(ExampleOptions):
     sources: tuple[FileSourceOptions, ...] = option((), "several sets of files with weights, instead of data.files")
     weights_by: WeightUnit = option("tokens", "what weights are fractions of: tokens, or samples (sequences)")
     format: ConversationFormat = option("auto", "format of the records; auto detects it from the fields of the first record")
-    parse_special_tokens: bool = option(
-        False, "plain text that spells a special token is this token, such as text made with a chat template"
-    )
     mask: Literal["assistant", "last", "all"] = option(
         "assistant", "tokens that the loss counts: every assistant turn, the last one only, or all tokens"
     )

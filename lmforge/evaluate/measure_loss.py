@@ -1,6 +1,7 @@
 """The loss of a loaded model on documents given by name: token shards, tokenized examples, files of text or conversations."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from itertools import chain, islice
 from pathlib import Path
 from typing import Any
@@ -13,10 +14,10 @@ from lmforge.cluster.memory import check_fits
 from lmforge.data.chat.conversations import detect_format, read_conversations
 from lmforge.data.chat.examples import ExampleFolder, ExamplePacking, TokenizedExamples, example_dataset
 from lmforge.data.dataset import PackedDataset, TokenDataset, join_datasets
-from lmforge.data.packing import ConcatPacking
+from lmforge.data.packing import ConcatPacking, TokenizedExample
 from lmforge.data.shards.folder import TokenFolder
 from lmforge.data.sources.folders import FileSplit, content_suffix, describe_left_out, find_files
-from lmforge.data.sources.records import RECORD_SUFFIXES, describe_folders, read_records
+from lmforge.data.sources.records import RECORD_SUFFIXES, UnusableRecords, describe_folders, read_records
 from lmforge.data.sources.text_sources import TextSource, open_text_source
 from lmforge.errors import UserError
 from lmforge.evaluate.perplexity import evaluate_loss
@@ -39,6 +40,7 @@ def measure_loss(
     sequences: int | None,
     sequence_length: int | None,
     batch_size: int,
+    reading: Mapping[str, bool] | None = None,
     on_progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> dict[str, Any]:
     """loss (nats per token), perplexity, bits_per_byte, tokens, bytes, and what was measured on what. Every rank calls it.
@@ -48,6 +50,7 @@ def measure_loss(
     sequences        how many, evenly spaced over the split; None: all
     sequence_length  in tokens; None: as in training
     batch_size       sequences in one forward pass
+    reading          of files of conversations: `split_turns`, `ignore_media` and `skip_invalid`, as in a recipe
 
     Of several sources, each has its own, such as `loss/NAME`. Raises UserError for data that cannot be used.
     """
@@ -58,7 +61,7 @@ def measure_loss(
     if loaded.config.max_sequence_length is not None:
         length = min(length, loaded.config.max_sequence_length)
     with dist_ctx.raise_on_all():
-        dataset, measured = open_evaluation_dataset(loaded, sources, split, length)
+        dataset, measured = open_evaluation_dataset(loaded, sources, split, length, reading or {})
     # Sequences beyond the data would be padding.
     batch_size = min(batch_size, max(MIN_BATCH_LIMIT, -(-dataset.sequences_per_epoch // dist_ctx.world_size)))
     with dist_ctx.raise_on_all():
@@ -81,7 +84,7 @@ def measure_loss(
 
 
 def open_evaluation_dataset(
-    loaded: LoadedModel, sources: Mapping[str, Path], split: FileSplit, sequence_length: int
+    loaded: LoadedModel, sources: Mapping[str, Path], split: FileSplit, sequence_length: int, reading: Mapping[str, bool]
 ) -> tuple[PackedDataset, str]:
     """Sequences of `sequence_length` tokens of one or more sources, by name, and the name of the split. Raises UserError.
 
@@ -93,7 +96,7 @@ def open_evaluation_dataset(
         data = next(iter(sources.values()))
         if folder := _open_prepared(loaded, data):
             return _open_split(folder, split, sequence_length), split
-        return _open_files(loaded, data, split, sequence_length)
+        return _open_files(loaded, data, split, sequence_length, reading)
     # Opening raises where a folder is no longer there.
     folders = {name: _open_prepared(loaded, data) or TokenFolder.open(data) for name, data in sources.items()}
     with_split = {name: folder for name, folder in folders.items() if _has_split(folder, split)} or folders
@@ -129,12 +132,18 @@ def _open_split(folder: ExampleFolder | TokenFolder, split: str, sequence_length
     return example_dataset(folder, split, sequence_length=sequence_length, pack=True, shuffle=False)
 
 
-def _open_files(loaded: LoadedModel, data: Path, split: FileSplit, sequence_length: int) -> tuple[PackedDataset, str]:
+def _open_files(
+    loaded: LoadedModel, data: Path, split: FileSplit, sequence_length: int, reading: Mapping[str, bool]
+) -> tuple[PackedDataset, str]:
     if split != "validation" and not data.is_dir():
         raise UserError(f"--split {split}: {data} is not a token folder, and all of it is measured; leave --split out")
     packing: ExamplePacking | ConcatPacking
     if files := _find_conversations(data, split):
-        packing, notes = _pack_conversations(loaded, data, files, sequence_length), describe_folders([data], split)
+        unusable = UnusableRecords(reading.get("skip_invalid", False))
+        chosen: dict[str, Any] = {name: value for name, value in reading.items() if name != "skip_invalid"}
+        read = (read_conversations(file, loaded.tokenizer, unusable=unusable, **chosen) for file in files)
+        packing = _pack_conversations(loaded, data, chain.from_iterable(read), sequence_length)
+        notes = f"{unusable}{describe_folders([data], split)}"
     else:
         source = open_text_source(str(data), split=split)
         packing = ConcatPacking(_TokenizedTexts(loaded, source), sequence_length)
@@ -149,10 +158,13 @@ def _open_files(loaded: LoadedModel, data: Path, split: FileSplit, sequence_leng
 
 def _find_conversations(data: Path, split: FileSplit) -> Sequence[Path]:
     """The files of conversations that `data` is or holds, by its first record; none if it is text."""
-    # In a folder of texts a .json is more often a settings file.
-    known = find_files(data, RECORD_SUFFIXES - {".json"}, split).paths if data.is_dir() else [data]
+    known = find_files(data, RECORD_SUFFIXES, split).paths if data.is_dir() else [data]
     files = [path for path in known if content_suffix(path.name) in RECORD_SUFFIXES]
-    record, first = next((record for path in files for record in read_records(path)), ("", {"text": ""}))
+    if data.is_dir():  # of texts, where a .json is more often a settings file
+        files = [path for path in files if content_suffix(path.name) != ".json" or _holds_conversations(path)]
+    readable = UnusableRecords(skip=True)  # what cannot be read is refused, or left out, later
+    records = (record for path in files for record in read_records(path, unusable=readable))
+    record, first = next(records, ("", {"text": ""}))
     try:
         return files if detect_format(first) != "text" else []
     except UserError:
@@ -162,8 +174,15 @@ def _find_conversations(data: Path, split: FileSplit) -> Sequence[Path]:
         ) from None
 
 
-def _pack_conversations(loaded: LoadedModel, data: Path, files: Sequence[Path], sequence_length: int) -> ExamplePacking:
-    read = chain.from_iterable(read_conversations(file, loaded.tokenizer) for file in files)
+def _holds_conversations(path: Path) -> bool:
+    with suppress(UserError, StopIteration):
+        return detect_format(next(read_records(path))[1]) != "text"
+    return False
+
+
+def _pack_conversations(
+    loaded: LoadedModel, data: Path, read: Iterable[TokenizedExample], sequence_length: int
+) -> ExamplePacking:
     examples = [each for each in read if each.loss_mask[1:].any()]
     if overlong := sum(len(each.tokens) - 1 > sequence_length for each in examples):
         limit = loaded.config.max_sequence_length

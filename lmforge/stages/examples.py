@@ -31,7 +31,13 @@ from lmforge.data.dataset import PackedDataset, join_datasets
 from lmforge.data.mixture import MixedDataset, Phase, TrainingDataset, proportions_of
 from lmforge.data.packing import TokenizedExample
 from lmforge.data.sources.folders import FileSplit
-from lmforge.data.sources.records import UnusableRecords, describe_folders, find_record_files
+from lmforge.data.sources.records import (
+    UnusableRecords,
+    describe_folders,
+    describe_shared_files,
+    describe_special_text,
+    find_record_files,
+)
 from lmforge.data.tokenizer import Tokenizer
 from lmforge.errors import UserError, prefix_errors
 from lmforge.parallel.dims import plan_batches
@@ -40,7 +46,6 @@ from lmforge.stages.pretrained import download_pretrained, find_required_pretrai
 
 # Options of the data section on which tokenized examples do not depend; files are hashed.
 NOT_OF_EXAMPLES = {"files", "validation_files", "sources", "weights_by", "folder", "packing", "stage_to"}
-SPECIAL_TEXT_RATIO = 0.01  # of the examples: fewer may be about special tokens
 COUNT_LABELS = {
     "overlong": "left out as too long",
     "truncated": "truncated",
@@ -54,9 +59,9 @@ def read_examples(
 ) -> Iterator[ExampleGroup]:
     """The examples of a file. Raises UserError naming a record that is not valid, unless `unusable` leaves it out."""
     reading: dict[str, Any] = {"fields": options.renamed, "ignore_media": options.ignore_media, "unusable": unusable}
+    reading["parse_special_tokens"] = options.parse_special_tokens
     if isinstance(options, ConversationOptions):
         reading |= {"split_turns": options.split_turns, "format": options.format, "mask": options.mask}
-        reading["parse_special_tokens"] = options.parse_special_tokens
         for example in read_conversations(path, tokenizer, **reading):
             yield ExampleGroup((example,))
         return
@@ -225,13 +230,11 @@ def _describe_examples(source: FileSourceOptions, folder: ExampleFolder, train: 
     counts, splits = folder.manifest["counts"], folder.manifest["splits"]
     in_train, in_validation = splits["train"], splits["validation"]
     left_out = [f"; {counts[name]:,} {words}" for name, words in COUNT_LABELS.items() if counts.get(name)]
-    if counts.get("special_text", 0) > SPECIAL_TEXT_RATIO * (in_train["examples"] + in_validation["examples"]):
-        words = (
-            "spell special tokens in plain text, which is encoded as text (sft: data.parse_special_tokens makes tokens of it)"
-        )
-        left_out.append(f"; {counts['special_text']:,} {words}")
+    examples = in_train["examples"] + in_validation["examples"]
+    left_out.append(describe_special_text(counts.get("special_text", 0), examples))
     return (
         f"{folder.path}: {in_train['examples']:,} examples in {train.sequences_per_epoch:,} sequences per epoch,"
         f" {in_train['scored']:,} of {in_train['tokens']:,} tokens scored; {in_validation['examples']:,} for validation"
         f"{''.join(left_out)}{describe_folders(source.files)}{describe_folders(source.validation_files, 'validation')}"
+        f"{describe_shared_files(source.files, source.validation_files)}"
     )

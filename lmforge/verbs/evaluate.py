@@ -59,6 +59,7 @@ def _measure_loss(options: EvaluateOptions, dist_ctx: DistributedContext) -> dic
             sequences=options.sequences,
             sequence_length=options.sequence_length,
             batch_size=options.batch_size,
+            reading={name: getattr(options, name) for name in ("split_turns", "ignore_media", "skip_invalid")},
             on_progress=lambda done, total: bar.update(task, completed=done, total=total),
         )
 

@@ -78,6 +78,16 @@ def test_what_lies_beside_data_is_no_data(tmp_path: Path) -> None:
     assert names(file.name for file in open_text_source(str(tmp_path)).files) == ["README.md", "a.jsonl"]
 
 
+def test_the_files_that_a_dataset_card_names_for_splits_are_said_not_to_be_read(tmp_path: Path) -> None:
+    write(tmp_path / "a.jsonl")
+    (tmp_path / "README.md").write_text("---\nlicense: mit\n---\n\nWrite data_files: as you like.\n")
+    assert describe_folders([tmp_path]) == ""
+    split = "configs:\n- config_name: default\n  data_files:\n  - split: train\n    path: a.jsonl\n"
+    (tmp_path / "README.md").write_text(f"---\n{split}---\n")
+    assert describe_folders([tmp_path]) == f"; {tmp_path} leaves out 1 file (configs of README.md 1)"
+    assert dict(open_text_source(str(tmp_path)).left_out) == {"configs of README.md": 1}
+
+
 def test_files_in_subfolders_are_read_and_said(tmp_path: Path) -> None:
     for name in ("a.jsonl", "old/b.jsonl", "old/older/c.jsonl"):
         write(tmp_path / name)

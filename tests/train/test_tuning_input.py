@@ -391,7 +391,8 @@ def test_a_folder_is_its_files_by_name_and_a_tilde_is_home(
     [only] = {path for recipe in recipes for path in example_folder_paths(recipe, find_required_pretrained(recipe).tokenizer())}
     for recipe in recipes:
         prepare_examples(recipe, ALONE)
-        assert open_example_inputs(recipe, 1).train_dataset.sequences_per_epoch
+        summary = open_example_inputs(recipe, 1).data_summary
+        assert f"; trains and validates on the same 2 files, such as {(folder / 'a.jsonl').resolve()}" in summary
     splits = ExampleFolder.open(only).manifest["splits"]
     assert (splits["train"]["examples"], splits["validation"]["examples"]) == (4, 4)
 
@@ -405,7 +406,9 @@ def test_so_it_is_of_prompts(place: Path, tiny_run: Path, monkeypatch: pytest.Mo
         data = {"files": files, "validation_files": files}
         recipe = recipe_of(AlignConfig, place, tiny_run, align={"method": "grpo"}, rollout=rollout, data=data)
         prepare_prompts(recipe, ALONE)
-        rows = open_prompt_inputs(recipe, 1).train_dataset
+        inputs = open_prompt_inputs(recipe, 1)
+        rows = inputs.train_dataset
+        assert "; trains and validates on the same 2 files" in inputs.data_summary
         assert isinstance(rows.packing, PromptPacking)
         assert len(rows.packing.validation_prompts) == 4
         requested.append((rows.plan_hash, [prompt.tokens.tolist() for prompt in rows.packing.prompts]))
@@ -484,6 +487,25 @@ def test_files_that_are_held_out_leave_the_others_whole_and_are_told_of(place: P
     assert (len(prompts), held_out) == (80, ["1 + 2 ="])
     assert "80 of 80 records; validation: 1 of 4 records, 3 left out as too long; 4 completions" in materials[0].data_summary
     assert materials[0].train_dataset.plan_hash == materials[1].train_dataset.plan_hash
+
+
+def test_special_tokens_in_prompts_are_counted_or_parsed(place: Path, tiny_run: Path) -> None:
+    (place / "spelled.jsonl").write_text('{"prompt": "<|user|>1 + 2 =<|end|>"}\n')
+    (place / "plain.jsonl").write_text('{"prompt": "1 + 2 ="}\n')
+    files = {name: [str(place / f"{name}.jsonl")] for name in ("spelled", "plain")}
+    as_text, parsed = (
+        prompts_of(place, tiny_run, files=files["spelled"], validation_ratio=0, parse_special_tokens=parse)
+        for parse in (False, True)
+    )
+    said = "; 1 spell special tokens in plain text"
+    assert (said in as_text.data_summary, said in parsed.data_summary) == (True, False)
+    tokenizer = parsed.tokenizer
+    assert isinstance(parsed.packed_dataset.packing, PromptPacking)
+    [prompt] = parsed.packed_dataset.packing.prompts
+    assert prompt.tokens.tolist() == tokenizer.encode(prompt.prompt, parse_special_tokens=True)  # type: ignore[arg-type]
+    assert as_text.packed_dataset.plan_hash != parsed.packed_dataset.plan_hash
+    plain = prompts_of(place, tiny_run, files=files["plain"], validation_ratio=0)
+    assert "spell special" not in plain.data_summary
 
 
 @pytest.mark.parametrize(

@@ -256,6 +256,26 @@ def test_records_that_are_neither_texts_nor_conversations_are_refused(refused: R
     assert f"{tmp_path}/a.jsonl, record 1: neither a conversation nor a text: its fields are content" in said
 
 
+def test_conversations_in_json_files_of_a_folder_are_measured_and_read_as_asked(
+    capfd: Capture, refused: Refusal, tiny_run: Path, tmp_path: Path
+) -> None:
+    turns = {"messages": [{"role": "user", "content": "One or two?"}, {"role": "assistant", "content": "Two."}]}
+    folder = tmp_path / "chats"
+    folder.mkdir()
+    (folder / "a.json").write_text(json.dumps([turns | {"images": ["a.png"]}, {"messages": 1}, turns]))
+    (folder / "settings.json").write_text('{"beams": 1}')
+    (tmp_path / "same.jsonl").write_text(f"{json.dumps(turns)}\n" * 2)
+    said = refused("evaluate", tiny_run, "--data", folder)
+    assert f"{folder}/a.json, record 1: holds 'images'" in said
+    measured = []
+    for data, words in ((folder, ["--ignore_media", "--skip_invalid", "--split_turns"]), (tmp_path / "same.jsonl", [])):
+        printed, _ = run(capfd, "evaluate", tiny_run, "--data", data, *words, "--output", "json")
+        measured.append(json.loads(printed))
+    assert measured[0]["split"].startswith(f"all; 1 left out that cannot be used, such as {folder}/a.json, record 2: ")
+    assert [each["tokens"] for each in measured] == [measured[0]["tokens"]] * 2
+    assert measured[0]["loss"] == pytest.approx(measured[1]["loss"])
+
+
 def test_data_of_another_tokenizer_is_refused(capfd: Capture, tiny_run: Path, tmp_path: Path) -> None:
     (tmp_path / "text.txt").write_text("Something else altogether.\n\n" * 50)
     run(capfd, "prepare", tmp_path / "text.txt", tmp_path / "tokens", "--vocab_size", 301)

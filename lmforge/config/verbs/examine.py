@@ -27,6 +27,9 @@ class ShowOptions(Options):
     format: ExampleFormat = option("auto", "with such a file: format of the records, as data.format; or prompts")
     fields: tuple[str, ...] = option((), "with such a file: fields that have other names there, OURS=THEIRS, as data.fields")
     apply_chat_template: bool = option(False, "with such a file: strings become turns, as data.apply_chat_template")
+    split_turns: bool = option(False, "with such a file: answers become examples of their own, as data.split_turns")
+    ignore_media: bool = option(False, "with such a file: show the text of records that hold images, as data.ignore_media")
+    skip_invalid: bool = option(False, "with such a file: leave out records that cannot be used, as data.skip_invalid")
     samples: str | None = option(
         None, "with `data`: numbers of samples or records, FIRST:AFTER_LAST (default: the first 3, or those of a bad step)"
     )

@@ -35,6 +35,9 @@ class EvaluateOptions(Options):
     sequences: int | None = option(None, "sequences to measure, evenly spaced over the split (default: all)", **COUNT)
     sequence_length: int | None = option(None, "tokens in a sequence (default: as in training)", **LENGTH)
     batch_size: int = option(16, "sequences in one forward pass", **SEQUENCES)
+    split_turns: bool = option(False, "of conversations: answers are examples of their own, as data.split_turns")
+    ignore_media: bool = option(False, "of conversations: read the text of those that hold images, as data.ignore_media")
+    skip_invalid: bool = option(False, "of conversations: leave out those that cannot be used, as data.skip_invalid")
     tasks: tuple[str, ...] = option((), "files of questions, one JSON object per line: print their scores instead of the loss")
     lm_eval: tuple[str, ...] = option((), "tasks of lm-evaluation-harness by name: print their scores instead of the loss")
     lm_eval_include_path: Path | None = option(None, "folder with more tasks for the harness, as YAML files")
@@ -57,7 +60,7 @@ class EvaluateOptions(Options):
     def problems(self) -> Iterator[str]:
         scores = bool(self.tasks or self.lm_eval)
         conditions = {
-            "data split sequences sequence_length": (
+            "data split sequences sequence_length split_turns ignore_media skip_invalid": (
                 not scores,
                 "only with the loss on documents, which --tasks and --lm_eval replace",
             ),

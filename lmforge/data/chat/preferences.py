@@ -83,6 +83,7 @@ def read_preference_pairs(
     apply_chat_template: bool = False,
     with_margins: bool = False,
     ignore_media: bool = False,
+    parse_special_tokens: bool = False,
     fields: Mapping[str, str] | None = None,
     unusable: UnusableRecords | None = None,
 ) -> Iterator[PreferencePair]:
@@ -92,7 +93,8 @@ def read_preference_pairs(
     `with_margins` keeps the number in a record's `margin`. Pairs of equal sides are left out. Raises UserError naming a record
     without a prompt or an answer, unless `unusable` leaves it out. The rest as in `read_conversations`.
     """
-    encoder = RecordEncoder(tokenizer, fields, apply_chat_template, ignore_media, unusable or UnusableRecords())
+    unusable = unusable or UnusableRecords()
+    encoder = RecordEncoder(tokenizer, fields, apply_chat_template, ignore_media, unusable, parse_special_tokens)
 
     def lay_out(record: Record) -> LaidOut[PreferencePair]:
         margin = _parse_margin(record) if with_margins else 0.0
@@ -107,11 +109,13 @@ def read_unpaired_preferences(
     *,
     apply_chat_template: bool = False,
     ignore_media: bool = False,
+    parse_special_tokens: bool = False,
     fields: Mapping[str, str] | None = None,
     unusable: UnusableRecords | None = None,
 ) -> Iterator[UnpairedPreference]:
     """Records {prompt, completion, label} with true or false labels, as for KTO; the rest as in `read_preference_pairs`."""
-    encoder = RecordEncoder(tokenizer, fields, apply_chat_template, ignore_media, unusable or UnusableRecords())
+    unusable = unusable or UnusableRecords()
+    encoder = RecordEncoder(tokenizer, fields, apply_chat_template, ignore_media, unusable, parse_special_tokens)
 
     def lay_out(record: Record) -> LaidOut[UnpairedPreference]:
         require_fields(record, "prompt", "completion", "label", hint=RENAMING_HINT)
@@ -129,6 +133,7 @@ def read_prompts(
     *,
     apply_chat_template: bool = False,
     ignore_media: bool = False,
+    parse_special_tokens: bool = False,
     fields: Mapping[str, str] | None = None,
     max_prompt_length: int | None = None,
     counts: PromptCounts | None = None,
@@ -139,7 +144,8 @@ def read_prompts(
 
     Raises UserError naming the record without a prompt.
     """
-    encoder, counts, unusable = RecordEncoder(tokenizer), counts or PromptCounts(), unusable or UnusableRecords()
+    counts, unusable = counts or PromptCounts(), unusable or UnusableRecords()
+    encoder = RecordEncoder(tokenizer, unusable=unusable, parse_special_tokens=parse_special_tokens)
     for place, record in read_renamed_records(path, fields, unusable):
         counts.records += 1
         tokens = None

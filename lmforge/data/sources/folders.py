@@ -4,6 +4,7 @@ import os
 import re
 from collections import Counter
 from collections.abc import Collection, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -26,6 +27,7 @@ DESCRIPTIONS = frozenset(
 )
 COMPRESSION_SUFFIXES = {".gz": "gzip", ".zst": "zstd"}
 SHOWN = 5
+MAX_CARD_CHARACTERS = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -108,10 +110,19 @@ def choose_split(paths: Collection[Path], root: Path, split: FileSplit) -> tuple
     return found, Counter(others.get(path, "no split") for path in sorted({*paths}.difference(found)))
 
 
+def unread_configs(root: Path) -> dict[str, int]:
+    """What is said to be left out of a folder whose dataset card names the files of splits: `datasets` reads these names."""
+    with suppress(OSError), open(root / "README.md", encoding="utf-8", errors="replace") as card:
+        if card.readline().strip() == "---" and "data_files:" in card.read(MAX_CARD_CHARACTERS).partition("\n---")[0]:
+            return {"configs of README.md": 1}
+    return {}
+
+
 def find_files(root: Path, suffixes: Collection[str], split: FileSplit) -> FolderFiles:
     """The files with one of these suffixes, compressed or not, in a folder and those in it, of one split."""
     every = [path for path in list_files(root) if path.name not in DESCRIPTIONS and path.suffix != ".lock"]
     known = [path for path in every if content_suffix(path.name) in suffixes]
     chosen, left_out = choose_split(known, root, split)
     left_out.update(content_suffix(path.name) or "without a suffix" for path in sorted({*every}.difference(known)))
+    left_out.update(unread_configs(root))
     return FolderFiles(tuple(sorted(chosen)), tuple(left_out.most_common()))

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lmforge.data.sources.folders import COMPRESSION_SUFFIXES, FileSplit, content_suffix, find_files
-from lmforge.errors import NothingToLearn, UserError, prefix_errors
+from lmforge.errors import NothingToLearn, UserError, format_count, prefix_errors
 from lmforge.untrusted import BYTE_ORDER_MARK, CHUNK_BYTES, expand_home, list_names, parse_json, read_stream
 
 if TYPE_CHECKING:
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 JSON_SUFFIXES = frozenset({".jsonl", ".ndjson", ".json"})
 RECORD_SUFFIXES = JSON_SUFFIXES | {".parquet"}
 MAX_LINE_BYTES = 2**26
+SPECIAL_TEXT_RATIO = 0.01  # of the records: fewer may be about special tokens
 MAX_LIST_BYTES = 2**30  # of a file that is one JSON list
 READ_BUFFER_BYTES = 1 << 18
 PARQUET_BATCH_ROWS = 1000
@@ -102,6 +103,22 @@ class UnusableRecords:
         """Their number and the first, after `; `; empty if there are none."""
         number = len(self.problems)
         return f"; {number:,} left out that cannot be used, such as {self.problems[0]}" if number else ""
+
+
+def describe_special_text(count: int, records: int) -> str:
+    """That many of the records spell special tokens, which are encoded as text, after `; `; empty where few do."""
+    if count <= SPECIAL_TEXT_RATIO * records:
+        return ""
+    words = "spell special tokens in plain text, which is encoded as text (data.parse_special_tokens makes tokens of it)"
+    return f"; {count:,} {words}"
+
+
+def describe_shared_files(paths: Iterable[Path], validation_paths: Iterable[Path]) -> str:
+    """That files are both for training and for validation, after `; `; empty if none is."""
+    named: tuple[tuple[Iterable[Path], FileSplit], ...] = ((paths, "train"), (validation_paths, "validation"))
+    train, validation = ({file.resolve() for path in each for file in find_record_files(path, split)} for each, split in named)
+    shared = sorted(train & validation)
+    return f"; trains and validates on the same {format_count(len(shared), 'file')}, such as {shared[0]}" if shared else ""
 
 
 def read_records(

@@ -21,6 +21,7 @@ from lmforge.data.sources.folders import (
     content_suffix,
     find_splits,
     list_files,
+    unread_configs,
 )
 from lmforge.data.sources.plugin_unit import NO_READERS, PluginReaders, PluginUnit
 from lmforge.data.sources.records import JSON_SUFFIXES, open_decompressed, open_parquet
@@ -180,7 +181,7 @@ def open_text_source(
         if not paths:
             raise UserError(f"{spec}: holds no text: looked for files such as .txt, .md, .py, .jsonl, .jsonl.gz, .parquet")
         paths, others = _documents_of_split(paths, root, split, {".txt", *suffixes})
-        left_out.update(others)
+        left_out.update(others + Counter(unread_configs(root)))
     elif root.is_file():
         if content_suffix(root.name) not in known:
             _check_is_text(root)

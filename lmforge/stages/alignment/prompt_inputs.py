@@ -22,7 +22,13 @@ from lmforge.data.chat.templates import ChatTemplate
 from lmforge.data.dataset import PackedDataset
 from lmforge.data.packing import PackedSequence, Packing
 from lmforge.data.sources.folders import FileSplit
-from lmforge.data.sources.records import UnusableRecords, describe_folders, find_record_files
+from lmforge.data.sources.records import (
+    UnusableRecords,
+    describe_folders,
+    describe_shared_files,
+    describe_special_text,
+    find_record_files,
+)
 from lmforge.data.tokenizer import Tokenizer
 from lmforge.errors import UserError, prefix_errors
 from lmforge.generate.model_loading import check_reward_head
@@ -94,6 +100,7 @@ def _read_split(config: AlignConfig, tokenizer: Tokenizer, split: FileSplit) -> 
         "apply_chat_template": options.apply_chat_template,
         "fields": options.renamed,
         "ignore_media": options.ignore_media,
+        "parse_special_tokens": options.parse_special_tokens,
         "max_prompt_length": options.sequence_length - config.rollout.max_completion_length,
         "counts": counts,
         "unusable": unusable,
@@ -105,7 +112,7 @@ def _read_split(config: AlignConfig, tokenizer: Tokenizer, split: FileSplit) -> 
             f"data.{'files' if split == 'train' else 'validation_files'}: no prompt is left ({counts}{unusable});"
             " make data.sequence_length longer, or rollout.max_completion_length shorter"
         )
-    return prompts, f"{counts}{unusable}"
+    return prompts, f"{counts}{unusable}{describe_special_text(unusable.with_special_text, counts.records)}"
 
 
 def _read_prompts(config: AlignConfig, tokenizer: Tokenizer) -> tuple[list[TokenizedPrompt], list[TokenizedPrompt], str]:
@@ -113,7 +120,8 @@ def _read_prompts(config: AlignConfig, tokenizer: Tokenizer) -> tuple[list[Token
     prompts, counts = _read_split(config, tokenizer, "train")
     if config.data.validation_files:
         validation, validation_counts = _read_split(config, tokenizer, "validation")
-        return prompts, validation, f"{counts}; validation: {validation_counts}"
+        shared = describe_shared_files(config.data.files, config.data.validation_files)
+        return prompts, validation, f"{counts}; validation: {validation_counts}{shared}"
     hashes = np.array([xxhash.xxh3_64_intdigest(prompt.tokens.tobytes()) for prompt in prompts], np.uint64)
     is_validation = select_validation(hashes, config.data.validation_ratio)
     validation = list(compress(prompts, is_validation))
@@ -142,6 +150,7 @@ def open_prompt_inputs(config: AlignConfig, world_size: int) -> RunInputs:
     fixed: list[Any] = [options.num_generations, options.max_completion_length, options.num_iterations]
     fixed += [data.apply_chat_template, *data.fields]
     fixed += [] if data.validation_files else [data.validation_ratio]
+    fixed += ["parsed"] if data.parse_special_tokens else []
     content = json.dumps([hash_files(data.files), fixed], sort_keys=True)
     dataset = PackedDataset(
         PromptPacking(prompts, validation_prompts),

@@ -22,7 +22,8 @@ from lmforge.verbs.show.describe import describe_data, describe_model, describe_
 
 def run_show(options: ShowOptions) -> int:
     """Print a description of the thing, or samples of data. Raises UserError."""
-    reading = [name for name in options.changed() if name in ("mask", "format", "fields", "apply_chat_template")]
+    of_files = ["mask", "format", "fields", "apply_chat_template", "split_turns", "ignore_media", "skip_invalid"]
+    reading = [name for name in options.changed() if name in of_files]
     if reading and options.tokenizer is None:
         raise UserError(f"show: --{reading[0]} is for `lmforge show data FILE --tokenizer MODEL` alone")
     of_data = options.thing == "data" and options.of is not None

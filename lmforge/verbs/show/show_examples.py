@@ -29,7 +29,7 @@ def show_examples(options: ShowOptions, model: Path) -> str:
     # A folder may hold a tokenizer alone.
     tokenizer = Tokenizer.open(model) if kind_of(model) == Kind.FOLDER else find_pretrained(model).tokenizer()
     first, after = parse_range(options.samples, (0, 3))
-    lines, unusable = [], UnusableRecords()
+    lines, unusable = [], UnusableRecords(options.skip_invalid)
     for number, title, example in _read_examples(options, tokenizer, unusable):
         if number >= after:
             break
@@ -49,12 +49,13 @@ def _read_examples(
     """The examples of the file, each with the number of its record and a title. Raises UserError."""
     assert options.of is not None
     file, fields = options.of, renamed_fields(options.fields, "--fields")
-    _, record = next(read_renamed_records(file, fields), ("", {}))
+    _, record = next(read_renamed_records(file, fields, UnusableRecords(options.skip_invalid)), ("", {}))
     kind = _record_format(options, record)
-    if kind != "conversations" and options.mask != "assistant":
-        raise UserError(f"--mask {options.mask}: is for conversations, not for {kind}; leave it out")
-    reading: dict[str, Any] = {"fields": fields, "unusable": unusable}
-    conversations = {**reading, "format": options.format, "mask": options.mask}
+    if kind != "conversations" and (options.mask != "assistant" or options.split_turns):
+        given = "--split_turns" if options.split_turns else f"--mask {options.mask}"
+        raise UserError(f"{given}: is for conversations, not for {kind}; leave it out")
+    reading: dict[str, Any] = {"fields": fields, "unusable": unusable, "ignore_media": options.ignore_media}
+    conversations = {**reading, "format": options.format, "mask": options.mask, "split_turns": options.split_turns}
     reading["apply_chat_template"] = options.apply_chat_template
     if kind == "pairs":
         for number, pair in enumerate(read_preference_pairs(file, tokenizer, **reading)):
@@ -69,7 +70,7 @@ def _read_examples(
     else:
         assert options.format != "prompts"
         for number, example in enumerate(read_conversations(file, tokenizer, **conversations)):
-            yield number, f"record {number}", example
+            yield number, f"{'answer' if options.split_turns else 'record'} {number}", example
 
 
 def _record_format(options: ShowOptions, record: dict[str, Any]) -> str:
