@@ -6,7 +6,7 @@ by name, never ignored. Nothing here knows of models, threads or sockets.
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, TypeVar, cast
+from typing import Annotated, Any, Literal, TypeVar, cast
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
@@ -47,6 +47,7 @@ UNSUPPORTED_UNLESS = {name: values for values, names in _NEUTRAL_VALUES for name
 # Keys of a message that are read.
 MESSAGE_KEYS = {"role", "content", "name", "tool_calls", "tool_call_id", "function_call", *REASONING_FIELDS}
 PART_KEYS = {"type", "text", "cache_control"}
+PART_TYPES = ["text", "input_text", "output_text"]
 MAX_TOP_LOGPROBS = 20
 EXPECTED_VALUES = {
     "prompt": "a text, a list of texts, a list of token ids, or a list of such lists",
@@ -99,10 +100,12 @@ class _StrictModel(BaseModel):
 
 
 class StreamOptions(_StrictModel):
-    """`include_usage` adds token counts at the end of a stream. `include_obfuscation` is accepted and has no effect."""
+    """`include_usage` adds token counts at the end of a stream. `include_obfuscation` is accepted and has no effect, and so is
+    vLLM's `continuous_usage_stats` where it is false."""
 
     include_usage: bool = False
     include_obfuscation: bool = False
+    continuous_usage_stats: Literal[False] = False
 
 
 class BaseCompletionRequest(_StrictModel):
@@ -115,7 +118,7 @@ class BaseCompletionRequest(_StrictModel):
     top_p: float | None = Field(None, gt=0, le=1)
     top_k: int | None = Field(None, ge=-1)
     min_p: float | None = Field(None, ge=0, le=1)
-    repetition_penalty: float | None = Field(None, gt=0, le=100)
+    repetition_penalty: float | None = Field(None, ge=0.01, le=100)  # smaller ones make logits infinite
     n: int = Field(1, ge=1, le=128)
     seed: int | None = Field(None, ge=-(2**63), lt=2**63)
     stop: StopString | Annotated[list[StopString], Field(max_length=16)] = []
@@ -204,12 +207,20 @@ def _parts_without_effect(request: BaseCompletionRequest) -> Iterator[tuple[str,
         yield "max_completion_tokens", "another value than max_tokens; give one of them"
     for name in NO_TEMPLATE_VARIABLES & request.chat_template_kwargs.keys():
         yield "chat_template_kwargs", f"{name} is not a variable of a template; leave it out"
+    if request.enable_thinking not in (None, request.template_variables.get("enable_thinking")):
+        yield "enable_thinking", "another value than in chat_template_kwargs; give one of them"
     for number, message in enumerate(request.messages, start=1):
         content = message.get("content")
         parts = [part for part in content if isinstance(part, dict)] if isinstance(content, list) else []
         for known, each in [(MESSAGE_KEYS, message), *((PART_KEYS, part) for part in parts)]:
             for name in (name for name, value in each.items() if value and name not in known):
                 yield "messages", f"message {number}: {cut(name)}: not supported, got {quoted(each[name])}"
+        for name in ("name", "tool_call_id", *REASONING_FIELDS):
+            if not isinstance(value := message.get(name), str | None):
+                yield "messages", f"message {number}: {name}: expected a text, got {quoted(value)}"
+        for part in parts:
+            if (kind := part.get("type", "text")) not in PART_TYPES:
+                yield "messages", f"message {number}: type: not supported, got {quoted(kind)}"
 
 
 def _validation_error(request_type: type[BaseCompletionRequest], problem: ValidationError) -> ApiError:

@@ -266,6 +266,17 @@ BAD = [
         400,
         "message 1: image_url: not supported",
     ),
+    ({"messages": [{"role": "user", "content": [{"type": "image_url", "text": "x"}]}]}, 400, "message 1: type: not supported"),
+    ({"messages": [{"role": "user", "content": "Hi", "name": ["x"]}]}, 400, 'message 1: name: expected a text, got ["x"]'),
+    ({"messages": [*HI, {"role": "assistant", "content": "Hi", "thinking": 1}]}, 400, "message 2: thinking: expected a text"),
+    ({"enable_thinking": True, "chat_template_kwargs": {"enable_thinking": False}}, 400, "enable_thinking: another value"),
+    (
+        {"chat_template_kwargs": {"enable_thinkin": True}},
+        400,
+        "enable_thinkin: the model's chat template reads no such variable",
+    ),
+    ({"repetition_penalty": 1e-40}, 400, "repetition_penalty: input should be greater than or equal to 0.01"),
+    ({"stream": True, "stream_options": {"continuous_usage_stats": True}}, 400, "stream_options.continuous_usage_stats: "),
     ({"add_special_tokens": True}, 400, "add_special_tokens: not supported, got true"),
 ]
 
@@ -297,7 +308,14 @@ def test_parameters_without_effect_are_accepted(server: Server) -> None:
     neutral |= {"min_p": 0.0, "top_k": -1, "verbosity": "medium", "repetition_penalty": 1.0, "echo": False, "min_tokens": 0}
     neutral |= {"xtc_probability": 0, "tfs_z": 1.0, "return_token_ids": False, "spaces_between_special_tokens": True}
     neutral |= {"chat_template_kwargs": {}, "enable_thinking": False, "add_generation_prompt": True, "temperature": 0}
-    neutral |= {"logprobs": False, "top_logprobs": 0, "stream": False, "stream_options": None, **OTHER_SERVERS_DEFAULTS}
+    neutral |= {
+        "chat_template_kwargs": {"unread": False},
+        "logprobs": False,
+        "top_logprobs": 0,
+        "stream": False,
+        "stream_options": None,
+        **OTHER_SERVERS_DEFAULTS,
+    }
     said = {"role": "assistant", "content": "Hey", "refusal": None, "annotations": [], "audio": None, "tool_calls": None}
     body = {"model": "hello", "messages": [*HI, said, *HI], **neutral}
     status, answer = server.ask("/v1/chat/completions", body)
