@@ -34,7 +34,6 @@ from lmforge.data.sources.folders import FileSplit
 from lmforge.data.sources.records import (
     UnusableRecords,
     describe_folders,
-    describe_shared_files,
     describe_special_text,
     find_record_files,
 )
@@ -235,6 +234,5 @@ def _describe_examples(source: FileSourceOptions, folder: ExampleFolder, train: 
     return (
         f"{folder.path}: {in_train['examples']:,} examples in {train.sequences_per_epoch:,} sequences per epoch,"
         f" {in_train['scored']:,} of {in_train['tokens']:,} tokens scored; {in_validation['examples']:,} for validation"
-        f"{''.join(left_out)}{describe_folders(source.files)}{describe_folders(source.validation_files, 'validation')}"
-        f"{describe_shared_files(source.files, source.validation_files)}"
+        f"{''.join(left_out)}{describe_folders(source.files, validation_paths=source.validation_files)}"
     )

@@ -153,7 +153,8 @@ class RecordEncoder:
             for place, record in read_renamed_records(path, self.field_names, self.unusable):
                 with self.unusable.leave_out(place):
                     check_media(record, self.ignore_media)
-                    check_weight(record)
+                    if training_flag({"weight": record.get("weight")}) is False:
+                        raise NothingToLearn('"weight" is 0: there is nothing to learn from')
                     yield place, lay_out(record)
 
         remaining = laid_out()
@@ -313,12 +314,6 @@ def _is_media(part: Any) -> bool:
 def _without_media(message: dict[str, Any]) -> dict[str, Any]:
     content = message.get("content")
     return message | {"content": [each for each in content if not _is_media(each)]} if isinstance(content, list) else message
-
-
-def check_weight(record: Record) -> None:
-    """Raises UserError where a record says that it is learned from in part, NothingToLearn where it says not at all."""
-    if training_flag({"weight": record.get("weight")}) is False:
-        raise NothingToLearn('"weight" is 0: there is nothing to learn from')
 
 
 def record_variables(record: Record) -> dict[str, Any]:

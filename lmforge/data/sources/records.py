@@ -69,10 +69,17 @@ def find_record_files(path: str | Path, split: FileSplit = "train") -> Sequence[
     return files
 
 
-def describe_folders(paths: Iterable[Path], split: FileSplit = "train") -> str:
-    """For folders among these paths what is left out of them, and which folders within them are read: of each after `; `."""
-    roots = [root for path in paths if (root := expand_home(path)).is_dir()]
-    notes = [f"; {root} {note}" for root in roots if (note := find_files(root, RECORD_SUFFIXES, split).describe(root))]
+def describe_folders(paths: Iterable[Path], split: FileSplit = "train", validation_paths: Iterable[Path] = ()) -> str:
+    """For folders among these paths what is left out of them, and which folders within them are read, and what is both for
+    training and for validation: each after `; `."""
+    notes, files = [], []
+    named: tuple[tuple[Iterable[Path], FileSplit], ...] = ((paths, split), (validation_paths, "validation"))
+    for members, of_split in named:
+        roots = [root for path in members if (root := expand_home(path)).is_dir()]
+        notes += [f"; {root} {note}" for root in roots if (note := find_files(root, RECORD_SUFFIXES, of_split).describe(root))]
+        files.append({file.resolve() for path in members for file in find_record_files(path, of_split)})
+    if shared := sorted(files[0] & files[1]):
+        notes.append(f"; trains and validates on the same {format_count(len(shared), 'file')}, such as {shared[0]}")
     return "".join(notes)
 
 
@@ -111,14 +118,6 @@ def describe_special_text(count: int, records: int) -> str:
         return ""
     words = "spell special tokens in plain text, which is encoded as text (data.parse_special_tokens makes tokens of it)"
     return f"; {count:,} {words}"
-
-
-def describe_shared_files(paths: Iterable[Path], validation_paths: Iterable[Path]) -> str:
-    """That files are both for training and for validation, after `; `; empty if none is."""
-    named: tuple[tuple[Iterable[Path], FileSplit], ...] = ((paths, "train"), (validation_paths, "validation"))
-    train, validation = ({file.resolve() for path in each for file in find_record_files(path, split)} for each, split in named)
-    shared = sorted(train & validation)
-    return f"; trains and validates on the same {format_count(len(shared), 'file')}, such as {shared[0]}" if shared else ""
 
 
 def read_records(

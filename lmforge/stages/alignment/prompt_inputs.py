@@ -25,7 +25,6 @@ from lmforge.data.sources.folders import FileSplit
 from lmforge.data.sources.records import (
     UnusableRecords,
     describe_folders,
-    describe_shared_files,
     describe_special_text,
     find_record_files,
 )
@@ -120,8 +119,7 @@ def _read_prompts(config: AlignConfig, tokenizer: Tokenizer) -> tuple[list[Token
     prompts, counts = _read_split(config, tokenizer, "train")
     if config.data.validation_files:
         validation, validation_counts = _read_split(config, tokenizer, "validation")
-        shared = describe_shared_files(config.data.files, config.data.validation_files)
-        return prompts, validation, f"{counts}; validation: {validation_counts}{shared}"
+        return prompts, validation, f"{counts}; validation: {validation_counts}"
     hashes = np.array([xxhash.xxh3_64_intdigest(prompt.tokens.tobytes()) for prompt in prompts], np.uint64)
     is_validation = select_validation(hashes, config.data.validation_ratio)
     validation = list(compress(prompts, is_validation))
@@ -160,6 +158,7 @@ def open_prompt_inputs(config: AlignConfig, world_size: int) -> RunInputs:
         sequence_length=data.sequence_length,
         seed=config.train.seed,
     )
+    folders = describe_folders(data.files, validation_paths=data.validation_files)
     return RunInputs(
         tokenizer,
         dataset,
@@ -167,7 +166,7 @@ def open_prompt_inputs(config: AlignConfig, world_size: int) -> RunInputs:
         model_config,
         batch_plan,
         data_source=dataset.location,
-        data_summary=f"{dataset.location}: {counts}{describe_folders(data.files)}; {options.num_generations} completions each",
+        data_summary=f"{dataset.location}: {counts}{folders}; {options.num_generations} completions each",
         load_weights=pretrained.load_weights,
         sequences_per_sample=options.num_generations,
     )
