@@ -20,7 +20,7 @@ from lmforge.generate.prompts import PromptTooLong
 from lmforge.generate.sampling import SamplingParams, choose_sampling
 from lmforge.hub import resolve_model_folder
 from lmforge.interop.kinds import Kind, kind_of
-from lmforge.interop.peft_folder import base_model_of, load_peft_folder
+from lmforge.interop.peft_folder import base_model_of, base_model_overrides, load_peft_folder
 from lmforge.interop.resolve import resolve_model_config, stored_model_config
 from lmforge.interop.weights import load_folder, merge_adapters
 from lmforge.model import build_model
@@ -113,23 +113,28 @@ def resolve_max_length(loaded: LoadedModel, requested: int | None) -> int:
 
 
 def load_model(
-    path: Path, device: torch.device, dtype: torch.dtype, warn: Callable[[str], None] = print, reward_model: bool = False
+    path: Path,
+    device: torch.device,
+    dtype: torch.dtype,
+    warn: Callable[[str], None] = print,
+    reward_model: bool = False,
+    overrides: dict[str, Any] | None = None,
 ) -> LoadedModel:
     """Load the model at `path` onto `device`. Raises UserError where there is no model or tokenizer.
 
     `warn` gets a line for each corrupt checkpoint that was skipped. With `reward_model` it must be a reward model, else it
-    must not.
+    must not. `overrides` replace fields of a folder's config.
     """
     path = resolve_model_folder(path)
     kind = kind_of(path)
     if kind == Kind.ADAPTERS:
         # Merged in fp32 and then cast. A tokenizer beside the adapters has precedence over the base model's.
-        base = load_model(base_model_of(path), device, torch.float32, warn, reward_model)
+        base = load_model(base_model_of(path), device, torch.float32, warn, reward_model, base_model_overrides(path))
         merge_adapters(base.model, *load_peft_folder(path), str(path))
         tokenizer = Tokenizer.open(path) if (path / "tokenizer.json").exists() else base.tokenizer
         return replace(base, model=base.model.to(dtype), tokenizer=tokenizer, path=path)
     if kind == Kind.HF_FOLDER:
-        return _from_folder(path, device, dtype, reward_model)
+        return _from_folder(path, device, dtype, reward_model, overrides or {})
     load = partial(_from_checkpoint, device=device, dtype=dtype, reward_model=reward_model)
     loaded, skipped = checkpoint.open_checkpoint(path, load)
     for line in skipped:
@@ -137,8 +142,10 @@ def load_model(
     return loaded
 
 
-def _from_folder(folder: Path, device: torch.device, dtype: torch.dtype, reward_model: bool) -> LoadedModel:
-    config = resolve_model_config(folder, {}, implementation="auto")
+def _from_folder(
+    folder: Path, device: torch.device, dtype: torch.dtype, reward_model: bool, overrides: dict[str, Any]
+) -> LoadedModel:
+    config = resolve_model_config(folder, overrides, implementation="auto")
     check_reward_head(config, folder, reward_model)
     if not (folder / "tokenizer.json").exists():
         raise UserError(f"{folder}: no tokenizer.json; put the model's tokenizer beside its weights")

@@ -5,6 +5,7 @@ are refused by name, and so are options that are not known here.
 """
 
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -30,9 +31,11 @@ _SUPPORTED = {
     "peft_type",
     "exclude_modules", "layers_to_transform", "layers_pattern", "fan_in_fan_out",
     "auto_mapping", "base_model_name_or_path", "revision", "task_type", "inference_mode", "peft_version",
-    "megatron_core", "qalora_group_size", "runtime_config", "ephemeral_gpu_offload", "eva_config",
+    "ensure_weight_tying", "megatron_core", "qalora_group_size", "runtime_config", "ephemeral_gpu_offload", "eva_config",
 }  # fmt: skip
 _UNSET_VALUES: tuple[Any, ...] = (None, False, "none", [], {})
+# Names of layers that a model may tie, of which PEFT adapts each alone.
+_TIED_LAYERS = re.compile(r"\.(embed_tokens|wte|word_embeddings|embed_in|embed_out|lm_head)\.")
 # The initializations that leave the weights of the base model as they are.
 _SUPPORTED_INITS = (True, False, None, "gaussian", "orthogonal", "eva")
 
@@ -100,6 +103,15 @@ def base_model_of(folder: Path) -> Path:
     return Path(f"{base}@{revision}" if revision and kind_of(base) == Kind.HUB_NAME else base)
 
 
+def base_model_overrides(folder: Path) -> dict[str, Any]:
+    """Fields of the base model's config that adapters change: those of the embedding or the head alone untie the two.
+
+    `peft` computes such a model so; when it merges, it adds to both of a tied pair, which is another model.
+    """
+    names = _open_tensors(folder).entries
+    return {"tie_word_embeddings": False} if any(map(_TIED_LAYERS.search, names)) else {}
+
+
 def load_peft_folder(folder: str | Path) -> tuple[LoraConfig, dict[str, Tensor]]:
     """The adapters of a PEFT folder: their config, and full tensors by our names for `merge_adapters`.
 
@@ -120,7 +132,7 @@ def load_peft_folder(folder: str | Path) -> tuple[LoraConfig, dict[str, Tensor]]
     if refused:
         options = ", ".join(f"{name} = {json.dumps(content[name])}" for name in refused)
         raise UserError(f"{path}: {options}: not supported; merge it into its model with PEFT first")
-    tensors = _read_tensors(folder / ADAPTER_WEIGHTS_FILE)
+    tensors = _read_tensors(folder)
     config = LoraConfig(
         rank=content["r"],
         alpha=content["lora_alpha"],
@@ -153,12 +165,16 @@ def _read_config(path: Path) -> dict[str, Any]:
     return {**read_json(path, _PeftConfig, hint="copy the file again")}
 
 
-def _read_tensors(path: Path) -> dict[str, Tensor]:
-    """Adapters, those of embeddings as pairs for their transpose, and whole weights."""
+def _open_tensors(folder: Path) -> SafetensorsFile:
+    path = folder / ADAPTER_WEIGHTS_FILE
     if not path.is_file():
         raise UserError(f"{path}: no such file; adapters are loaded from safetensors only")
-    file = SafetensorsFile(path)
-    tensors = {}
+    return SafetensorsFile(path)
+
+
+def _read_tensors(folder: Path) -> dict[str, Tensor]:
+    """Adapters, those of embeddings as pairs for their transpose, and whole weights."""
+    file, tensors = _open_tensors(folder), {}
     for name, stored in file.entries.items():
         ours = name.removeprefix(_PREFIX).replace(".base_layer.", ".")
         layer, _, kind = ours.rpartition(".lora_embedding_")
@@ -167,9 +183,9 @@ def _read_tensors(path: Path) -> dict[str, Tensor]:
         elif name.startswith(_PREFIX) and len(stored.shape) <= 2 and (ours.endswith(LORA_SUFFIXES) or ".lora_" not in ours):
             tensors[ours] = file.read(name)
         else:
-            raise UserError(f"{path}: {name}: not an adapter of a linear layer, so not supported")
+            raise UserError(f"{file.path}: {name}: not an adapter of a linear layer, so not supported")
     if not tensors:
-        raise UserError(f"{path}: holds no tensors; copy the folder again")
+        raise UserError(f"{file.path}: holds no tensors; copy the folder again")
     return tensors
 
 

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from lmforge.errors import UserError, name_some
 from lmforge.hub import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, indexed_weight_files
 from lmforge.interop.config_json import read_config_json
+from lmforge.interop.resolve import resolve_model_config
 from lmforge.interop.safetensors_file import SafetensorsFile
 from lmforge.interop.stored_experts import pieces, stored_name
 from lmforge.interop.transformers_causal_lm import TensorConversion, map_stored_names
@@ -44,7 +45,8 @@ def load_folder(folder: str | Path, model: nn.Module, new_names: Collection[str]
     Adapters and `new_names` (such as a new head) are not in the folder and stay as they are. The model must be allocated
     (not on meta) and may be sharded: of a DTensor each rank reads only its own part, in few long reads, and holds little
     more than that. Where its vocabulary is larger than that of the folder's config.json, further rows become the mean of those
-    there. A pipeline stage may lack parameters: the folder must hold the full model, and the local part is filled.
+    there; where only the folder ties embedding and head, both begin as its one matrix. A pipeline stage may lack parameters:
+    the folder must hold the full model, and the local part is filled.
     Raises UserError where a file is missing or damaged, or where names or shapes differ, naming the first few.
     """
     folder = Path(folder)
@@ -66,6 +68,9 @@ def load_folder(folder: str | Path, model: nn.Module, new_names: Collection[str]
         our_names = {stored: _our_name(stored, prefix) for stored in file_of}
     ignored = (*_CONSTANT_SUFFIXES, *new_names)
     stored = {ours: (file_of[name], name) for name, ours in our_names.items() if not ours.endswith(ignored)}
+    ends = [f"{name}.weight" for name in (model.embedding_names[0], "lm_head")]  # type: ignore[index, union-attr]
+    if {*ends} <= expected.keys() and not {*ends} <= stored.keys() and _ties(folder, model.config):  # and the model does not
+        stored |= {ours: stored[name] for ours, name in zip(ends, ends[::-1], strict=True) if name in stored} | stored
     tied, head = _resolve_tied_head(full_model, expected, stored)
     for conversion in conversions:
         _check_converted(folder, expected, conversion.convert(lambda name: file_of[name].entries[name].meta))
@@ -73,10 +78,10 @@ def load_folder(folder: str | Path, model: nn.Module, new_names: Collection[str]
     grown = {name for ours, (_, name) in stored.items() if ours in rows} | {*rows}  # as they are stored
     parts = _local_parts(local, full_model)
     for file in opened:
-        targets = {name: parts[ours] for ours, (source, name) in stored.items() if source is file and ours in parts}
-        for name in targets:
+        targets = [(name, parts[ours]) for ours, (source, name) in stored.items() if source is file and ours in parts]
+        for name, _ in targets:
             _reject_quantized(file.entries[name].dtype, f"{file.path}: {name}")
-        _read_parts(file, [(name, *part) for name, part in targets.items()], grown)
+        _read_parts(file, [(name, *part) for name, part in targets], grown)
     if head is not None and tied in local:
         target, part = local_part(local[tied])
         again = torch.empty_like(target)
@@ -100,6 +105,11 @@ def _local_parts(local: Mapping[str, nn.Parameter], full_model: Any) -> dict[str
             parts[stored_name(name, full_model.config)] = target, part
         parts |= {piece.name: cut for piece in stack if (cut := piece.cut_part(target, part)) is not None}
     return parts
+
+
+def _ties(folder: Path, config: Any) -> bool:
+    """Whether a folder's config.json says that embedding and head are one matrix."""
+    return resolve_model_config(folder, {}, implementation=config.implementation).tie_word_embeddings
 
 
 def _rows_to_grow(folder: Path, model: Any) -> dict[str, int]:
@@ -133,9 +143,9 @@ def merge_adapters(model: LanguageModel, lora_config: LoraConfig, tensors: Mappi
     full_model = _full_model(model)
     shapes = {name: [*each.shape] for name, each in full_model.named_parameters()}
     whole = {name: tensor for name, tensor in tensors.items() if not name.endswith(LORA_SUFFIXES)}
-    embedding = f"{model.embedding_names[0]}.weight"
-    if model.config.tie_word_embeddings:
-        _reject_half_of_tied(whole, tensors, embedding, source)
+    tied = (model.embedding_names[0], "lm_head") if model.config.tie_word_embeddings else ()
+    if any(f"{layer}{end}" in tensors for layer in tied for end in (".weight", LORA_SUFFIXES[0])):
+        raise UserError(f"{source}: changes the embedding or the head, which its model ties; export that to a folder first")
     for name, value in whole.items():
         _check_shape(source, name, shapes, [*value.shape])
         if name in local:
@@ -152,18 +162,6 @@ def merge_adapters(model: LanguageModel, lora_config: LoraConfig, tensors: Mappi
         if name in local:
             target, part = local_part(local[name])
             target += lora_delta(lora_config.scaling, a, b, transposed)[part].to(target.device)
-
-
-def _reject_half_of_tied(whole: dict[str, Tensor], tensors: Mapping[str, Tensor], embedding: str, source: str) -> None:
-    """Raise UserError where embedding and head of a tied model would differ; take the head out of `whole`."""
-    head, other = whole.pop(LM_HEAD_WEIGHT, None), whole.get(embedding)
-    layers = [name.removesuffix(".weight") for name in (embedding, LM_HEAD_WEIGHT)]
-    adapted = any(f"{layer}{LORA_SUFFIXES[0]}" in tensors for layer in layers)
-    if adapted or (head is None) != (other is None) or (head is not None and other is not None and not head.equal(other)):
-        raise UserError(
-            f"{source}: changes the embedding or the head alone, and its model ties them (tie_word_embeddings);"
-            " merge it into its model with PEFT first, untied"
-        )
 
 
 def _check_shape(source: str, name: str, shapes: Mapping[str, list[int]], sizes: list[int]) -> None:

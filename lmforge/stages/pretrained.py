@@ -24,7 +24,7 @@ from lmforge.data.tokenizer import Tokenizer
 from lmforge.errors import UserError, prefix_errors
 from lmforge.hub import cache_folder, resolve_model_folder
 from lmforge.interop.kinds import MODELS, Kind, kind_of, unexpected
-from lmforge.interop.peft_folder import base_model_of, load_peft_folder
+from lmforge.interop.peft_folder import base_model_of, base_model_overrides, load_peft_folder
 from lmforge.interop.resolve import model_config_from_options, stored_model_config
 from lmforge.interop.weights import LM_HEAD_WEIGHT, load_folder, merge_adapters
 from lmforge.model.config import ModelConfig
@@ -46,7 +46,8 @@ class Pretrained:
     def resolve_model_config(self, options: ModelOptions, vocab_size: int | None = None) -> ModelConfig:
         """The model config. Raises UserError where the options change that of a checkpoint."""
         if self.manifest is None:
-            return model_config_from_options(options.model_copy(update={"source": self.folder}), vocab_size)
+            changed = {} if self.adapters is None else base_model_overrides(self.adapters)
+            return model_config_from_options(options.model_copy(update={"source": self.folder} | changed), vocab_size)
         if changed := options.overrides():
             raise UserError(f"model.{next(iter(changed))}: a checkpoint's model config cannot be changed; leave it out")
         return stored_model_config(self.manifest)

@@ -26,6 +26,7 @@ from lmforge.interop.resolve import model_config_from_json
 from lmforge.interop.safetensors_file import SafetensorsFile
 from lmforge.model import build_model
 from tests.model.conftest import MODEL_TYPES, ONE_BY_ONE, built, drawn_config, drawn_rope, logits, one_document
+from tests.preloaded import preloaded
 
 logging.set_verbosity_error()
 TEXT = "The king said: 12 of <|tool|>, and <|think|> with [PAD] <plain> \n\tto <|end|><|user|><|endoftext|>."
@@ -302,6 +303,13 @@ def test_tokens_that_a_folder_adds_are_trained_and_its_sampling_reaches_the_expo
     assert "--model.resize_vocab true" in said
     assert command([*words, "--model.resize_vocab", "true", "--model.pad_vocab_to_multiple_of", "32"]) == 0
     assert command(["export", str(tmp_path / "run"), str(tmp_path / "out")]) == 0
+    more = ["--model.resize_vocab", "true", "--model.pad_vocab_to_multiple_of", "32", "--parallel.engine", "fsdp2"]
+    sharded = preloaded().run([*words, *more, "--run.name", "sharded"], tmp_path, ranks=2)
+    assert sharded.returncode == 0, sharded.stderr
+    assert command(["export", str(tmp_path / "sharded"), str(tmp_path / "of two ranks")]) == 0
+    alone, of_two = (load_file(tmp_path / name / "model.safetensors") for name in ("out", "of two ranks"))
+    assert alone.keys() == of_two.keys()
+    assert all(torch.equal(value, of_two[name]) for name, value in alone.items())
 
     rows = -(-(size + 2) // 32) * 32
     theirs, before = AutoModelForCausalLM.from_pretrained(tmp_path / "out"), load_file(base / "model.safetensors")

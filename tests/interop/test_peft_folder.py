@@ -11,11 +11,14 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from lmforge.cli import run as command
+from lmforge.config.sections import ModelOptions
+from lmforge.data.batch import Batch
 from lmforge.data.tokenizer import Tokenizer
 from lmforge.errors import UserError
 from lmforge.generate.model_loading import load_model
 from lmforge.interop.export import export_folder
 from lmforge.interop.peft_folder import load_peft_folder
+from lmforge.interop.weights import merge_adapters
 from lmforge.model import build_model
 from lmforge.model.config import ModelConfig
 from lmforge.model.init_weights import init_weights
@@ -180,17 +183,60 @@ def test_adapters_of_any_shape_peft_has_are_merged_as_peft_merges_them(
             torch.testing.assert_close(value, merged[each], rtol=1e-5, atol=1e-6)
 
 
-def test_adapters_of_one_half_of_a_tied_matrix_are_refused(
-    byte_tokenizer: Tokenizer, draw: random.Random, tmp_path: Path
+@pytest.mark.parametrize("model_type", ["qwen3", pytest.param("gpt2", marks=pytest.mark.slow), "bloom"])
+def test_adapters_of_half_of_a_tied_pair_untie_it_as_peft_computes_it(
+    model_type: str, byte_tokenizer: Tokenizer, draw: random.Random, tmp_path: Path
 ) -> None:
-    config = drawn_config("qwen3", draw, vocab_size=270, tie_word_embeddings=True)
+    """What PEFT computes with adapters is right: its merge of low-rank ones adds to both, and so makes another model."""
+    base = tmp_path / "base"
     byte_tokenizer.save(tmp_path / "tokenizer")
-    export_folder(built(config), config, tmp_path / "base", tokenizer_folder=tmp_path / "tokenizer")
-    theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
-    adapted = peft.get_peft_model(theirs, peft.LoraConfig(r=2, target_modules=["q_proj", "lm_head"]))
-    adapted.save_pretrained(tmp_path / "adapters")
-    with pytest.raises(UserError, match="the embedding or the head alone, and its model ties them"):
-        load_model(tmp_path / "adapters", CPU, torch.float32)
+    if model_type == "bloom":  # computed by transformers
+        theirs_of("bloom", vocab_size=261).save_pretrained(base)
+        byte_tokenizer.save(base)
+    else:
+        config = drawn_config(model_type, draw, vocab_size=270, tie_word_embeddings=True, initializer_range=0.3)
+        export_folder(built(config), config, base, tokenizer_folder=tmp_path / "tokenizer")
+    linear, embedding = {
+        "qwen3": ("q_proj", "embed_tokens"), "gpt2": ("c_attn", "wte"), "bloom": ("query_key_value", "word_embeddings")
+    }[model_type]  # fmt: skip
+    tokens = torch.tensor([draw.choices(range(261), k=20)])
+    batch = Batch.from_token_lists([tokens[0].tolist()])
+    chosen: dict[str, tuple[dict[str, object], bool]] = {
+        "head": ({"target_modules": [linear, "lm_head"]}, False),
+        "embedding": ({"target_modules": [linear, embedding]}, False),
+        "both": ({"target_modules": [embedding, "lm_head"]}, False),
+        "tied": ({"target_modules": [linear, embedding], "ensure_weight_tying": True}, False),
+        "whole head": ({"target_modules": [linear], "modules_to_save": ["lm_head"]}, True),
+        "whole embedding": ({"target_modules": [linear], "modules_to_save": [embedding]}, True),
+    }
+    for name, (options, merges) in chosen.items():
+        theirs = peft.get_peft_model(
+            AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32), peft.LoraConfig(r=2, **options)
+        ).eval()
+        with torch.no_grad():
+            for parameter in theirs.parameters():
+                if parameter.requires_grad:
+                    parameter.add_(torch.randn_like(parameter) * 0.3)
+            theirs.peft_config["default"].base_model_name_or_path = str(base)
+            theirs.save_pretrained(tmp_path / name)
+            wanted = theirs(tokens).logits
+            bound = {"rtol": 0, "atol": 1e-5 * wanted.abs().max().item()}
+            assert torch.allclose(theirs.merge_and_unload()(tokens).logits, wanted, **bound) == merges, name
+            loaded = load_model(tmp_path / name, CPU, torch.float32)
+            found = loaded.model.lm_head(loaded.model(batch.tokens, batch.positions, batch.document_ids))
+        torch.testing.assert_close(found, wanted[0].expand_as(found), **bound)
+        source = find_pretrained(tmp_path / name)
+        asked = ModelOptions(source=base, implementation=loaded.config.implementation)
+        model = build_model(source.resolve_model_config(asked))
+        source.load_weights(model)
+        for each, value in loaded.model.named_parameters():
+            assert torch.equal(model.get_parameter(each), value), (name, each)
+        export_folder(model, model.config, tmp_path / f"{name} merged", tokenizer_folder=tmp_path / "tokenizer")
+        again = AutoModelForCausalLM.from_pretrained(tmp_path / f"{name} merged", dtype=torch.float32)
+        torch.testing.assert_close(again(tokens).logits, wanted, **bound)
+    tied = load_model(base, CPU, torch.float32).model
+    with pytest.raises(UserError, match="changes the embedding or the head, which its model ties; export that"):
+        merge_adapters(tied, *load_peft_folder(tmp_path / "head"), "here")
 
 
 @pytest.mark.parametrize("shape", [[2**63, 0], [2**62, 0], [2**40, 2**40, 0], [0, -1], [0] * 65, [10**400, 0]])
