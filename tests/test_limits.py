@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 import torch
+from huggingface_hub.errors import StrictDataclassFieldValidationError
+from transformers import AutoConfig
 
 from lmforge.cli import run
 from lmforge.cluster import memory
@@ -230,18 +232,19 @@ def test_a_size_in_a_config_json_that_is_no_number_is_refused_by_field(
 
 
 @pytest.mark.parametrize("model_type", ["qwen2", "qwen3"])
-def test_null_in_max_window_layers_is_as_if_it_were_left_out(tmp_path: Path, model_type: str) -> None:
+def test_null_in_max_window_layers_is_refused_as_by_transformers(tmp_path: Path, model_type: str, refused: Refusal) -> None:
     content = {"model_type": model_type, "vocab_size": 99, "hidden_size": 32, "num_hidden_layers": 30, "num_attention_heads": 2}
     content |= {"use_sliding_window": True, "num_key_value_heads": 2}
-    configs = []
-    for more in ({}, {"max_window_layers": None}):
-        (tmp_path / "config.json").write_text(json.dumps(content | more))
-        configs.append(resolve_model_config(tmp_path, {}))
-    assert configs[0] == configs[1]
-    assert configs[0].layer_windows == (None,) * 28 + (4096,) * 2
+    (tmp_path / "config.json").write_text(json.dumps(content))
+    assert resolve_model_config(tmp_path, {}).layer_windows == (None,) * 28 + (4096,) * 2
+    content["max_window_layers"] = None
+    with pytest.raises(StrictDataclassFieldValidationError, match="max_window_layers"):
+        AutoConfig.for_model(**content)
+    (tmp_path / "config.json").write_text(json.dumps(content))
+    assert refused("show", tmp_path) == f"{tmp_path}/config.json: max_window_layers: expected a whole number, got null"
 
 
-def test_null_in_a_config_json_is_a_field_left_out(tmp_path: Path) -> None:
+def test_a_flag_of_null_in_a_config_json_is_a_field_left_out(tmp_path: Path) -> None:
     nothing = dict.fromkeys(("mlp_bias", "attention_bias"))
     (tmp_path / "config.json").write_text(json.dumps({**to_config_json(get_preset("nano")), **nothing}))
     assert run(["show", str(tmp_path)]) == 0

@@ -35,10 +35,10 @@ _COMMON_FIELDS = (
     "eos_token_id",
     "pad_token_id",
 )
-# Of which null is a value, as in transformers: none at all, or one to be derived.
+# Of which null is a value, as in transformers: none at all, or one to be derived. A flag is then off, as the weights must say.
 _NULLABLE = (
     "intermediate_size", "num_key_value_heads", "head_dim", "sliding_window", "bos_token_id", "eos_token_id", "pad_token_id",
-    "mlp_only_layers",
+    "mlp_only_layers", "attention_bias", "mlp_bias", *REQUIRED_FIELDS,
 )  # fmt: skip
 _CLASSIFIER_SUFFIX = "ForSequenceClassification"
 
@@ -87,8 +87,8 @@ class _ConfigJson(BaseModel, strict=True):
     sliding_window_pattern: int | None = None
     use_sliding_window: bool = False
     tie_word_embeddings: bool = False
-    attention_bias: bool = False
-    mlp_bias: bool = False
+    attention_bias: bool | None = None
+    mlp_bias: bool | None = None
     bos_token_id: int | None = None
     eos_token_id: int | list[int] | None = None
     pad_token_id: int | None = None
@@ -167,7 +167,7 @@ def config_fields_from_json(content: dict[str, Any]) -> dict[str, Any]:
         elif theirs in content:
             if ours not in _NULLABLE or (ours == "sliding_window" and family.default_window):
                 raise UserError(f"{theirs}: null is not supported; give a value, or remove it")
-            fields[ours] = getattr(ModelConfig, ours)
+            fields[ours] = getattr(ModelConfig, ours, None)
     for ours in REQUIRED_FIELDS:
         if fields.get(ours) is None:
             raise UserError(f"{family.names.get(ours, ours)}: missing; add it")

@@ -384,9 +384,18 @@ def test_a_wrong_generation_config_is_named_with_its_key(
 
 @pytest.mark.parametrize("model_type", MODEL_TYPES)
 def test_a_null_that_transformers_does_not_take_is_refused_by_name(model_type: str, draw: random.Random) -> None:
-    """Sizes that can only be derived in one way are, and rates of dropout are not used."""
+    """Sizes with one possible value are derived, a flag is off as the weights must say, and rates of dropout are not used."""
     content = to_config_json(drawn_config(model_type, draw, rope_scaling=None))
-    harmless = {"num_key_value_heads", "head_dim", "attention_dropout", "attn_pdrop", "embd_pdrop", "resid_pdrop"}
+    harmless = {
+        "num_key_value_heads",
+        "head_dim",
+        "attention_bias",
+        "mlp_bias",
+        "attention_dropout",
+        "attn_pdrop",
+        "embd_pdrop",
+        "resid_pdrop",
+    }
     for name in content.keys() - harmless - {"architectures", "model_type"}:
         changed = content | {name: None}
         try:
