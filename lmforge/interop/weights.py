@@ -68,7 +68,7 @@ def load_folder(folder: str | Path, model: nn.Module, new_names: Collection[str]
         our_names = {stored: _our_name(stored, prefix) for stored in file_of}
     ignored = (*_CONSTANT_SUFFIXES, *new_names)
     stored = {ours: (file_of[name], name) for name, ours in our_names.items() if not ours.endswith(ignored)}
-    ends = [f"{name}.weight" for name in (model.embedding_names[0], "lm_head")]  # type: ignore[index, union-attr]
+    ends = [f"{name}.weight" for name in (model.embedding_names[0], "lm_head")]  # type: ignore[index]
     if {*ends} <= expected.keys() and not {*ends} <= stored.keys() and _ties(folder, model.config):  # and the model does not
         stored |= {ours: stored[name] for ours, name in zip(ends, ends[::-1], strict=True) if name in stored} | stored
     tied, head = _resolve_tied_head(full_model, expected, stored)
