@@ -513,8 +513,11 @@ def test_documents_and_variables_of_a_record_reach_the_template_as_in_transforme
     expected = chat.expected([Q], documents=documents, add_generation_prompt=True, **variables)
     assert prompt.tokens.tolist() == expected
     assert chat.ids(record | {"documents": [], "chat_template_kwargs": None}) == chat.expected([Q, A])
-    assert "leaves out the documents; correct the template, or the record" in plain.refusal(record)
-    assert plain.ids({"messages": [Q, A], "chat_template_kwargs": variables}) == plain.expected([Q, A])
+    assert "leaves out the documents; correct the template, or the record" in plain.refusal(
+        {"messages": [Q, A], "documents": documents}
+    )
+    assert "reads no variable 'brief'" in plain.refusal({"messages": [Q, A], "chat_template_kwargs": variables})
+    assert plain.ids({"messages": [Q, A], "chat_template_kwargs": {"brief": False}}) == plain.expected([Q, A])
     assert "the field 'documents' is not a list but int" in chat.refusal(record | {"documents": 1})
     assert "'tools' is not a variable" in chat.refusal(record | {"chat_template_kwargs": {"tools": TOOLS}})
     # A model of rewards is given them too.

@@ -135,7 +135,7 @@ class RecordEncoder:
     def chat_example(self, messages: list[Any], mask: LossMaskMode, record: Record, first_scored: int = 0) -> ChatExample:
         """A conversation, with what its record gives to the template beside it."""
         example = self.chat_template.chat_example(messages, mask, record_tools(record), first_scored)
-        return replace(example, variables=record_variables(record))
+        return replace(example, variables=record_variables(record, self.chat_template))
 
     def finish_layouts(self, layouts: Sequence[Layout | ChatExample]) -> Iterator[list[Layout] | UserError]:
         """The layouts in their order, those of conversations as the chat template builds them."""
@@ -316,7 +316,7 @@ def _without_media(message: dict[str, Any]) -> dict[str, Any]:
     return message | {"content": [each for each in content if not _is_media(each)]} if isinstance(content, list) else message
 
 
-def record_variables(record: Record) -> dict[str, Any]:
+def record_variables(record: Record, template: ChatTemplate) -> dict[str, Any]:
     """What a record gives to the chat template beside messages and tools, as `apply_chat_template` of transformers takes it."""
     given: dict[str, Any] = {}
     for name, kind in (("chat_template_kwargs", dict), ("documents", list)):
@@ -326,6 +326,10 @@ def record_variables(record: Record) -> dict[str, Any]:
         given |= (value if kind is dict else {name: value}) if value else {}
     if taken := NO_TEMPLATE_VARIABLES & given.keys():
         raise UserError(f"chat_template_kwargs: {min(taken)!r} is not a variable of a template; leave it out")
+    # Of documents it is seen in the text.
+    sources = " ".join(["documents", *template.files.values()])
+    if unread := next((name for name, value in given.items() if value and name not in sources), None):
+        raise UserError(f"chat_template_kwargs: the chat template reads no variable {unread!r}; leave it out")
     return given
 
 

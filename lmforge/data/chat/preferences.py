@@ -156,7 +156,7 @@ def read_prompts(
                 [example] = encode_layouts(tokenizer, [encoder.plain_text_layout([(prompt, False)], add_eos=False)])
                 tokens = example.tokens
             else:
-                given = record_variables(record)
+                given = record_variables(record, encoder.chat_template)
                 ids = encoder.chat_template.encode_prompt(prompt, record_tools(record), variables=given)
                 tokens = np.array(ids, np.int32)
         if tokens is None:

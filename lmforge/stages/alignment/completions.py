@@ -121,7 +121,7 @@ class RewardModelScorer:
         self._spec, self._device, self._on_batch = spec, device, on_batch
         self._loaded = load_model(Path(spec), device, dtype, reward_model=True)
         self.required_columns: dict[str, list[str]] = {spec: []}
-        self.accepted_columns: dict[str, list[str] | None] = {spec: ["tools", "documents", "chat_template_kwargs"]}
+        self.accepted_columns: dict[str, list[str] | None] = {spec: ["tools", "documents"]}
 
     @torch.no_grad()
     def score(self, request: dict[str, Any], timeout_seconds: float) -> dict[str, FunctionResult]:

@@ -143,7 +143,8 @@ def open_prompt_inputs(config: AlignConfig, world_size: int) -> RunInputs:
     for spec in filter(is_model_folder, options.reward_functions):
         # Raises UserError where a reward model has no chat template, and so cannot read such prompts.
         with prefix_errors(f"rollout.reward_functions: {spec}"):
-            encode_completions(find_pretrained(Path(spec)).tokenizer(), [prompts[0].prompt], ["."])
+            offered = {name: prompts[0].columns.get(name) for name in ("tools", "documents")}
+            encode_completions(find_pretrained(Path(spec)).tokenizer(), [prompts[0].prompt], ["."], [offered])
     # The plan of the order has the options that must not change when the run resumes.
     fixed: list[Any] = [options.num_generations, options.max_completion_length, options.num_iterations]
     fixed += [data.apply_chat_template, *data.fields]
