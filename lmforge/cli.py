@@ -25,7 +25,7 @@ from typing import Any, NoReturn
 from lmforge import __version__
 from lmforge.cluster.environment import ENVIRONMENT_VARIABLE, LAUNCHER_PID_VARIABLE
 from lmforge.cluster.launch import launch_local, launch_plainly
-from lmforge.cluster.node_group import NodeGroup, launch_on_node, read_node_group
+from lmforge.cluster.node_group import NodeGroup, agree_on_address, launch_on_node, read_node_group
 from lmforge.cluster.rank_info import count_restarts, read_rank_info
 from lmforge.config.help_text import format_help
 from lmforge.config.load import RESUME_ARGUMENTS, STAGES, load_extended, parse_config, parse_verb
@@ -242,7 +242,8 @@ def _carry_out(name: str, arguments: list[str], chosen: Any) -> int:
     if name in STAGES and (group := read_node_group()):
         return _launch([name, *arguments], chosen, chosen.launch.processes, group)
     if name == "doctor" and (group := read_node_group()):
-        return launch_plainly(chosen.processes, [name, *arguments], group.rank, len(group.names), group.address, group.port)
+        where = agree_on_address(group, chosen.timeout_seconds)
+        return launch_plainly(chosen.processes, [name, *arguments], group.rank, len(group.names), *where)
     # Ranks that lmforge started have the same command line; their environment variables tell their rank.
     environment = chosen.launch.environment if isinstance(chosen, StageConfig) else getattr(chosen, "environment", "auto")
     if environment != "auto" and LAUNCHER_PID_VARIABLE not in os.environ:

@@ -356,17 +356,24 @@ class _PeerHeartbeats:
         return now - since > LOST_AFTER_SECONDS
 
 
+def agree_on_address(group: NodeGroup, seconds: float = JOIN_SECONDS) -> tuple[str, int]:
+    """The host and port where the others reach the first node; where the port is 0, it takes a free one, for which the others
+    ask it. Raises PeerLost where it does not answer in so many seconds."""
+    if group.port:
+        return group.address, group.port
+    identity = "-".join([*group.names, *(os.environ.get(name, "") for name in START_VARIABLES)])
+    if group.rank:
+        return ask_rank0(identity, group.rank, [group.address], group.names[group.rank], seconds)
+    port = free_port()
+    answer_with_port(identity, len(group.names), port)
+    return group.address, port
+
+
 def _open_store(group: NodeGroup) -> Any:
     """The store that the first node serves. Raises UserError where it cannot, PeerLost where it is not reached."""
     import torch.distributed as dist
 
-    address, port = group.address, group.port
-    identity = "-".join([*group.names, *(os.environ.get(name, "") for name in START_VARIABLES)])
-    if port == 0 and group.rank == 0:
-        port = free_port()
-        answer_with_port(identity, len(group.names), port)
-    elif port == 0:
-        address, port = ask_rank0(identity, group.rank, [group.address], group.names[group.rank], JOIN_SECONDS)
+    address, port = agree_on_address(group)
     where = f"{address}:{port}"
     if group.rank == 0:
         try:

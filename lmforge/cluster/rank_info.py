@@ -26,6 +26,11 @@ def count_restarts() -> int:
     return read_number(os.environ, RESTARTS_VARIABLE, 0, MAX_RANKS) if os.environ.get(RESTARTS_VARIABLE) else 0
 
 
+def has_used_up_restarts() -> bool:
+    """Whether torchrun, which may restart ranks, does so no more for those of this host. Raises UserError."""
+    return (restarts := count_restarts()) > 0 and os.environ.get("TORCHELASTIC_MAX_RESTARTS") == f"{restarts}"
+
+
 def launcher_identity() -> str | None:
     """The process of torchrun that started this rank, the same after a restart of the rank; None without torchrun.
 

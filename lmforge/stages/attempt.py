@@ -3,6 +3,7 @@ and how its failures are described."""
 
 import json
 import os
+import platform
 import shlex
 import traceback
 from collections.abc import Iterator
@@ -19,10 +20,10 @@ from lmforge.cluster.distributed import DistributedContext
 from lmforge.cluster.environment import JOB_VARIABLE, under_launcher
 from lmforge.cluster.memory import record_memory, write_memory_snapshot
 from lmforge.cluster.processes import signal_name
-from lmforge.cluster.rank_info import launcher_identity, threads_per_rank
+from lmforge.cluster.rank_info import count_restarts, has_used_up_restarts, launcher_identity, threads_per_rank
 from lmforge.cluster.standby import describe_standby
 from lmforge.config.stage import StageConfig
-from lmforge.errors import DISK_FULL_ERRNOS, PeerLost, RunFailed, UserError, typed_command
+from lmforge.errors import DISK_FULL_ERRNOS, PeerLost, RunFailed, UserError, name_some, typed_command
 from lmforge.monitor.console import ConsoleLogger
 from lmforge.monitor.rank_log import PEER_LOST_PATTERN, RankLog
 from lmforge.monitor.watchdog import Watchdog
@@ -166,6 +167,14 @@ def notes_on_ranks(config: StageConfig, dist_ctx: DistributedContext) -> list[st
     cores = f"{threads_per_rank(1)} cores"
     shared = f"{ranks} ranks share the {cores} of one machine: one process trains faster; leave --launch.processes out"
     return [*describe_standby(), shared]
+
+
+def describe_used_up_restarts(dist_ctx: DistributedContext) -> list[str]:
+    """A line that names the hosts where torchrun restarts ranks no more. Every rank calls it."""
+    restarts = dist_ctx.all_gather((platform.node(), count_restarts()) if has_used_up_restarts() else None)
+    used_up = sorted({each for each in restarts if each})
+    hosts = name_some([f"{host} ({count} of {count})" for host, count in used_up])
+    return [f"torchrun's --max-restarts is used up on {hosts}: a rank that is lost there now ends the run"] if used_up else []
 
 
 def describe_stop(ctx: RunContext, stopped_by: int, step: int) -> str:

@@ -21,6 +21,7 @@ from lmforge.stages.attempt import (
     RunContext,
     describe_failure,
     describe_stop,
+    describe_used_up_restarts,
     end_attempt,
     explain_failures,
     notes_on_ranks,
@@ -94,7 +95,8 @@ def _train(
     config, steps, dist_ctx, log = ctx.config, ctx.config.train.steps, ctx.dist_ctx, ctx.console.info
     if point.step >= steps:
         point = dist_ctx.decide_on_rank0(partial(verify_finished, ctx.run, point, steps))
-    for line in [*point.messages, *describe_config_changes(point, config), *notes_on_ranks(config, dist_ctx)]:
+    notes = [*notes_on_ranks(config, dist_ctx), *describe_used_up_restarts(dist_ctx)]
+    for line in [*point.messages, *describe_config_changes(point, config), *notes]:
         log(line)
     hosts = dist_ctx.world_size // dist_ctx.rank_info.local_world_size
     device = dist_ctx.device

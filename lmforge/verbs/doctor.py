@@ -28,7 +28,7 @@ from lmforge.cluster.rank_info import read_rank_info
 from lmforge.config.load import read_config
 from lmforge.config.operation import JobOptions, LaunchOptions
 from lmforge.config.verbs.examine import DoctorOptions
-from lmforge.errors import RunFailed, UserError, name_some
+from lmforge.errors import EXIT_PEER_LOST, RunFailed, UserError, name_some
 from lmforge.untrusted import describe_os_error
 from lmforge.verbs.running.launch import with_nodes
 
@@ -190,4 +190,4 @@ def _report(plan: JobPlan, job: Job) -> int:
     if not statuses:
         state = job.state_by_status()
         raise (UserError if state == JobState.REFUSED else RunFailed)(f"doctor has not run on any node; the job is {state}")
-    return 2 if 2 in statuses else max(statuses)
+    return 2 if 2 in statuses else 1 if EXIT_PEER_LOST in statuses else max(statuses)  # a node that did not reach the first

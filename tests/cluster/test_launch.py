@@ -18,6 +18,8 @@ from lmforge.cluster.jobs import scripts
 from lmforge.cluster.jobs.job import JobPlan, read_job
 from lmforge.cluster.jobs.launchers import check_no_job
 from lmforge.config.operation import LaunchOptions, parse_time_limit
+from lmforge.config.verbs.running import JobsOptions
+from lmforge.errors import UserError
 from lmforge.runs import Run
 from lmforge.verbs.running import jobs
 from tests.cluster.launching import Desk, assert_same_result, losses, with_programs, write_executable
@@ -569,6 +571,21 @@ def test_a_job_that_nobody_answers_for_is_said_and_one_that_has_ended_is_not_ask
         what = "its job (ssh)" if launcher == "ssh" else "job 7 (slurm)"
         assert said.startswith(f"lmforge: {tmp_path}/runs/good: not known whether {what} has ended, and taken for ended: ")
         assert "no route" in said
+
+
+@pytest.mark.parametrize("status", ["143", "75"])
+def test_a_job_that_slurm_has_queued_again_by_itself_is_pending_whatever_its_script_wrote(
+    status: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    write_executable(tmp_path / "squeue", '#!/bin/sh\necho "PENDING|BeginTime|"\n')
+    monkeypatch.setenv("PATH", with_programs(tmp_path))
+    record = job_record(tmp_path, launcher="slurm", sessions=[], job_id="7")
+    record.with_name("status").write_text(status)
+    with pytest.raises(UserError, match=r"job 7 \(slurm\) is pending"):
+        check_no_job(tmp_path / "runs" / "good")
+    monkeypatch.chdir(tmp_path)
+    assert jobs.run_jobs(JobsOptions()) == 0
+    assert re.search(r"^good +slurm +7 +pending +BeginTime ", capfd.readouterr().out, re.M)
 
 
 @pytest.mark.parametrize(("status", "is_lost"), [(0, False), (75, True)])

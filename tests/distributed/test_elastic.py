@@ -1,6 +1,7 @@
 """A run continues on any number of ranks: indivisible batches, standby ranks, hosts that leave and join."""
 
 import json
+import re
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -19,7 +20,7 @@ FAULTY_RANK = Path(__file__).parent / "faults" / "faulty_rank.py"
 SAVED_STEP = RECIPE_STEPS // 2
 FAULTY_STEP = RECIPE_STEPS - 1
 BATCH = ["--train.global_batch_size", "8"]
-PATIENCE_SECONDS = 200
+PATIENCE_SECONDS, MAX_RESTARTS = 200, 2
 
 
 def assert_same(run: Run, reference: Run) -> None:
@@ -84,7 +85,7 @@ class Job:
 
     def start(self, host: str) -> None:
         torchrun = [sys.executable, "-m", "torch.distributed.run", f"--nnodes={self._nodes}", f"--nproc-per-node={self._ranks}"]
-        torchrun += ["--max-restarts=3", "--rdzv-backend=c10d", "--rdzv-id=job", "--rdzv-endpoint=node1:29400"]
+        torchrun += [f"--max-restarts={MAX_RESTARTS}", "--rdzv-backend=c10d", "--rdzv-id=job", "--rdzv-endpoint=node1:29400"]
         with (self._folder / f"{host}.out").open("w") as output:
             self.agents[host] = self._laboratory.start(
                 host,
@@ -174,6 +175,8 @@ def test_torchrun_on_a_fixed_number_of_hosts_starts_the_ranks_again_when_one_is_
             assert started.wait(each) == 0, started.output()
         output = started.output()
     assert output.count(f"continuing {run.path} from step {SAVED_STEP}") >= 1
+    used_up = rf"torchrun's --max-restarts is used up on .*\bnode1 \({MAX_RESTARTS} of {MAX_RESTARTS}\)"
+    assert len(re.findall(used_up, output)) == 1, output
     assert_same(run, reference)
 
 

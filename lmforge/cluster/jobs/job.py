@@ -143,6 +143,13 @@ class Job:
         except (OSError, ValueError):
             return 0
 
+    @property
+    def has_ended(self) -> bool:
+        """Whether its status says that it runs no more. A scheduler queues a job again by itself whose node is lost, or whose
+        place another takes; its script may have written a status before."""
+        state = self.state_by_status()
+        return state in (JobState.DONE, JobState.REFUSED) or (state != JobState.LOST and self.job_id is None)
+
     def last_words(self) -> str:
         """The last line of its output that says how the run ended; empty where there is none."""
         try:

@@ -77,10 +77,10 @@ def job_state(job: Job) -> tuple[JobState, str]:
 
 
 def check_no_job(run_folder: Path) -> None:
-    """Raise UserError where a job that has not started this process trains in a run's directory, or will. Where it has left no
-    status, and its scheduler or hosts do not answer, that is said."""
+    """Raise UserError where a job that has not started this process trains in a run's directory, or will. Where its scheduler
+    or hosts do not answer, that is said."""
     job = read_job(run_folder)
-    if job is None or os.environ.get(JOB_VARIABLE) == job.folder or job.state_by_status() != JobState.LOST:
+    if job is None or os.environ.get(JOB_VARIABLE) == job.folder or job.has_ended:
         return
     try:
         state, detail = job_state(job)

@@ -14,7 +14,6 @@ from lmforge.cluster.environment import (
     STATUS_VARIABLE,
 )
 from lmforge.cluster.jobs.job import JOB_SCRIPT, NODE_SCRIPT, RECIPE_LIST, STOP_FILE, JobPlan
-from lmforge.cluster.rendezvous import PORTS
 from lmforge.config.operation import JobOptions, LaunchOptions
 from lmforge.errors import EXIT_PEER_LOST
 
@@ -147,7 +146,7 @@ def slurm_script(plan: JobPlan) -> str:
 # Written by lmforge {__version__} launch. On each node one task starts the ranks of that node ({NODE_SCRIPT}).
 {_common_lines(plan, "SLURM_ARRAY_TASK_ID")}
 echo "${{SLURM_RESTART_COUNT:-0}}" >"$folder/requeues$suffix"
-{_rendezvous_lines(options, 'scontrol show hostnames "$SLURM_JOB_NODELIST"', "SLURM_JOB_ID" if plan.verb == "doctor" else "")}
+{_rendezvous_lines(options, 'scontrol show hostnames "$SLURM_JOB_NODELIST"')}
 
 {_forward_signals()}
 # When a node ends, srun kills the others and gives their status: the first node writes that of all.
@@ -210,8 +209,7 @@ def pbs_script(plan: JobPlan) -> str:
         *options.directive_options,
     ]
     setup = "".join(f"{line}\n" for line in options.setup)
-    job_number = "${PBS_JOBID%%[!0-9]*}" if plan.verb == "doctor" else ""
-    rendezvous = _rendezvous_lines(options, "awk '!seen[$0]++' \"$PBS_NODEFILE\"", job_number)
+    rendezvous = _rendezvous_lines(options, "awk '!seen[$0]++' \"$PBS_NODEFILE\"")
     alarm = again = ""
     if limit:
         seconds = limit - options.signal_seconds
@@ -313,13 +311,12 @@ def _session_runs(plan: JobPlan, line: str) -> list[str]:
     ]
 
 
-def _rendezvous_lines(options: JobOptions, list_nodes: str, job_number: str) -> str:
-    """Lines of a scheduler's script that set the nodes of the job and the address of the first. `list_nodes` is a command that
-    prints the nodes, one per line. The first node takes a free port (0); for doctor the shell computes one from `job_number`.
+def _rendezvous_lines(options: JobOptions, list_nodes: str) -> str:
+    """Lines of a scheduler's script that set the nodes of the job and the address of the first, which takes a free port where
+    none is given. `list_nodes` is a command that prints the nodes, one per line.
     """
-    port = options.port or (f"$(({PORTS.start} + {job_number} % {len(PORTS)}))" if job_number else 0)
     address = shlex.quote(options.address) if options.address else f"${{{NODES_VARIABLE}%%,*}}"
-    return f"export {NODES_VARIABLE}=$({list_nodes} | paste -sd,)\nexport {ADDRESS_VARIABLE}={address}:{port}"
+    return f"export {NODES_VARIABLE}=$({list_nodes} | paste -sd,)\nexport {ADDRESS_VARIABLE}={address}:{options.port or 0}"
 
 
 def _common_lines(plan: JobPlan, array_variable: str) -> str:

@@ -63,7 +63,7 @@ def _states(jobs: Sequence[Job]) -> list[tuple[JobState, str]]:
         with at_once:
             return state_and_reason(job)
 
-    asked = {at: start_in_thread(partial(ask, job), job.name) for at, job in enumerate(jobs) if not job.status_path.exists()}
+    asked = {at: start_in_thread(partial(ask, job), job.name) for at, job in enumerate(jobs) if not job.has_ended}
     deadline, states = time.monotonic() + ANSWER_SECONDS, []
     for at, job in enumerate(jobs):
         if at not in asked:
@@ -82,7 +82,8 @@ def state_and_reason(job: Job) -> tuple[JobState, str]:
     try:
         state, detail = job_state(job)
     except UserError as problem:
-        return JobState.LOST, str(problem)
+        state = job.state_by_status()
+        detail = str(problem) if state == JobState.LOST else ""
     return _with_reason(job, state, detail)
 
 
