@@ -121,6 +121,10 @@ class ModelOptions(Options):
     final_logit_softcapping: float | None = _model_option(
         "logits become c * tanh(logits / c), between -c and c", "final_logit_softcapping"
     )
+    router_aux_loss_coef: float | None = _model_option(
+        "mixtures of experts: weight of the loss that balances the experts", "router_aux_loss_coef"
+    )
+    output_router_logits: bool | None = _model_option("mixtures of experts: train with that loss")
     initializer_range: float | None = _model_option("standard deviation of random weights", "initializer_range")
     embedding_initializer_range: float | None = option(None, "standard deviation of an untied input embedding", **SCALE)
     dropout: float = option(

@@ -94,6 +94,7 @@ class _ConfigJson(BaseModel, strict=True):
     pad_token_id: int | None = None
     mlp_only_layers: list[int] | None = None
     norm_topk_prob: bool | None = None
+    output_router_logits: bool | None = None
     num_experts: int | None = None
     num_local_experts: int | None = None
 

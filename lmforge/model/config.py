@@ -64,7 +64,8 @@ class ModelConfig:
 
     num_experts: of each mixture; a token goes to num_experts_per_tok of them, with weights that sum to 1 if norm_topk_prob.
     Every decoder_sparse_step-th layer is a mixture, but for mlp_only_layers. An expert has moe_intermediate_size channels, or
-    intermediate_size where that is 0.
+    intermediate_size where that is 0. Training adds an auxiliary loss (mixture/balance.py) of weight router_aux_loss_coef where
+    output_router_logits is true, as transformers does.
 
     With `reward` the head returns one number for a text, its reward, instead of one for each token: transformers calls
     this sequence classification with one label. Such a head is never tied nor capped, and no end-of-text token is its
@@ -101,6 +102,7 @@ class ModelConfig:
     moe_intermediate_size: int = 0
     norm_topk_prob: bool = False
     router_aux_loss_coef: float = 0.0
+    output_router_logits: bool = False
     decoder_sparse_step: int = 1
     mlp_only_layers: tuple[int, ...] = ()
     reward: bool = False

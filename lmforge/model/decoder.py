@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from lmforge.model.attention import AttentionMask, LayerKVCache, attend
 from lmforge.model.config import ModelConfig
 from lmforge.model.layers import ACTIVATIONS, LanguageModel, LMHead, RMSNorm, add_linears, add_residual, apply_linear
+from lmforge.model.mixture.balance import Balance
 from lmforge.model.mixture.experts import MixtureOfExperts
 from lmforge.model.rng.token_rng import TokenRng
 from lmforge.model.rope import RotaryEmbedding
@@ -79,6 +80,7 @@ class DecoderBlock(nn.Module):
         super().__init__()
         (self._before_attention, self._after_attention) = config.family.attention_norms
         (self._before_mlp, self._after_mlp) = config.family.mlp_norms
+        self._is_sparse = sparse
         self._add_norm(self._before_attention, config)
         self.self_attn = Attention(config)
         self._add_norm(self._after_attention, config)
@@ -100,11 +102,12 @@ class DecoderBlock(nn.Module):
         mask: AttentionMask,
         cache: LayerKVCache | None = None,
         token_rng: TokenRng | None = None,
+        **of_mixture: Tensor,
     ) -> Tensor:
-        """hidden [sequences, length, hidden_size] → the same shape and dtype."""
+        """hidden [sequences, length, hidden_size] → the same shape and dtype; `of_mixture`: what only a mixture is given."""
         attended = self.self_attn(self._norm(self._before_attention, hidden), rotary, mask, cache, token_rng=token_rng)
         hidden = add_residual(hidden, self._norm(self._after_attention, attended), token_rng, 0)
-        fed = self.mlp(self._norm(self._before_mlp, hidden), token_rng=token_rng)
+        fed = self.mlp(self._norm(self._before_mlp, hidden), token_rng=token_rng, **of_mixture if self._is_sparse else {})
         return add_residual(hidden, self._norm(self._after_mlp, fed), token_rng, 1)
 
 
@@ -130,6 +133,10 @@ class Decoder(LanguageModel):
         self.model = DecoderBackbone(config)
         self.lm_head = LMHead(config.hidden_size, config.num_outputs, softcap=config.final_logit_softcapping)
         self.tie_weights()
+        if config.output_router_logits and config.router_aux_loss_coef and any(config.sparse_layers):
+            self.balance = Balance(config.router_aux_loss_coef, sum(config.sparse_layers))
+            for mixture in (block.mlp for block in self.model.layers if isinstance(block.mlp, MixtureOfExperts)):
+                mixture.balance = self.balance
 
 
 def _make_norm(config: ModelConfig, size: int) -> RMSNorm:

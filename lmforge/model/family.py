@@ -22,9 +22,8 @@ if TYPE_CHECKING:
 
 # Fields of a config.json that all families with rotary positions have.
 ROTARY_FIELDS = ("num_key_value_heads", "head_dim", "rms_norm_eps", "rope_theta")
-# Those that all mixtures of experts have. Their auxiliary loss is carried from folder to folder, and not computed.
-EXPERT_FIELDS = ("num_experts", "num_experts_per_tok", "router_aux_loss_coef")
-NO_ROUTER_OUTPUT = {"output_router_logits": False}
+# Those that all mixtures of experts have.
+EXPERT_FIELDS = ("num_experts", "num_experts_per_tok", "router_aux_loss_coef", "output_router_logits")
 # How most families store their experts (Family.stored_experts).
 STORED_EXPERTS = {
     "mlp.experts.gate_up_proj": ("mlp.experts.{}.gate_proj.weight", "mlp.experts.{}.up_proj.weight"),

@@ -159,6 +159,7 @@ class LanguageModel(nn.Module):
     has_dropout: bool = True  # False for models without any, whose adapters have none either
     # Strength of the noise that NEFTune adds to embeddings (token_rng.py), where a batch has rng keys.
     neftune_noise_alpha: float = 0.0
+    balance: Any = None  # mixture.balance.Balance, of experts that are trained with an auxiliary loss
     lora_config: Any = None  # lora.LoraConfig of a model with adapters
     # With tensor parallel, hidden states are a part of the sequence: (which one, of how many).
     sequence_parallel_shard: tuple[int, int] = (0, 1)
@@ -248,10 +249,12 @@ class LanguageModel(nn.Module):
         else:
             masks = {each: cache[0].mask(each) for each in set(windows)}
         rotary = {each: rotary_embedding(positions, each, self.config.head_dim) for each in set(ropes)}
+        # Attention has masks; a mixture balances the tokens that are none of padding.
+        of_mixture = {"is_token": document_ids >= 0} if self.balance is not None else {}
         for layer in range(len(blocks)) if layer_indices is None else layer_indices:
             layer_cache = None if cache is None else cache[layer]
             layer_rng = None if token_rng is None else token_rng.for_block(layer)
-            hidden = blocks[layer](hidden, rotary[ropes[layer]], masks[windows[layer]], layer_cache, layer_rng)
+            hidden = blocks[layer](hidden, rotary[ropes[layer]], masks[windows[layer]], layer_cache, layer_rng, **of_mixture)
         return hidden
 
     def incremental_decoder(self, batch_size: int, max_length: int, *, device: torch.device, dtype: torch.dtype) -> Any:

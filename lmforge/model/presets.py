@@ -75,6 +75,8 @@ PRESETS: dict[str, dict[str, Any]] = {
         num_experts_per_tok=2,
         moe_intermediate_size=256,
         norm_topk_prob=True,
+        router_aux_loss_coef=0.01,
+        output_router_logits=True,
     ),
     "olmoe-1b-7b": _preset(
         *(2048, 1024, 16, 16),

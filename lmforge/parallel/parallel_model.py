@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 from lmforge.cluster.distributed import DistributedContext
 from lmforge.data.batch import Batch, Metrics
 from lmforge.model.layers import LanguageModel
+from lmforge.model.mixture.balance import count_rows
 from lmforge.parallel.dims import ParallelDims
 from lmforge.parallel.precision import uncompiled_blocks
 from lmforge.parallel.working_weights import working_weights
@@ -57,8 +58,14 @@ def train_step(
     Returns the gradient norm before clipping and the metrics of each micro-batch, on the device: the host does not wait.
     """
     set_phase("reduce")
-    num_items = parallel_model.dist_ctx.all_reduce_sum(torch.stack([count_items(batch) for batch in micro_batches]).sum())
-    num_items = (num_items / parallel_model.model_parallel_size).clamp(min=1.0)
+    counts = torch.stack([count_items(batch) for batch in micro_batches]).sum()
+    if (balance := parallel_model.model.balance) is not None:
+        counts = torch.stack([counts, torch.stack([count_rows(batch) for batch in micro_batches]).sum()])
+    counts = parallel_model.dist_ctx.all_reduce_sum(counts) / parallel_model.model_parallel_size
+    if balance is not None:
+        balance.begin_step(counts[1], parallel_model.gradient_divide_factor)
+        counts = counts[0]
+    num_items = counts.clamp(min=1.0)
     metrics = parallel_model.forward_backward(micro_batches, num_items, set_phase)
     set_phase("reduce")
     grad_norm = parallel_model.clip_grad_norm(max_grad_norm)

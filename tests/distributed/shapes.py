@@ -53,6 +53,8 @@ SHAPES = {
         num_experts=5,
         num_experts_per_tok=3,
         moe_intermediate_size=18,
+        router_aux_loss_coef=0.5,
+        output_router_logits=True,
         mlp_only_layers=(1,),
         initializer_range=0.2,
         **_EVEN,

@@ -57,6 +57,8 @@ def drawn_config(model_type: str, draw: random.Random, **fixed: Any) -> ModelCon
     if model_type in ("mixtral", "olmoe", "qwen3_moe"):
         fields["num_experts"] = experts = draw.choice([1, 4, 5])
         fields["num_experts_per_tok"] = draw.randint(1, min(3, experts))
+        fields["router_aux_loss_coef"] = draw.choice([0.001, 0.1])
+        fields["output_router_logits"] = draw.random() < 0.5
         fields["norm_topk_prob"] = model_type == "mixtral" or draw.random() < 0.5
     if model_type == "qwen3_moe":
         fields["moe_intermediate_size"] = draw.randrange(7, 33)

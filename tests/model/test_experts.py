@@ -58,7 +58,7 @@ def test_each_expert_multiplies_its_own_rows_whatever_the_widths(
 @pytest.mark.parametrize("scores", ["drawn", "equal"])
 @pytest.mark.parametrize("model_type", MIXTURES)
 def test_the_loss_and_every_gradient_are_those_of_transformers(model_type: str, scores: str, draw: random.Random) -> None:
-    config = drawn_config(model_type, draw, num_experts=5, num_experts_per_tok=3)
+    config = drawn_config(model_type, draw, num_experts=5, num_experts_per_tok=3, output_router_logits=False)
     ours = built(config)
     if scores == "equal":
         with torch.no_grad():
@@ -71,6 +71,27 @@ def test_the_loss_and_every_gradient_are_those_of_transformers(model_type: str, 
     weights = torch.randn(2, 30, config.vocab_size)
     (ours.lm_head(ours(rows.tokens, rows.positions, rows.documents)) * weights).sum().backward()
     (theirs(rows.tokens).logits * weights).sum().backward()
+    for name, parameter in theirs.named_parameters():
+        found = ours.get_parameter(name).grad
+        assert found is not None, name
+        assert parameter.grad is not None, name
+        torch.testing.assert_close(found, parameter.grad, rtol=0, atol=1e-5 * float(parameter.grad.abs().max()), msg=name)
+
+
+@pytest.mark.parametrize("model_type", MIXTURES)
+def test_the_auxiliary_loss_of_one_row_is_that_of_transformers_divided_by_top_k(model_type: str, draw: random.Random) -> None:
+    one = {"mlp_only_layers": (), "decoder_sparse_step": 1} if model_type == "qwen3_moe" else {}
+    fields = {"num_experts": 5, "num_experts_per_tok": 3, "router_aux_loss_coef": 0.7, "output_router_logits": True}
+    config = drawn_config(model_type, draw, num_hidden_layers=1, **fields | one)
+    ours = built(config)
+    theirs = AutoModelForCausalLM.from_config(AutoConfig.for_model(**to_config_json(config)), **ONE_BY_ONE)
+    theirs.load_state_dict(dict(ours.named_parameters()), strict=False)
+    rows = one_document(1, 30, config.vocab_size)
+    weights = torch.randn(1, 30, config.vocab_size)
+    ours.balance.begin_step(torch.tensor(1.0), 1.0)
+    (ours.lm_head(ours(rows.tokens, rows.positions, rows.documents)) * weights).sum().backward()
+    result = theirs(rows.tokens, output_router_logits=True)
+    ((result.logits * weights).sum() + 0.7 * result.aux_loss / 3).backward()
     for name, parameter in theirs.named_parameters():
         found = ours.get_parameter(name).grad
         assert found is not None, name

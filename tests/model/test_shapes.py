@@ -172,10 +172,7 @@ def test_a_shape_can_be_given_field_by_field() -> None:
         ({"model_type": "olmoe", "clip_qkv": 8.0}, "clip_qkv: 8.0 is not supported for olmoe; use a model without it"),
         ({"model_type": "olmoe", "head_dim": 4}, "head_dim: a olmoe model has hidden_size / num_attention_heads"),
         ({"model_type": "qwen3_moe", "mlp_only_layers": [99]}, "mlp_only_layers: there is no layer 99"),
-        (
-            {"model_type": "qwen3_moe", "output_router_logits": True},
-            "output_router_logits: true is not supported for qwen3_moe",
-        ),
+        ({"model_type": "qwen3_moe", "output_router_logits": 1}, "output_router_logits"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor: 0.5 is not supported"),
         ({"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.25}}, "partial_rotary_factor: 0.25"),
         ({"quantization_config": {"bits": 4}}, "quantization_config: quantized weights cannot be trained"),

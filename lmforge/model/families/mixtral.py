@@ -1,6 +1,6 @@
 """Mixtral (arXiv 2401.04088): Mistral with a mixture of experts in every layer, under names of its own on disk."""
 
-from lmforge.model.family import EXPERT_FIELDS, NO_ROUTER_OUTPUT, ROTARY_FIELDS, Family
+from lmforge.model.family import EXPERT_FIELDS, ROTARY_FIELDS, Family
 
 FAMILY = Family(
     architecture="MixtralForCausalLM",
@@ -25,5 +25,5 @@ FAMILY = Family(
         "router_aux_loss_coef": 0.001,
         "norm_topk_prob": True,
     },
-    required_values={"layer_types": None, "router_jitter_noise": 0, **NO_ROUTER_OUTPUT},
+    required_values={"layer_types": None, "router_jitter_noise": 0},
 )

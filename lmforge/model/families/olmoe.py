@@ -3,7 +3,7 @@ together."""
 
 from typing import Any
 
-from lmforge.model.family import EXPERT_FIELDS, NO_ROUTER_OUTPUT, STORED_EXPERTS, Family, read_rope
+from lmforge.model.family import EXPERT_FIELDS, STORED_EXPERTS, Family, read_rope
 
 
 def _read(content: dict[str, Any]) -> dict[str, Any]:
@@ -32,5 +32,5 @@ FAMILY = Family(
         "router_aux_loss_coef": 0.01,
     },
     read=_read,
-    required_values={"clip_qkv": None, **NO_ROUTER_OUTPUT},
+    required_values={"clip_qkv": None},
 )

@@ -3,7 +3,7 @@
 from typing import Any
 
 from lmforge.model.config import ModelConfig
-from lmforge.model.family import EXPERT_FIELDS, NO_ROUTER_OUTPUT, ROTARY_FIELDS, STORED_EXPERTS, Family, read_rope
+from lmforge.model.family import EXPERT_FIELDS, ROTARY_FIELDS, STORED_EXPERTS, Family, read_rope
 
 
 def _read(content: dict[str, Any]) -> dict[str, Any]:
@@ -29,7 +29,6 @@ FAMILY = Family(
         *(*ROTARY_FIELDS, *EXPERT_FIELDS, "attention_bias", "moe_intermediate_size", "norm_topk_prob"),
         *("decoder_sparse_step", "mlp_only_layers"),
     ),
-    required_values=NO_ROUTER_OUTPUT,
     defaults={
         "intermediate_size": 6144,
         "max_position_embeddings": 32768,

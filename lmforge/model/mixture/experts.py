@@ -13,6 +13,7 @@ from torch.nn.functional import linear
 
 from lmforge.model.config import ModelConfig
 from lmforge.model.layers import ACTIVATIONS, to_autocast_dtype
+from lmforge.model.mixture.balance import Balance
 from lmforge.model.mixture.grouped_mm import grouped_linear
 from lmforge.model.rng.token_rng import TokenRng
 
@@ -39,15 +40,16 @@ class Router(nn.Module):
         self.weight = nn.Parameter(torch.empty(config.num_experts, config.hidden_size))
         self.count, self.normalized = config.num_experts_per_tok, config.norm_topk_prob
 
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """x [tokens, width] → the weights, fp32, and the numbers, int64, of the experts of each token: [tokens, count] each."""
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """x [tokens, width] → the weights, fp32, and the numbers, int64, of the experts of each token: [tokens, count] each;
+        and the scores of all [tokens, experts]."""
         dtype = torch.promote_types(x.dtype, torch.float32)
         # torch has no autocast on the meta device.
         with nullcontext() if x.is_meta else torch.autocast(x.device.type, enabled=False):
             scores = linear(x.to(dtype), self.weight.to(dtype)).softmax(dim=-1)
         chosen = choose_experts(scores.detach(), self.count)
         weights = scores.gather(1, chosen)
-        return weights / weights.sum(-1, keepdim=True) if self.normalized else weights, chosen
+        return weights / weights.sum(-1, keepdim=True) if self.normalized else weights, chosen, scores
 
 
 class Experts(nn.Module):
@@ -79,15 +81,23 @@ class Experts(nn.Module):
 class MixtureOfExperts(nn.Module):
     """What a sparse block has as its `mlp`."""
 
+    balance: Balance | None = None  # the auxiliary loss of training
+
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.gate = Router(config)
         self.experts = Experts(config)
 
-    def forward(self, x: Tensor, token_rng: TokenRng | None = None) -> Tensor:
-        """x [sequences, length, width] → the same shape. There is no dropout between the products of an expert."""
+    def forward(self, x: Tensor, token_rng: TokenRng | None = None, is_token: Tensor | None = None) -> Tensor:
+        """x [sequences, length, width] → the same shape. There is no dropout between the products of an expert.
+
+        is_token: [sequences, length], false for padding, which is not balanced.
+        """
         tokens = x.flatten(0, 1)
-        return self.experts(tokens, *self.gate(tokens)).view_as(x)
+        weights, chosen, scores = self.gate(tokens)
+        if self.balance is not None and is_token is not None and torch.is_grad_enabled():
+            weights = self.balance.add_to(weights, scores, chosen, is_token)
+        return self.experts(tokens, weights, chosen).view_as(x)
 
 
 class _PermutedRows(torch.autograd.Function):
