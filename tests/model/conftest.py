@@ -64,6 +64,9 @@ def drawn_config(model_type: str, draw: random.Random, **fixed: Any) -> ModelCon
         fields["moe_intermediate_size"] = draw.randrange(7, 33)
         fields["decoder_sparse_step"] = draw.choice([1, 2])
         fields["mlp_only_layers"] = draw.sample(range(layers), draw.choice([0, 0, 1]))
+        sparse = {*range(fields["decoder_sparse_step"] - 1, layers, fields["decoder_sparse_step"])}
+        # transformers fails with them where no layer is a mixture.
+        fields["output_router_logits"] &= bool(sparse.difference(fields["mlp_only_layers"]))
     if model_type == "olmoe":
         fields["head_dim"] = 0
         fields["hidden_size"] = fields["num_attention_heads"] * draw.choice([6, 10])

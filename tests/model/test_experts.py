@@ -2,6 +2,7 @@
 
 import random
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -23,9 +24,14 @@ from lmforge.model.mixture.experts import MixtureOfExperts
 from lmforge.model.mixture.grouped_mm import grouped_linear
 from lmforge.parallel.activation_checkpointing import apply_activation_checkpointing
 from lmforge.train.optimizers.muon import Muon
-from tests.model.conftest import ONE_BY_ONE, built, drawn_config, one_document, shaken
+from tests.model.conftest import ONE_BY_ONE, built, drawn_config, one_document
 
 MIXTURES = ("mixtral", "olmoe", "qwen3_moe")
+
+
+def all_sparse(model_type: str) -> dict[str, Any]:
+    """Fields with which every layer is a mixture."""
+    return {"mlp_only_layers": (), "decoder_sparse_step": 1} if model_type == "qwen3_moe" else {}
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -80,9 +86,8 @@ def test_the_loss_and_every_gradient_are_those_of_transformers(model_type: str, 
 
 @pytest.mark.parametrize("model_type", MIXTURES)
 def test_the_auxiliary_loss_of_one_row_is_that_of_transformers_divided_by_top_k(model_type: str, draw: random.Random) -> None:
-    one = {"mlp_only_layers": (), "decoder_sparse_step": 1} if model_type == "qwen3_moe" else {}
     fields = {"num_experts": 5, "num_experts_per_tok": 3, "router_aux_loss_coef": 0.7, "output_router_logits": True}
-    config = drawn_config(model_type, draw, num_hidden_layers=1, **fields | one)
+    config = drawn_config(model_type, draw, num_hidden_layers=1, **fields | all_sparse(model_type))
     ours = built(config)
     theirs = AutoModelForCausalLM.from_config(AutoConfig.for_model(**to_config_json(config)), **ONE_BY_ONE)
     theirs.load_state_dict(dict(ours.named_parameters()), strict=False)
@@ -103,8 +108,10 @@ def test_no_token_is_dropped_where_all_choose_one_expert() -> None:
     config = ModelConfig(
         100, 16, 1, 2, 24, model_type="qwen3_moe", num_experts=4, num_experts_per_tok=1, norm_topk_prob=True
     )  # fmt: skip
-    mixture = shaken(MixtureOfExperts(config))
+    mixture = MixtureOfExperts(config)
     with torch.no_grad():
+        for parameter in mixture.parameters():
+            parameter.normal_()
         mixture.gate.weight.zero_()
         mixture.gate.weight[2] = 1.0
     x = torch.rand(2, 50, 16)  # above zero, so that expert 2 has the highest score
@@ -154,7 +161,8 @@ def test_muon_makes_the_matrix_of_each_expert_orthogonal_by_itself() -> None:
 
 @pytest.mark.parametrize("model_type", MIXTURES)
 def test_a_folder_that_lacks_an_expert_is_refused_with_its_layer(model_type: str, draw: random.Random, tmp_path: Path) -> None:
-    config = drawn_config(model_type, draw, num_experts=5, num_experts_per_tok=2, num_hidden_layers=2)
+    fields = {"num_experts": 5, "num_experts_per_tok": 2, "num_hidden_layers": 2}
+    config = drawn_config(model_type, draw, **fields | all_sparse(model_type))
     model = built(config)
     export_folder(model, config, tmp_path / "out")
     file = SafetensorsFile(tmp_path / "out" / "model.safetensors")
