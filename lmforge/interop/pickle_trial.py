@@ -12,27 +12,36 @@ import sys
 from contextlib import suppress
 from typing import Any, NoReturn
 
+from lmforge.errors import UserError
 from lmforge.foreign_code import python_command
 
 MEMORY_BYTES, MEMORY_PER_BYTE = 2**28, 64
-CPU_SECONDS, BYTES_PER_SECOND = 2, 2**17
-WALL_SECONDS = 30  # in addition, for a busy machine
+CPU_SECONDS, BYTES_PER_SECOND = 4, 2**16
+WALL_SECONDS = 900  # only a machine that gives it no time: good pickles are read in 0.2 s
+DAMAGE_SIGNALS = {-signal.SIGABRT, -signal.SIGBUS, -signal.SIGFPE, -signal.SIGILL, -signal.SIGSEGV}
 KEY_FIELDS = ("fqn", "offset", "index")  # by which torch's MetadataIndex is hashed
 MAX_REASON = 100
 
 
 def try_pickle(content: bytes) -> None:
-    """Read the pickles at the beginning of `content` in a process of its own. Raises ValueError where that fails."""
+    """Read the pickles at the beginning of `content` in a process of its own.
+
+    Raises ValueError where that fails, and UserError where the machine did not let it end, which says nothing of `content`.
+    """
     command = python_command(__name__, str(len(content)), "-I", "-S")
     try:
-        done = subprocess.run(command, input=content, capture_output=True, timeout=WALL_SECONDS + 2 * _seconds(len(content)))
-    except subprocess.TimeoutExpired:
-        raise ValueError("it takes too long") from None
+        done = subprocess.run(command, input=content, capture_output=True, timeout=WALL_SECONDS)
+    except (subprocess.TimeoutExpired, OSError) as problem:
+        reason = problem.strerror if isinstance(problem, OSError) else f"no end in {WALL_SECONDS} seconds, on a busy machine"
+        raise UserError(f"the process that tries a checkpoint: {reason}; try again") from None
     if done.returncode == -signal.SIGXCPU:
-        raise ValueError("it takes too long")
+        raise ValueError(f"it takes too long, over {_seconds(len(content))} s of a processor's time")
+    if done.returncode in DAMAGE_SIGNALS:
+        raise ValueError("it crashes the interpreter")
+    if done.returncode and not done.stdout:
+        raise UserError(f"the process that tries a checkpoint was ended (status {done.returncode}); try again")
     if done.returncode:
-        reason = done.stdout.decode(errors="replace")
-        raise ValueError(reason or "it crashes the interpreter")
+        raise ValueError(done.stdout.decode(errors="replace"))
 
 
 def _seconds(size: int) -> int:

@@ -1,5 +1,6 @@
 """The values of run_data.py, with the page's style and script, as one HTML file."""
 
+import hashlib
 import html
 import json
 import re
@@ -18,6 +19,7 @@ from lmforge.untrusted import open_file
 
 REPORT_FILE = "report.html"  # in a run
 BEGINNING = b"<!doctype html>\n<!-- A report of lmforge."  # of each report
+LAST_LINE_BYTES = 81
 # The time until a run's first report, so that it does not slow the first steps.
 FIRST_AFTER_SECONDS = 60.0
 # The maximum fraction of a run's time for its reports: a long run has more records to read.
@@ -30,18 +32,26 @@ def write_report(runs: Sequence[Run], path: Path, title: str | None = None, stat
 
     Raises UserError where a run cannot be read, OSError where the file cannot be written.
     """
-    page = render([read_run(run, state) for run in runs], title)
+    # A path need not be Unicode.
+    page = render([read_run(run, state) for run in runs], title).encode(errors="replace")
     with atomic_write(path, sync=False) as file:
-        file.write(page.encode(errors="replace"))  # a path need not be Unicode
+        file.write(page + _last_line(page))
     return path
 
 
 def is_report(path: Path) -> bool:
-    """Whether a path is a file that `write_report` has written. Raises OSError where it cannot be read."""
+    """Whether a path is a file as `write_report` has written it, unedited. Raises OSError where it cannot be read."""
     if not path.is_file():
         return False
     with open_file(path) as file:
-        return file.read(len(BEGINNING)) == BEGINNING
+        if file.read(len(BEGINNING)) != BEGINNING:
+            return False
+        page = BEGINNING + file.read()
+    return page[-LAST_LINE_BYTES:] == _last_line(page[:-LAST_LINE_BYTES])
+
+
+def _last_line(page: bytes) -> bytes:
+    return f"<!-- sha256 {hashlib.sha256(page).hexdigest()} -->\n".encode()
 
 
 def write_run_report(run: Run, state: str | None = None) -> Path:

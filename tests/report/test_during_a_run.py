@@ -30,6 +30,13 @@ def test_it_is_written_only_where_it_is_due(run: Run, monkeypatch: pytest.Monkey
     thread.write_if_due()
     thread.close()
     assert is_report(report)
+    for edited in (
+        report.read_bytes().replace(b"</body>", b"<p>Mine.</p></body>"),
+        page.BEGINNING,
+        report.read_bytes() + b"\n",
+    ):
+        (run.path / "mine.html").write_bytes(edited)
+        assert not is_report(run.path / "mine.html")
     report.unlink()
     thread.write_if_due()  # a hundred times as long as it took has not passed
     thread.close()
