@@ -199,10 +199,11 @@ def history(recipe: Recipe, tmp_path_factory: pytest.TempPathFactory) -> History
 
 def test_asked_to_stop_ranks_finish_the_step_save_and_say_how_to_continue(history: History) -> None:
     said = history.stopped.out.splitlines()[-1]
-    # The launcher, asked by any of these signals, asks its ranks by this one: processes that a rank has started would die of
-    # another.
-    assert said.startswith(f"stopped by SIGTERM after step {history.stopped_at}, which is saved; to continue: ")
-    assert history.stopped.errors.endswith("lmforge: all ranks are started again (1 of 3)\n")
+    # The launcher asks its ranks by SIGTERM: processes that a rank has started would die of another. What came is named.
+    name = signal_name(history.stopped.status - 128)
+    passed_on = "" if name == "SIGTERM" else f"lmforge: {name} came: all ranks are asked to save and end\n"
+    assert said.startswith(f"stopped by {name} after step {history.stopped_at}, which is saved; to continue: ")
+    assert history.stopped.errors.endswith(f"lmforge: all ranks are started again (1 of 3)\n{passed_on}")
     assert max(losses(history.elsewhere["single"])) == STEPS
 
 
