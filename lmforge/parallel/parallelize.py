@@ -67,7 +67,7 @@ def parallelize(
     if mesh is not None and options.context_parallel_degree > 1:
         model.context_parallel = ContextParallel(mesh[CONTEXT].get_group())
         if model.balance is not None:
-            model.balance.group = model.context_parallel.group
+            model.balance.groups += (model.context_parallel.group,)
     apply_activation_checkpointing(model, options.activation_checkpointing, options.activation_checkpointing_every)
     if compile_model:
         _compile(model, dist_ctx.device)

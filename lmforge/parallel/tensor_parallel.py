@@ -1,10 +1,10 @@
 """Tensor parallelism with sequence-parallel norms: the matrices of a block are split over ranks; between them the sequence is
 split.
 
-Heads and feed-forward channels are split; the outputs of attention and feed-forward are summed and scattered along the
-sequence in one collective (Korthikanti et al., arXiv 2205.05198). torch's DTensor styles do the splitting, so that FSDP2 and
-checkpoints understand the result. Embedding and head are split by vocabulary where it divides. Where it does not, every rank
-has them whole, and looks up and scores (objectives/sharded_head.py) its own part of the sequence.
+Heads and feed-forward channels are split, and of mixtures of experts only the tokens; the outputs of attention and feed-forward
+are summed and scattered along the sequence in one collective (Korthikanti et al., arXiv 2205.05198). torch's DTensor styles do
+the splitting, so that FSDP2 and checkpoints understand the result. Embedding and head are split by vocabulary where it divides.
+Where it does not, every rank has them whole, and looks up and scores (objectives/sharded_head.py) its own part of the sequence.
 """
 
 import logging
@@ -36,8 +36,10 @@ SEQUENCE_DIM = 1  # of hidden states [sequences, length, width]
 def apply_tensor_parallel(model: LanguageModel, mesh: DeviceMesh) -> None:
     """Split the parameters of `model` (on any device, meta too) over the one-dimensional `mesh`, in place."""
     model.sequence_parallel_shard = mesh.get_local_rank(), mesh.size()
-    for block in model.blocks:
-        parallelize_module(block, mesh, _block_plan(model.config))
+    for block, sparse in zip(model.blocks, model.config.sparse_layers, strict=True):
+        parallelize_module(block, mesh, _block_plan(model.config, sparse))
+    if model.balance is not None:
+        model.balance.groups += (mesh.get_group(),)
     parallelize_module(model.final_norm, mesh, SequenceParallel(use_local_output=True))
     (embedding,) = model.embeddings
     by_vocabulary = model.config.vocab_size % mesh.size() == 0
@@ -56,7 +58,7 @@ def apply_tensor_parallel(model: LanguageModel, mesh: DeviceMesh) -> None:
     model.tie_weights()
 
 
-def _block_plan(config: ModelConfig) -> dict[str, ParallelStyle]:
+def _block_plan(config: ModelConfig, sparse: bool) -> dict[str, ParallelStyle]:
     def gather_first(num_arguments: int) -> ParallelStyle:
         rest = (None,) * (num_arguments - 1)
         return PrepareModuleInput(
@@ -70,15 +72,24 @@ def _block_plan(config: ModelConfig) -> dict[str, ParallelStyle]:
         "channels": ChannelParallelNorm(),
     }
     linears, norms = config.family.linears(config), config.family.norms(config)
+    if sparse:
+        linears = tuple(each for each in linears if not each.name.startswith("mlp."))
     return {
         "self_attn": gather_first(4),
-        "mlp": gather_first(1),
+        "mlp": ReplicatedExperts() if sparse else gather_first(1),
         **{each.name: over[each.over] for each in norms},
         **{
             each.name: RowwiseParallel(output_layouts=Shard(SEQUENCE_DIM)) if each.residual else ColwiseParallel()
             for each in linears
         },
     }
+
+
+class ReplicatedExperts(ParallelStyle):
+    """A mixture of experts that every rank has whole, and computes for its own part of the sequence."""
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        return distribute_module(module, device_mesh)
 
 
 class ChannelParallelNorm(ParallelStyle):

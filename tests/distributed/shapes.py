@@ -74,7 +74,7 @@ CASES_OF_SPLIT_SHAPES = {
     "split qwen3": ("tensor 2", "context 2", "pipeline 2, inter"),
     "split tied": ("tensor 2", "context 2"),
     "split gpt2": ("context 2", "pipeline 2, 4"),
-    "mixture": (*CASES_OF_SHAPES, "fsdp2, checkpointing full", "context 2", "pipeline 2, inter"),
+    "mixture": (*CASES_OF_SHAPES, "fsdp2, checkpointing full", "tensor 2", "context 2", "pipeline 2, inter"),
     **dict.fromkeys(("olmo2", "gemma3"), (*CASES_OF_SHAPES, "tensor 2", "context 2", "pipeline 2, inter")),
 }
 # Which cases of these are in `make test`, by number of ranks and model config.
@@ -102,7 +102,13 @@ SAMPLE: dict[int, dict[str, tuple[str, ...]]] = {
         "split gpt2": ("pipeline 2, 4 micro-batches",),
         "olmo2": ("tensor 2", "fsdp1 full-shard"),
         "gemma3": ("tensor 2", "context 2"),
-        "mixture": ("fsdp1 full-shard", "fsdp2, checkpointing full", "context 2", "pipeline 2, interleaved, 4 micro-batches"),
+        "mixture": (
+            "fsdp1 full-shard",
+            "fsdp2, checkpointing full",
+            "tensor 2",
+            "context 2",
+            "pipeline 2, interleaved, 4 micro-batches",
+        ),
     },
     3: {"llama": ("ddp", "fsdp2 grad-shard")},
     4: {
@@ -182,7 +188,7 @@ CASES_OF_LORA = {
 
 def shapes_on(world_size: int) -> list[str]:
     """Which model configs are tried on this number of ranks."""
-    return {1: ["llama", "gpt2"], 2: list(SHAPES)}.get(world_size, ["llama"])
+    return {1: ["llama", "gpt2"], 2: list(SHAPES), 4: ["llama", "mixture"]}.get(world_size, ["llama"])
 
 
 def chosen_cases(shape: str, world_size: int) -> list[ParityCase]:

@@ -11,7 +11,6 @@ FAMILY = Family(
         "mlp.experts.down_proj": ("block_sparse_moe.experts.{}.w2.weight",),
     },
     windows="all layers",
-    why_not_split="the experts of a mixture are not split",
     fields=(*ROTARY_FIELDS, *EXPERT_FIELDS, "sliding_window"),
     names={"num_experts": "num_local_experts"},
     defaults={

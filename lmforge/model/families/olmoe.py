@@ -18,7 +18,6 @@ FAMILY = Family(
     qk_norm="channels",
     attention_biases=((False, False), (True, True)),
     heads_divide_width=True,
-    why_not_split="the experts of a mixture are not split",
     fields=(
         *("num_key_value_heads", "rms_norm_eps", "rope_theta", "attention_bias"),
         *(*EXPERT_FIELDS, "norm_topk_prob"),

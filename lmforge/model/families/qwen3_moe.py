@@ -24,7 +24,6 @@ FAMILY = Family(
     qk_norm="heads",
     attention_biases=((False, False), (True, True)),
     windows="all layers",
-    why_not_split="the experts of a mixture are not split",
     fields=(
         *(*ROTARY_FIELDS, *EXPERT_FIELDS, "attention_bias", "moe_intermediate_size", "norm_topk_prob"),
         *("decoder_sparse_step", "mlp_only_layers"),

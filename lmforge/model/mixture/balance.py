@@ -19,10 +19,10 @@ from lmforge.data.batch import Batch
 class Balance:
     """The weight of the loss of each row in a step: `coefficient`, a mean over mixtures, divided by the rows of the batch.
 
-    group: ranks that have parts of the same rows, if any.
+    groups: ranks that have parts of the same rows; of several, each splits what a rank of the one before it has.
     """
 
-    group: dist.ProcessGroup | None = None
+    groups: tuple[dist.ProcessGroup, ...] = ()
 
     def __init__(self, coefficient: float, num_mixtures: int) -> None:
         self._coefficient = coefficient / num_mixtures
@@ -42,8 +42,8 @@ class Balance:
         of_rows = chosen.view(len(is_token), -1)
         counted = weights.repeat_interleave(chosen.shape[-1], dim=1)
         counts = scores.new_zeros(len(is_token), experts).scatter_add(1, of_rows, counted)
-        if self.group is not None:
-            counts = all_reduce(counts, "sum", self.group)
+        for group in self.groups:
+            counts = all_reduce(counts, "sum", group)
         # Each token has as many choices. Linear in this rank's scores, so that its part of the loss is known to it alone.
         num_choices = counts.sum(1, keepdim=True).clamp(min=1.0)
         tokens = num_choices / chosen.shape[-1]

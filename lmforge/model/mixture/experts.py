@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Partial
 from torch.nn.functional import linear
 
 from lmforge.model.config import ModelConfig
@@ -46,10 +47,15 @@ class Router(nn.Module):
         dtype = torch.promote_types(x.dtype, torch.float32)
         # torch has no autocast on the meta device.
         with nullcontext() if x.is_meta else torch.autocast(x.device.type, enabled=False):
-            scores = linear(x.to(dtype), self.weight.to(dtype)).softmax(dim=-1)
+            scores = linear(x.to(dtype), local_weight(self.weight).to(dtype)).softmax(dim=-1)
         chosen = choose_experts(scores.detach(), self.count)
         weights = scores.gather(1, chosen)
         return weights / weights.sum(-1, keepdim=True) if self.normalized else weights, chosen, scores
+
+
+def local_weight(parameter: Tensor) -> Tensor:
+    """A weight, also one that tensor parallelism replicates: ranks have tokens of their own, so gradients are summed."""
+    return parameter.to_local(grad_placements=[Partial()]) if isinstance(parameter, DTensor) else parameter
 
 
 class Experts(nn.Module):
@@ -70,10 +76,11 @@ class Experts(nn.Module):
         """x [tokens, width]; weights and chosen [tokens, count] of the router → the weighted sum of each token's experts."""
         experts, order = chosen.flatten().sort(stable=True)
         inverse = order.argsort()
-        ends = torch.searchsorted(experts, torch.arange(len(self.down_proj), device=x.device), right=True).int()
+        gate_up_proj, down_proj = (to_autocast_dtype(local_weight(each)) for each in (self.gate_up_proj, self.down_proj))
+        ends = torch.searchsorted(experts, torch.arange(len(down_proj), device=x.device), right=True).int()
         rows = _PermutedRows.apply(x, order, inverse, chosen.shape[1])
-        gate, up = grouped_linear(rows, to_autocast_dtype(self.gate_up_proj), ends).chunk(2, dim=-1)
-        out = grouped_linear(self.activation(gate) * up, to_autocast_dtype(self.down_proj), ends)
+        gate, up = grouped_linear(rows, gate_up_proj, ends).chunk(2, dim=-1)
+        out = grouped_linear(self.activation(gate) * up, down_proj, ends)
         out = _PermutedRows.apply(out, inverse, order, 1).unflatten(0, chosen.shape)
         return (out * weights.to(out.dtype).unsqueeze(-1)).sum(1)
 
