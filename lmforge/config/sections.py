@@ -144,8 +144,9 @@ class ModelOptions(Options):
             yield "model.implementation = transformers: wraps a Hugging Face folder; name it with model.source"
         if self.model_type:
             yield "model.model_type: with model.implementation = transformers the folder says it; leave it out"
-        if self.dropout:
-            yield "model.dropout: not with model.implementation = transformers, which has none here; leave it out"
+        for name in ("dropout", "router_aux_loss_coef", "output_router_logits"):
+            if getattr(self, name):
+                yield f"model.{name}: not with model.implementation = transformers, which has none here; leave it out"
 
     def overrides(self) -> dict[str, object]:
         """The fields of the model config that were given, by their Hugging Face names."""

@@ -68,7 +68,11 @@ def model_config_from_options(options: ModelOptions, vocab_size: int | None = No
     """The model config from the options of a recipe; nano where they name none. Raises UserError."""
     source = options.source or options.preset or "nano"
     multiple = options.pad_vocab_to_multiple_of or 1 if options.resize_vocab else None
-    return resolve_model_config(source, options.overrides(), vocab_size, options.implementation, multiple)
+    config = resolve_model_config(source, options.overrides(), vocab_size, options.implementation, multiple)
+    if options.router_aux_loss_coef and not config.output_router_logits:
+        without = "the model trains without this loss (output_router_logits is false)"
+        raise UserError(f"model.router_aux_loss_coef: {without}; add --model.output_router_logits true, or leave it out")
+    return config
 
 
 def _with_overrides(chosen: dict[str, Any], overrides: dict[str, Any]) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 from lmforge import registry
 from lmforge.config.ranges import MODEL_RANGES, ROPE_SCALING_RANGES, Range
 from lmforge.errors import UserError, did_you_mean
-from lmforge.model.family import Family, Linear, load_family, mixture_linears, name_layer_types
+from lmforge.model.family import EXPERT_FIELDS, Family, Linear, load_family, mixture_linears, name_layer_types
 from lmforge.model.presets import PRESETS
 from lmforge.untrusted import cut, quoted
 
@@ -328,10 +328,16 @@ def _check_numbers(config: ModelConfig, names: Iterable[str]) -> None:
 
 def _check_experts(config: ModelConfig) -> None:
     experts, chosen = config.num_experts, config.num_experts_per_tok
-    if not config.family.stored_experts:
-        if experts:
-            raise UserError(f"num_experts: a {config.model_type} model has none; leave it out, or use model_type qwen3_moe")
+    family, model_type = config.family, config.model_type
+    if not family.stored_experts:
+        for name in EXPERT_FIELDS:
+            if getattr(config, name):
+                raise UserError(f"{name}: a {model_type} model has no experts; leave it out, or use model_type qwen3_moe")
         return
+    for name in ("moe_intermediate_size", "norm_topk_prob", "decoder_sparse_step", "mlp_only_layers"):
+        kept = family.defaults.get(name, getattr(ModelConfig, name))
+        if name not in family.fields and getattr(config, name) != kept:
+            raise UserError(f"{name}: a {model_type} model has none to choose; use {quoted(kept)}, or model_type qwen3_moe")
     if not experts:
         raise UserError(
             f"num_experts: a {config.model_type} model has some; begin from a preset or a folder that says how many"

@@ -14,7 +14,7 @@ from torch import nn
 from lmforge.config.stage import StageConfig
 from lmforge.errors import UserError, how_to_install
 from lmforge.model.layers import LanguageModel
-from lmforge.parallel.validate import check_compiled, check_float8_dtype, check_float8_sizes, why_not_compiled
+from lmforge.parallel.validate import check_compiled, check_float8_dtype, check_float8_layers, why_not_compiled
 
 # The dtypes by their option names.
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -76,7 +76,7 @@ def convert_to_float8(model: LanguageModel, *, emulate: bool = False) -> None:
 
     layers = [(name, layer) for name, layer in model.blocks.named_modules() if isinstance(layer, nn.Linear)]
     sizes = {name.partition(".")[2]: (layer.in_features, layer.out_features) for name, layer in layers}
-    check_float8_sizes(model.config.model_type, sizes)
+    check_float8_layers(model.config, sizes)
     # The number of tokens, which may be any, is the inner dimension of a weight's gradient: it is padded.
     convert_to_float8_training(model.blocks, config=Float8LinearConfig(pad_inner_dim=True, emulate=emulate))
 

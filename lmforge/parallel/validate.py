@@ -77,10 +77,12 @@ def check_float8_dtype(dtype: str) -> None:
         raise UserError("train.float8: the rest is computed in bf16; use train.dtype = bf16, or leave train.float8 out")
 
 
-def check_float8_sizes(model_type: str, layers: Mapping[str, tuple[int, int]]) -> None:
+def check_float8_layers(config: ModelConfig, layers: Mapping[str, tuple[int, int]]) -> None:
     """Raise UserError where the linear layers of blocks, (inputs, outputs) by name, cannot be multiplied in float8."""
+    if any(config.sparse_layers):
+        raise UserError("train.float8: not with a mixture of experts, whose products torchao does not train; leave it out")
     if not layers:
-        raise UserError(f"train.float8: a {model_type} model has no linear layers in its blocks; leave it out")
+        raise UserError(f"train.float8: a {config.model_type} model has no linear layers in its blocks; leave it out")
     for name, (inputs, outputs) in layers.items():
         if inputs % FLOAT8_SIZE_MULTIPLE or outputs % FLOAT8_SIZE_MULTIPLE:
             raise UserError(

@@ -22,7 +22,7 @@ from lmforge.parallel.dims import plan_batches
 from lmforge.parallel.validate import (
     check_compiled,
     check_float8_dtype,
-    check_float8_sizes,
+    check_float8_layers,
     check_lora,
     check_parallel,
     choose_engine,
@@ -261,7 +261,7 @@ def check_float8(model: ModelConfig) -> None:
     block = build_meta_model(replace(model, num_hidden_layers=1, layer_types=None), None).blocks[0]
     layers = {name: each for name, each in block.named_modules() if isinstance(each, nn.Linear)}
     sizes = {name.rpartition(".")[2]: (each.in_features, each.out_features) for name, each in layers.items()}
-    check_float8_sizes(model.model_type, sizes)
+    check_float8_layers(model, sizes)
 
 
 def predict_step(step_config: StepConfig, machine: Machine) -> Prediction:

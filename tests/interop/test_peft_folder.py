@@ -123,6 +123,27 @@ def test_adapters_of_a_checkpoint_belong_to_it_wherever_they_are_opened(tuned: T
         assert torch.equal(again[name], value), name
 
 
+@pytest.mark.parametrize("tuned", ["gpt2"], indirect=True)
+def test_adapters_that_peft_would_take_for_those_of_experts_are_not_exported_alone(
+    tuned: Tuned, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """PEFT 0.21 renames gate_proj, up_proj and down_proj in a Qwen 3 mixture to stacked experts, dense layers or not."""
+    sizes = {"intermediate_size": 24, "moe_intermediate_size": 16, "num_experts": 3, "num_experts_per_tok": 2}
+    config = ModelConfig(261, 16, 2, 2, model_type="qwen3_moe", mlp_only_layers=(0,), **sizes)
+    tokenizer = tuned.base.parent / "tokenizer"
+    export_folder(init_weights(build_model(config), 0), config, tmp_path / "base", tokenizer_folder=tokenizer)
+    for name, targets, code in (("all", [], 2), ("attention", ["--lora.target_modules", "q_proj", "v_proj"], 0)):
+        more = ["--model.source", tmp_path / "base", "--run.folder", tmp_path, "--run.name", name, "--lora.rank", 2]
+        assert command(["sft", *tuned.words, *map(str, more), *targets]) == 0
+        assert command(["export", str(tmp_path / name), str(tmp_path / f"{name}-out"), "--adapters"]) == code
+        assert command(["export", str(tmp_path / name), str(tmp_path / f"{name}-whole")]) == 0
+    assert "has adapters in dense feed-forwards beside experts" in capfd.readouterr().err
+    theirs = peft.PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(tmp_path / "base"), tmp_path / "attention-out")
+    tokens = torch.randint(0, 261, (1, 9))
+    whole = AutoModelForCausalLM.from_pretrained(tmp_path / "attention-whole")
+    torch.testing.assert_close(theirs(tokens).logits, whole(tokens).logits)
+
+
 def test_missing_adapters_and_adapters_of_another_model_are_refused_in_one_line(
     tuned: Tuned, tiny_run: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -6,15 +6,18 @@ from typing import Any
 
 import pytest
 import torch
+from pydantic import ValidationError
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from lmforge.config.activation_checkpointing import CHECKPOINTING_MODES
+from lmforge.config.sections import ModelOptions
 from lmforge.errors import UserError
 from lmforge.interop.config_json import to_config_json
 from lmforge.interop.export import export_folder
+from lmforge.interop.resolve import model_config_from_options
 from lmforge.interop.safetensors_file import SafetensorsFile, write_safetensors
 from lmforge.interop.stored_experts import pieces, stored_name
 from lmforge.interop.weights import load_folder
@@ -102,6 +105,21 @@ def test_the_auxiliary_loss_of_one_row_is_that_of_transformers_divided_by_top_k(
         assert found is not None, name
         assert parameter.grad is not None, name
         torch.testing.assert_close(found, parameter.grad, rtol=0, atol=1e-5 * float(parameter.grad.abs().max()), msg=name)
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"preset": "olmoe-1b-7b"}, "the model trains without this loss (output_router_logits is false); add"),
+        ({"preset": "nano-moe", "output_router_logits": False}, "the model trains without this loss"),
+        ({"source": "folder", "implementation": "transformers"}, "not with model.implementation = transformers"),
+    ],
+)
+def test_a_weight_of_the_auxiliary_loss_that_nothing_would_use_is_refused(given: dict[str, Any], words: str) -> None:
+    with pytest.raises((UserError, ValidationError)) as refused:
+        model_config_from_options(ModelOptions(**given, router_aux_loss_coef=0.1))
+    assert words in str(refused.value)
+    assert model_config_from_options(ModelOptions(preset="nano-moe", router_aux_loss_coef=0.1)).router_aux_loss_coef == 0.1
 
 
 def test_no_token_is_dropped_where_all_choose_one_expert() -> None:

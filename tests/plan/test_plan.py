@@ -256,6 +256,7 @@ def test_a_plan_that_does_not_fit_says_what_would(capfd: pytest.CaptureFixture[s
             ["--train.float8", "true", "--model.preset", "gpt2-124m", "--data.sequence_length", 512],
             "train.float8: a gpt2 model has no linear layers",
         ),
+        (["--train.float8", "true", "--model.preset", "nano-moe"], "train.float8: not with a mixture of experts"),
         (["--hardware", "nothing.toml"], "--hardware: nothing.toml: no such file"),
         (["--gpus", 0], "--plan.gpus: expected a"),
         (["--disk_gb_s", 1e-320], "--plan.disk_gb_s: expected a number of at least 1e-06, got 1e-320"),

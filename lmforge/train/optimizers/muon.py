@@ -50,9 +50,8 @@ class Muon(AdamW):
             super().update_group(parameters, group, skip)
             return
         # Experts are stacked and sharded by expert: each rank has whole matrices of its own.
-        stacks = [each for each in parameters if each.ndim == 3]
-        if stacks:
-            self._update_matrices(stacks, group, None, skip)
+        for batch in _batch_matrices([each for each in parameters if each.ndim == 3], 1):
+            self._update_matrices(batch, group, None, skip)
         for shard_group, matrices in _group_by_mesh([each for each in parameters if each.ndim == 2]):
             for batch in _batch_matrices(matrices, 1 if shard_group is None else shard_group.size()):
                 self._update_matrices(batch, group, shard_group, skip)
