@@ -53,7 +53,7 @@ BIN = Path(sys.executable).parent
 OF_A_RUN = {".".join(path) for tree in (BenchConfig, PlanConfig, SftConfig, AlignConfig) for path, _ in iter_options(tree)}
 OF_VERBS = {path[0] for verb in VERBS.values() for path, _ in iter_options(verb.options)}
 # What metrics are called that have a slash in their names.
-METRICS = ("loss/", "val/", "rewards/", "logps/", "tokens/", "predicted/", "measured/")
+METRICS = ("loss/", "val/", "rewards/", "logps/", "tokens/", "predicted/", "measured/", "experts/")
 OF_FILES = {".py", ".md", ".toml", ".json", ".jsonl", ".txt", ".png"}
 FLAGS = {
     "method",

@@ -249,9 +249,9 @@ class LanguageModel(nn.Module):
         else:
             masks = {each: cache[0].mask(each) for each in set(windows)}
         rotary = {each: rotary_embedding(positions, each, self.config.head_dim) for each in set(ropes)}
-        # Attention has masks; a mixture balances the tokens that are none of padding.
+        # Attention has masks; a mixture balances and counts the tokens that are none of padding.
         part, parts = self.sequence_parallel_shard
-        of_mixture = {"is_token": document_ids.chunk(parts, 1)[part] >= 0} if self.balance is not None else {}
+        of_mixture = {"is_token": document_ids.chunk(parts, 1)[part] >= 0} if self.config.num_experts else {}
         for layer in range(len(blocks)) if layer_indices is None else layer_indices:
             layer_cache = None if cache is None else cache[layer]
             layer_rng = None if token_rng is None else token_rng.for_block(layer)

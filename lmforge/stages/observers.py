@@ -18,6 +18,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from lmforge.checkpoint import AsyncCheckpointer
 from lmforge.errors import format_count
 from lmforge.model.attention_backend import describe_attention_backend
+from lmforge.monitor.expert_load import ExpertLoad
 from lmforge.monitor.usage.other_trainings import other_trainings
 from lmforge.parallel.precision import choose_dtype, has_compiled_blocks
 from lmforge.plan.parameter_counts import count_parameters, get_lora_config, training_flops_per_token
@@ -56,6 +57,8 @@ class Observers(LoopCallbacks):
         if prediction is not None:
             tokens, log = inputs.batch_plan.tokens, ctx.console.info
             self._prediction_check = PredictionCheck(prediction, tokens, built.point.step, log)
+        model = built.parallel_model.model
+        self._expert_load = ExpertLoad(model, ctx.dist_ctx) if any(model.config.sparse_layers) else None
         self._metrics_file = MetricsFile(ctx.run.metrics_path) if ctx.dist_ctx.is_rank0 else None
         self._report = ReportThread(ctx.run)
         trace = ctx.run.path / "profile" / f"rank-{ctx.dist_ctx.rank_info.rank}.json"
@@ -101,6 +104,11 @@ class Observers(LoopCallbacks):
         if self._prediction_check is not None:
             is_last = step == self._ctx.config.train.steps
             record |= self._prediction_check.compare(step, record["memory_gib"], is_last=is_last)
+        if self._expert_load is not None:
+            load, lines = self._expert_load.take(step)
+            record |= load
+            for line in lines:
+                self._ctx.console.warn(line)
         pipeline_rank = self._built.parallel_model.pipeline_rank
         for line in self._ctx.watch.check_step_times(step, record["step_seconds"], pipeline_rank):
             self._ctx.console.info(line)

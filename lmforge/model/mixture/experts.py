@@ -19,17 +19,23 @@ from lmforge.model.mixture.grouped_mm import grouped_linear
 from lmforge.model.rng.token_rng import TokenRng
 
 
-@torch.library.custom_op("lmforge::choose_experts", mutates_args=())
-def choose_experts(scores: Tensor, count: int) -> Tensor:
+@torch.library.custom_op("lmforge::choose_experts", mutates_args=("counts",))
+def choose_experts(scores: Tensor, count: int, is_token: Tensor | None, counts: Tensor | None) -> Tensor:
     """The `count` experts of the highest scores [tokens, experts] of each token: int64 [tokens, count].
 
-    An operator of its own, whose result activation checkpointing keeps: rounding in a recomputation must not choose others.
+    counts: int64 [experts], to which the choices of tokens where is_token [tokens] is true are added; None: nothing is counted.
+
+    An operator of its own, whose result activation checkpointing keeps: rounding in a recomputation must not choose others, and
+    nothing is counted twice.
     """
-    return scores.topk(count, dim=-1).indices
+    chosen = scores.topk(count, dim=-1).indices
+    if counts is not None and is_token is not None:
+        counts.scatter_add_(0, chosen.flatten(), is_token.long().repeat_interleave(count))
+    return chosen
 
 
 @choose_experts.register_fake
-def _(scores: Tensor, count: int) -> Tensor:
+def _(scores: Tensor, count: int, is_token: Tensor | None, counts: Tensor | None) -> Tensor:
     return scores.new_empty(scores.shape[0], count, dtype=torch.long)
 
 
@@ -41,14 +47,14 @@ class Router(nn.Module):
         self.weight = nn.Parameter(torch.empty(config.num_experts, config.hidden_size))
         self.count, self.normalized = config.num_experts_per_tok, config.norm_topk_prob
 
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def forward(self, x: Tensor, is_token: Tensor | None = None, counts: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
         """x [tokens, width] → the weights, fp32, and the numbers, int64, of the experts of each token: [tokens, count] each;
         and the scores of all [tokens, experts]."""
         dtype = torch.promote_types(x.dtype, torch.float32)
         # torch has no autocast on the meta device.
         with nullcontext() if x.is_meta else torch.autocast(x.device.type, enabled=False):
             scores = linear(x.to(dtype), local_weight(self.weight).to(dtype)).softmax(dim=-1)
-        chosen = choose_experts(scores.detach(), self.count)
+        chosen = choose_experts(scores.detach(), self.count, is_token, counts)
         weights = scores.gather(1, chosen)
         return weights / weights.sum(-1, keepdim=True) if self.normalized else weights, chosen, scores
 
@@ -89,6 +95,7 @@ class MixtureOfExperts(nn.Module):
     """What a sparse block has as its `mlp`."""
 
     balance: Balance | None = None  # the auxiliary loss of training
+    counts: Tensor | None = None  # int64 [experts]: what is set here counts the choices of training steps
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -101,8 +108,10 @@ class MixtureOfExperts(nn.Module):
         is_token: [sequences, length], false for padding, which is not balanced.
         """
         tokens = x.flatten(0, 1)
-        weights, chosen, scores = self.gate(tokens)
-        if self.balance is not None and is_token is not None and torch.is_grad_enabled():
+        trains = is_token is not None and torch.is_grad_enabled()
+        counted = (is_token.flatten(), self.counts) if trains and is_token is not None else ()
+        weights, chosen, scores = self.gate(tokens, *counted)
+        if self.balance is not None and is_token is not None and trains:
             weights = self.balance.add_to(weights, scores, chosen, is_token)
         return self.experts(tokens, weights, chosen).view_as(x)
 

@@ -13,6 +13,11 @@ const CHARTS = [
   ["Completion length, tokens", ["completion_tokens", "tokens/chosen", "tokens/rejected"]],
   ["Preferred", ["rewards/accuracy", "val/rewards/accuracy"]],
 ];
+// Metrics that share a chart, with a curve for what follows in the name.
+const GROUPS = [
+  ["loss/", "Loss of each source", ""], ["experts/fullest/", "Fullest expert, fraction of tokens", "layer "],
+  ["experts/emptiest/", "Emptiest expert, fraction of tokens", "layer "], ["experts/entropy/", "Entropy of the choice of experts", "layer "],
+];
 const IN_STRIP = ["data_seconds", "save_stall_seconds", "step_seconds"];
 let axis = "step", zoom = null, logarithmic = false;
 const redraws = [];
@@ -168,9 +173,11 @@ if (!one) {
   const times = one ? strip(runs[0]) : null, above = box.querySelector(".wide");
   if (times && above) above.after(times); else if (times) box.prepend(times);
   const rest = [...new Set(runs.flatMap((run) => Object.keys(run.series)))].filter((name) => !used.has(name));
-  const sources = rest.filter((name) => name.startsWith("loss/"));
-  if (sources.length && one) {
-    box.append(chart("Loss of each source", sources.map((name, index) => ({ run: runs[0], points: runs[0].series[name], color: color(index), label: name.slice(5) }))));
+  const inGroups = [];
+  for (const [prefix, heading, label] of one ? GROUPS : []) {
+    const names = rest.filter((name) => name.startsWith(prefix));
+    inGroups.push(...names);
+    if (names.length) box.append(chart(heading, names.map((name, index) => ({ run: runs[0], points: runs[0].series[name], color: color(index), label: label + name.slice(prefix.length) }))));
   }
   // A chart for each metric of validation tasks, with a curve for each task.
   const tasks = [...new Set(runs.flatMap((run) => run.tasks))], ofTasks = new Map();
@@ -180,7 +187,7 @@ if (!one) {
   }
   for (const [metric, names] of ofTasks) box.append(chart(`Validation tasks: ${metric}`, curvesOf(names).map((curve, index) => ({ ...curve, color: color(index), dashed: false, label: `${one ? "" : `${curve.run.name}, `}${curve.name.split("/")[1]}` }))));
   const inTasks = [...ofTasks.values()].flat();
-  const others = rest.filter((name) => !(one && sources.includes(name)) && !inTasks.includes(name)).sort();
+  const others = rest.filter((name) => !inGroups.includes(name) && !inTasks.includes(name)).sort();
   const more = element("div", { class: "charts" });
   for (const name of others) more.append(chart(name, curvesOf([name])));
   section("curves", "Curves", bar, box, others.length ? element("details", { id: "more" }, element("summary", {}, `${others.length} more metrics`), more) : null);
