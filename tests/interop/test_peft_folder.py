@@ -137,7 +137,9 @@ def test_adapters_that_peft_would_take_for_those_of_experts_are_not_exported_alo
         assert command(["sft", *tuned.words, *map(str, more), *targets]) == 0
         assert command(["export", str(tmp_path / name), str(tmp_path / f"{name}-out"), "--adapters"]) == code
         assert command(["export", str(tmp_path / name), str(tmp_path / f"{name}-whole")]) == 0
-    assert "has adapters in dense feed-forwards beside experts" in capfd.readouterr().err
+    said = capfd.readouterr()
+    assert "has adapters in dense feed-forwards beside experts" in said.err
+    assert "experts    2 of 3 for each token, in 1 layer; no loss balances them" in said.out
     theirs = peft.PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(tmp_path / "base"), tmp_path / "attention-out")
     tokens = torch.randint(0, 261, (1, 9))
     whole = AutoModelForCausalLM.from_pretrained(tmp_path / "attention-whole")

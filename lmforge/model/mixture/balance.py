@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.distributed._functional_collectives import all_reduce
 
 from lmforge.data.batch import Batch
+from lmforge.model.config import ModelConfig
 
 
 class Balance:
@@ -50,6 +51,13 @@ class Balance:
         sums = (scores.unflatten(0, is_token.shape) * weights.unsqueeze(-1)).sum(1)
         loss = experts * (counts / num_choices * sums / tokens).sum()
         return _AddLoss.apply(x, loss * self.row_weight)
+
+
+def describe_balance(config: ModelConfig) -> str:
+    """What balances the experts of a mixture while it trains."""
+    if not config.output_router_logits:
+        return "no loss balances them (model.output_router_logits is false)"
+    return f"balanced by a loss of weight {config.router_aux_loss_coef:g}, which the metric loss is without"
 
 
 def count_rows(batch: Batch) -> Tensor:
