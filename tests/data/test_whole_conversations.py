@@ -443,6 +443,13 @@ def test_a_conversation_may_begin_with_an_answer(chat: Any, template: str | None
 # --- what is no text, and what has no place ------------------------------------------------------------------------------
 
 
+def test_what_a_column_says_of_media_or_files_is_no_media(chat: Any) -> None:
+    chat = chat(CHATML)
+    counts = {"images": 2, "video_id": "dQw4w9WgXcQ", "image_name": "swebench/eval.x86_64:latest", "photo": True}
+    files = {"files": ["src/a.py", {"path": "b.md", "content": "c"}], "attachments": [], "image": None, "audio": [None]}
+    assert chat.ids({"messages": [Q, A], **counts, **files}) == chat.expected([Q, A])
+
+
 @pytest.mark.parametrize(
     "record",
     [
@@ -451,6 +458,8 @@ def test_a_conversation_may_begin_with_an_answer(chat: Any, template: str | None
         {"messages": [Q, A], "videos": ["a.mp4"]},
         {"messages": [Q, A], "audio": "a.wav"},
         {"messages": [Q, A], "files": ["a.pdf"]},
+        {"messages": [Q, A], "attachments": [{"url": "https://a.example/b", "type": "image/png"}]},
+        {"messages": [Q, A], "image_name": "COCO_1.jpg"},
         {"messages": [Q, A], "Image_Path": "a.png"},
         {"messages": [Q | {"content": [{"type": "image"}, {"type": "text", "text": "2 + 2?"}]}, A]},
         {

@@ -60,11 +60,12 @@ MESSAGE_FIELDS = ("messages", "conversations", "prompt", "completion", "chosen",
 # What is for the chat template alone.
 BESIDE_MESSAGES = ("system", "tools", "documents", "chat_template_kwargs")
 MEDIA = ("image", "video", "audio")
-# The names of columns with media, or of their files.
-MEDIA_FIELD = re.compile(
-    r"(image|img|picture|photo|video|audio|media)s?(_?(path|url|file|name|data|byte|id)s?)?|files|attachments|pixel_values",
-    re.IGNORECASE,
-)
+# The names of columns with media, or of their files; those that metadata have too; and how the JSON of media looks.
+MEDIA_NAMES = "(image|img|picture|photo|video|audio|media)s?"
+MEDIA_FIELD = re.compile(MEDIA_NAMES + "(_?(path|url|file|data|byte)s?)?|pixel_values", re.IGNORECASE)
+FILE_FIELD = re.compile(MEDIA_NAMES + "_?names?|files|attachments", re.IGNORECASE)
+MEDIA_TYPES = "png|jpe?g|gif|webp|bmp|tiff?|heic|pdf|mp4|mov|mkv|avi|webm|wav|mp3|flac|ogg|m4a"
+MEDIA_VALUE = re.compile(rf'\.({MEDIA_TYPES})["?#]|"(data:|(image|video|audio)/)|"bytes": "', re.IGNORECASE)
 ENCODE_BATCH_SIZE = 1000
 
 ExampleT = TypeVar("ExampleT")
@@ -290,8 +291,12 @@ def check_media(record: Record, ignored: bool) -> None:
 
 def _media_field(fields: Mapping[str, Any]) -> str | None:
     """The first field that holds media by its name; lists of nothing are empty."""
-    held = (name for name, value in fields.items() if (any(value) if isinstance(value, list) else value))
-    return next(filter(MEDIA_FIELD.fullmatch, held), None)
+    for name, value in fields.items():
+        given = any(value) if isinstance(value, list) else value and not isinstance(value, int | float)  # a number of them
+        of_files = FILE_FIELD.fullmatch(name) and MEDIA_VALUE.search(json.dumps(value, default=str))
+        if given and (MEDIA_FIELD.fullmatch(name) or of_files):
+            return name
+    return None
 
 
 def _find_media(value: Any, kinds: Sequence[str]) -> str | None:
