@@ -19,6 +19,7 @@ MEMORY_BYTES, MEMORY_PER_BYTE = 2**28, 64
 CPU_SECONDS, BYTES_PER_SECOND = 4, 2**16
 WALL_SECONDS = 900  # only a machine that gives it no time: good pickles are read in 0.2 s
 DAMAGE_SIGNALS = {-signal.SIGABRT, -signal.SIGBUS, -signal.SIGFPE, -signal.SIGILL, -signal.SIGSEGV}
+MAX_PICKLES = 5  # in an old file of torch.save; the numbers behind them may begin as a pickle does
 KEY_FIELDS = ("fqn", "offset", "index")  # by which torch's MetadataIndex is hashed
 MAX_REASON = 100
 
@@ -99,9 +100,9 @@ def main() -> None:
             resource.setrlimit(limit, (amount if hard == resource.RLIM_INFINITY else min(amount, hard), hard))
     try:
         with open(0, "rb") as file:
-            repr(_Unpickler(file).load())
-            while file.peek(1)[:1] == b"\x80":  # what old files of torch.save hold is in several
-                repr(_Unpickler(file).load())
+            for number in range(MAX_PICKLES):
+                if not number or file.peek(1)[:1] == b"\x80":
+                    repr(_Unpickler(file).load())
     except Exception as problem:
         memory = "it asks for more memory than there is" if isinstance(problem, MemoryError) else ""
         print(ascii(memory or str(problem) or type(problem).__name__)[1:-1][:MAX_REASON], end="")
