@@ -26,6 +26,7 @@ from starlette.types import Receive, Scope, Send
 
 from lmforge import __version__
 from lmforge.config.ranges import SEED
+from lmforge.data.chat.messages import unread_variable
 from lmforge.data.order import derive_key
 from lmforge.errors import UserError
 from lmforge.generate.engine import GenerationRequest
@@ -81,7 +82,7 @@ def create_app(registry: ModelRegistry, max_body_bytes: int) -> Starlette:
             raise ApiError(400, f"{body.model}: {problem}; use /v1/completions to continue a text", param="model") from None
         if not (body.add_generation_prompt or body.continue_final_message):
             raise ApiError(400, "add_generation_prompt: false only with continue_final_message", param="add_generation_prompt")
-        for name in (name for name, value in body.template_variables.items() if value and name not in template.jinja_source):
+        if name := unread_variable(body.template_variables, template.jinja_source):
             raise ApiError(400, f"{cut(name)}: the model's chat template reads no such variable", param="chat_template_kwargs")
         encode = partial(template.encode_prompt, variables=body.template_variables)
         prompt = await asyncio.to_thread(encode, body.messages, continue_final_message=body.continue_final_message)

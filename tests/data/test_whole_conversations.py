@@ -526,7 +526,8 @@ def test_documents_and_variables_of_a_record_reach_the_template_as_in_transforme
         {"messages": [Q, A], "documents": documents}
     )
     assert "reads no variable 'brief'" in plain.refusal({"messages": [Q, A], "chat_template_kwargs": variables})
-    assert plain.ids({"messages": [Q, A], "chat_template_kwargs": {"brief": False}}) == plain.expected([Q, A])
+    for without_effect in ({"brief": False}, {"enable_thinking": True}):
+        assert plain.ids({"messages": [Q, A], "chat_template_kwargs": without_effect}) == plain.expected([Q, A])
     assert "the field 'documents' is not a list but int" in chat.refusal(record | {"documents": 1})
     assert "'tools' is not a variable" in chat.refusal(record | {"chat_template_kwargs": {"tools": TOOLS}})
     # A model of rewards is given them too.

@@ -338,9 +338,9 @@ def test_parameters_without_effect_are_accepted(server: Server) -> None:
     neutral = {"frequency_penalty": 0, "presence_penalty": 0.0, "logit_bias": {}, "tools": [], "user": "me", "stop": None}
     neutral |= {"min_p": 0.0, "top_k": -1, "verbosity": "medium", "repetition_penalty": 1.0, "echo": False, "min_tokens": 0}
     neutral |= {"xtc_probability": 0, "tfs_z": 1.0, "return_token_ids": False, "spaces_between_special_tokens": True}
-    neutral |= {"chat_template_kwargs": {}, "enable_thinking": False, "add_generation_prompt": True, "temperature": 0}
+    neutral |= {"chat_template_kwargs": {}, "enable_thinking": True, "add_generation_prompt": True, "temperature": 0}
     neutral |= {
-        "chat_template_kwargs": {"unread": False},
+        "chat_template_kwargs": {"unread": False, "enable_thinking": True},
         "logprobs": False,
         "top_logprobs": 0,
         "stream": False,

@@ -23,6 +23,7 @@ from lmforge.data.chat.messages import (
     decode_json_text,
     parse_embedded_json,
     training_flag,
+    unread_variable,
 )
 from lmforge.data.chat.templates import ChatExample, ChatTemplate, LossMaskMode, build_layouts
 from lmforge.data.packing import TokenizedExample
@@ -333,7 +334,7 @@ def record_variables(record: Record, template: ChatTemplate) -> dict[str, Any]:
         raise UserError(f"chat_template_kwargs: {min(taken)!r} is not a variable of a template; leave it out")
     # Of documents it is seen in the text.
     sources = " ".join(["documents", *template.files.values()])
-    if unread := next((name for name, value in given.items() if value and name not in sources), None):
+    if unread := unread_variable(given, sources):
         raise UserError(f"chat_template_kwargs: the chat template reads no variable {unread!r}; leave it out")
     return given
 

@@ -4,7 +4,7 @@ Reading them from files is in `conversations.py`, making tokens of them in `temp
 """
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from itertools import product, starmap
 from typing import Any, Literal, NamedTuple, NotRequired, TypedDict, get_args
@@ -24,6 +24,13 @@ PARTIAL_FLAGS = ("train_detail", "training_detail")
 # What transformers takes beside the variables of a template.
 NO_TEMPLATE_VARIABLES = {"add_generation_prompt", "chat_template", "continue_final_message", "conversation", "messages"}
 NO_TEMPLATE_VARIABLES |= {"return_dict", "return_tensors", "tokenize", "tools"}
+
+
+def unread_variable(given: Mapping[str, Any], sources: str) -> str | None:
+    """The first variable that would change what a template writes, and is not in its source."""
+    # Templates that read enable_thinking think without it as well.
+    changing = (name for name, value in given.items() if value and not (name == "enable_thinking" and value is True))
+    return next((name for name in changing if name not in sources), None)
 
 
 class Message(TypedDict):
