@@ -46,9 +46,13 @@ class ExpertLoad:
         self._idle_steps = torch.where(counts > 0, 0, self._idle_steps + max(0, steps))
         dead = self._idle_steps >= DEAD_AFTER_STEPS
         record = {"experts/dead": float(dead.sum())}
-        for layer, choices in zip(self._layers, counts.double(), strict=True):
+        for layer, choices in zip(self._layers, counts.double(), strict=True) if counts.any() else ():
             record |= {f"experts/{name}/{layer}": value for name, value in self._describe(choices).items()}
         return record, self._lines(dead & ~was_dead)
+
+    def discard(self) -> None:
+        """Forget what was counted: a pipeline computes meaningless inputs in its first step, to find its shapes."""
+        self._counts.zero_()
 
     def _describe(self, choices: Tensor) -> dict[str, float]:
         total = max(float(choices.sum()), 1.0)

@@ -81,6 +81,8 @@ class Observers(LoopCallbacks):
         console, built = self._ctx.console, self._built
         self._profiler.end(step)
         is_first = step == built.point.step + 1
+        if self._expert_load is not None and is_first and built.parallel_model.options.pipeline_parallel_degree > 1:
+            self._expert_load.discard()
         if self._prediction_check is not None and not is_first and not has_compiled:
             self._prediction_check.add_step(seconds)
         if built.compiled and is_first and not has_compiled_blocks(built.parallel_model.model):
