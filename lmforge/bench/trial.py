@@ -233,7 +233,9 @@ def _live_bytes() -> int:
     tensors = (each for each in gc.get_objects() if issubclass(type(each), torch.Tensor))
     storages = {}
     for tensor in tensors:
-        if tensor.device.type == "cpu" and type(tensor) in (torch.Tensor, torch.nn.Parameter):
+        if tensor.device.type != "cpu" or not torch._C._has_storage(tensor):  # what vmap hands out has none of its own
+            continue
+        if type(tensor) in (torch.Tensor, torch.nn.Parameter):
             storage = tensor.untyped_storage()
             storages[storage._cdata] = storage.nbytes()
     return sum(storages.values())
