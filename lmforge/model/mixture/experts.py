@@ -108,10 +108,11 @@ class MixtureOfExperts(nn.Module):
         is_token: [sequences, length], false for padding, which is not balanced.
         """
         tokens = x.flatten(0, 1)
-        trains = is_token is not None and torch.is_grad_enabled()
-        counted = (is_token.flatten(), self.counts) if trains and is_token is not None else ()
+        if not torch.is_grad_enabled():
+            is_token = None  # only training steps are balanced and counted
+        counted = () if is_token is None else (is_token.flatten(), self.counts)
         weights, chosen, scores = self.gate(tokens, *counted)
-        if self.balance is not None and is_token is not None and trains:
+        if self.balance is not None and is_token is not None:
             weights = self.balance.add_to(weights, scores, chosen, is_token)
         return self.experts(tokens, weights, chosen).view_as(x)
 
