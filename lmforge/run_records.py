@@ -51,13 +51,18 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
 
     Lines that are no record with a step are skipped, such as half a line. Raises OSError.
     """
-    records: list[dict[str, Any]] = []
     with open_file(path) as file:
-        for record in _parsed(read_lines(file, MAX_METRICS_LINE_BYTES)):
-            while records and records[-1]["step"] >= record["step"]:
-                records.pop()
-            records.append(record)
-    return records
+        return without_repeated_steps(_parsed(read_lines(file, MAX_METRICS_LINE_BYTES)))
+
+
+def without_repeated_steps(records: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Records in ascending order of their "step": where that falls, those from there on are replaced."""
+    kept: list[dict[str, Any]] = []
+    for record in records:
+        while kept and kept[-1]["step"] >= record["step"]:
+            kept.pop()
+        kept.append(record)
+    return kept
 
 
 def read_last_metrics(path: Path) -> dict[str, Any]:

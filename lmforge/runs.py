@@ -4,6 +4,7 @@
       recipe.toml        resolved and re-runnable       environment.json   versions, hardware, commit, command
       metrics.jsonl      one object per log step          logs/attempt-1/    a file per rank
       events.jsonl       starts, samples, faults, …     health/            a heartbeat per rank
+      experts.jsonl      of a mixture of experts: the tokens of each
       report.html        all of it, to look at          bad/               the samples of skipped steps
       checkpoints/step-00000100/, unless they are kept elsewhere
       launch/            recipe, code, scripts and output of `lmforge launch`
@@ -44,7 +45,7 @@ STEP_PREFIX = "step-"
 MANIFEST = "manifest.json"
 MAX_PATH_QUOTED = 200  # characters of a path in a message
 # The entries of a run's directory besides the lock.
-RUN_FILES = ("recipe.toml", "environment.json", "metrics.jsonl", "events.jsonl", "report.html")
+RUN_FILES = ("recipe.toml", "environment.json", "metrics.jsonl", "events.jsonl", "experts.jsonl", "report.html")
 RUN_FOLDERS = ("logs", "health", "checkpoints", "bad", COMPLETIONS_FOLDER, "tensorboard", "trackers", "profile", "launch")
 MAX_HOLDER_CHARACTERS = 200
 CHECKPOINT_FOLDER_HINT = "check the folder or address and the right to write there, or choose another --checkpoint.folder"
@@ -159,6 +160,10 @@ class Run:
     @property
     def metrics_path(self) -> Path:
         return self.path / "metrics.jsonl"
+
+    @property
+    def experts_path(self) -> Path:
+        return self.path / "experts.jsonl"
 
     @property
     def events_path(self) -> Path:

@@ -20,6 +20,7 @@ from lmforge.errors import UserError, format_count, format_duration
 from lmforge.manifests import read_manifest
 from lmforge.monitor.heartbeat import FINAL_PHASES
 from lmforge.monitor.run_status import RunState, RunStatus, read_run_status
+from lmforge.report.expert_map import read_expert_loads
 from lmforge.run_records import Count, StepNumber, completion_tables, newest_values, read_first_completions
 from lmforge.runs import Run
 from lmforge.untrusted import check_content, open_file, parse_json, read_json, read_lines
@@ -27,6 +28,7 @@ from lmforge.untrusted import check_content, open_file, parse_json, read_json, r
 # More points would make the page slow to open. A longer series is shown with every n-th point and the last.
 MAX_POINTS = 2000
 MAX_SAMPLES = 40
+MAX_CELLS = 500_000  # of the map of experts
 MAX_TABLES, MAX_TABLE_ROWS, MAX_TEXT = 8, 8, 2000
 MAX_LINE_BYTES = 2**20  # of an event; longer ones are left out
 MAX_LENGTHS_SOURCES = 20
@@ -70,6 +72,7 @@ def read_run(run: Run, state: str | None = None) -> dict[str, Any]:
         "last": newest_values(records),
         "prediction": _prediction(records),
         "axis": _axis(records),
+        "experts": _experts(run, _begin(records)["step"]),
         "step_times": _downsample(_step_times(records), MAX_POINTS),
         "events": [event for event in events if event["kind"] != "model"],
         "samples": _downsample(samples, MAX_SAMPLES),
@@ -181,6 +184,18 @@ def _downsample(points: list[Any], limit: int) -> list[Any]:
     if len(points) <= limit:
         return points
     return [points[index] for index in np.linspace(0, len(points) - 1, limit).round().astype(int).tolist()]
+
+
+def _experts(run: Run, begin: int) -> dict[str, Any] | None:
+    """Layers, steps from the one where the run began, and loads [steps, layers, experts] up to each of the others."""
+    if not (records := read_expert_loads(run)):
+        return None
+    shown = _downsample(records, max(2, MAX_CELLS // records[-1]["loads"].size))
+    return {
+        "layers": shown[-1]["layers"],
+        "edges": [begin, *(each["step"] for each in shown)],
+        "loads": [each["loads"].tolist() for each in shown],
+    }
 
 
 def _ranks(status: RunStatus) -> dict[str, Any]:

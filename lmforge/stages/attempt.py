@@ -66,7 +66,7 @@ def has_torn_end(file: BinaryIO) -> bool:
 
 
 class MetricsFile:
-    """Appends one JSON object per log step to `metrics.jsonl`."""
+    """Appends JSON objects, a line each, to `metrics.jsonl` or `experts.jsonl`."""
 
     def __init__(self, path: Path) -> None:
         self._file = open(path, "a+b")  # noqa: SIM115

@@ -59,7 +59,11 @@ class Observers(LoopCallbacks):
             tokens, log = inputs.batch_plan.tokens, ctx.console.info
             self._prediction_check = PredictionCheck(prediction, tokens, built.point.step, log)
         model = built.parallel_model.model
-        self._expert_load = ExpertLoad(model, ctx.dist_ctx) if any(model.config.sparse_layers) else None
+        self._expert_load: ExpertLoad | None = None
+        self._experts_file: MetricsFile | None = None
+        if any(model.config.sparse_layers):
+            self._expert_load = ExpertLoad(model, ctx.dist_ctx, built.point.step)
+            self._experts_file = MetricsFile(ctx.run.experts_path) if ctx.dist_ctx.is_rank0 else None
         self._metrics_file = MetricsFile(ctx.run.metrics_path) if ctx.dist_ctx.is_rank0 else None
         self._report = ReportThread(ctx.run)
         trace = ctx.run.path / "profile" / f"rank-{ctx.dist_ctx.rank_info.rank}.json"
@@ -82,7 +86,7 @@ class Observers(LoopCallbacks):
         self._profiler.end(step)
         is_first = step == built.point.step + 1
         if self._expert_load is not None and is_first and built.parallel_model.options.pipeline_parallel_degree > 1:
-            self._expert_load.discard()
+            self._expert_load.discard(built.point.step)
         if self._prediction_check is not None and not is_first and not has_compiled:
             self._prediction_check.add_step(seconds)
         if built.compiled and is_first and not has_compiled_blocks(built.parallel_model.model):
@@ -100,6 +104,8 @@ class Observers(LoopCallbacks):
             self._ctx.console.warn(f"step {bad_step.step}: {bad_step.reason}; not used, and {words}")
 
     def on_rollback(self, step: int, to: int, reason: str) -> None:
+        if self._expert_load is not None:
+            self._expert_load.discard(to)
         self._ctx.events.add("rollback", step, to=to, reason=reason)
         self._ctx.console.warn(f"{reason}: rolled back to step {to}, continuing with the batches after them")
 
@@ -110,6 +116,9 @@ class Observers(LoopCallbacks):
         if self._expert_load is not None:
             load, lines = self._expert_load.take(step)
             record |= load
+            counts = self._expert_load.record(self._ctx.config.train.steps)
+            if counts is not None and self._experts_file is not None:
+                self._experts_file.write(counts)
             for line in lines:
                 self._ctx.console.warn(line)
         pipeline_rank = self._built.parallel_model.pipeline_rank
@@ -156,8 +165,9 @@ class Observers(LoopCallbacks):
         """Finish what is being written, and close what was opened: all of it, whatever fails."""
         with ExitStack() as stack:
             stack.callback(self._report.close)
-            if self._metrics_file is not None:
-                stack.callback(self._metrics_file.close)
+            for file in (self._metrics_file, self._experts_file):
+                if file is not None:
+                    stack.callback(file.close)
             stack.callback(self._profiler.close)
             stack.callback(self._ctx.console.stop_progress)
 

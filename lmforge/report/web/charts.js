@@ -159,3 +159,41 @@ function strip(run) {
   }));
   return box;
 }
+
+// The first load, in hundredths of an even share, of each colour after the first, and what the colours are called.
+const LOADS = [1, 25, 50, 80, 126, 201, 401], LOAD_NAMES = ["none", "< ¼", "¼ to ½", "½ to ⅘", "even", "1¼ to 2", "2 to 4", "> 4"];
+// Cells of `rows` and of columns between `edges()`, coloured by `load(column, row)`; on the axis of the curves if `inTime`.
+function heatMap(heading, rows, load, { edges, name, inTime = false }) {
+  const size = Math.max(3, Math.min(18, Math.floor(420 / rows.length))), height = TOP + BOTTOM + size * rows.length;
+  const where = element("span");
+  let at = [];  // where columns begin and end in the drawing
+  const { box, legend, svg } = figure(heading, height, false, (width) => {
+    const values = edges(), [x0, x1] = (inTime ? zoom : null) ?? [values[0], values.at(-1)];
+    const x = inTime ? horizontal(svg, width, height, x0, x1) : (value) => LEFT + value / x1 * (width - LEFT - RIGHT);
+    if (!inTime) for (const tick of ticks(0, x1 - 1, 8, 1)) svg.append(drawn("text", { x: x(tick + 0.5), y: height - 6, "text-anchor": "middle" }, tick));
+    at = values.map((value) => x(Math.min(x1, Math.max(x0, value))));
+    for (const tick of ticks(0, rows.length - 1, Math.max(2, height / 40), 1))
+      svg.append(drawn("text", { x: LEFT - 6, y: TOP + size * (tick + 0.5) + 4, "text-anchor": "end" }, rows[tick].split(" ")[1]));
+    const paths = LOAD_NAMES.map(() => "");
+    rows.forEach((_, row) => {
+      for (let column = 0, begin = 0; column + 1 < at.length; column++) {
+        const kind = colourOf(load(column, row));
+        if (column + 2 < at.length && kind === colourOf(load(column + 1, row))) continue;
+        if (at[column + 1] > at[begin]) paths[kind] += `M${at[begin].toFixed(1)} ${TOP + size * row}H${at[column + 1].toFixed(1)}v${size}H${at[begin].toFixed(1)}z`;
+        begin = column + 1;
+      }
+    });
+    paths.forEach((d, kind) => { if (d) svg.append(drawn("path", { class: "cell", d, style: `fill: var(--load${kind})` })); });
+    legend.replaceChildren(...LOAD_NAMES.map((text, kind) => legendItem(`var(--load${kind})`, text).item), where);
+  });
+  svg.addEventListener("pointermove", (event) => {
+    const area = svg.getBoundingClientRect(), scale = svg.viewBox.baseVal.width / area.width;
+    const px = (event.clientX - area.left) * scale, row = Math.floor(((event.clientY - area.top) * scale - TOP) / size);
+    const column = lowerBound(at.length, (index) => at[index], px) - 1;
+    const inside = column >= 0 && column + 1 < at.length && rows[row] !== undefined;
+    where.textContent = inside ? `${name(column)}, ${rows[row]}: ${number(load(column, row) / 100)}` : "";
+  });
+  svg.addEventListener("pointerleave", () => { where.textContent = ""; });
+  return box;
+}
+const colourOf = (load) => LOADS.filter((first) => load >= first).length;

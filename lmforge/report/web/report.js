@@ -194,6 +194,23 @@ if (!one) {
   document.getElementById("more")?.addEventListener("toggle", () => redraws.forEach((draw) => draw()));
 })();
 
+section("experts", "Experts", ...perRun((run) => {
+  if (!run.experts) return null;
+  const { layers, edges, loads } = run.experts, lastStep = loads.length - 1;
+  const choose = element("select", { "aria-label": "layer" }, ...layers.map((layer, index) => element("option", { value: index }, `layer ${layer}`)));
+  const range = element("input", { type: "range", min: 0, max: lastStep, value: lastStep, "aria-label": "step of the experts" }), label = element("strong");
+  const experts = loads[0][0].map((_, index) => index);
+  const overTime = heatMap("Experts over time", experts.map((expert) => `expert ${expert}`), (column, row) => loads[column][choose.value][row], {
+    edges: () => edges.map((step) => along(run, step)), inTime: true, name: (column) => `layer ${layers[choose.value]}, step ${edges[column + 1].toLocaleString("en")}` });
+  const ofLayers = heatMap("Layers and experts", layers.map((layer) => `layer ${layer}`), (column, row) => loads[range.value][row][column], {
+    edges: () => [...experts, experts.length], name: (column) => `expert ${column}` });
+  const show = () => { label.textContent = `up to step ${edges[Number(range.value) + 1].toLocaleString("en")}`; redraws.forEach((draw) => draw()); };
+  for (const each of [choose, range]) each.addEventListener("input", show);
+  label.textContent = `up to step ${edges.at(-1).toLocaleString("en")}`;
+  return group(element("p", { class: "soft" }, "Tokens of each expert, in parts of an even share."), element("div", { class: "charts" },
+    element("div", {}, element("div", { class: "bar" }, choose), overTime), element("div", {}, element("div", { class: "bar" }, lastStep ? range : "", label), ofLayers)));
+}));
+
 section("events", "What happened", ...perRun((run) => {
   const kept = run.events.filter((event) => event.kind !== "checkpoint");
   if (!kept.length) return null;
