@@ -6,7 +6,7 @@ import errno
 import shlex
 import shutil
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -43,13 +43,13 @@ class NothingToLearn(UserError):
 
 
 @contextmanager
-def prefix_errors(prefix: str) -> Iterator[None]:
-    """Puts `prefix`, such as the place of a record, before the message of a UserError that the block raises."""
+def prefix_errors(prefix: str | Callable[[], str]) -> Iterator[None]:
+    """Puts `prefix`, such as the place of a record, or what it returns, before the message of a UserError of the block."""
     try:
         yield
     except UserError as error:
         kind = NothingToLearn if isinstance(error, NothingToLearn) else UserError
-        raise kind(f"{prefix}: {error}") from None
+        raise kind(f"{prefix if isinstance(prefix, str) else prefix()}: {error}") from None
 
 
 def how_to_install(extra: str) -> str:

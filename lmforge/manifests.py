@@ -268,7 +268,8 @@ class TokenFolderManifest:
     """The manifest of a folder. `plan` is the options of the preparation; `text_bytes` and `splits` go by split.
 
     `tokenizer_files` has the xxh3 of the files beside tokenizer.json, by name; `removed_documents` the number of removed ones
-    by reason, besides empty ones; `best_fit` the xxh3 of best-fit-LENGTH.json (best_fit_index.py) by LENGTH.
+    by reason, besides empty ones; `special_text_documents` that of documents with the text of a special token, encoded as text;
+    `best_fit` the xxh3 of best-fit-LENGTH.json (best_fit_index.py) by LENGTH.
     """
 
     format: int
@@ -283,6 +284,7 @@ class TokenFolderManifest:
     splits: dict[str, list[ShardEntry]]
     tokenizer_files: dict[str, str] = field(default_factory=dict)
     removed_documents: dict[str, Count] = field(default_factory=dict)
+    special_text_documents: Count = 0
     best_fit: dict[Annotated[str, Field(pattern=r"^[1-9][0-9]{0,9}$")], str] = field(default_factory=dict)
 
 

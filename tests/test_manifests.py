@@ -111,7 +111,9 @@ TOKENS = {
   "seed": 0,
   "hook": null,
   "deduplicate": null,
-  "decontaminate": null
+  "decontaminate": null,
+  "parse_special_tokens": null,
+  "skip_invalid": null
  },
  "tokenizer": "e1a50b215455168e6226a141d783b17f",
  "vocab_size": 261,
@@ -144,6 +146,7 @@ TOKENS = {
   "tokenizer_config.json": "6e2de62b75dd28de08d4edeeac4c7a3d"
  },
  "removed_documents": {},
+ "special_text_documents": 0,
  "best_fit": {
   "64": "337131bbb6aa741f78abd976a663f95b"
  }

@@ -249,16 +249,22 @@ class Tokenizer:
         starts = [at for at in range(len(processed)) if processed[at : at + len(plain)] == plain]
         return processed[: starts[0]] if starts else []
 
-    def encode_batch(self, texts: Sequence[str], *, is_continuation: bool = False) -> list[list[int]]:
-        """`encode` of each. `is_continuation`: as after other tokens, where some tokenizers put no blank before a word."""
+    def encode_batch(
+        self, texts: Sequence[str], *, is_continuation: bool = False, parse_special_tokens: bool = False
+    ) -> list[list[int]]:
+        """`encode` of each. `is_continuation`, of plain texts: as after other tokens, where some tokenizers put no blank before
+        a word."""
         if not is_continuation or '"first"' not in json.dumps(self._json.get("pre_tokenizer")):
+            encoder = self._parsing_encoder if parse_special_tokens else self._encoder
             with self._library_errors("cannot encode a text"):
-                return [each.ids for each in self._encoder.encode_batch_fast(list(texts), add_special_tokens=False)]
+                return [each.ids for each in encoder.encode_batch_fast(list(texts), add_special_tokens=False)]
         tokens, before = self._continuation_tokenizer
         after = [before + text for text in texts]
         return [each.ids[1:] for each in tokens.encode_batch_fast(after, add_special_tokens=False)]
 
-    def split_long_text(self, text: str, piece_characters: int = PIECE_CHARACTERS) -> Iterator[str]:
+    def split_long_text(
+        self, text: str, piece_characters: int = PIECE_CHARACTERS, *, parse_special_tokens: bool = False
+    ) -> Iterator[str]:
         """A long text in pieces of about `piece_characters` whose ids, joined, are those of the whole text.
 
         The library needs a hundred bytes of memory for each byte that it encodes at once. Pieces end at line ends that no
@@ -266,17 +272,19 @@ class Tokenizer:
         """
         start = 0
         while len(text) - start > 2 * piece_characters and (
-            end := self._find_safe_cut(text, start + piece_characters, piece_characters)
+            end := self._find_safe_cut(text, start + piece_characters, piece_characters, parse_special_tokens)
         ):
             yield text[start:end]
             start = end
         yield text[start:]
 
-    def _find_safe_cut(self, text: str, start: int, length: int) -> int | None:
+    def _find_safe_cut(self, text: str, start: int, length: int, parse: bool) -> int | None:
         for line_end in islice(LINE_END.finditer(text, start, start + length), MAX_CUT_ATTEMPTS):
             at = line_end.end()
-            before, after = text[max(0, at - CUT_CONTEXT_CHARACTERS) : at], text[at : at + CUT_CONTEXT_CHARACTERS]
-            if self.encode(before) + self.encode(after) == self.encode(before + after):
+            whole = text[max(0, at - CUT_CONTEXT_CHARACTERS) : at + CUT_CONTEXT_CHARACTERS]
+            before = min(at, CUT_CONTEXT_CHARACTERS)
+            pieces = [self.encode(piece, parse_special_tokens=parse) for piece in (whole[:before], whole[before:], whole)]
+            if pieces[0] + pieces[1] == pieces[2]:
                 return at
         return None
 

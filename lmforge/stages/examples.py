@@ -18,7 +18,6 @@ from lmforge.config.tuning import ConversationOptions, ExampleOptions, TunedConf
 from lmforge.data.chat.conversations import read_conversations
 from lmforge.data.chat.examples import (
     EXAMPLES_VERSION,
-    UNUSABLE,
     ExampleFolder,
     ExamplePacking,
     example_dataset,
@@ -32,6 +31,7 @@ from lmforge.data.mixture import MixedDataset, Phase, TrainingDataset, proportio
 from lmforge.data.packing import TokenizedExample
 from lmforge.data.sources.folders import FileSplit
 from lmforge.data.sources.records import (
+    UNUSABLE,
     UnusableRecords,
     describe_folders,
     describe_special_text,
@@ -230,7 +230,7 @@ def _describe_examples(source: FileSourceOptions, folder: ExampleFolder, train: 
     in_train, in_validation = splits["train"], splits["validation"]
     left_out = [f"; {counts[name]:,} {words}" for name, words in COUNT_LABELS.items() if counts.get(name)]
     examples = in_train["examples"] + in_validation["examples"]
-    left_out.append(describe_special_text(counts.get("special_text", 0), examples))
+    left_out.append(describe_special_text(counts.get("special_text", 0), examples, "data.parse_special_tokens"))
     return (
         f"{folder.path}: {in_train['examples']:,} examples in {train.sequences_per_epoch:,} sequences per epoch,"
         f" {in_train['scored']:,} of {in_train['tokens']:,} tokens scored; {in_validation['examples']:,} for validation"

@@ -23,6 +23,7 @@ from lmforge.data.shards.folder import TokenFolder
 from lmforge.data.shards.verify import verify_best_fit, verify_shards
 from lmforge.data.sources.folders import describe_left_out
 from lmforge.data.sources.plugin_unit import PluginReaders
+from lmforge.data.sources.records import UNUSABLE, describe_special_text
 from lmforge.errors import UserError, format_count
 from lmforge.hub import resolve_model_folder
 from lmforge.untrusted import describe_os_error
@@ -31,6 +32,7 @@ PRINT_EVERY_SECONDS = 5.0
 REASONS = {
     "hook": "by the hook",
     "contaminated": "with a text of the evaluation",
+    "unusable": f"that cannot be used, listed in its {UNUSABLE}",
     "duplicate": "copies of earlier ones",
 }
 
@@ -103,6 +105,9 @@ def _print_summary(summary: PreparationSummary, seconds: float) -> None:
         print(f"left out  {format_count(summary.empty_documents, 'empty document')}")
     for reason, count in summary.removed_documents.items():
         print(f"left out  {format_count(count, 'document')}: {REASONS[reason]}")
+    total = sum(summary.documents.values())
+    if words := describe_special_text(summary.special_text, total, "--parse_special_tokens"):
+        print(f"as text   {words.removeprefix('; ')}")
     if summary.left_out:
         print(f"left out  {describe_left_out(summary.left_out)}")
     if not summary.already_done:

@@ -3,6 +3,7 @@
 import argparse
 import gzip
 import hashlib
+import io
 import itertools
 import json
 import os
@@ -12,6 +13,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tarfile
 import tempfile
 import time
 from pathlib import Path
@@ -24,6 +26,7 @@ import pytest
 import zstandard
 from tokenizers import Tokenizer as Library
 from tokenizers import processors
+from transformers import AutoTokenizer
 
 from lmforge.cli import run
 from lmforge.data.prepare.output_folder import lock_folder
@@ -31,6 +34,7 @@ from lmforge.data.prepare.prepare import prepare
 from lmforge.data.shards.folder import TokenFolder
 from lmforge.data.shards.format import SHARDS_MANIFEST, TRAIN_SPLIT, VALIDATION_SPLIT
 from lmforge.data.sources import text_sources
+from lmforge.data.sources.units import MAX_LINE_CHARACTERS
 from lmforge.data.tokenizer import Tokenizer
 from lmforge.errors import UserError
 from lmforge.manifests import UNFINISHED
@@ -57,14 +61,17 @@ def content(folder: Path) -> dict[str, str]:
     return {str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
 
 
+def stored_documents(folder: Path, split: str) -> list[list[int]]:
+    """The ids of each document as it lies in the shards."""
+    tokens = TokenFolder.open(folder).split(split)
+    edges = [0, *tokens.document_starts(0, tokens.num_tokens).tolist(), tokens.num_tokens]
+    return [tokens.read(start, stop).tolist() for start, stop in itertools.pairwise(edges)]
+
+
 def stored_texts(folder: Path, split: str) -> list[str]:
     """Each document as it lies in the shards, checked to end in one separator."""
-    opened = TokenFolder.open(folder)
-    tokenizer, tokens = opened.tokenizer, opened.split(split)
-    edges = [0, *tokens.document_starts(0, tokens.num_tokens).tolist(), tokens.num_tokens]
-    results = []
-    for start, stop in itertools.pairwise(edges):
-        ids = tokens.read(start, stop).tolist()
+    tokenizer, results = TokenFolder.open(folder).tokenizer, []
+    for ids in stored_documents(folder, split):
         assert ids.count(tokenizer.eos_token_id) == 1
         assert ids[-1] == tokenizer.eos_token_id
         results.append(tokenizer.decode(ids))
@@ -214,6 +221,84 @@ def test_text_that_spells_the_separator_ends_no_document(tmp_path: Path) -> None
     )
 
 
+def test_parsed_special_tokens_are_those_of_transformers_in_long_texts_too(tmp_path: Path) -> None:
+    texts = [f"{i} <|endoftext|> more<|endoftext|>" for i in range(20)] + ["<|user|>\na<|end|>\n" * 4000, "plain"]
+    source, out = write_lines(tmp_path / "a.jsonl", texts), tmp_path / "out"
+    summary = prepare(str(source), out, vocab_size=300, validation_ratio=0)
+    assert summary.special_text == 21
+    trained = out / "tokenizer"
+    again = prepare(str(source), tmp_path / "parsed", tokenizer=trained, validation_ratio=0, parse_special_tokens=True)
+    assert again.special_text == 0
+    theirs = AutoTokenizer.from_pretrained(trained)
+    expected = [theirs(text, add_special_tokens=False).input_ids for text in texts]
+    eos = theirs.convert_tokens_to_ids("<|endoftext|>")
+    stored = stored_documents(tmp_path / "parsed", TRAIN_SPLIT)
+    assert sorted(stored) == sorted([*ids, *([eos] if ids[-1] != eos else [])] for ids in expected)
+
+
+def test_a_command_says_how_many_documents_spell_special_tokens_and_a_few_are_no_matter(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for count, words in ((1, ""), (5, "as text   5 spell special tokens in plain text, which is encoded as text (--parse_sp")):
+        texts = ["about <|endoftext|>"] * count + [str(i) for i in range(200)]
+        source, out = write_lines(tmp_path / f"{count}.jsonl", texts), tmp_path / f"out{count}"
+        assert run(["prepare", str(source), str(out), "--tokenizer", "bytes"]) == 0
+        assert run(["prepare", str(source), str(out), "--tokenizer", "bytes"]) == 0
+        assert capsys.readouterr().out.count("as text   ") == (2 if words else 0)
+        if words:
+            assert run(["prepare", str(source), str(out), "--tokenizer", "bytes"]) == 0
+            assert words in capsys.readouterr().out
+
+
+def unusable_corpus(folder: Path) -> Path:
+    """Documents of each kind of file, and one of each that cannot be used."""
+    folder.mkdir()
+    texts = some_texts(200)
+    lines = [json.dumps({"text": text}) for text in texts]
+    broken = ["{broken", '{"text": 5}', '{"body": "a"}', '["text"]', json.dumps({"text": "\ud800"})]
+    for number, line in enumerate(broken):
+        lines.insert(20 * number + 7, line)
+    (folder / "a.jsonl").write_text("\n".join(lines) + "\n")
+    (folder / "b.csv").write_text("text,n\none,1\ntwo\nthree,3\n")
+    (folder / "c.txt").write_bytes(b"caf\xe9")
+    (folder / "d.txt").write_text("a text\n")
+    (folder / "e.txt").write_text("x" * (MAX_LINE_CHARACTERS + 1))
+    with tarfile.open(folder / "f.tar", "w") as archive:
+        for name, content in (("1.json", b"{broken"), ("2.json", b'{"text": "two"}'), ("3.txt", b"\xff")):
+            member = tarfile.TarInfo(name)
+            member.size = len(content)
+            archive.addfile(member, io.BytesIO(content))
+    return folder
+
+
+@pytest.mark.usefixtures("many_units")
+def test_documents_that_cannot_be_used_are_left_out_counted_and_listed_by_their_places_whoever_reads_them(
+    tmp_path: Path, refused: Refusal, capfd: pytest.CaptureFixture[str]
+) -> None:
+    folder = unusable_corpus(tmp_path / "in")
+    options = ["--skip_invalid", "--vocab_size", "301", "--deduplicate", "exact"]
+    for workers in (1, 2):
+        assert run(["prepare", str(folder), str(tmp_path / f"out{workers}"), *options, "--workers", str(workers)]) == 0
+        assert "left out  10 documents: that cannot be used, listed in its left-out.txt" in capfd.readouterr().out
+    assert content(tmp_path / "out1") == content(tmp_path / "out2")
+    assert sum(len(stored_texts(tmp_path / "out1", split)) for split in (TRAIN_SPLIT, VALIDATION_SPLIT)) == 204
+    listed = (tmp_path / "out1" / "left-out.txt").read_text().splitlines()
+    places = ["a.jsonl:8: not", "a.jsonl:28: the field 'text'", "a.jsonl:48: no field", "a.jsonl:68: ", "a.jsonl:88: "]
+    places += ["b.csv, row 2: 1 field", "f.tar: 1.json: not", "f.tar: 3.txt: not UTF-8", "c.txt: not UTF-8", "e.txt: a line of"]
+    assert [sum(place in line for line in listed) for place in places] == [1] * len(places) == [1] * len(listed)
+    assert "a.jsonl:8: not valid JSON" in refused("prepare", folder, tmp_path / "refused", *options[1:])
+    whole = [str(folder / "d.txt"), str(tmp_path / "out1"), "--vocab_size", "301"]
+    assert run(["prepare", *whole, "--overwrite"]) == 0
+    assert not (tmp_path / "out1" / "left-out.txt").exists()
+
+
+def test_a_corpus_of_which_no_document_can_be_used_is_refused_with_the_first(tmp_path: Path, refused: Refusal) -> None:
+    source = tmp_path / "a.jsonl"
+    source.write_text("{broken\n{broken\n")
+    said = refused("prepare", source, tmp_path / "out", "--skip_invalid")
+    assert f"empty: there is no text in it; 2 left out that cannot be used, such as {source}:1: not valid JSON" in said
+
+
 def test_copies_of_a_text_are_on_one_side_and_another_seed_moves_nothing(tmp_path: Path) -> None:
     texts = some_texts(300) * 3
     source = write_lines(tmp_path / "a.jsonl", texts)
@@ -346,7 +431,9 @@ def test_any_number_of_processes_gives_the_same_bytes(tmp_path: Path, corpus: Pa
 def test_killed_anywhere_and_called_again_it_ends_in_the_same_bytes(tmp_path: Path, workers: int, thorough: bool) -> None:
     generator = fresh_random()
     corpus = write_lines(tmp_path / "corpus.jsonl", some_texts(3000))
-    options = {"vocab_size": 300, "shard_tokens": 15_000, "workers": workers}
+    with open(corpus, "a") as file:
+        file.write('{broken\n{"text": 1}\n')
+    options = {"vocab_size": 300, "shard_tokens": 15_000, "workers": workers, "skip_invalid": True}
     small = "from lmforge.data.sources import text_sources; text_sources.JSONL_UNIT_BYTES = 25_000"
     assert Preparation(corpus, tmp_path / "whole", small, **options).end() == (0, "")
     out = tmp_path / "out"
@@ -364,6 +451,7 @@ def test_killed_anywhere_and_called_again_it_ends_in_the_same_bytes(tmp_path: Pa
             TokenFolder.open(out)
     assert Preparation(corpus, out, small, **options).end() == (0, "")
     assert content(out) == content(tmp_path / "whole")
+    assert (out / "left-out.txt").read_text().count("\n") == 2
 
 
 def test_interrupted_it_leaves_no_process_and_keeps_what_was_done(tmp_path: Path) -> None:
@@ -542,6 +630,7 @@ def test_done_already_it_does_nothing(tmp_path: Path, corpus: Path) -> None:
         ({"vocab_size": 301}, "vocab_size"),
         ({"seed": 1, "validation_ratio": 0.1}, "validation_ratio, seed"),
         ({"shard_tokens": 5}, "shard_tokens"),
+        ({"skip_invalid": True, "parse_special_tokens": True}, "parse_special_tokens, skip_invalid"),
         ({"text_field": "text2"}, "files, text_field"),
         ({"touch": True}, "files"),
     ],

@@ -40,6 +40,10 @@ class PrepareOptions(Options):
     separator_id: int | None = option(
         None, "id between documents of imported tokens (default: the tokenizer's end- and beginning-of-text ids)", **TOKEN_ID
     )
+    parse_special_tokens: bool = option(False, "text that spells a special token is this token, as data.parse_special_tokens")
+    skip_invalid: bool = option(
+        False, "leave out documents that cannot be used, with a count and a list, instead of ending at the first"
+    )
     hook: str | None = option(
         None, "FILE.py:FUNCTION that is given each document, as a dict, and returns it, or None to leave it out"
     )

@@ -21,7 +21,7 @@ from lmforge.data.dataset import PackedDataset
 from lmforge.data.labels import IGNORE_INDEX
 from lmforge.data.packing import PackedSequence, Packing, TokenizedExample, best_fit
 from lmforge.data.sources.folders import FileSplit
-from lmforge.data.sources.records import UnusableRecords, find_record_files
+from lmforge.data.sources.records import UNUSABLE, UnusableRecords, find_record_files
 from lmforge.data.tokenizer import MAX_VOCAB_SIZE, Tokenizer
 from lmforge.errors import UserError
 from lmforge.manifests import EXAMPLES_MANIFEST, ExampleManifest, ExampleSplit
@@ -30,7 +30,6 @@ from lmforge.untrusted import MAX_MANIFEST_BYTES, open_file, read_json
 SPLITS: tuple[FileSplit, ...] = ("train", "validation")
 # Incremented whenever the same files and options would give other sequences.
 EXAMPLES_VERSION = 4
-UNUSABLE = "left-out.txt"  # a line for each record that cannot be used
 
 
 def hash_files(files: Sequence[Path], split: FileSplit = "train") -> str:

@@ -12,6 +12,7 @@ from lmforge.atomic_files import PARTIAL_SUFFIX, atomic_write_json, check_output
 from lmforge.data.shards.folder import TokenFolder, read_token_folder_manifest
 from lmforge.data.shards.format import RESTORE_HINT, SHARD_SUFFIXES, SHARDS_MANIFEST
 from lmforge.data.shards.storage import LocalStorage
+from lmforge.data.sources.records import UNUSABLE
 from lmforge.errors import UserError
 from lmforge.locks import hold_lock
 from lmforge.manifests import UNFINISHED
@@ -104,7 +105,8 @@ def _remove_preparation(folder: Path) -> None:
     """Delete what a preparation wrote, the manifest first, and nothing else."""
     # Interrupted, this leaves an unfinished preparation, which the next one removes.
     (folder / UNFINISHED).mkdir(exist_ok=True)
-    (folder / SHARDS_MANIFEST).unlink(missing_ok=True)
+    for name in (SHARDS_MANIFEST, UNUSABLE):
+        (folder / name).unlink(missing_ok=True)
     for suffix in SHARD_SUFFIXES:
         for file in folder.glob(f"*-[0-9][0-9][0-9][0-9][0-9]{suffix}"):
             file.unlink()

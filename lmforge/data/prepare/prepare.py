@@ -45,8 +45,9 @@ BYTES = "bytes"  # a tokenizer that is built in
 class PreparationSummary:
     """The result of a preparation; tokens, documents and bytes of text by split, files that were left out by suffix or split.
 
-    `removed_documents` counts those that were left out, by reason: "hook", "contaminated", "duplicate". `best_fit` describes
-    the best-fit packing for each sequence length that there is one for, or its damage.
+    `removed_documents` counts those that were left out, by reason: "hook", "contaminated", "unusable", "duplicate";
+    `special_text` those that spell special tokens, encoded as text. `best_fit` describes the best-fit packing for each sequence
+    length that there is one for, or its damage.
     """
 
     folder: Path
@@ -55,6 +56,7 @@ class PreparationSummary:
     text_bytes: dict[str, int]
     empty_documents: int
     removed_documents: dict[str, int]
+    special_text: int
     left_out: tuple[tuple[str, int], ...]
     vocab_size: int
     best_fit: dict[int, str]
@@ -76,6 +78,8 @@ class PreparationOptions:
     shard_tokens      a shard is complete with the document that reaches this, at least 1
     best_fit_length   pack the training documents for sequences of so many tokens, for best-fit packing
     workers           processes of this rank, at least 1; by default as many as it has processors and work for them
+    parse_special_tokens  text that spells a special token is this token
+    skip_invalid      documents that cannot be read or tokenized are left out, counted and listed, instead of raising
     readers           the plugins that read documents of further kinds, with their options
     """
 
@@ -95,6 +99,8 @@ class PreparationOptions:
     seed: int = 0
     workers: int | None = None
     overwrite: bool = False
+    parse_special_tokens: bool = False
+    skip_invalid: bool = False
     readers: PluginReaders = NO_READERS
 
     def open(self, source: str, out: Path, progress: ProgressCallback, dist_ctx: DistContext) -> Preparation:
@@ -103,8 +109,10 @@ class PreparationOptions:
         ngrams = EvaluationNgrams.of(self.evaluation_texts) if self.evaluation_texts else None
         document_hook = DocumentHook.open(self.hook, self.text_field) if self.hook else None
         corpus = self.open_source(source, given)
-        if isinstance(corpus, TokenSource) and (document_hook or ngrams or self.deduplicate == "near"):
-            raise UserError(f"{source}: tokens: a hook, near duplicates and decontamination need text; leave them out")
+        of_text = [document_hook, ngrams, self.deduplicate == "near", self.parse_special_tokens, self.skip_invalid]
+        if isinstance(corpus, TokenSource) and any(of_text):
+            needs = "a hook, near duplicates, decontamination, parse_special_tokens and skip_invalid need text; leave them out"
+            raise UserError(f"{source}: tokens: {needs}")
         plan = PreparationPlan(
             corpus.fingerprint(),
             self.text_field,
@@ -116,6 +124,8 @@ class PreparationOptions:
             f"{document_hook.function} {document_hook.digest}" if document_hook else None,
             self.deduplicate,
             ngrams.digest if ngrams else None,
+            self.parse_special_tokens or None,
+            self.skip_invalid or None,
         )
         check_num_processes(self.workers or 1)
         return Preparation(out, corpus, given, document_hook, ngrams, plan, progress, dist_ctx)
@@ -210,6 +220,7 @@ def _summary(out: Path, already_done: bool, corpus: Source) -> PreparationSummar
         text_bytes={split: manifest.text_bytes.get(split, 0) for split in manifest.splits},
         empty_documents=manifest.empty_documents,
         removed_documents=manifest.removed_documents,
+        special_text=manifest.special_text_documents,
         left_out=corpus.left_out,
         vocab_size=manifest.vocab_size,
         best_fit={length: describe_best_fit(folder, length) for length in best_fit_lengths(folder)},

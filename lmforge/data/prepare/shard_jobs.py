@@ -11,19 +11,20 @@ from dataclasses import dataclass
 from functools import lru_cache
 from itertools import repeat
 from pathlib import Path
-from typing import Any, BinaryIO, Literal, NamedTuple
+from typing import Any, BinaryIO, Literal, NamedTuple, Self
 
 import numpy as np
 import xxhash
 
 from lmforge.atomic_files import atomic_write
+from lmforge.data.chat.layout import SpecialTokens
 from lmforge.data.prepare.decontaminate import EvaluationNgrams
 from lmforge.data.prepare.deduplicate import BANDS, exact_duplicates, near_duplicate_keys, near_duplicates
 from lmforge.data.prepare.hook import DocumentHook
 from lmforge.data.prepare.output_folder import EVALUATION_NGRAMS
 from lmforge.data.prepare.worker_pool import Report
 from lmforge.data.shards.format import RESTORE_HINT, finished_shard_entry, write_shard
-from lmforge.data.sources.records import ReadProgress
+from lmforge.data.sources.records import ReadProgress, UnusableRecords
 from lmforge.data.sources.token_files import TokenUnit
 from lmforge.data.sources.units import SourceUnit, check_lines
 from lmforge.data.tokenizer import Tokenizer
@@ -35,11 +36,13 @@ ENCODE_BATCH_CHARACTERS = 1 << 20
 
 @dataclass(frozen=True)
 class UnitReader:
-    """How a unit is read. `tail_fraction` is cut off as a document of its own when the corpus has only one document."""
+    """How a unit is read. `tail_fraction` is cut off as a document of its own when the corpus has only one document; with
+    `skip_invalid`, documents that cannot be used are left out."""
 
     unit: SourceUnit | TokenUnit
     hook: DocumentHook | None = None
     tail_fraction: float | None = None
+    skip_invalid: bool = False
 
     def hashed_texts(self, progress: ReadProgress) -> Iterator[tuple[str, int]]:
         """(text, hash of it) of each document that the hook does not leave out, empty ones too.
@@ -47,18 +50,20 @@ class UnitReader:
         Documents with the smallest hashes are for validation.
         """
         assert isinstance(self.unit, SourceUnit)
+        progress.unusable.skip = self.skip_invalid
         for document in self.unit.documents(progress, self.hook is not None):
             text = document.text if self.hook is None else self.hook(document)
             if text is None:
                 progress.left_out += 1
                 continue
-            check_lines(text, document.location)
-            if self.tail_fraction is None or not text.strip():
-                yield text, xxhash.xxh3_64_intdigest(text.encode())
-            else:
-                at = _split_position(text, int(len(text) * (1 - self.tail_fraction)))
-                yield text[:at], 2**64 - 1
-                yield text[at:], 0
+            with progress.unusable.leave_out():
+                check_lines(text, document.location)
+                if self.tail_fraction is None or not text.strip():
+                    yield text, xxhash.xxh3_64_intdigest(text.encode())
+                else:
+                    at = _split_position(text, int(len(text) * (1 - self.tail_fraction)))
+                    yield text[:at], 2**64 - 1
+                    yield text[at:], 0
 
     def hashed_tokens(self, progress: ReadProgress) -> Iterator[tuple[np.ndarray, int]]:
         """(ids, hash of them) of each document of a tokenized unit."""
@@ -71,12 +76,12 @@ class UnitReader:
                 yield ids[:at], 2**64 - 1
                 yield ids[at:], 0
 
-    def documents(self) -> Iterator[object]:
+    def documents(self, progress: ReadProgress) -> Iterator[object]:
         """Each document that is not empty."""
         if isinstance(self.unit, TokenUnit):
-            yield from self.hashed_tokens(ReadProgress())
+            yield from self.hashed_tokens(progress)
         else:
-            yield from (text for text, _ in self.hashed_texts(ReadProgress()) if text.strip())
+            yield from (text for text, _ in self.hashed_texts(progress) if text.strip())
 
 
 def validation_threshold(ratio: float) -> int:
@@ -118,6 +123,7 @@ class PartSettings:
     tokenizer_hash: str
     near_duplicates: bool = False
     evaluation_digest: str | None = None
+    parse_special_tokens: bool = False
 
 
 class _PartList:
@@ -128,6 +134,7 @@ class _PartList:
         self._columns: dict[str, Any] = {"lengths": array("q"), "hashes": array("Q"), "text_bytes": array("q")}
         self._near_keys: list[np.ndarray] = []
         self.removed = dict.fromkeys(REMOVED_IN_PARTS, 0)
+        self.unusable = UnusableRecords()
 
     def add(self, tokens: int, digest: int, text_bytes: int, text: str | None = None) -> None:
         self._columns["lengths"].append(tokens)
@@ -143,6 +150,8 @@ class _PartList:
             # Each band is a separate column, so that it can be read without the others.
             keys = np.array(self._near_keys, np.uint64).reshape(-1, BANDS)
             columns |= {near_column(band): keys[:, band] for band in range(BANDS)}
+        columns["unusable"] = np.frombuffer("".join(f"{line}\n" for line in self.unusable.problems).encode(), np.uint8)
+        columns["special_text"] = self.unusable.with_special_text
         with atomic_write(path) as file:
             np.savez(file, **columns, **self.removed)  # type: ignore[arg-type]
 
@@ -181,13 +190,14 @@ def _copy_tokens(reader: UnitReader, tokenizer: Tokenizer, file: BinaryIO, liste
 def _tokenize(reader: UnitReader, tokenizer: Tokenizer, file: BinaryIO, listed: _PartList, report: Report) -> None:
     """Tokenize the documents of a unit and write them, each with the end-of-text token."""
     progress, dtype, tokens = ReadProgress(), token_dtype(tokenizer.vocab_size), 0
-    texts, eos = reader.hashed_texts(progress), np.array([tokenizer.eos_token_id], dtype).data
-    settings = listed.settings
+    texts, settings, special = reader.hashed_texts(progress), listed.settings, SpecialTokens(tokenizer).pattern
+    parse, listed.unusable = settings.parse_special_tokens, progress.unusable
     if settings.evaluation_digest is not None:
         ngrams = EvaluationNgrams.load(settings.out / UNFINISHED / EVALUATION_NGRAMS, settings.evaluation_digest)
         texts = _without_contaminated(texts, ngrams, listed.removed)
-    for batch, position in _batch_pieces(texts, tokenizer, progress):
-        for (_, document), ids in zip(batch, tokenizer.encode_batch([piece for piece, _ in batch]), strict=True):
+    for batch, position in _batch_pieces(texts, tokenizer, progress, parse):
+        encoded = tokenizer.encode_batch([piece for piece, _ in batch], parse_special_tokens=parse)
+        for (_, document), ids in zip(batch, encoded, strict=True):
             if document is None:
                 file.write(np.fromiter(ids, dtype, len(ids)).data)
                 tokens += len(ids)
@@ -196,9 +206,11 @@ def _tokenize(reader: UnitReader, tokenizer: Tokenizer, file: BinaryIO, listed: 
             if not text.strip():
                 listed.removed["empty"] += 1
                 continue
+            if not parse or ids[-1:] != [tokenizer.eos_token_id]:
+                ids.append(tokenizer.eos_token_id)
+            progress.unusable.with_special_text += not parse and special.search(text) is not None
             file.write(np.fromiter(ids, dtype, len(ids)).data)
-            file.write(eos)
-            listed.add(tokens + len(ids) + 1, digest, len(text.encode()), text)
+            listed.add(tokens + len(ids), digest, len(text.encode()), text)
             tokens = 0
         report(position)
     listed.removed["hook"] = progress.left_out
@@ -219,7 +231,7 @@ TextPiece = tuple[str, tuple[str, int] | None]
 
 
 def _batch_pieces(
-    texts: Iterator[tuple[str, int]], tokenizer: Tokenizer, progress: ReadProgress
+    texts: Iterator[tuple[str, int]], tokenizer: Tokenizer, progress: ReadProgress, parse_special_tokens: bool
 ) -> Iterator[tuple[list[TextPiece], int]]:
     """Pieces of (text, hash) in batches of a megabyte, so that memory does not grow with the unit.
 
@@ -228,7 +240,7 @@ def _batch_pieces(
     batch: list[TextPiece] = []
     size = position = 0
     for text, digest in texts:
-        *others, last = tokenizer.split_long_text(text)
+        *others, last = tokenizer.split_long_text(text, parse_special_tokens=parse_special_tokens)
         start, step = position, (progress.bytes - position) / (len(others) + 1)
         for number, (piece, document) in enumerate([*zip(others, repeat(None)), (last, (text, digest))], start=1):
             batch.append((piece, document))
@@ -249,19 +261,24 @@ class DocumentIndex:
     hashes: np.ndarray
     text_bytes: np.ndarray
     removed: dict[str, int]  # documents that are in no part, by reason
+    unusable: str  # a line for each document that cannot be used
+    special_text: int  # documents that spell special tokens, encoded as text
 
     @classmethod
-    def load(cls, out: Path, num_parts: int) -> "DocumentIndex":
+    def load(cls, out: Path, num_parts: int) -> Self:
         """The lists of all parts, which must be complete."""
-        parts, removed = [], Counter[str]()
+        parts, removed, unusable = [], Counter[str](), ""
         for number in range(num_parts):
             with np.load(part_path(out, number, ".npz")) as part:
                 parts.append({name: part[name] for name in ("lengths", "hashes", "text_bytes")})
-                removed.update({reason: int(part[reason]) for reason in REMOVED_IN_PARTS})
+                removed.update({name: int(part.get(name, 0)) for name in (*REMOVED_IN_PARTS, "special_text")})
+                unusable += bytes(part.get("unusable", b"")).decode()
         return cls(
             part_numbers=np.repeat(np.arange(num_parts), [len(part["lengths"]) for part in parts]),
             starts=np.concatenate([np.cumsum(part["lengths"]) - part["lengths"] for part in parts]),
-            removed=dict(removed),
+            special_text=removed.pop("special_text"),
+            removed={**removed, "unusable": unusable.count("\n")},
+            unusable=unusable,
             **{name: np.concatenate([part[name] for part in parts]) for name in ("lengths", "hashes", "text_bytes")},
         )
 

@@ -1,7 +1,7 @@
 """The steps of a preparation, from a source with a written plan to shards. `prepare.py` begins and ends a preparation."""
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from itertools import chain, islice
 from pathlib import Path
@@ -9,6 +9,7 @@ from typing import Literal
 
 import numpy as np
 
+from lmforge.atomic_files import atomic_write_text
 from lmforge.cluster.rank_info import threads_per_rank
 from lmforge.data.order import derive_key, permutation
 from lmforge.data.prepare.decontaminate import EvaluationNgrams
@@ -30,6 +31,7 @@ from lmforge.data.prepare.tokenizer_sample import find_characters, sample_texts
 from lmforge.data.prepare.worker_pool import WorkerPool
 from lmforge.data.shards.format import TRAIN_SPLIT, VALIDATION_SPLIT, hash_tokenizer_files
 from lmforge.data.sources.hf_dataset import DatasetSource
+from lmforge.data.sources.records import UNUSABLE, ReadProgress
 from lmforge.data.sources.text_sources import TextSource
 from lmforge.data.sources.token_files import TokenSource
 from lmforge.data.tokenizer import Tokenizer, character_tokenizer, train_tokenizer
@@ -61,6 +63,9 @@ class PreparationPlan:
     hook: str | None = None
     deduplicate: Literal["exact", "near"] | None = None
     decontaminate: str | None = None
+    # None stands for False, as in folders that were prepared before there were these.
+    parse_special_tokens: Literal[True] | None = None
+    skip_invalid: Literal[True] | None = None
 
 
 class _UnitProgress:
@@ -110,10 +115,10 @@ class Preparation:
         """Write tokenizer, parts and shards, and return the manifest to write; None on ranks other than 0."""
         corpus, plan, dist_ctx, info = self.corpus, self.plan, self.dist_ctx, self.dist_ctx.rank_info
         with dist_ctx.raise_on_all():
-            readers = [UnitReader(unit, self.hook) for unit in corpus.units()]
+            readers = [UnitReader(unit, self.hook, skip_invalid=bool(plan.skip_invalid)) for unit in corpus.units()]
         one_document = dist_ctx.decide_on_rank0(lambda: _is_one_document(corpus.spec, readers)) and bool(plan.validation_ratio)
         if one_document:
-            readers = [UnitReader(reader.unit, self.hook, plan.validation_ratio) for reader in readers]
+            readers = [replace(reader, tail_fraction=plan.validation_ratio) for reader in readers]
         num_workers = min(threads_per_rank(info.local_world_size), len(readers), 1 + corpus.size // MIN_BYTES_PER_WORKER)
         with WorkerPool(workers or num_workers) as pool:
             tokenizer = self._write_tokenizer(readers, pool)
@@ -124,6 +129,8 @@ class Preparation:
         if selection is None:
             return None
         index, members = selection.index, selection.members
+        if index.unusable:
+            atomic_write_text(self.out / UNUSABLE, index.unusable)
         return TokenFolderManifest(
             format=FORMAT_VERSION,
             source=corpus.spec,
@@ -137,6 +144,7 @@ class Preparation:
             splits=splits,
             tokenizer_files=hash_tokenizer_files(tokenizer),
             removed_documents=selection.removed,
+            special_text_documents=index.special_text,
         )
 
     def _write_tokenizer(self, readers: list[UnitReader], pool: WorkerPool) -> Tokenizer:
@@ -186,7 +194,8 @@ class Preparation:
         todo = [number for number in range(len(readers)) if part_path(self.out, number, ".npz").stem not in finished]
         mine = self._my_units(readers, todo)
         done = _UnitProgress([readers[number].unit.size for number in mine], partial(self.progress, "tokens"))
-        settings = PartSettings(self.out, tokenizer_hash, self.plan.deduplicate == "near", self.plan.decontaminate)
+        plan, parse = self.plan, bool(self.plan.parse_special_tokens)
+        settings = PartSettings(self.out, tokenizer_hash, plan.deduplicate == "near", plan.decontaminate, parse)
         write = partial(write_part, settings=settings)
         with self.dist_ctx.raise_on_all():
             for index, _ in pool.map_unordered(write, [(number, readers[number]) for number in mine], done.report):
@@ -238,12 +247,13 @@ class Preparation:
 
 
 def _is_one_document(source: str, readers: Sequence[UnitReader]) -> bool:
-    first = list(islice((document for reader in readers for document in reader.documents()), 2))
+    progress = ReadProgress()
+    first = list(islice((document for reader in readers for document in reader.documents(progress)), 2))
     if not first:
         reason = (
             "no document is left: the hook leaves out all" if readers and readers[0].hook else "empty: there is no text in it"
         )
-        raise UserError(f"{source}: {reason}")
+        raise UserError(f"{source}: {reason}{progress.unusable}")
     return len(first) == 1
 
 

@@ -12,7 +12,7 @@ from typing import Any
 from lmforge.data.sources.folders import list_files
 from lmforge.data.sources.records import ReadProgress
 from lmforge.data.sources.text_sources import FileSource, SourceFile, stat_files
-from lmforge.data.sources.units import TEXT_FIELD_HINT, Document, SourceUnit, record_document
+from lmforge.data.sources.units import TEXT_FIELD_HINT, Document, SourceUnit, record_documents
 from lmforge.errors import UserError, how_to_install
 from lmforge.hub import (
     LOOKUP_SECONDS,
@@ -100,7 +100,7 @@ class DatasetUnit(SourceUnit):
                 part = part.select_columns([self.text_field])
             for number, row in enumerate(part):
                 place = partial("{}, row {} of part {}".format, self.location.spec, number + 1, self.shard + 1)
-                yield record_document(row, self.text_field, place)
+                yield from record_documents(row, self.text_field, place, progress)
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from typing import Any, Self
 from lmforge import registry
 from lmforge.config.options import Options
 from lmforge.data.sources.records import ReadProgress, open_decompressed
-from lmforge.data.sources.units import Document, FileUnit, record_document
+from lmforge.data.sources.units import Document, FileUnit, record_documents
 from lmforge.errors import UserError
 from lmforge.foreign_code import describe_exception
 from lmforge.plugins import describe_plugins, load_plugins
@@ -74,9 +74,9 @@ class PluginUnit(FileUnit):
                     record = {self.text_field: given} if isinstance(given, str) else given
                     where = f"{self.path}, document {number}"
                     if not isinstance(record, dict):
-                        raise UserError(f"{where}: the plugin gave {type(given).__name__}, not text or a record")
+                        record = UserError(f"{where}: the plugin gave {type(given).__name__}, not text or a record")
                     progress.bytes = file.disk_position
-                    yield record_document(record, self.text_field, partial(str, where))
+                    yield from record_documents(record, self.text_field, partial(str, where), progress)
             except UserError:
                 raise
             except Exception as error:

@@ -6,8 +6,9 @@ Callers interpret the fields: `text_sources.py` reads one text of each record, `
 
 import io
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,22 +23,13 @@ if TYPE_CHECKING:
 JSON_SUFFIXES = frozenset({".jsonl", ".ndjson", ".json"})
 RECORD_SUFFIXES = JSON_SUFFIXES | {".parquet"}
 MAX_LINE_BYTES = 2**26
+UNUSABLE = "left-out.txt"  # beside what is made of records: a line for each that cannot be used
 SPECIAL_TEXT_RATIO = 0.01  # of the records: fewer may be about special tokens
 MAX_LIST_BYTES = 2**30  # of a file that is one JSON list
 READ_BUFFER_BYTES = 1 << 18
 PARQUET_BATCH_ROWS = 1000
 
 Record = dict[str, Any]
-
-
-@dataclass
-class ReadProgress:
-    """The progress of a reader: bytes of the file on the disk, which may be compressed. left_out: documents that a hook
-    removed.
-    """
-
-    bytes: int = 0
-    left_out: int = 0
 
 
 class SourceReader(io.BufferedReader):
@@ -98,10 +90,10 @@ class UnusableRecords:
         self.problems.append(str(problem))
 
     @contextmanager
-    def leave_out(self, place: str) -> Iterator[None]:
-        """The record at a place is left out if the block raises a UserError."""
+    def leave_out(self, place: str | Callable[[], str] | None = None) -> Iterator[None]:
+        """The record at a place, which `place` gives unless messages name it, is left out if the block raises a UserError."""
         try:
-            with prefix_errors(place):
+            with prefix_errors(place) if place else nullcontext():
                 yield
         except UserError as problem:
             self.add(problem)
@@ -112,12 +104,23 @@ class UnusableRecords:
         return f"; {number:,} left out that cannot be used, such as {self.problems[0]}" if number else ""
 
 
-def describe_special_text(count: int, records: int) -> str:
-    """That many of the records spell special tokens, which are encoded as text, after `; `; empty where few do."""
+@dataclass
+class ReadProgress:
+    """The progress of a reader: bytes of the file on the disk, which may be compressed. left_out: documents that a hook
+    removed. `unusable` are those that cannot be used.
+    """
+
+    bytes: int = 0
+    left_out: int = 0
+    unusable: UnusableRecords = field(default_factory=UnusableRecords)
+
+
+def describe_special_text(count: int, records: int, option: str) -> str:
+    """That many of the records spell special tokens, which are encoded as text unless `option`, after `; `; empty where few
+    do."""
     if count <= SPECIAL_TEXT_RATIO * records:
         return ""
-    words = "spell special tokens in plain text, which is encoded as text (data.parse_special_tokens makes tokens of it)"
-    return f"; {count:,} {words}"
+    return f"; {count:,} spell special tokens in plain text, which is encoded as text ({option} makes tokens of it)"
 
 
 def read_records(
@@ -130,7 +133,7 @@ def read_records(
     """
     unusable = unusable or UnusableRecords()
     for file in find_record_files(path, split):
-        records = _parquet_rows(file) if content_suffix(file.name) == ".parquet" else _json_list_or_lines(file)
+        records = parquet_rows(file) if content_suffix(file.name) == ".parquet" else _json_list_or_lines(file)
         for number, record in enumerate(records, start=1):
             if isinstance(record, UserError):
                 unusable.add(record)
@@ -147,38 +150,34 @@ def _json_list_or_lines(path: Path) -> Iterator[Record | UserError]:
             for number, item in enumerate(items, start=1):
                 yield item if isinstance(item, dict) else UserError(f"{path}, record {number}: not an object; {hint}")
             return
-    yield from (record for _, record in _read_lines(path, 0, None, ReadProgress()))
+    yield from (record for _, record in json_lines(path, 0, None, ReadProgress()))
 
 
-def json_lines(path: str | Path, start: int, stop: int | None, progress: ReadProgress) -> Iterator[tuple[int, Record]]:
-    """(byte offset, object) of each line that begins at bytes `start` … `stop` − 1, or to the end. Blank lines are skipped.
-
-    Raises UserError naming file and line if one is not UTF-8, not a JSON object, or longer than MAX_LINE_BYTES.
-    """
-    for offset, record in _read_lines(path, start, stop, progress):
-        if isinstance(record, UserError):
-            raise record
-        yield offset, record
-
-
-def _read_lines(
+def json_lines(
     path: str | Path, start: int, stop: int | None, progress: ReadProgress
-) -> Iterator[tuple[int, Record | UserError]]:
+) -> Iterator[tuple[Callable[[], str], Record | UserError]]:
+    """(what gives its place, object) of each line that begins at bytes `start` … `stop` − 1, or to the end. Blank lines are
+    skipped.
+
+    A line that is not UTF-8, not a JSON object, or longer than MAX_LINE_BYTES gives a UserError naming file and line.
+    """
     with open_decompressed(path) as file:
         offset = start
         if start:
             # A line belongs to the range in which it begins; the rest of an earlier line is read with the previous range.
             file.seek(start - 1)
             offset += _skip_line(file) - 1
+        first, number = cache(partial(_line_number, path, offset)), -1  # once, however many lines have to be named
         while (stop is None or offset < stop) and (line := file.readline(MAX_LINE_BYTES + 1)):
-            size, content = len(line), line.removeprefix(BYTE_ORDER_MARK)
+            size, content, number = len(line), line.removeprefix(BYTE_ORDER_MARK), number + 1
+            place = partial(_line_place, path, first, number)
             if size > MAX_LINE_BYTES:
                 limit = f"a line of more than {MAX_LINE_BYTES:,} bytes; split the record, or leave it out"
-                yield offset, UserError(f"{line_location(path, offset)}: {limit}")
+                yield place, UserError(f"{place()}: {limit}")
                 size += 0 if line.endswith(b"\n") else _skip_line(file)
             elif content and not content.isspace():
                 progress.bytes = file.disk_position - start
-                yield offset, _parse_line(content, path, offset)
+                yield place, _parse_line(content, path, offset, place)
             offset += size
 
 
@@ -192,7 +191,7 @@ def _skip_line(file: io.BufferedReader) -> int:
     return skipped
 
 
-def _parse_line(line: bytes, path: str | Path, offset: int) -> Record | UserError:
+def _parse_line(line: bytes, path: str | Path, offset: int, place: Callable[[], str]) -> Record | UserError:
     try:
         return parse_json(line, Record, "", max_bytes=MAX_LINE_BYTES, allow_nan=True)
     except UserError as problem:
@@ -201,30 +200,30 @@ def _parse_line(line: bytes, path: str | Path, offset: int) -> Record | UserErro
         except UserError as not_utf8:
             return not_utf8
         surrogate = ": half of a surrogate pair, which UTF-8 cannot encode" if "of hex escape" in str(problem) else ""
-        return UserError(f"{line_location(path, offset)}{problem}{surrogate}")
+        return UserError(f"{place()}{problem}{surrogate}")
 
 
-def line_location(path: str | Path, offset: int) -> str:
-    """`FILE:LINE` of the line at a byte offset. Reads the file up to there: for messages only."""
+def _line_place(path: str | Path, first: Callable[[], int], number: int) -> str:
+    return f"{path}:{first() + number}"
+
+
+def _line_number(path: str | Path, offset: int) -> int:
+    """The number of the line at a byte offset. Reads the file up to there: for messages only."""
+    if not offset:
+        return 1
     with open_decompressed(path) as file:
         seen, line = 0, 1
         while seen < offset:
             seen, line = seen + _skip_line(file), line + 1
-    return f"{path}:{line}"
+    return line
 
 
-def parquet_rows(path: str | Path, columns: list[str] | None, row_group: int) -> Iterator[Record]:
-    """The rows of a row group of a parquet file. Raises UserError if it cannot be read."""
-    for row in _parquet_rows(path, columns, row_group):
-        if isinstance(row, UserError):
-            raise row
-        yield row
-
-
-def _parquet_rows(
+def parquet_rows(
     path: str | Path, columns: list[str] | None = None, row_group: int | None = None
 ) -> Iterator[Record | UserError]:
-    """The rows as lines of JSON would have them (`_to_json`). Columns that are null stay."""
+    """The rows of a parquet file, or of one row group, as lines of JSON would have them (`_to_json`). Columns that are null
+    stay. Raises UserError if the file cannot be read."""
+    of_group = "" if row_group is None else f" of group {row_group + 1}"
     with open_parquet(path) as parquet:
         row_groups = None if row_group is None else [row_group]
         rows = 0
@@ -235,7 +234,7 @@ def _parquet_rows(
                 try:
                     row |= {name: decode(row[name]) for name, decode in decoders.items() if row[name] is not None}
                 except UserError as problem:
-                    yield UserError(f"{path}, row {rows}: {problem}")
+                    yield UserError(f"{path}, row {rows}{of_group}: {problem}")
                 else:
                     yield row
 

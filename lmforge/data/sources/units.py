@@ -23,7 +23,6 @@ from lmforge.data.sources.records import (
     content_suffix,
     decode_utf8,
     json_lines,
-    line_location,
     open_decompressed,
     parquet_rows,
     record_text,
@@ -62,7 +61,8 @@ class SourceUnit(ABC):
 
     @abstractmethod
     def documents(self, progress: ReadProgress, all_fields: bool) -> Iterator[Document]:
-        """Each document, empty ones included. Raises UserError naming file and place if one cannot be read.
+        """Each document, empty ones included. Raises UserError naming file and place if one cannot be read, unless
+        `progress.unusable` leaves it out.
 
         With each document `progress` says how much of `size` has been read. Without `all_fields`, `fields` may be empty.
         """
@@ -98,11 +98,11 @@ class TextUnit(SourceUnit):
     def documents(self, progress: ReadProgress, all_fields: bool) -> Iterator[Document]:
         for path in self.paths:
             with open_decompressed(path) as file:
-                text = decode_utf8(read_stream(file, path, MAX_DOCUMENT_BYTES, partial(_overlong_text, path)), path)
-                progress.bytes += file.disk_position
-            if content_suffix(path) in HTML_SUFFIXES:
-                text = extract_text(text)
-            yield Document(text, {"path": path}, partial(str, path))
+                with progress.unusable.leave_out():
+                    text = decode_utf8(read_stream(file, path, MAX_DOCUMENT_BYTES, partial(_overlong_text, path)), path)
+                    text = extract_text(text) if content_suffix(path) in HTML_SUFFIXES else text
+                    progress.bytes += file.disk_position
+                    yield Document(text, {"path": path}, partial(str, path))
 
 
 def _overlong_text(path: str, message: str) -> UserError:
@@ -119,13 +119,17 @@ class PythonUnit(TextUnit):
                 yield Document(file.read(), {"path": path}, partial(str, path))
 
 
-def record_document(record: Record, text_field: str, location: Callable[[], str]) -> Document:
-    """The document of a record. Raises UserError with its place if the field is missing or not text."""
-    try:
+def record_documents(
+    record: Record | UserError, text_field: str, location: Callable[[], str], progress: ReadProgress
+) -> Iterator[Document]:
+    """The document of a record. `progress.unusable` gets a problem in place of a record, which names its place, and a record
+    whose field is missing or not text."""
+    if isinstance(record, UserError):
+        progress.unusable.add(record)
+        return
+    with progress.unusable.leave_out(location):
         require_fields(record, text_field, hint=TEXT_FIELD_HINT)
-        return Document(record_text(record, text_field), record, location)
-    except UserError as problem:
-        raise UserError(f"{location()}: {problem}") from None
+        yield Document(record_text(record, text_field), record, location)
 
 
 @dataclass(frozen=True)
@@ -149,8 +153,8 @@ class JsonlUnit(FileUnit):
     stop: int | None
 
     def documents(self, progress: ReadProgress, all_fields: bool) -> Iterator[Document]:
-        for offset, record in json_lines(self.path, self.start, self.stop, progress):
-            yield record_document(record, self.text_field, partial(line_location, self.path, offset))
+        for location, record in json_lines(self.path, self.start, self.stop, progress):
+            yield from record_documents(record, self.text_field, location, progress)
 
 
 @dataclass(frozen=True)
@@ -165,7 +169,7 @@ class ParquetUnit(FileUnit):
         for number, row in enumerate(parquet_rows(self.path, columns, self.row_group), start=1):
             progress.bytes = self.size * number // self.rows
             location = partial("{}, row {} of group {}".format, self.path, number, self.row_group + 1)
-            yield Document(row[self.text_field] or "", row, location)
+            yield from record_documents(row, self.text_field, location, progress)
 
 
 class TableUnit(FileUnit):
@@ -188,9 +192,10 @@ class TableUnit(FileUnit):
                     if not row:
                         continue
                     location = partial("{}, row {}".format, self.path, row_number)
+                    record: Record | UserError = dict(zip(header, row, strict=False))
                     if len(row) != len(header):
-                        raise UserError(f"{location()}: {len(row)} fields, but the header names {len(header)}: fix the row")
-                    yield record_document(dict(zip(header, row, strict=True)), self.text_field, location)
+                        record = UserError(f"{location()}: {len(row)} fields, but the header names {len(header)}: fix the row")
+                    yield from record_documents(record, self.text_field, location, progress)
             except csv.Error as problem:
                 raise UserError(
                     f"{self.path}, row {row_number + 1}: not a table: {problem}: quote it as RFC 4180 has it"
@@ -213,12 +218,12 @@ class TarUnit(FileUnit):
             path = PurePosixPath(name)
             next_key = str(path.with_name(path.name.partition(".")[0]))
             if next_key != key:
-                yield from self._document(sample)
+                yield from self._document(sample, progress)
                 key, sample = next_key, {}
             elif path.suffix in sample:
                 raise UserError(f"{self.path}: {cut(name)}: its sample has another {path.suffix}; give each a name of its own")
             sample[path.suffix] = name, content
-        yield from self._document(sample)
+        yield from self._document(sample, progress)
         if not has_files:
             raise UserError(f"{self.path}: holds no .txt and no .json: a tar of other files is not read")
 
@@ -238,15 +243,16 @@ class TarUnit(FileUnit):
             except tarfile.TarError as problem:
                 raise UserError(f"{self.path}: cannot be read as tar: {problem}") from None
 
-    def _document(self, sample: dict[str, tuple[str, bytes]]) -> Iterator[Document]:
+    def _document(self, sample: dict[str, tuple[str, bytes]], progress: ReadProgress) -> Iterator[Document]:
         fields: Record = {}
-        if ".json" in sample:
-            name, content = sample[".json"]
-            location = partial("{}: {}".format, self.path, name)
-            fields = parse_json(content, Record, location(), max_bytes=MAX_LINE_BYTES, allow_nan=True)
-            if ".txt" not in sample:
-                yield record_document(fields, self.text_field, location)
-        if ".txt" in sample:
-            name, content = sample[".txt"]
-            where = f"{self.path}: {name}"
-            yield Document(decode_utf8(content, where), {**fields, "path": name}, partial(str, where))
+        with progress.unusable.leave_out():
+            if ".json" in sample:
+                name, content = sample[".json"]
+                location = partial("{}: {}".format, self.path, name)
+                fields = parse_json(content, Record, location(), max_bytes=MAX_LINE_BYTES, allow_nan=True)
+                if ".txt" not in sample:
+                    yield from record_documents(fields, self.text_field, location, progress)
+            if ".txt" in sample:
+                name, content = sample[".txt"]
+                where = f"{self.path}: {name}"
+                yield Document(decode_utf8(content, where), {**fields, "path": name}, partial(str, where))

@@ -111,7 +111,8 @@ def _read_split(config: AlignConfig, tokenizer: Tokenizer, split: FileSplit) -> 
             f"data.{'files' if split == 'train' else 'validation_files'}: no prompt is left ({counts}{unusable});"
             " make data.sequence_length longer, or rollout.max_completion_length shorter"
         )
-    return prompts, f"{counts}{unusable}{describe_special_text(unusable.with_special_text, counts.records)}"
+    spelled = describe_special_text(unusable.with_special_text, counts.records, "data.parse_special_tokens")
+    return prompts, f"{counts}{unusable}{spelled}"
 
 
 def _read_prompts(config: AlignConfig, tokenizer: Tokenizer) -> tuple[list[TokenizedPrompt], list[TokenizedPrompt], str]:
