@@ -984,6 +984,23 @@ INTERLEAVED = "--parallel.pipeline_parallel_degree 2 --launch.processes 2 --para
             "has none of these; use engine = fsdp2",
         ),
         ("--parallel.engine ddp --parallel.cpu_offload --launch.processes 2", "ddp keeps everything on its device"),
+        (
+            "--model.preset nano-moe --parallel.engine ddp --parallel.expert_parallel_degree 2 --launch.processes 2",
+            "has none of these; use engine = fsdp2",
+        ),
+        (
+            "--model.preset nano-moe --parallel.expert_parallel_degree 3 --launch.processes 3",
+            "parallel.expert_parallel_degree = 3: 8 experts do not divide by it; use one of 1, 2, 4, 8",
+        ),
+        (
+            "--model.preset nano-moe --parallel.expert_parallel_degree 4 --launch.processes 6",
+            "expert_parallel_degree = 4: the 6 ranks of a copy of the model do not divide by it; use one of 1, 2, 3, 6",
+        ),
+        (
+            "--model.preset nano-moe --parallel.expert_parallel_degree 2 --parallel.sharding no-shard --launch.processes 2",
+            "the one rank of a copy of the model does not divide by it; use one of 1",
+        ),
+        ("--parallel.expert_parallel_degree 2 --launch.processes 2", "not with a model without experts; leave it out"),
         ("--parallel.tensor_parallel_degree 2 --launch.processes 2 --sample.every_steps 5", "generate from the checkpoints"),
         (
             "--parallel.tensor_parallel_degree 2 --launch.processes 2 --optimizer.name muon",

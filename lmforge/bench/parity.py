@@ -313,3 +313,35 @@ def _model_parallel_cases(world_size: int) -> list[ParityCase]:
             fsdp2("tensor 2, hybrid-full-shard, groups of 2", sharding="hybrid-full-shard", shard_degree=2, **tensor),
         ]
     return cases
+
+
+def expert_parallel_cases(world_size: int) -> list[ParityCase]:
+    """Expert parallelism that fits, alone and with what else cuts a model: for a mixture of 8 experts."""
+    full: dict[str, Any] = {"activation_checkpointing": FullCheckpointing.name}
+    tensor, context, pipeline, experts = (
+        {f"{name}_parallel_degree": 2} for name in ("tensor", "context", "pipeline", "expert")
+    )
+    fsdp2 = partial(_case, engine="fsdp2")
+    cases = []
+    if world_size % 2 == 0:
+        cases += [
+            fsdp2("experts 2", **experts),
+            fsdp2("experts 2, checkpointing full, 2 micro-batches", 2, **experts, **full),
+            fsdp2("experts 2, checkpointing selective-ops", activation_checkpointing=SelectiveOperators.name, **experts),
+            fsdp2("experts 2 grad-shard, CPU offload", sharding="grad-shard", cpu_offload=True, **experts),
+            fsdp2("experts 2 × tensor 2", **experts, **tensor),
+            fsdp2("experts 2 × context 2", **experts, **context),
+            replace(fsdp2("experts 2, checkpointing full, compiled", **experts, **full), compile_model=True),
+        ]
+    if world_size % 4 == 0:
+        cases += [
+            fsdp2("experts 4", expert_parallel_degree=4),
+            fsdp2("experts 2, hybrid-full-shard, groups of 2", sharding="hybrid-full-shard", shard_degree=2, **experts),
+            fsdp2("experts 2 × tensor 2, no-shard", sharding="no-shard", **experts, **tensor),
+            fsdp2("experts 4 × tensor 2 × context 2", expert_parallel_degree=4, **tensor, **context),
+            fsdp2("experts 2 × pipeline 2, interleaved", 4, pipeline_schedule="interleaved", **experts, **pipeline, **full),
+            fsdp2("experts 2 × tensor 2 × pipeline 2", 2, **experts, **tensor, **pipeline),
+        ]
+    if world_size % 8 == 0:
+        cases += [fsdp2("experts 4 × tensor 2 × pipeline 2", 2, expert_parallel_degree=4, **tensor, **pipeline)]
+    return cases

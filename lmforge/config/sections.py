@@ -121,6 +121,9 @@ class ModelOptions(Options):
     final_logit_softcapping: float | None = _model_option(
         "logits become c * tanh(logits / c), between -c and c", "final_logit_softcapping"
     )
+    num_experts: int | None = _model_option("experts of each mixture", "num_experts")
+    num_experts_per_tok: int | None = _model_option("experts that each token goes to", "num_experts_per_tok")
+    moe_intermediate_size: int | None = _model_option("width of each expert", "moe_intermediate_size")
     router_aux_loss_coef: float | None = _model_option(
         "mixtures of experts: weight of the loss that balances the experts", "router_aux_loss_coef"
     )
@@ -193,6 +196,12 @@ class ParallelOptions(Options):
     context_parallel_degree: int = option(1, "fsdp2: ranks that split the tokens of a sequence (context parallelism)", **RANKS)
     pipeline_parallel_degree: int = option(
         1, "fsdp2: ranks that split the blocks, with micro-batches flowing through them (pipeline parallelism)", **RANKS
+    )
+    expert_parallel_degree: int = option(
+        1,
+        "fsdp2: ranks that split the experts of a mixture, and send each other their tokens (expert parallelism); they are of"
+        " those that shard a copy of the model or split its sequences",
+        **RANKS,
     )
     pipeline_schedule: Literal["1f1b", "interleaved"] = option("1f1b", "order of a pipeline's forward and backward passes")
     pipeline_stages_per_rank: int | None = option(

@@ -16,6 +16,7 @@ from lmforge.config.activation_checkpointing import CHECKPOINTING_MODES, NoCheck
 from lmforge.model.attention_backend import load_varlen_attn
 from lmforge.model.layers import LanguageModel
 from lmforge.model.mixture import experts  # noqa: F401  (its operators)
+from lmforge.parallel import expert_parallel  # noqa: F401  (its operators)
 
 _ATTENTION_OPS = {
     torch.ops.aten._scaled_dot_product_flash_attention.default,
@@ -23,6 +24,12 @@ _ATTENTION_OPS = {
     torch.ops.aten._scaled_dot_product_cudnn_attention.default,
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
     torch.ops.higher_order.flex_attention,
+}
+# What is chosen, and what the host and other ranks were asked: kept whatever the mode.
+_ASKED_ONCE = {
+    torch.ops.lmforge.choose_experts.default,
+    torch.ops.lmforge.exchange_counts.default,
+    torch.ops.lmforge.sizes_by_rank.default,
 }
 _MATMUL_OPS = {
     torch.ops.aten.mm.default,
@@ -63,7 +70,7 @@ def _selective_context(mode: NoCheckpointing) -> Any:
     num_matmuls = {False: 0, True: 0}  # in the forward pass, and in the recomputation
 
     def choose(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-        keep = operator is torch.ops.lmforge.choose_experts.default or (mode.keeps_operators and operator in _ATTENTION_OPS)
+        keep = operator in _ASKED_ONCE or (mode.keeps_operators and operator in _ATTENTION_OPS)
         if operator in _MATMUL_OPS:
             num_matmuls[context.is_recompute] += 1
             keep = mode.keeps_product(num_matmuls[context.is_recompute])

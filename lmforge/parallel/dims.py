@@ -16,6 +16,7 @@ if TYPE_CHECKING:  # a dry run derives the dimensions without importing torch
     from torch.distributed.device_mesh import DeviceMesh
 
 PIPELINE, REPLICATE, SHARD, CONTEXT, TENSOR = "pipeline", "replicate", "shard", "context", "tensor"
+EXPERT_SHARD, EXPERT = "expert_shard", "expert"
 
 
 @dataclass(frozen=True)
@@ -66,13 +67,25 @@ class ParallelDims:
         shards = mesh[SHARD, CONTEXT]._flatten("shard_and_context")
         return type(mesh)._concatenate([mesh[REPLICATE], shards]) if self.is_hybrid else shards
 
+    def expert_meshes(self, mesh: "DeviceMesh") -> tuple["DeviceMesh", "DeviceMesh"]:
+        """The part of `mesh` that experts are split over, and the part that FSDP uses for each rank's experts.
+
+        The ranks of a copy of the model, shard × context × tensor, are cut anew: expert_shard × expert.
+        """
+        names = [name for name in (SHARD, CONTEXT, TENSOR) if name in (mesh.mesh_dim_names or ())]
+        copy = mesh[tuple(names)]._flatten("copy_of_the_model") if len(names) > 1 else mesh[SHARD]
+        degree = self.options.expert_parallel_degree
+        cut = copy._unflatten(0, (copy.size() // degree, degree), (EXPERT_SHARD, EXPERT))
+        shards = cut[EXPERT_SHARD]
+        return cut[EXPERT], type(mesh)._concatenate([mesh[REPLICATE], shards]) if self.is_hybrid else shards
+
     def __str__(self) -> str:
-        return self.sharding + "".join(f", {name} over {size}" for name, size in _model_parallel_degrees(self.options).items())
+        return self.sharding + "".join(f", {name} over {size}" for name, size in _degrees(self.options, EXPERT).items())
 
 
-def _model_parallel_degrees(options: ParallelOptions) -> dict[str, int]:
-    """The degrees above 1 of tensor, context and pipeline parallelism."""
-    degrees = {name: getattr(options, f"{name}_parallel_degree") for name in (TENSOR, CONTEXT, PIPELINE)}
+def _degrees(options: ParallelOptions, *others: str) -> dict[str, int]:
+    """The degrees above 1 of tensor, context, pipeline and `others` parallelism."""
+    degrees = {name: getattr(options, f"{name}_parallel_degree") for name in (TENSOR, CONTEXT, PIPELINE, *others)}
     return {name: degree for name, degree in degrees.items() if degree > 1}
 
 
@@ -84,7 +97,7 @@ def data_parallel_rank_and_size(options: ParallelOptions, rank: int, world_size:
     """
     group = options.model_parallel_size
     if world_size < group:
-        degrees = _model_parallel_degrees(options).items()
+        degrees = _degrees(options).items()
         requested = ", ".join(f"parallel.{name}_parallel_degree = {degree}" for name, degree in degrees)
         ranks = "1 rank does" if world_size == 1 else f"{world_size} ranks do"
         raise UserError(f"{requested}: {ranks} not fill that; start at least {group}")
@@ -110,6 +123,15 @@ def parallel_dims(options: ParallelOptions, world_size: int, local_world_size: i
     _, size = data_parallel_rank_and_size(options, 0, world_size)
     # Ranks of a pipeline stage, over which FSDP shards or replicates: those that hold the same part of every matrix.
     alike = size * context
+
+    def dims(shards: int) -> ParallelDims:
+        copy, expert = shards * tensor, options.expert_parallel_degree
+        if copy % expert:
+            fitting = ", ".join(str(each) for each in range(1, copy + 1) if copy % each == 0)
+            whose = f"the {copy} ranks of a copy of the model do" if copy > 1 else "the one rank of a copy of the model does"
+            raise UserError(f"parallel.expert_parallel_degree = {expert}: {whose} not divide by it; use one of {fitting}")
+        return ParallelDims(options, sharding, alike // shards, shards)
+
     if not sharding.startswith("hybrid-"):
         if shard_degree is not None:
             raise UserError(
@@ -117,8 +139,7 @@ def parallel_dims(options: ParallelOptions, world_size: int, local_world_size: i
             )
         if sharding == "no-shard" and context > 1:
             raise UserError("parallel.sharding = no-shard: not with context parallelism; use grad-shard or full-shard")
-        shards = 1 if sharding == "no-shard" else alike
-        return ParallelDims(options, sharding, alike // shards, shards)
+        return dims(1 if sharding == "no-shard" else alike)
     stage, unit = alike * tensor, tensor * context
     group = shard_degree or min(local_world_size, stage)
     if group % unit or stage % group:
@@ -127,5 +148,4 @@ def parallel_dims(options: ParallelOptions, world_size: int, local_world_size: i
         whose = " of each pipeline stage" if options.pipeline_parallel_degree > 1 else ""
         kept = " that keep tensor and context groups together" if unit > 1 else ""
         raise UserError(f"{requested}: {stage} ranks{whose} do not divide into groups of it{kept}; use one of {fitting}")
-    shards = group // tensor
-    return ParallelDims(options, sharding, alike // shards, shards)
+    return dims(group // tensor)

@@ -14,11 +14,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 from torch.optim import Optimizer
 
 from lmforge.cluster.memory import check_fits
 from lmforge.model.layers import LanguageModel, LMHead
+from lmforge.model.mixture.experts import Experts
+from lmforge.parallel.expert_parallel import Dispatch, whole_experts
 from lmforge.parallel.parallel_model import NamedState, ParallelModel
 
 
@@ -61,12 +63,23 @@ class FSDP2Model(ParallelModel):
     def _shard_modules(
         self, root: nn.Module, blocks: Iterable[nn.Module], embeddings: Iterable[nn.Module], heads: Iterable[nn.Module]
     ) -> None:
+        for block in blocks:
+            self._shard_experts(block)
         for block in (*blocks, *(embeddings if self.options.wrap_embedding else [])):
             self._fully_shard(block, reshard_after_forward=self._dims.reshard_after_forward)
         for head in heads:
             # The backward pass begins with the head.
             self._fully_shard(head, reshard_after_forward=False)
         self._fully_shard(root)
+
+    def _shard_experts(self, block: nn.Module) -> None:
+        """With expert parallelism the experts of a block are a unit of their own, sharded over fewer ranks than the block."""
+        for module in block.modules():
+            if isinstance(module, Experts) and isinstance(module.dispatch, Dispatch):
+                mesh = module.dispatch.fsdp_mesh
+                placement = partial(_placement_of_experts, num_ranks=mesh.size(-1))
+                reshard = self._dims.reshard_after_forward
+                self._fully_shard(module, mesh=mesh, shard_placement_fn=placement, reshard_after_forward=reshard)
 
     def _set_prefetch(self, num_blocks: int) -> None:
         blocks: list[FSDPModule] = [block for block in self.model.blocks if isinstance(block, FSDPModule)]
@@ -86,7 +99,7 @@ class FSDP2Model(ParallelModel):
         return nullcontext()
 
     def _sum_over_ranks(self, squares: Tensor) -> Tensor:
-        if self.options.splits_model:
+        if self.options.splits_model or self.options.expert_parallel_degree > 1:
             # Tensors may be split over different numbers of ranks. Each part counts once, even if several ranks hold it.
             if self._replication is None:
                 counts = [_replication_count(parameter) for parameter in self.parameters() if parameter.grad is not None]
@@ -119,7 +132,8 @@ class FSDP2Model(ParallelModel):
             unit.unshard()
             unit.set_reshard_after_forward(False, recurse=False)
         try:
-            yield self.model
+            with whole_experts(self.model):
+                yield self.model
         finally:
             self.model.context_parallel = context_parallel
             _forget_forward_order(self._root)
@@ -147,6 +161,11 @@ def _forget_forward_order(root: FSDPModule) -> None:
     for param_group in order:
         param_group._post_forward_indices.clear()
     order.clear()
+
+
+def _placement_of_experts(stack: nn.Parameter, num_ranks: int) -> Shard:
+    """Each expert is sharded by rows if they divide; else ranks have different experts."""
+    return Shard(1 if stack.shape[1] % num_ranks == 0 else 0)
 
 
 def _replication_count(parameter: Tensor) -> int:

@@ -13,6 +13,7 @@ from lmforge.model.layers import LanguageModel
 from lmforge.parallel.activation_checkpointing import apply_activation_checkpointing
 from lmforge.parallel.ddp import DDPModel
 from lmforge.parallel.dims import CONTEXT, TENSOR, ParallelDims, parallel_dims
+from lmforge.parallel.expert_parallel import apply_expert_parallel
 from lmforge.parallel.fsdp1 import FSDP1Model
 from lmforge.parallel.fsdp2 import FSDP2Model
 from lmforge.parallel.parallel_model import LossFn, ParallelModel
@@ -47,8 +48,8 @@ def parallelize(
     other engines use autocast and working_weights.py, whose gradients are fp32 as well. With `float8` the matrix products of
     the blocks are in float8.
 
-    The order is float8 → tensor parallel → context parallel → activation checkpointing → compile → shard (a pipeline is cut
-    into stages first) → init weights; docs/architecture.md says why each stands where it does.
+    The order is float8 → expert parallel → tensor parallel → context parallel → activation checkpointing → compile → shard (a
+    pipeline is cut into stages first) → init weights; docs/architecture.md says why each stands where it does.
 
     Raises UserError, the same on all ranks, where the options or float8 do not fit the ranks or the model.
     """
@@ -62,6 +63,8 @@ def parallelize(
         convert_to_float8(model)
     dims = parallel_dims(options, dist_ctx.world_size, dist_ctx.rank_info.local_world_size)
     mesh = _build_mesh(dims, dist_ctx) if engine == "fsdp2" else None
+    if mesh is not None and options.expert_parallel_degree > 1:
+        apply_expert_parallel(model, *dims.expert_meshes(mesh))
     if mesh is not None and options.tensor_parallel_degree > 1:
         apply_tensor_parallel(model, mesh[TENSOR])
     if mesh is not None and options.context_parallel_degree > 1:

@@ -40,8 +40,8 @@ def choose_engine(options: ParallelOptions, world_size: int, device_type: str | 
             raise UserError(f"parallel.shard_degree = {options.shard_degree}: {engine} does not shard; {way}")
     if engine == "fsdp1" and options.cpu_offload and device_type == "cpu":
         raise UserError("parallel.cpu_offload: fsdp1 offloads from a GPU, and this device is a CPU; leave it out, or use fsdp2")
-    if options.model_parallel_size > 1 and engine != "fsdp2":
-        raise UserError(f"{_DEGREES}: {engine} has none of these; use engine = fsdp2")
+    if options.model_parallel_size * options.expert_parallel_degree > 1 and engine != "fsdp2":
+        raise UserError(f"{_DEGREES}, expert_parallel_degree: {engine} has none of these; use engine = fsdp2")
     prefetch = f"parallel.prefetch_blocks = {options.prefetch_blocks}"
     if options.prefetch_blocks and options.pipeline_parallel_degree > 1:
         raise UserError(f"{prefetch}: a pipeline's schedule sets the order; leave it out")
@@ -63,9 +63,10 @@ def describe_unused_sharding(options: ParallelOptions, world_size: int, device_t
 
 def check_lora(options: ParallelOptions, float8: bool) -> None:
     """Raise UserError where LoRA adapters cannot be trained with these options."""
-    if options.splits_model:
+    if options.splits_model or options.expert_parallel_degree > 1:
         raise UserError(
-            "parallel.tensor_parallel_degree, pipeline_parallel_degree: not with LoRA adapters; shard with engine = fsdp2"
+            "parallel.tensor_parallel_degree, pipeline_parallel_degree, expert_parallel_degree: not with LoRA adapters; shard"
+            " with engine = fsdp2"
         )
     if float8:
         raise UserError("train.float8: not with LoRA adapters; leave one of the two out")
@@ -123,9 +124,23 @@ def check_parallel(options: ParallelOptions, config: ModelConfig, plan: BatchPla
     """Raise UserError with a way out, where tensor, context or pipeline parallelism does not fit model or batch."""
     if config.implementation == "transformers" and options.model_parallel_size > 1:
         raise UserError(f"{_DEGREES}: not with model.implementation = transformers")
+    _check_expert_parallel(config, options.expert_parallel_degree)
     _check_context_parallel(plan.sequence_length, options.context_parallel_degree)
     _check_tensor_parallel(config, options.tensor_parallel_degree, plan.sequence_length // options.context_parallel_degree)
     _check_pipeline_parallel(config, options.pipeline_parallel_degree, options.stages_per_rank, plan)
+
+
+def _check_expert_parallel(config: ModelConfig, degree: int) -> None:
+    if degree == 1:
+        return
+    requested, experts = f"parallel.expert_parallel_degree = {degree}", config.num_experts
+    if config.implementation == "transformers" or not any(config.sparse_layers):
+        kind = "wrapped from transformers" if config.implementation == "transformers" else "without experts"
+        raise UserError(f"{requested}: not with a model {kind}; leave it out")
+    if experts % degree:
+        raise UserError(
+            f"{requested}: {experts} experts do not divide by it; use one of {', '.join(map(str, divisors(experts)))}"
+        )
 
 
 def _check_context_parallel(sequence_length: int, degree: int) -> None:

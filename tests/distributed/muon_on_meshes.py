@@ -15,6 +15,8 @@ from lmforge.train.optimizers.muon import Muon
 
 # Rows that do not divide, fewer rows than ranks, wide, tall, and a number of matrices that leaves ranks without one.
 SHAPES = [(7, 5), (7, 5), (2, 9), (1, 3), (12, 4), (4, 12), (3, 3)]
+# Stacks of experts: sharded by expert, and on a second dimension of the mesh by the rows of each.
+STACKS = [(4, 12, 5), (4, 12, 7)]
 STEPS = 6
 
 
@@ -24,9 +26,12 @@ def trained(seed: int, mesh: dist.DeviceMesh | None) -> list[torch.Tensor]:
     replicated = [] if mesh is None else [Replicate()] * (mesh.ndim - 1)
 
     def place(tensor: torch.Tensor) -> torch.Tensor:
-        return tensor if mesh is None else distribute_tensor(tensor, mesh, [*replicated, Shard(0)])
+        if mesh is None:
+            return tensor
+        rows = [Shard(1)] if tensor.ndim == 3 and mesh.ndim == 2 else replicated
+        return distribute_tensor(tensor, mesh, [*rows, Shard(0)])
 
-    matrices = [nn.Parameter(place(torch.randn(shape, generator=generator))) for shape in SHAPES]
+    matrices = [nn.Parameter(place(torch.randn(shape, generator=generator))) for shape in SHAPES + STACKS]
     optimizer = Muon(
         [{"params": matrices, "orthogonal": True, "weight_decay": 0.1}], lr=0.05, momentum=0.95, betas=(0.9, 0.95), eps=1e-8
     )

@@ -9,7 +9,7 @@ from dataclasses import replace
 from functools import partial
 from itertools import combinations
 
-from lmforge.bench.parity import SMALL_MODEL, ParityCase, strategy_cases
+from lmforge.bench.parity import SMALL_MODEL, ParityCase, expert_parallel_cases, strategy_cases
 from lmforge.model.config import ModelConfig
 from lmforge.model.layers import LanguageModel
 from lmforge.model.lora import LoraConfig, add_lora
@@ -60,6 +60,8 @@ SHAPES = {
         **_EVEN,
     ),
 }
+# Experts that ranks divide.
+SHAPES["experts"] = replace(SHAPES["mixture"], num_experts=8)
 # What depends on the model config: what is a unit, what is flat, what is recomputed, what is split.
 CASES_OF_SHAPES = (
     "ddp",
@@ -109,6 +111,11 @@ SAMPLE: dict[int, dict[str, tuple[str, ...]]] = {
             "context 2",
             "pipeline 2, interleaved, 4 micro-batches",
         ),
+        "experts": (
+            "experts 2, checkpointing full, 2 micro-batches",
+            "experts 2 × tensor 2",
+            "experts 2 grad-shard, CPU offload",
+        ),
     },
     3: {"llama": ("ddp", "fsdp2 grad-shard")},
     4: {
@@ -122,6 +129,11 @@ SAMPLE: dict[int, dict[str, tuple[str, ...]]] = {
             "tensor 2 × context 2",
             "tensor 2 × pipeline 2, 2 micro-batches",
             "context 2 × pipeline 2, 2 micro-batches",
+        ),
+        "experts": (
+            "experts 2, hybrid-full-shard, groups of 2",
+            "experts 4 × tensor 2 × context 2",
+            "experts 2 × pipeline 2, interleaved",
         ),
     },
 }
@@ -188,12 +200,15 @@ CASES_OF_LORA = {
 
 def shapes_on(world_size: int) -> list[str]:
     """Which model configs are tried on this number of ranks."""
-    return {1: ["llama", "gpt2"], 2: list(SHAPES), 4: ["llama", "mixture"]}.get(world_size, ["llama"])
+    shapes = {1: ["llama", "gpt2"], 2: list(SHAPES), 4: ["llama", "mixture", "experts"], 6: ["experts"], 8: ["experts"]}
+    return shapes.get(world_size, ["llama"])
 
 
 def chosen_cases(shape: str, world_size: int) -> list[ParityCase]:
     """The cases that are tried on a model config. Compiled ones, which take a quarter of a minute each, on two only: one whose
     vocabulary tensor parallelism does not split, and one whose it splits."""
+    if shape == "experts":
+        return expert_parallel_cases(world_size)
     cases = strategy_cases(world_size, compile_model=shape in ("llama", "olmo2", "mixture") and world_size == 2)
     if shape == "llama":
         return cases

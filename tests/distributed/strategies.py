@@ -33,7 +33,8 @@ class CollectiveCounter(TorchDispatchMode):
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         namespace, _, name = function.name().rpartition("::")  # a higher-order operator has no namespace
-        if namespace in ("c10d", "_c10d_functional") and not name.startswith(("wait", "_wrap")):
+        asks = name.startswith(("exchange_counts", "sizes_by_rank"))  # of expert parallelism
+        if asks or (namespace in ("c10d", "_c10d_functional") and not name.startswith(("wait", "_wrap"))):
             self.counts[name.partition(".")[0].strip("_")] += 1
         return function(*args, **(kwargs or {}))
 

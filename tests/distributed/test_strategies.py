@@ -17,7 +17,7 @@ from tests.plan.step_program import predicted_activation_bytes
 
 
 def all_cases() -> Iterator[tuple[int, str]]:
-    for world_size in (1, 2, 3, 4):
+    for world_size in (1, 2, 3, 4, 6, 8):
         for shape in shapes_on(world_size):
             for case in chosen_cases(shape, world_size):
                 yield world_size, f"{shape} {case.name}"
@@ -132,8 +132,8 @@ def test_a_step_takes_these_collectives_and_no_more(
     assert collectives(trials, world_size, name) == fsdp(*counts)
 
 
-def collectives(trials: SampledTrials, world_size: int, name: str) -> dict[str, int]:
-    counts = dict(trials.read(world_size, f"llama {name}")["collectives"])
+def collectives(trials: SampledTrials, world_size: int, name: str, of: str = "llama ") -> dict[str, int]:
+    counts = dict(trials.read(world_size, f"{of}{name}")["collectives"])
     # fsdp1 gathers with another kernel.
     gathers = counts.pop("allgather_base", 0) + counts.pop("allgather", 0)
     return {**counts, "allgather_base": gathers}
@@ -172,6 +172,14 @@ def test_within_a_copy_of_the_model_a_step_takes_these_collectives_and_no_more(
     trials: SampledTrials, world_size: int, name: str, counts: dict[str, int]
 ) -> None:
     assert collectives(trials, world_size, name) == counts
+
+
+def test_the_host_asks_once_for_each_mixture_and_micro_batch_where_tokens_go(trials: SampledTrials) -> None:
+    counts = collectives(trials, 2, "checkpointing full, 2 micro-batches", "experts experts 2, ")
+    mixtures = 3 * 2  # three of four layers, two micro-batches
+    assert counts["exchange_counts"] == counts["sizes_by_rank"] == mixtures
+    # There and back, in forward, recomputation and backward.
+    assert counts["all_to_all_single"] == 6 * mixtures
 
 
 def test_the_sample_has_every_engine_and_model_config() -> None:

@@ -23,7 +23,7 @@ from lmforge.interop.stored_experts import pieces, stored_name
 from lmforge.interop.weights import load_folder
 from lmforge.model import build_model
 from lmforge.model.config import ModelConfig
-from lmforge.model.mixture.experts import MixtureOfExperts
+from lmforge.model.mixture.experts import MixtureOfExperts, Router
 from lmforge.model.mixture.grouped_mm import grouped_linear
 from lmforge.parallel.activation_checkpointing import apply_activation_checkpointing
 from lmforge.train.optimizers.muon import Muon
@@ -136,6 +136,21 @@ def test_no_token_is_dropped_where_all_choose_one_expert() -> None:
     gate, up = (x @ mixture.experts.gate_up_proj[2].t()).chunk(2, dim=-1)
     wanted = (torch.nn.functional.silu(gate) * up) @ mixture.experts.down_proj[2].t()
     torch.testing.assert_close(mixture(x), wanted, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.needs("a C++ compiler")
+def test_experts_are_chosen_in_compiled_code_whether_or_not_they_are_counted() -> None:
+    """As validation does it, which counts nothing."""
+
+    def choose(scores: Tensor, counts: Tensor | None) -> Tensor:
+        return router(scores, None, counts)[1]
+
+    config = ModelConfig(100, 16, 1, 2, 24, model_type="qwen3_moe", num_experts=4, num_experts_per_tok=2)
+    router, rows = Router(config), torch.randn(9, 16)
+    torch.nn.init.normal_(router.weight)
+    compiled = torch.compile(choose, fullgraph=True, dynamic=False)
+    for counts in (None, torch.zeros(4, dtype=torch.long)):
+        assert torch.equal(compiled(rows, counts), choose(rows, counts))
 
 
 class _Choices(TorchDispatchMode):

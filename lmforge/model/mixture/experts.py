@@ -4,7 +4,9 @@ Every token goes to all its experts; none is dropped, whatever the load. Tokens 
 all experts is one kernel (grouped_mm.py), and shapes do not depend on what was chosen.
 """
 
+from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,22 +22,23 @@ from lmforge.model.rng.token_rng import TokenRng
 
 
 @torch.library.custom_op("lmforge::choose_experts", mutates_args=("counts",))
-def choose_experts(scores: Tensor, count: int, is_token: Tensor | None, counts: Tensor | None) -> Tensor:
+def choose_experts(scores: Tensor, count: int, is_token: Tensor | None, counts: Tensor) -> Tensor:
     """The `count` experts of the highest scores [tokens, experts] of each token: int64 [tokens, count].
 
-    counts: int64 [experts], to which the choices of tokens where is_token [tokens] is true are added; None: nothing is counted.
+    counts: int64 [experts], to which the choices of tokens where is_token [tokens] is true are added; without numbers nothing
+    is counted (no None, since torch 2.13 cannot compile an operator whose argument to write into is None).
 
     An operator of its own, whose result activation checkpointing keeps: rounding in a recomputation must not choose others, and
     nothing is counted twice.
     """
     chosen = scores.topk(count, dim=-1).indices
-    if counts is not None and is_token is not None:
+    if counts.numel() and is_token is not None:
         counts.scatter_add_(0, chosen.flatten(), is_token.long().repeat_interleave(count))
     return chosen
 
 
 @choose_experts.register_fake
-def _(scores: Tensor, count: int, is_token: Tensor | None, counts: Tensor | None) -> Tensor:
+def _(scores: Tensor, count: int, is_token: Tensor | None, counts: Tensor) -> Tensor:
     return scores.new_empty(scores.shape[0], count, dtype=torch.long)
 
 
@@ -54,14 +57,17 @@ class Router(nn.Module):
         # torch has no autocast on the meta device.
         with nullcontext() if x.is_meta else torch.autocast(x.device.type, enabled=False):
             scores = linear(x.to(dtype), local_weight(self.weight).to(dtype)).softmax(dim=-1)
+        counts = scores.new_empty(0, dtype=torch.long) if counts is None else counts
         chosen = choose_experts(scores.detach(), self.count, is_token, counts)
         weights = scores.gather(1, chosen)
         return weights / weights.sum(-1, keepdim=True) if self.normalized else weights, chosen, scores
 
 
 def local_weight(parameter: Tensor) -> Tensor:
-    """A weight, also one that tensor parallelism replicates: ranks have tokens of their own, so gradients are summed."""
-    return parameter.to_local(grad_placements=[Partial()]) if isinstance(parameter, DTensor) else parameter
+    """A rank's part of a weight. Where it is replicated, ranks have tokens of their own, so that gradients are summed."""
+    if not isinstance(parameter, DTensor):
+        return parameter
+    return parameter.to_local(grad_placements=[Partial() if each.is_replicate() else each for each in parameter.placements])
 
 
 class Experts(nn.Module):
@@ -70,25 +76,34 @@ class Experts(nn.Module):
 
     # What is cast to the compute dtype once a step.
     matrices = ("gate_up_proj", "down_proj")
+    # Of expert parallelism (parallel/expert_parallel.py): calls `_compute` with the rows of this rank's experts.
+    dispatch: Callable[[Tensor, Tensor, Callable[[Tensor, Tensor], Tensor]], Tensor] | None = None
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         count, width, inner = config.num_experts, config.hidden_size, config.expert_size
         self.gate_up_proj = nn.Parameter(torch.empty(count, 2 * inner, width))
         self.down_proj = nn.Parameter(torch.empty(count, width, inner))
-        self.activation = ACTIVATIONS[config.hidden_act]
+        self.num_experts, self.activation = count, ACTIVATIONS[config.hidden_act]
 
     def forward(self, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
         """x [tokens, width]; weights and chosen [tokens, count] of the router → the weighted sum of each token's experts."""
         experts, order = chosen.flatten().sort(stable=True)
         inverse = order.argsort()
-        gate_up_proj, down_proj = (to_autocast_dtype(local_weight(each)) for each in (self.gate_up_proj, self.down_proj))
-        ends = torch.searchsorted(experts, torch.arange(len(down_proj), device=x.device), right=True).int()
-        rows = _PermutedRows.apply(x, order, inverse, chosen.shape[1])
-        gate, up = grouped_linear(rows, gate_up_proj, ends).chunk(2, dim=-1)
-        out = grouped_linear(self.activation(gate) * up, down_proj, ends)
-        out = _PermutedRows.apply(out, inverse, order, 1).unflatten(0, chosen.shape)
+        ends = torch.searchsorted(experts, torch.arange(self.num_experts, device=x.device), right=True)
+        rows = permute_rows(x, order, inverse, chosen.shape[1])
+        if self.dispatch is None:
+            out = self._compute(rows, ends.int())
+        else:
+            out = self.dispatch(rows, ends.diff(prepend=ends.new_zeros(1)), self._compute)
+        out = permute_rows(out, inverse, order).unflatten(0, chosen.shape)
         return (out * weights.to(out.dtype).unsqueeze(-1)).sum(1)
+
+    def _compute(self, rows: Tensor, ends: Tensor) -> Tensor:
+        """rows [rows, width], sorted by expert; ends int32 [experts]: where those of each one end."""
+        gate_up_proj, down_proj = (to_autocast_dtype(local_weight(each)) for each in (self.gate_up_proj, self.down_proj))
+        gate, up = grouped_linear(rows, gate_up_proj, ends).chunk(2, dim=-1)
+        return grouped_linear(self.activation(gate) * up, down_proj, ends)
 
 
 class MixtureOfExperts(nn.Module):
@@ -114,14 +129,25 @@ class MixtureOfExperts(nn.Module):
         weights, chosen, scores = self.gate(tokens, *counted)
         if self.balance is not None and is_token is not None:
             weights = self.balance.add_to(weights, scores, chosen, is_token)
-        return self.experts(tokens, weights, chosen).view_as(x)
+        run = self.experts if self.experts.dispatch is None else partial(_run_uncompiled, self.experts)
+        return run(tokens, weights, chosen).view_as(x)
+
+
+@torch.compiler.disable
+def _run_uncompiled(experts: Experts, *inputs: Tensor) -> Tensor:
+    """How many rows a rank gets changes from step to step, and its experts are a unit of FSDP: graphs end before them."""
+    result: Tensor = experts(*inputs)
+    return result
+
+
+def permute_rows(x: Tensor, order: Tensor, inverse: Tensor, copies: int = 1) -> Tensor:
+    """Row i is row order[i] // copies of x [rows, width]; `inverse` is the reverse of the permutation `order`."""
+    result: Tensor = _PermutedRows.apply(x, order, inverse, copies)
+    return result
 
 
 class _PermutedRows(torch.autograd.Function):
-    """Row i is row order[i] // copies of x [rows, width]; `inverse` is the reverse of the permutation `order`.
-
-    Its gradient is a gather and a sum; that of an index would be added up in an order that may change from run to run.
-    """
+    """Its gradient is a gather and a sum; that of an index would be added up in an order that may change from run to run."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, order: Tensor, inverse: Tensor, copies: int) -> Tensor:

@@ -31,7 +31,7 @@ class Muon(AdamW):
 
     Momentum as in https://kellerjordan.github.io/posts/muon with Nesterov's look ahead. An update is scaled by 0.2·√max(rows,
     columns), so that its size matches AdamW's usual updates, and lr and weight_decay have the same meaning (arXiv 2502.16982).
-    DTensors are sharded by rows on one dimension of their mesh; replicas repeat the work.
+    DTensors are sharded by rows on one dimension of their mesh, stacks of experts by expert too; replicas repeat the work.
     """
 
     def __init__(self, params: Iterable[dict[str, Any]], *, momentum: float, **adamw_kwargs: Any) -> None:
@@ -49,10 +49,7 @@ class Muon(AdamW):
         if not group["orthogonal"]:
             super().update_group(parameters, group, skip)
             return
-        # Experts are stacked and sharded by expert: each rank has whole matrices of its own.
-        for batch in _batch_matrices([each for each in parameters if each.ndim == 3], 1):
-            self._update_matrices(batch, group, None, skip)
-        for shard_group, matrices in _group_by_mesh([each for each in parameters if each.ndim == 2]):
+        for shard_group, matrices in _group_by_mesh(parameters):
             for batch in _batch_matrices(matrices, 1 if shard_group is None else shard_group.size()):
                 self._update_matrices(batch, group, shard_group, skip)
 
@@ -62,16 +59,20 @@ class Muon(AdamW):
         values = [local_tensor(matrix) for matrix in matrices]
         gradients = [local_tensor(matrix.grad).float() for matrix in matrices if matrix.grad is not None]
         stored = [local_tensor(self.get_or_init_state(matrix, group)["momentum_buffer"]) for matrix in matrices]
+        sizes = [matrix.shape[-2:] for matrix in matrices]
+        if shard_group is not None:  # of stacks of experts each matrix is exchanged by itself
+            sizes = [size for size, value in zip(sizes, values, strict=True) for _ in _unstacked([value])]
+            values, gradients, stored = _unstacked(values), _unstacked(gradients), _unstacked(stored)
         momenta = torch._foreach_lerp([momentum.float() for momentum in stored], gradients, 1 - group["momentum"])
         dtype = _compute_dtype(values[0].device)
         ahead = [update.to(dtype) for update in torch._foreach_lerp(gradients, momenta, group["momentum"])]
         if shard_group is None:
             updates = _orthogonalize_by_shape(ahead)
         else:
-            updates = _orthogonalize_sharded(ahead, [matrix.shape[0] for matrix in matrices], shard_group)
+            updates = _orthogonalize_sharded(ahead, [rows for rows, _ in sizes], shard_group)
         decayed = torch._foreach_mul(values, 1 - group["lr"] * group["weight_decay"])
-        for matrix, value, update in zip(matrices, decayed, updates, strict=True):
-            value.add_(update, alpha=-group["lr"] * 0.2 * math.sqrt(max(matrix.shape[-2:])))
+        for size, value, update in zip(sizes, decayed, updates, strict=True):
+            value.add_(update, alpha=-group["lr"] * 0.2 * math.sqrt(max(size)))
         assign_unless(skip, stored, momenta)
         assign_unless(skip, values, decayed)
 
@@ -90,6 +91,11 @@ def orthogonalize(matrices: Tensor) -> Tensor:
         gram = x @ x.mT
         x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=NS_B, alpha=NS_C), x, beta=NS_A)
     return x.mT if tall else x
+
+
+def _unstacked(tensors: list[Tensor]) -> list[Tensor]:
+    """The matrices of stacks, as views, and the matrices that are none."""
+    return [matrix for each in tensors for matrix in (each.unbind() if each.ndim == 3 else [each])]
 
 
 def _orthogonalize_by_shape(matrices: list[Tensor]) -> list[Tensor]:
@@ -154,13 +160,13 @@ def _group_by_mesh(parameters: list[Tensor]) -> list[tuple[dist.ProcessGroup | N
 
 
 def _shard_group(parameter: DTensor) -> dist.ProcessGroup | None:
-    sharded = [dim for dim, placement in enumerate(parameter.placements) if not placement.is_replicate()]
-    if not sharded:
-        return None
-    (dim,) = sharded
-    assert parameter.placements[dim].is_shard(0)
-    group = parameter.device_mesh.get_group(dim)
-    return group if group.size() > 1 else None
+    """The ranks that have rows of the same matrices. A stack that is sharded by expert has whole ones on each rank."""
+    rows = parameter.ndim - 2
+    for dim, placement in enumerate(parameter.placements):
+        if placement.is_shard(rows) and parameter.device_mesh.size(dim) > 1:
+            return parameter.device_mesh.get_group(dim)
+        assert placement.is_replicate() or placement.is_shard(rows) or getattr(placement, "dim", None) == 0, placement
+    return None
 
 
 def _batch_matrices(matrices: list[Tensor], group_size: int) -> Iterator[list[Tensor]]:

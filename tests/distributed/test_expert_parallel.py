@@ -1,0 +1,56 @@
+"""Runs whose experts are split over ranks: cut into legs of other degrees, decoding while they train, refusals."""
+
+import shutil
+
+import pytest
+
+from lmforge.bench.parity import weights_difference
+from lmforge.runs import Run
+from tests.distributed.conftest import Recipe, losses, run_cases, weights
+
+MIXTURE = [
+    *("--model.preset", "nano-moe", "--model.num_experts", "4", "--model.num_experts_per_tok", "2"),
+    *("--model.moe_intermediate_size", "20", "--model.router_aux_loss_coef", "0.1"),
+    *("--checkpoint.every_steps", "2"),
+]
+
+
+def degrees(**given: int) -> list[str]:
+    return [word for name, degree in given.items() for word in (f"--parallel.{name}_parallel_degree", str(degree))]
+
+
+# A run of six steps in legs of two: on so many ranks, split so. A leg begins with a checkpoint of the one before it.
+LEGS: list[tuple[int, list[str]]] = [
+    (4, degrees(expert=4)),
+    (2, [*degrees(expert=2, tensor=2), "--checkpoint.async_save", "false"]),
+    (4, [*degrees(expert=2), "--parallel.sharding", "hybrid-full-shard", "--parallel.shard_degree", "2"]),
+]
+
+
+@pytest.fixture(scope="module")
+def runs(recipe: Recipe, tmp_path_factory: pytest.TempPathFactory) -> list[Run]:
+    """A run of one process, and runs that have one, two and three legs."""
+    folder = tmp_path_factory.mktemp("experts")
+    run_cases(1, [recipe(folder, "whole", *MIXTURE)], folder)
+    runs = [Run(folder / "whole")]
+    for number, (ranks, options) in enumerate(LEGS):
+        run = Run(folder / f"leg-{number}")
+        if number:
+            shutil.copytree(runs[-1].path, run.path, ignore=shutil.ignore_patterns(".lock", "metrics.jsonl"))
+            for step in range(2 * number + 1, 7):
+                shutil.rmtree(run.checkpoint_path(step), ignore_errors=True)
+        decoding = ["--sample.every_steps", "3"] if "tensor" not in " ".join(options) else []
+        run_cases(ranks, [recipe(folder, run.path.name, *MIXTURE, *options, *decoding)], folder)
+        runs.append(run)
+    return runs
+
+
+@pytest.mark.parametrize("number", range(len(LEGS)))
+def test_a_run_in_legs_with_other_expert_parallel_degrees_is_the_run_of_one_process(runs: list[Run], number: int) -> None:
+    whole, leg = runs[0], runs[number + 1]
+    assert [*losses(leg)] == [*range(2 * number + 1, 7)]
+    assert losses(leg) == pytest.approx({step: losses(whole)[step] for step in losses(leg)}, rel=2e-6)
+    assert losses(whole)[6] < losses(whole)[1] - 0.01
+    tensors = weights(leg)
+    for name, tensor in weights(whole).items():
+        assert weights_difference(name, tensors[name], tensor) <= 2e-6, name
