@@ -139,11 +139,11 @@ class AsyncCheckpointer:
         if error is not None:
             raise error
 
-    def close(self) -> None:
-        """Wait at most DRAIN_SECONDS for the save in flight, and ignore its result, since other ranks may be lost. Page-locked
-        memory is freed, unless that save still reads it.
+    def close(self, drain: bool = True) -> None:
+        """Wait at most DRAIN_SECONDS for the save in flight, and ignore its result, since other ranks may be lost; not at all
+        without `drain`. Page-locked memory is freed, unless that save still reads it.
         """
-        if self._in_flight is None or not futures.wait([self._in_flight], DRAIN_SECONDS).not_done:
+        if self._in_flight is None or not futures.wait([self._in_flight], DRAIN_SECONDS * drain).not_done:
             self._staging.close()
 
     def take_saved_steps(self) -> list[int]:

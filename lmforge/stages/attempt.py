@@ -4,6 +4,7 @@ and how its failures are described."""
 import json
 import os
 import platform
+import re
 import shlex
 import traceback
 from collections.abc import Iterator
@@ -226,6 +227,11 @@ def describe_failure(problem: BaseException) -> str:
     return cut(" ".join(text.split()), MAX_ERROR_CHARACTERS)
 
 
+def is_lost_peer(problem: BaseException) -> re.Match[str] | None:
+    """Where in its text a collective says that the connection to another rank was lost."""
+    return PEER_LOST_PATTERN.search(str(problem)) if isinstance(problem, RuntimeError) else None
+
+
 @contextmanager
 def explain_failures(run: Run) -> Iterator[None]:
     """Turn a lost rank, an operator without a deterministic form and a full disk into errors of one line."""
@@ -235,7 +241,7 @@ def explain_failures(run: Run) -> Iterator[None]:
         # Peers fail too once they lose their groups: the rank that knows the cause claims the report before that.
         cluster.claim_error_reporting()
         failed, reason = RunFailed, explain_nondeterministic_op(problem)
-        if isinstance(problem, RuntimeError) and (lost := PEER_LOST_PATTERN.search(str(problem))):
+        if lost := is_lost_peer(problem):
             failed, reason = PeerLost, f"another rank was lost ({lost[0].lower()})"
         elif isinstance(problem, OSError) and problem.errno in DISK_FULL_ERRNOS:
             reason = f"no room to write ({problem.strerror})"

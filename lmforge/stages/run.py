@@ -24,6 +24,7 @@ from lmforge.stages.attempt import (
     describe_used_up_restarts,
     end_attempt,
     explain_failures,
+    is_lost_peer,
     notes_on_ranks,
     start_attempt,
     write_memory,
@@ -116,7 +117,8 @@ def _train(
         began = time.perf_counter()
         try:
             with ExitStack() as stack:
-                stack.callback(checkpointer.close)
+                # A save that waits for a lost rank would not end, and other ranks learn from this one that it is lost.
+                stack.push(lambda _, problem, __: checkpointer.close(drain=not (problem and is_lost_peer(problem))))
                 batches = spec.build_batches(ctx, inputs, built)
                 stack.callback(batches.close)
                 throughput = build_throughput(ctx, inputs, built, batches, peak_flops)
