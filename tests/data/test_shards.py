@@ -219,7 +219,8 @@ STRANGE = [None, True, "x", "", -1, 0, 1.5, 2**63, -(2**63), 10**30, 1e308, [], 
 # Fields that say what was, and decide nothing: any value of their type is as good.
 INFORMATIVE = {"source", "plan", "skipped_files", "empty_documents", "text_bytes", "tokenizer_files", "removed_documents"}
 INFORMATIVE |= {"special_text_documents", "best_fit"}  # of concat packing: tests/data/test_best_fit.py has the other
-OPTIONAL = {"tokenizer_files", "removed_documents", "special_text_documents", "best_fit"}  # folders of earlier versions lack them
+# Folders of earlier versions lack them.
+OPTIONAL = {"tokenizer_files", "removed_documents", "special_text_documents", "best_fit"}
 
 
 def use_everything(path: Path) -> None:
