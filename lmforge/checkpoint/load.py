@@ -22,7 +22,7 @@ from lmforge.interop.weights import merge_adapters
 from lmforge.manifests import CorruptCheckpoint, Manifest, read_manifest
 from lmforge.model.init_weights import LORA_SUFFIXES
 from lmforge.model.layers import LanguageModel
-from lmforge.model.lora import LoraConfig, lora_delta
+from lmforge.model.lora import LoraConfig, adapted_name, lora_delta
 from lmforge.runs import MANIFEST
 from lmforge.untrusted import check_content
 
@@ -92,13 +92,15 @@ class StoredModel:
         stored = self._reader.tensors
         tensors = {name.removeprefix("model."): each for name, each in stored.items() if name.startswith("model.")}
         self._adapters = {name: tensor for name, tensor in tensors.items() if name.endswith(LORA_SUFFIXES)}
+        layers = [name.removesuffix(LORA_SUFFIXES[0]) for name in self._adapters if name.endswith(LORA_SUFFIXES[0])]
+        self._adapter_of = {adapted_name(layer): layer for layer in layers}
         self.tensors = {name: tensor for name, tensor in tensors.items() if name not in self._adapters}
 
     def read(self, name: str) -> Tensor:
         """The full tensor, on the CPU. Raises CorruptCheckpoint where a file does not hold what was written."""
         value = self._read(name, self.tensors[name])
-        layer = name.removesuffix(".weight")
-        if self.lora is not None and f"{layer}{LORA_SUFFIXES[0]}" in self._adapters:
+        layer = self._adapter_of.get(name)
+        if self.lora is not None and layer is not None:
             a, b = (self.adapters[f"{layer}{suffix}"] for suffix in LORA_SUFFIXES)
             value += lora_delta(self.lora.scaling, a, b, self._conv1d_layout)
         return value

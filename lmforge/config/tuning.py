@@ -93,8 +93,15 @@ class LoraOptions(Options):
     rank: int | None = option(None, "rank of the adapters (PEFT: r); none trains all weights", **MODEL_RANGES["hidden_size"])
     alpha: float = option(32.0, "the adapters' output is scaled by alpha / rank (PEFT: lora_alpha)", **SCALE)
     target_modules: tuple[str, ...] = option(("all-linear",), "layers with adapters: names such as q_proj, or all-linear")
+    target_parameters: tuple[str, ...] = option(
+        (), "parameters of mixtures of experts with adapters: experts.gate_up_proj, experts.down_proj, gate.weight"
+    )
     dropout: float = option(0.0, "dropout probability of the adapters' inputs (PEFT: lora_dropout)", **PROBABILITY)
     use_rslora: bool = option(False, "scale by alpha / sqrt(rank) instead (arXiv 2312.03732)")
+
+    def problems(self) -> Iterator[str]:
+        if self.dropout and self.target_parameters:
+            yield "lora.dropout: not with lora.target_parameters, as in PEFT; leave one of the two out"
 
 
 class TunedTrainOptions(TrainOptions):
@@ -142,7 +149,7 @@ class TunedConfig(StageConfig):
 
     ESSENTIAL: ClassVar[str] = (
         "model.source data.files data.validation_files data.sequence_length lora.rank lora.target_modules"
-        f" {ESSENTIAL_TO_TRAINING}"
+        f" lora.target_parameters {ESSENTIAL_TO_TRAINING}"
     )
     data: ExampleOptions = section(ExampleOptions, "examples to train on")
     model: TunedModelOptions = section(TunedModelOptions, "the model to start from")

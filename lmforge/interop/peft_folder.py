@@ -6,7 +6,7 @@ are refused by name, and so are options that are not known here.
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, NotRequired
@@ -20,15 +20,18 @@ from lmforge.interop.export import new_folder
 from lmforge.interop.kinds import ADAPTER_CONFIG, Kind, kind_of
 from lmforge.interop.safetensors_file import SafetensorsFile, write_safetensors
 from lmforge.model.init_weights import LORA_SUFFIXES
-from lmforge.model.lora import ALL_LINEAR, LoraConfig
+from lmforge.model.lora import ALL_LINEAR, LoraConfig, adapted_name
+from lmforge.model.mixture.experts import Experts
 from lmforge.untrusted import compile_pattern, read_json
 
 ADAPTER_WEIGHTS_FILE = "adapter_model.safetensors"
 _PREFIX = "base_model.model."
+_NESTED = ".base_layer"  # inside of an adapter
+_STACKS = Experts.matrices  # in the order in which PEFT wraps them
 # Options that are read here, or that do not change the computation once tensors exist.
 _SUPPORTED = {
     "r", "lora_alpha", "rank_pattern", "alpha_pattern", "modules_to_save", "lora_dropout", "use_rslora", "target_modules",
-    "peft_type",
+    "target_parameters", "peft_type",
     "exclude_modules", "layers_to_transform", "layers_pattern", "fan_in_fan_out",
     "auto_mapping", "base_model_name_or_path", "revision", "task_type", "inference_mode", "peft_version",
     "ensure_weight_tying", "megatron_core", "qalora_group_size", "runtime_config", "ephemeral_gpu_offload", "eva_config",
@@ -55,6 +58,7 @@ class _PeftConfig(TypedDict):
     alpha_pattern: NotRequired[dict[str, _Alpha] | None]
     lora_dropout: NotRequired[Annotated[float, Field(ge=0, lt=1)]]
     use_rslora: NotRequired[bool]
+    target_parameters: NotRequired[list[str] | None]
     base_model_name_or_path: NotRequired[str | None]
     revision: NotRequired[str | None]
 
@@ -70,6 +74,7 @@ def save_peft_folder(
         overwrite: replace the folder if it exists and holds adapters. Otherwise an existing folder is a UserError.
     """
     layers = _layer_names(tensors)
+    modules = [layer for layer in layers if ".adapters." not in layer]
     plain = all(target == ALL_LINEAR or target.isidentifier() for target in config.target_modules)
     content = {
         "peft_type": "LORA",
@@ -80,14 +85,15 @@ def save_peft_folder(
         "lora_dropout": config.dropout,
         "use_rslora": config.use_rslora,
         # A regular expression of ours may match other layers there; full names match themselves.
-        "target_modules": _module_names(layers) if plain else layers,
+        "target_modules": _module_names(modules) if plain else modules,
+        "target_parameters": [adapted_name(layer) for layer in layers if layer not in modules],
         "bias": "none",
         "fan_in_fan_out": any(name.startswith("transformer.h.") for name in layers),
         "inference_mode": True,
     }
     with new_folder(Path(folder), overwrite, marker=ADAPTER_CONFIG, content="a folder of adapters") as partial:
         (partial / ADAPTER_CONFIG).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
-        renamed = {_PREFIX + name: tensor for name, tensor in tensors.items()}
+        renamed = dict(_as_peft_has_it(name, tensor, tensors) for name, tensor in tensors.items())
         write_safetensors(partial / ADAPTER_WEIGHTS_FILE, renamed, renamed.__getitem__, None)
 
 
@@ -132,23 +138,53 @@ def load_peft_folder(folder: str | Path) -> tuple[LoraConfig, dict[str, Tensor]]
     if refused:
         options = ", ".join(f"{name} = {json.dumps(content[name])}" for name in refused)
         raise UserError(f"{path}: {options}: not supported; merge it into its model with PEFT first")
-    tensors = _read_tensors(folder)
+    tensors = _read_tensors(folder, content.get("target_parameters") or ())
     config = LoraConfig(
         rank=content["r"],
         alpha=content["lora_alpha"],
-        target_modules=tuple(_layer_names(tensors)),
+        target_modules=tuple(layer for layer in _layer_names(tensors) if ".adapters." not in layer),
+        target_parameters=tuple(adapted_name(layer) for layer in _layer_names(tensors) if ".adapters." in layer),
         dropout=content.get("lora_dropout", 0.0),
         use_rslora=content.get("use_rslora", False),
     )
     for layer in _layer_names(tensors):
         ranks, alphas = content.get("rank_pattern") or {}, content.get("alpha_pattern") or {}
-        own = replace(config, rank=_of_layer(ranks, layer, config.rank), alpha=_of_layer(alphas, layer, config.alpha))
+        is_stack = ".experts.adapters." in layer
+        name = adapted_name(layer) if ".adapters." in layer else layer
+        own = replace(config, rank=_of_layer(ranks, name, config.rank), alpha=_of_layer(alphas, name, config.alpha))
         a, b = (f"{layer}{end}" for end in LORA_SUFFIXES)
-        if b not in tensors or not tensors[a].shape[0] == tensors[b].shape[1] == own.rank:
+        experts = tensors[a].shape[0] // own.rank if is_stack else 1
+        if b not in tensors or not tensors[a].shape[0] == tensors[b].shape[1] == experts * own.rank:
             raise UserError(f"{folder}: {layer}: not a pair of matrices of rank {own.rank}; copy the folder again")
+        if is_stack:
+            tensors[a] = tensors[a].unflatten(0, (experts, own.rank))
+            tensors[b] = tensors[b].unflatten(1, (own.rank, experts)).permute(2, 0, 1)
         if own.scaling != config.scaling:
             tensors[b] = tensors[b].float() * (own.scaling / config.scaling)
     return config, tensors
+
+
+def _as_peft_has_it(name: str, tensor: Tensor, tensors: Mapping[str, Tensor]) -> tuple[str, Tensor]:
+    """The name and the tensor in a folder of a tensor of ours. Stacks are [experts · rank, inputs] and [outputs, rank ·
+    experts] there, and adapters of several parameters of one module are nested, the last outermost."""
+    owner, _, rest = name.partition(".adapters.")
+    if not rest:
+        return _PREFIX + name, tensor
+    parameter, _, end = rest.partition(".")
+    inside = [each for each in _STACKS if f"{owner}.adapters.{each}.{end}" in tensors]
+    depth = len(inside) - 1 - inside.index(parameter) if parameter in inside else 0
+    if tensor.ndim == 3:
+        tensor = tensor.flatten(0, 1) if f".{end}" == LORA_SUFFIXES[0] else tensor.permute(1, 2, 0).flatten(1)
+    return f"{_PREFIX}{owner}{depth * _NESTED}.{end}", tensor
+
+
+def _our_layer(layer: str, parameters: Collection[str]) -> str:
+    """Our name of the adapter that PEFT calls `layer`, of a model of which it adapts `parameters`."""
+    owner = layer.replace(_NESTED, "")
+    depth = (len(layer) - len(owner)) // len(_NESTED)
+    known = _STACKS if owner.endswith(".experts") else ("weight",)
+    inside = [each for each in known if any(f".{owner}.{each}".endswith(f".{target}") for target in parameters)]
+    return f"{owner}.adapters.{inside[-1 - depth]}" if depth < len(inside) else owner
 
 
 def _of_layer(patterns: Mapping[str, Any], layer: str, default: Any) -> Any:
@@ -172,11 +208,16 @@ def _open_tensors(folder: Path) -> SafetensorsFile:
     return SafetensorsFile(path)
 
 
-def _read_tensors(folder: Path) -> dict[str, Tensor]:
-    """Adapters, those of embeddings as pairs for their transpose, and whole weights."""
+def _read_tensors(folder: Path, parameters: Collection[str]) -> dict[str, Tensor]:
+    """Adapters, those of embeddings as pairs for their transpose, and whole weights. `parameters`: PEFT's target_parameters."""
     file, tensors = _open_tensors(folder), {}
     for name, stored in file.entries.items():
-        ours = name.removeprefix(_PREFIX).replace(".base_layer.", ".")
+        ours = name.removeprefix(_PREFIX)
+        adapter = next((ours.removesuffix(end) for end in LORA_SUFFIXES if ours.endswith(end)), None)
+        if adapter is None:
+            ours = ours.replace(f"{_NESTED}.", ".")
+        else:
+            ours = _our_layer(adapter, parameters) + ours.removeprefix(adapter)
         layer, _, kind = ours.rpartition(".lora_embedding_")
         if layer and kind in ("A", "B"):
             tensors[layer + LORA_SUFFIXES[kind == "A"]] = file.read(name).t()

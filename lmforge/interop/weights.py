@@ -23,7 +23,7 @@ from lmforge.interop.transformers_model import TransformersModel
 from lmforge.model import build_model
 from lmforge.model.init_weights import LORA_SUFFIXES, local_part
 from lmforge.model.layers import LanguageModel
-from lmforge.model.lora import LoraConfig, lora_delta
+from lmforge.model.lora import LoraConfig, adapted_name, lora_delta
 
 StoredFiles = dict[str, tuple[SafetensorsFile, str]]  # our name of a tensor → its file, and its name there
 # Our head, and the head of a classifier of transformers.
@@ -153,14 +153,16 @@ def merge_adapters(model: LanguageModel, lora_config: LoraConfig, tensors: Mappi
             target.copy_(value[part])
     never_transposed = {LM_HEAD_WEIGHT, *(f"{each}.weight" for each in model.embedding_names)}
     for layer in dict.fromkeys(name.removesuffix(end) for name in tensors for end in LORA_SUFFIXES if name.endswith(end)):
-        name = f"{layer}.weight"
+        name = adapted_name(layer)
         transposed = model.config.family.transposed and name not in never_transposed
         a, b = (tensors.get(f"{layer}{end}") for end in LORA_SUFFIXES)
-        if a is None or b is None or a.shape[0] != b.shape[1]:
+        if a is None or b is None or (*a.shape[:-2], a.shape[-2]) != (*b.shape[:-2], b.shape[-1]):
             raise UserError(f"{source}: {layer}: not a pair of matrices of one rank; copy the folder again")
-        _check_shape(source, name, shapes, [a.shape[1], b.shape[0]] if transposed else [b.shape[0], a.shape[1]])
+        _check_shape(source, name, shapes, [a.shape[1], b.shape[0]] if transposed else [*b.shape[:-1], a.shape[-1]])
         if name in local:
             target, part = local_part(local[name])
+            if a.ndim == 3:  # only this rank's experts
+                a, b, part = a[part[0]], b[part[0]], (slice(None), *part[1:])
             target += lora_delta(lora_config.scaling, a, b, transposed)[part].to(target.device)
 
 

@@ -79,7 +79,7 @@ def initial_value(
     if name.endswith((".bias", LORA_SUFFIXES[1])):
         return InitialValue(loc=0.0)
     if name.endswith(LORA_SUFFIXES[0]):
-        return InitialValue(standard_uniform, scale=shape[1] ** -0.5)
+        return InitialValue(standard_uniform, scale=shape[-1] ** -0.5)
     if len(shape) == 1:
         return InitialValue(loc=1.0 - (config.family.norm_offset or 0.0))
     std = config.initializer_range if embedding_std is None else embedding_std

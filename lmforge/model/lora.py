@@ -3,6 +3,9 @@
 An adapted layer computes W x + scaling · B A x. W keeps its name, `….q_proj.weight`; A and B are called
 `….q_proj.lora_A.weight` and `….q_proj.lora_B.weight`, as in PEFT. Their first values are in init_weights.py, PEFT's folders
 and merging in interop/.
+
+The matrices of a mixture of experts are parameters of modules of their own: that of `….experts.gate_up_proj` is called
+`….experts.adapters.gate_up_proj.lora_A.weight`, [experts, rank, inputs], and B is [experts, outputs, rank].
 """
 
 import math
@@ -16,7 +19,9 @@ from torch import Tensor, nn
 
 from lmforge.errors import UserError
 from lmforge.model.init_weights import LORA_SUFFIXES
-from lmforge.model.layers import Conv1D, LanguageModel
+from lmforge.model.layers import Conv1D, LanguageModel, to_autocast_dtype
+from lmforge.model.mixture.experts import Experts, Router, local_weight
+from lmforge.model.mixture.grouped_mm import grouped_linear
 from lmforge.model.rng.token_rng import ADAPTER_SITE, TokenRng, dropout
 from lmforge.untrusted import compile_pattern
 
@@ -29,6 +34,8 @@ class LoraConfig:
 
     target_modules: each is the end of layer names (`q_proj`, `mlp.up_proj`), a regular expression that matches full names,
         or "all-linear".
+    target_parameters: each is the end of the names of parameters of mixtures of experts (`experts.gate_up_proj`,
+        `gate.weight`). These have no dropout, as in PEFT.
     dropout: of the input of A, in training; a function of rng keys as all dropout is.
     use_rslora: scale by alpha / sqrt(rank) (arXiv 2312.03732) instead of alpha / rank.
     """
@@ -36,6 +43,7 @@ class LoraConfig:
     rank: int
     alpha: float
     target_modules: tuple[str, ...] = (ALL_LINEAR,)
+    target_parameters: tuple[str, ...] = ()
     dropout: float = 0.0
     use_rslora: bool = False
 
@@ -76,9 +84,35 @@ class LoraLinear(nn.Module):
         return out + self.scaling * self.lora_B(self.lora_A(dropped))
 
 
+class ParameterAdapter(nn.Module):
+    """The adapter of a matrix, or of a stack of them, of a mixture of experts, which calls it."""
+
+    def __init__(self, parameter: Tensor, config: LoraConfig) -> None:
+        super().__init__()
+        *experts, outputs, inputs = parameter.shape
+        self.lora_A, self.lora_B = nn.Module(), nn.Module()
+        self.lora_A.weight = nn.Parameter(parameter.new_empty(*experts, config.rank, inputs))
+        self.lora_B.weight = nn.Parameter(parameter.new_empty(*experts, outputs, config.rank))
+        self.scaling, self.enabled = config.scaling, True
+
+    def forward(self, out: Tensor, rows: Tensor, ends: Tensor | None = None) -> Tensor:
+        """out [rows, outputs] of the parameter for rows [rows, inputs]; `ends` of a stack is as in `multiply_groups`."""
+        if not self.enabled:
+            return out
+        a, b = (local_weight(each.weight) for each in (self.lora_A, self.lora_B))  # type: ignore[arg-type]
+        if ends is None:
+            return out + self.scaling * nn.functional.linear(nn.functional.linear(rows, a.to(rows.dtype)), b.to(rows.dtype))
+        return out + self.scaling * grouped_linear(grouped_linear(rows, to_autocast_dtype(a), ends), to_autocast_dtype(b), ends)
+
+
+def adapted_name(adapter: str) -> str:
+    """The name of the weight that an adapter of this name adds to."""
+    return adapter.replace(".adapters.", ".") if ".adapters." in adapter else f"{adapter}.weight"
+
+
 def lora_delta(scaling: float, lora_a: Tensor, lora_b: Tensor, transposed: bool) -> Tensor:
-    """What an adapter adds to a weight: scaling · B A of A [rank, inputs] and B [outputs, rank], [outputs, inputs] or
-    transposed; in fp32, or fp64 where the adapter is."""
+    """What an adapter adds to a weight: scaling · B A of A [rank, inputs] and B [outputs, rank], or stacks of them, [outputs,
+    inputs] or transposed; in fp32, or fp64 where the adapter is."""
     dtype = torch.promote_types(lora_a.dtype, torch.float32)
     product = scaling * (lora_b.to(dtype) @ lora_a.to(dtype))
     return product.t() if transposed else product
@@ -102,7 +136,8 @@ def add_lora(model: LanguageModel, config: LoraConfig) -> None:
             known = ", ".join(sorted({name.rpartition(".")[2] for name in layers})) or "none that it knows"
             raise UserError(f"lora.target_modules: no linear layer of a block is called {target}; there are: {known}")
         chosen.update(matches)
-    if not chosen:
+    parameters = [name for target in config.target_parameters for name in _adaptable_parameters(model, target)]
+    if not chosen and not parameters:
         raise UserError(f'lora.target_modules: names no layer; leave it out for "{ALL_LINEAR}"')
     model.requires_grad_(False)
     # The head of a reward model is new, so it is trained without an adapter.
@@ -110,6 +145,9 @@ def add_lora(model: LanguageModel, config: LoraConfig) -> None:
     for name, (layer, site) in layers.items():
         if name in chosen:
             model.set_submodule(name, LoraLinear(layer, config, site))
+    for name in dict.fromkeys(parameters):
+        owner, _, parameter = name.rpartition(".")
+        model.get_submodule(f"{owner}.adapters").add_module(parameter, ParameterAdapter(model.get_parameter(name), config))
     model.lora_config = config
 
 
@@ -121,6 +159,20 @@ def _linear_layers(model: LanguageModel) -> dict[str, tuple[nn.Linear | Conv1D, 
         linear = [(prefix + name, each) for name, each in block.named_modules() if isinstance(each, nn.Linear | Conv1D)]
         layers |= {name: (each, ADAPTER_SITE * number) for number, (name, each) in enumerate(linear, start=1)}
     return layers
+
+
+def _adaptable_parameters(model: LanguageModel, target: str) -> list[str]:
+    """The parameters of mixtures whose names end with `target`, as PEFT matches them."""
+    known = [
+        f"{owner}.{name}"
+        for owner, module in model.named_modules()
+        if isinstance(module, Experts | Router)
+        for name, _ in module.named_parameters(recurse=False)
+    ]
+    if not (matches := [name for name in known if f".{name}".endswith(f".{target}")]):
+        names = ", ".join(sorted({".".join(name.split(".")[-2:]) for name in known})) or "none, since it has no experts"
+        raise UserError(f"lora.target_parameters: no parameter of a mixture of experts is called {target}; there are: {names}")
+    return matches
 
 
 def _matches_target(target: str, name: str) -> bool:
@@ -138,7 +190,7 @@ def adapter_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
 def disable_adapters(model: nn.Module) -> Iterator[None]:
     """A context in which `model` computes without its adapters, for forward passes without gradients: the reference of
     alignment."""
-    layers = [module for module in model.modules() if isinstance(module, LoraLinear)]
+    layers = [module for module in model.modules() if isinstance(module, LoraLinear | ParameterAdapter)]
     for layer in layers:
         layer.enabled = False
     try:

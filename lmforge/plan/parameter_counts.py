@@ -12,7 +12,7 @@ from lmforge.model import build_model
 from lmforge.model.config import ModelConfig
 from lmforge.model.flops import adapted_flops_per_token, flops_per_token
 from lmforge.model.layers import LanguageModel
-from lmforge.model.lora import LoraConfig, LoraLinear, adapter_parameters, add_lora
+from lmforge.model.lora import LoraConfig, LoraLinear, ParameterAdapter, adapted_name, adapter_parameters, add_lora
 from lmforge.plan.memory import ParameterCounts, count_all
 
 
@@ -54,8 +54,13 @@ def block_adapters(model_config: ModelConfig, lora: LoraConfig | None) -> LoraCo
     if lora is None:
         return None
     model = build_meta_model(model_config, lora)
-    names = [tuple(name for name, each in block.named_modules() if isinstance(each, LoraLinear)) for block in model.blocks]
-    return replace(lora, target_modules=max(names, key=lambda each: len(each)))
+    names = [
+        [name for name, each in block.named_modules() if isinstance(each, LoraLinear | ParameterAdapter)]
+        for block in model.blocks
+    ]
+    most = max(names, key=len)
+    parameters = tuple(adapted_name(name) for name in most if ".adapters." in name)
+    return replace(lora, target_modules=tuple(name for name in most if ".adapters." not in name), target_parameters=parameters)
 
 
 def training_flops_per_token(config: StageConfig, model_config: ModelConfig, sequence_length: int) -> float:

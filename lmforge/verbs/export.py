@@ -70,7 +70,9 @@ def _write_adapters(options: ExportOptions, stored: checkpoint.StoredModel, mani
             f"{options.model}: began from {base}, which is adapters too, and adapters cannot belong to adapters; export it"
             " without --adapters, as a whole model with both merged"
         )
-    if stored_model_config(manifest).num_experts and any(".mlp." in name for name in stored.adapters):
+    if stored_model_config(manifest).num_experts and any(
+        ".mlp." in name and ".adapters." not in name for name in stored.adapters
+    ):
         raise UserError(
             f"{options.model}: has adapters in dense feed-forwards beside experts, and PEFT takes those for the experts';"
             " export it without --adapters"

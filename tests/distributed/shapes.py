@@ -179,6 +179,7 @@ SAMPLE_OF_LORA: dict[int, dict[str, tuple[str, ...]]] = {
     2: {
         "llama": ("ddp", "fsdp1 full-shard", "fsdp2 full-shard", "fsdp2, CPU offload", "context 2"),
         "gpt2": ("fsdp2, checkpointing selective-ops",),
+        "mixture": ("fsdp2 full-shard",),
     },
 }
 
@@ -195,6 +196,7 @@ CASES_OF_LORA = {
         "context 2",
     ),
     "gpt2": ("ddp", "fsdp1 grad", "fsdp2 full", "fsdp2, checkpointing selective-ops"),
+    "mixture": ("ddp", "fsdp1 full", "fsdp2 full", "fsdp2, checkpointing full"),
 }
 
 
@@ -246,7 +248,9 @@ def lora_cases(shape: str, world_size: int) -> list[ParityCase]:
 
 def _add_lora_and_neftune(model: LanguageModel, alpha: float) -> None:
     model.neftune_noise_alpha = alpha
-    add_lora(model, LoraConfig(3, 6.0, dropout=0.1))
+    # Those of experts and routers have no dropout.
+    parameters = ("gate_up_proj", "down_proj", "gate.weight") if model.config.num_experts else ()
+    add_lora(model, LoraConfig(3, 6.0, target_parameters=parameters, dropout=0.0 if parameters else 0.1))
 
 
 CASES = {"plain": chosen_cases, "dropout": dropout_cases, "lora": lora_cases}

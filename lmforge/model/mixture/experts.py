@@ -48,6 +48,7 @@ class Router(nn.Module):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(config.num_experts, config.hidden_size))
+        self.adapters = nn.ModuleDict()
         self.count, self.normalized = config.num_experts_per_tok, config.norm_topk_prob
 
     def forward(self, x: Tensor, is_token: Tensor | None = None, counts: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
@@ -56,7 +57,8 @@ class Router(nn.Module):
         dtype = torch.promote_types(x.dtype, torch.float32)
         # torch has no autocast on the meta device.
         with nullcontext() if x.is_meta else torch.autocast(x.device.type, enabled=False):
-            scores = linear(x.to(dtype), local_weight(self.weight).to(dtype)).softmax(dim=-1)
+            logits = linear(x.to(dtype), local_weight(self.weight).to(dtype))
+            scores = add_adapter(self, "weight", logits, x.to(dtype)).softmax(dim=-1)
         counts = scores.new_empty(0, dtype=torch.long) if counts is None else counts
         chosen = choose_experts(scores.detach(), self.count, is_token, counts)
         weights = scores.gather(1, chosen)
@@ -84,6 +86,7 @@ class Experts(nn.Module):
         count, width, inner = config.num_experts, config.hidden_size, config.expert_size
         self.gate_up_proj = nn.Parameter(torch.empty(count, 2 * inner, width))
         self.down_proj = nn.Parameter(torch.empty(count, width, inner))
+        self.adapters = nn.ModuleDict()
         self.num_experts, self.activation = count, ACTIVATIONS[config.hidden_act]
 
     def forward(self, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
@@ -101,9 +104,20 @@ class Experts(nn.Module):
 
     def _compute(self, rows: Tensor, ends: Tensor) -> Tensor:
         """rows [rows, width], sorted by expert; ends int32 [experts]: where those of each one end."""
-        gate_up_proj, down_proj = (to_autocast_dtype(local_weight(each)) for each in (self.gate_up_proj, self.down_proj))
-        gate, up = grouped_linear(rows, gate_up_proj, ends).chunk(2, dim=-1)
-        return grouped_linear(self.activation(gate) * up, down_proj, ends)
+        gate, up = self._multiply("gate_up_proj", rows, ends).chunk(2, dim=-1)
+        return self._multiply("down_proj", self.activation(gate) * up, ends)
+
+    def _multiply(self, name: str, rows: Tensor, ends: Tensor) -> Tensor:
+        """rows [rows, inputs] times the matrix of each one's expert in a stack; `ends` as in `_compute`."""
+        out = grouped_linear(rows, to_autocast_dtype(local_weight(getattr(self, name))), ends)
+        return add_adapter(self, name, out, rows, ends)
+
+
+def add_adapter(module: nn.Module, name: str, out: Tensor, *inputs: Tensor) -> Tensor:
+    """`out` of a module's parameter, to which its low-rank adapter (lora.ParameterAdapter) adds, if there is one."""
+    adapters: Any = module.adapters
+    result: Tensor = adapters[name](out, *inputs) if name in adapters else out
+    return result
 
 
 class MixtureOfExperts(nn.Module):
