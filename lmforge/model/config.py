@@ -6,8 +6,8 @@ model costs is in flops.py.
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from dataclasses import dataclass, field, replace
+from typing import Any, ClassVar, Self
 
 from lmforge import registry
 from lmforge.config.ranges import MODEL_RANGES, ROPE_SCALING_RANGES, Range
@@ -187,6 +187,22 @@ class ModelConfig:
         return tuple(
             bool(self.num_experts) and layer not in self.mlp_only_layers and (layer + 1) % self.decoder_sparse_step == 0
             for layer in range(self.num_hidden_layers)
+        )
+
+    @property
+    def layer_kinds(self) -> tuple[tuple[str | None, bool], ...]:
+        """For each layer its entry of layer_types, None where there are none, and whether it is a mixture of experts."""
+        return tuple(zip(self.layer_types or (None,) * self.num_hidden_layers, self.sparse_layers, strict=True))
+
+    def with_layers(self, count: int, layer_type: str | None = None, *, sparse: bool) -> Self:
+        """This model with `count` layers, all of one kind."""
+        types, dense = None if layer_type is None else (layer_type,) * count, self.num_experts and not sparse
+        return replace(
+            self,
+            num_hidden_layers=count,
+            layer_types=types,
+            decoder_sparse_step=1,
+            mlp_only_layers=tuple(range(count)) if dense else (),
         )
 
     def block_linears(self, sparse: bool) -> tuple[Linear, ...]:

@@ -7,6 +7,7 @@ has the peak FLOP/s of GPUs too (plan/hardware.py).
 from dataclasses import dataclass
 
 from lmforge.model.config import ModelConfig
+from lmforge.model.family import mixture_linears
 
 FLOPS_CONVENTION = (
     "FLOPs per token = 6 x (parameters without input embedding; a tied one counts, as the head) "
@@ -44,6 +45,17 @@ def parameter_count(config: ModelConfig) -> ParameterCount:
     embeddings = (config.vocab_size + positions) * config.hidden_size
     total = embeddings + blocks + (0 if config.tie_word_embeddings else head)
     return ParameterCount(total, embeddings, blocks + head - idle, matrices)
+
+
+def active_parameters(config: ModelConfig) -> int:
+    """The parameters that a token of a mixture of experts uses, its input embedding included."""
+    count = parameter_count(config)
+    return count.active_matmul + (0 if config.tie_word_embeddings else count.input_embedding)
+
+
+def mixture_parameters(config: ModelConfig) -> int:
+    """The parameters of the router and the experts of a sparse block."""
+    return sum(each.experts * each.inputs * each.outputs for each in mixture_linears(config))
 
 
 def block_parameters(config: ModelConfig, sparse: bool = False) -> int:

@@ -9,18 +9,21 @@ import gc
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves
+
+from lmforge.model.mixture import grouped_mm  # noqa: F401  (its operators)
 
 aten: Any = torch.ops.aten
 # Whose last two tensors are multiplied.
 PRODUCTS = {aten.mm.default, aten.addmm.default}
 BATCHED_PRODUCTS = {aten.bmm.default, aten.baddbmm.default}
+GROUPED_PRODUCTS = {torch.ops.lmforge.multiply_groups.default, torch.ops.lmforge.sum_outer_products.default}
 # Kernels keep rows of up to so many numbers while they reduce them (inductor's persistent reductions).
 LONGEST_ROW = 1024
 # They move nothing; the first argument has the memory.
@@ -28,19 +31,29 @@ VIEWS = ("view", "t", "transpose", "permute", "expand", "unsqueeze", "squeeze", 
          "select", "slice", "unbind", "reshape", "split_with_sizes", "as_strided")  # fmt: skip
 
 
+class Product(NamedTuple):
+    """[rows, inner] x [inner, columns] of numbers of `number_bytes`; each of several experts has its own rows and matrix."""
+
+    rows: int
+    inner: int
+    columns: int
+    number_bytes: int
+    experts: int = 1
+
+
 @dataclass
 class Work:
-    """products: (rows, inner, columns) of each, in order. attention_flops: of the forward pass of attention, also where a
-    backward pass computes that again. moved_bytes: read and written by all operators but products and attention.
+    """products: in order. attention_flops: of the forward pass of attention, also where a backward pass computes that again.
+    moved_bytes: read and written by all operators but products and attention.
     """
 
-    products: list[tuple[int, int, int]] = field(default_factory=list)
+    products: list[Product] = field(default_factory=list)
     attention_flops: float = 0.0
     moved_bytes: float = 0.0
 
     @property
     def product_flops(self) -> float:
-        return sum(2.0 * rows * inner * columns for rows, inner, columns in self.products)
+        return sum(2.0 * each.rows * each.inner * each.columns for each in self.products)
 
     def add_expensive(self, operator: Any, arguments: Any, named: Any) -> bool:
         """Whether an operator is a product, attention or a collective; the first two are counted. The masked half of causal
@@ -50,9 +63,14 @@ class Work:
             left, right = tensors[-2:]
             rows, inner, columns = left.shape[-2], left.shape[-1], right.shape[-1]
             if operator in PRODUCTS:
-                self.products.append((rows, inner, columns))
+                self.products.append(Product(rows, inner, columns, left.itemsize))
             else:
                 self.attention_flops += 2.0 * right.shape[0] * rows * inner * columns
+        elif operator in GROUPED_PRODUCTS:
+            left, right, ends = tensors
+            # Of rows with a stack of matrices, or the sums of outer products of rows, which are such a stack.
+            columns = right.shape[-1] if right.dim() == 2 or arguments[3] else right.shape[1]
+            self.products.append(Product(left.shape[0], left.shape[1], columns, left.itemsize, ends.shape[0]))
         elif "scaled_dot_product" not in name:
             return "c10d" in getattr(operator, "namespace", "")
         elif "backward" not in name:
@@ -70,7 +88,7 @@ class Work:
 
     def scaled(self, sequences: float, span: float) -> "Work":
         """That of so many sequences, whose attention reaches over the fraction `span` of what was traced."""
-        products = [(round(rows * sequences), inner, columns) for rows, inner, columns in self.products]
+        products = [each._replace(rows=round(each.rows * sequences)) for each in self.products]
         return Work(products, self.attention_flops * sequences * span, self.moved_bytes * sequences)
 
 
@@ -226,6 +244,7 @@ class ActivationTracker(TorchDispatchMode):
         # By address, which is not reused as long as there is a reference to the storage, even a weak one.
         self._created: dict[int, StorageWeakRef] = {}
         self._ignored: dict[int, StorageWeakRef] = {}
+        self._of_parameters: set[int] = set()
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -233,9 +252,18 @@ class ActivationTracker(TorchDispatchMode):
             # What has a gradient function and was not seen before is an output of compiled code.
             self._track(tensor, self._created if tensor.grad_fn is not None else self._ignored)
         result = function(*args, **kwargs)
+        inputs = _tensors((args, kwargs))
+        of_parameters = bool(inputs) and all(map(self._is_of_parameters, inputs))
         for tensor in _tensors(result):
             self._track(tensor, self._ignored if function.namespace in _COLLECTIVE_NAMESPACES else self._created)
+            if of_parameters and not is_traceable_wrapper_subclass(tensor):
+                self._of_parameters.add(tensor.untyped_storage()._cdata)
         return result
+
+    def _is_of_parameters(self, tensor: Tensor) -> bool:
+        if is_traceable_wrapper_subclass(tensor):
+            return False
+        return isinstance(tensor, nn.Parameter) or tensor.untyped_storage()._cdata in self._of_parameters
 
     def _track(self, tensor: Tensor, into: dict[int, StorageWeakRef]) -> None:
         if is_traceable_wrapper_subclass(tensor):  # a DTensor, or one that is being gathered: it has no memory but its parts'
@@ -246,8 +274,9 @@ class ActivationTracker(TorchDispatchMode):
         if storage._cdata not in self._created and storage._cdata not in self._ignored:
             into[storage._cdata] = StorageWeakRef(storage)
 
-    def live_bytes(self) -> int:
-        """Bytes of the tracked storages that are still referenced."""
+    def live_bytes(self, *, only_of_parameters: bool = False) -> int:
+        """Bytes of the tracked storages that are still referenced; or of those computed from parameters alone."""
         gc.collect()  # reference cycles do not count
-        alive = (torch.UntypedStorage._new_with_weak_ptr(weak.cdata) for weak in self._created.values())
+        counted = (weak for key, weak in self._created.items() if key in self._of_parameters or not only_of_parameters)
+        alive = (torch.UntypedStorage._new_with_weak_ptr(weak.cdata) for weak in counted)
         return sum(storage.nbytes() for storage in alive if storage is not None)

@@ -10,7 +10,8 @@ import gc
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from copy import copy
+from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any, Literal
 
@@ -25,6 +26,7 @@ from lmforge.model.attention import AttentionMask
 from lmforge.model.config import ModelConfig
 from lmforge.model.layers import LanguageModel
 from lmforge.model.lora import LoraConfig, add_lora
+from lmforge.model.mixture.experts import MixtureOfExperts
 from lmforge.model.rng.token_rng import TokenRng
 from lmforge.objectives.language import NextTokenObjective
 from lmforge.objectives.objective import Objective
@@ -35,7 +37,7 @@ from lmforge.plan.operators import ActivationTracker, Work, WorkCounter, graph_w
 Shapes = tuple[tuple[int, int], ...]
 # Any rate traces the same.
 DROPOUT_RATE = 0.1
-# What tensor parallelism splits, in a config.
+# What tensor parallelism splits, in a config; of a mixture only the heads.
 SPLIT_SIZES = ("num_attention_heads", "num_key_value_heads", "intermediate_size")
 
 
@@ -44,7 +46,7 @@ class TracedModel:
     """Whose block and head are traced, as they are on one rank.
 
     dtype: of weights and activations. lora: its adapters. tensor: how many ranks split the matrices, and the sequence between
-    them; `vocabulary` how many split the embedding and the head.
+    them; `vocabulary` how many split the embedding and the head. sparse: whether the block is a mixture of experts.
     """
 
     config: ModelConfig
@@ -52,15 +54,17 @@ class TracedModel:
     lora: LoraConfig | None = None
     tensor: int = 1
     vocabulary: int = 1
+    sparse: bool = False
 
     def build(self) -> LanguageModel:
         """It with one block, on the meta device."""
         config = self.config
         if config.implementation == "lmforge":
-            split = {name: getattr(config, name) // self.tensor for name in SPLIT_SIZES}
-            config = replace(
-                config, num_hidden_layers=1, layer_types=None, vocab_size=config.vocab_size // self.vocabulary, **split
-            )
+            config = copy(config.with_layers(1, sparse=self.sparse))
+            split = dict.fromkeys(SPLIT_SIZES[:2] if self.sparse else SPLIT_SIZES, self.tensor)
+            for name, ranks in {**split, "vocab_size": self.vocabulary}.items():
+                # Not by `replace`, which refuses what no whole model has.
+                object.__setattr__(config, name, getattr(config, name) // ranks)
         model = build_model(config, "meta")
         model.set_submodule(model.blocks_name, nn.ModuleList([*model.blocks][:1]))
         if self.lora is not None:
@@ -105,12 +109,14 @@ class BlockTrace:
 
     forward, backward: what the two passes compute; the backward pass also what it recomputes.
     saved_bytes: kept from the forward to the backward pass, with the block's input, which has `input_bytes`.
+    fixed_bytes: kept too, but once for all sequences, such as weights in another dtype.
     embedded_bytes: kept before the first block, such as rotary angles, but for masks of attention.
     """
 
     forward: Work
     backward: Work
     saved_bytes: int
+    fixed_bytes: int
     input_bytes: int
     embedded_bytes: int
 
@@ -125,7 +131,7 @@ def trace_block(
     such as one whose work depends on its data.
     """
     with fake_model(traced) as model:
-        if traced.config.num_experts or any(parameter.dim() > 2 for parameter in model.blocks.parameters()):
+        if not traced.config.num_experts and any(parameter.dim() > 2 for parameter in model.blocks.parameters()):
             words = "its blocks have stacked weights, such as experts, of which a token uses some"
             raise UserError(f"a {traced.config.model_type} model cannot be traced without data: {words}")
         model.dropout = DROPOUT_RATE * has_dropout
@@ -212,11 +218,12 @@ def _split_sequence(block: nn.Module, ranks: int) -> None:
         return gathered_forward
 
     for module in block.children():
-        if any(parameter.dim() > 1 for parameter in module.parameters()):
+        # Of a mixture the tokens are split.
+        if any(parameter.dim() > 1 for parameter in module.parameters()) and not isinstance(module, MixtureOfExperts):
             module.forward = split(module.forward)
 
 
-def _trace_eager(block: nn.Module, args: list[Any], kwargs: dict[str, Any]) -> tuple[Work, Work, int]:
+def _trace_eager(block: nn.Module, args: list[Any], kwargs: dict[str, Any]) -> tuple[Work, Work, int, int]:
     tracker, forward, backward = ActivationTracker(), WorkCounter(), WorkCounter()
     with tracker:
         hidden = args[0] + 0  # made in this context, so that it counts where it is kept
@@ -225,30 +232,31 @@ def _trace_eager(block: nn.Module, args: list[Any], kwargs: dict[str, Any]) -> t
             result = block(*block_args, **kwargs)
         del hidden, block_args
         output = result if isinstance(result, Tensor) else result[0]
-        saved = tracker.live_bytes() - output.nbytes
+        fixed = tracker.live_bytes(only_of_parameters=True)
+        saved = tracker.live_bytes() - fixed - output.nbytes
     gradient = torch.empty_like(output)
     with backward:
         output.backward(gradient)
-    return forward.work, backward.work, saved
+    return forward.work, backward.work, saved, fixed
 
 
-def _trace_compiled(block: nn.Module, args: list[Any], kwargs: dict[str, Any]) -> tuple[Work, Work, int]:
+def _trace_compiled(block: nn.Module, args: list[Any], kwargs: dict[str, Any]) -> tuple[Work, Work, int, int]:
     # Compilers are imported where blocks are compiled.
     from torch._dynamo.backends.common import aot_autograd
     from torch._functorch.aot_autograd import make_boxed_func
     from torch._functorch.partitioners import min_cut_rematerialization_partition
     from torch._inductor.decomposition import select_decomp_table
 
-    works, saved = list[Work](), 0
+    works, saved, fixed = list[Work](), 0, 0
 
     def partition(joint: Any, inputs: Any, *, num_fwd_outputs: int, **options: Any) -> Any:
-        nonlocal saved
+        nonlocal saved, fixed
         graphs = min_cut_rematerialization_partition(
             joint, inputs, compiler="inductor", num_fwd_outputs=num_fwd_outputs, **options
         )
         works.extend(graph_work(each.graph) for each in graphs)
         output = next(iter(graphs[0].graph.find_nodes(op="output")))
-        saved = _saved_bytes(output.args[0][num_fwd_outputs:], args[0])
+        saved, fixed = _saved_bytes(output.args[0][num_fwd_outputs:], args[0], {each.shape for each in block.parameters()})
         return graphs
 
     def run_as_it_is(graph: Any, inputs: Any) -> Any:
@@ -262,21 +270,30 @@ def _trace_compiled(block: nn.Module, args: list[Any], kwargs: dict[str, Any]) -
     torch.compile(traced_block, backend=backend, dynamic=False)(*args, **kwargs)
     torch._dynamo.reset_code(traced_block.__code__)
     forward, backward = works
-    return forward, backward, saved
+    return forward, backward, saved, fixed
 
 
-def _saved_bytes(nodes: list[torch.fx.Node], hidden: Tensor) -> int:
-    """Bytes of what a compiled forward pass hands to its backward pass, each memory once. Of the block's inputs its hidden
-    states and its own rng keys count: parameters are there in any case, and all blocks share the others."""
-    saved = 0
+def _saved_bytes(nodes: list[torch.fx.Node], hidden: Tensor, parameters: set[torch.Size]) -> tuple[int, int]:
+    """Bytes of what a compiled forward pass hands to its backward pass, each memory once, and of what is computed from
+    `parameters`, whose shapes these are, alone. Of the block's inputs its hidden states and its own rng keys count: parameters
+    are there in any case, and all blocks share the others."""
+    saved = fixed = 0
     for node in {source_node(each) for each in nodes}:
         value = node.meta.get("val")
         if not isinstance(value, Tensor) or not isinstance(value.numel(), int):
             continue  # the state of random numbers that attention on a CPU keeps has no size
         own = value.shape == hidden.shape or value.dtype == torch.int64
-        if node.op != "placeholder" or own:
+        if node.op != "placeholder" and _is_of_parameters(node, parameters):
+            fixed += value.nbytes
+        elif node.op != "placeholder" or own:
             saved += value.nbytes
-    return saved
+    return saved, fixed
+
+
+def _is_of_parameters(node: torch.fx.Node, shapes: set[torch.Size]) -> bool:
+    if node.op == "placeholder":
+        return getattr(node.meta.get("val"), "shape", None) in shapes
+    return bool(node.all_input_nodes) and all(_is_of_parameters(each, shapes) for each in node.all_input_nodes)
 
 
 # Sequences of these lengths are traced: bytes grow linearly with tokens.

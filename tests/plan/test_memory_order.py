@@ -29,10 +29,25 @@ MIB = 2**20
 # an operator, to add the bf16 gradient of a second chunk to the fp32 sum, the tracker does not see.
 WIDE_HEAD = {"vocab_size": 8000, "num_hidden_layers": 6, "num_key_value_heads": 2, "intermediate_size": 1408}
 DEEP = {"vocab_size": 512, "num_hidden_layers": 8, "num_key_value_heads": 8, "intermediate_size": 2048}
+# A dense block and five that are mixtures, whose experts are fewer than some of the ranks.
+MIXTURE = {
+    "model_type": "qwen3_moe",
+    "vocab_size": 512,
+    "num_hidden_layers": 6,
+    "num_key_value_heads": 2,
+    "intermediate_size": 1408,
+    "mlp_only_layers": (1,),
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 704,
+    "router_aux_loss_coef": 0.01,
+    "output_router_logits": True,
+}
 CASES = [
     (WIDE_HEAD, 8, (1, 256), {}),
     (DEEP, 64, (2, 512), {"activation_checkpointing": "full"}),
     (DEEP, 1024, (1, 64), {}),
+    (MIXTURE, 8, (2, 512), {}),
 ]
 MORE_CASES = [
     (DEEP, 8, (2, 512), {}),
@@ -43,10 +58,12 @@ MORE_CASES = [
     (DEEP, 1024, (2, 512), {"sharding": "grad-shard"}),
     (DEEP, 128, (2, 512), {"activation_checkpointing": "full", "sharding": "grad-shard"}),
     (DEEP, 256, (1, 64), {"wrap_embedding": False}),
+    *((MIXTURE, 8, (2, 512), {"activation_checkpointing": mode}) for mode in CHECKPOINTING_MODES if mode != "none"),
+    (MIXTURE, 64, (1, 256), {}),
 ]
 
 
-def config_of(sizes: dict[str, int]) -> ModelConfig:
+def config_of(sizes: dict[str, Any]) -> ModelConfig:
     return ModelConfig(hidden_size=512, num_attention_heads=8, **sizes)
 
 
@@ -92,7 +109,7 @@ def tracked_peak(config: ModelConfig, world_size: int, shape: tuple[int, int], o
         return float(peak[torch.device("cpu")]["Total"])
 
 
-def compare(sizes: dict[str, int], world_size: int, shape: tuple[int, int], changes: dict[str, Any]) -> None:
+def compare(sizes: dict[str, Any], world_size: int, shape: tuple[int, int], changes: dict[str, Any]) -> None:
     config = config_of(sizes)
     options = ParallelOptions(engine="fsdp2", **changes)
     tracked = tracked_peak(config, world_size, shape, options)
@@ -107,7 +124,7 @@ def compare(sizes: dict[str, int], world_size: int, shape: tuple[int, int], chan
 
 @pytest.mark.parametrize(("sizes", "world_size", "shape", "changes"), CASES)
 def test_a_simulated_step_peaks_where_a_real_one_does(
-    sizes: dict[str, int], world_size: int, shape: tuple[int, int], changes: dict[str, Any]
+    sizes: dict[str, Any], world_size: int, shape: tuple[int, int], changes: dict[str, Any]
 ) -> None:
     compare(sizes, world_size, shape, changes)
 
@@ -115,6 +132,6 @@ def test_a_simulated_step_peaks_where_a_real_one_does(
 @pytest.mark.slow
 @pytest.mark.parametrize(("sizes", "world_size", "shape", "changes"), MORE_CASES)
 def test_a_simulated_step_peaks_where_a_real_one_does_in_more_cases(
-    sizes: dict[str, int], world_size: int, shape: tuple[int, int], changes: dict[str, Any]
+    sizes: dict[str, Any], world_size: int, shape: tuple[int, int], changes: dict[str, Any]
 ) -> None:
     compare(sizes, world_size, shape, changes)

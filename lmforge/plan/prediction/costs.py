@@ -1,12 +1,13 @@
 """What the parts of a model cost a rank for one micro-batch, in bytes and seconds, from their traces: a block, and the head
-with its loss. Blocks differ only in their windows, so a model is an embedding, many times a block, and a head."""
+with its loss. Blocks differ only in their windows, and in whether they are a mixture of experts."""
 
 from dataclasses import dataclass
 
 from lmforge.config.activation_checkpointing import FullCheckpointing, NoCheckpointing
 from lmforge.data.labels import loss_chunk_tokens, stores_exponentials
+from lmforge.model.flops import mixture_parameters
 from lmforge.plan.memory import DTYPE_BYTES
-from lmforge.plan.operators import Work
+from lmforge.plan.operators import Product, Work
 from lmforge.plan.prediction.rates import Rates, make_group
 from lmforge.plan.prediction.step_config import StepConfig
 from lmforge.plan.traces import BlockTrace, trace_block, trace_head
@@ -27,7 +28,7 @@ class BlockCost:
 
     forward, backward: the operations of the two passes, without `recomputed`, what the backward pass computes again.
     saved_bytes: kept from forward to backward. recomputed_bytes: what is computed again, and then held too.
-    input_bytes: the hidden states that the block is given. widest_bytes: the largest result of its products.
+    input_bytes: the hidden states that the block is given. widest_bytes: the largest input of its products.
     """
 
     forward: Parts
@@ -48,14 +49,14 @@ def traced_length(step_config: StepConfig) -> int:
     return min(LENGTH, most) // step_config.tensor * step_config.tensor
 
 
-def block_trace(step_config: StepConfig, *, checkpointed: bool) -> BlockTrace:
+def block_trace(step_config: StepConfig, *, checkpointed: bool, sparse: bool) -> BlockTrace:
     mode = step_config.checkpointing
     if not checkpointed:
         mode = NoCheckpointing()
     elif not mode.keeps_operators:  # which blocks it recomputes makes no difference to a block
         mode = FullCheckpointing()
     return trace_block(
-        step_config.traced_model,
+        step_config.traced_model(sparse=sparse),
         traced_length(step_config),
         mode.name,
         compiled=step_config.compiled,
@@ -64,57 +65,65 @@ def block_trace(step_config: StepConfig, *, checkpointed: bool) -> BlockTrace:
     )
 
 
-def count_block(step_config: StepConfig, rates: Rates, window: int | None, checkpointed: bool) -> BlockCost:
-    """The costs of a block whose attention reaches `window` tokens back (None: all); `checkpointed` says whether
-    `activation_checkpointing` applies to this one."""
-    plain, trace = (block_trace(step_config, checkpointed=each) for each in (False, checkpointed))
+def count_block(step_config: StepConfig, rates: Rates, window: int | None, sparse: bool, checkpointed: bool) -> BlockCost:
+    """The costs of a block whose attention reaches `window` tokens back (None: all); `sparse`: it is a mixture of experts;
+    `checkpointed`: `activation_checkpointing` applies to this one."""
+    plain, trace = (block_trace(step_config, checkpointed=each, sparse=sparse) for each in (False, checkpointed))
     sequences, length = step_config.tokens / traced_length(step_config), step_config.sequence_length
     # On a GPU the trace has the causal half, which a window may shorten.
     keys = min(length, 2 * window) if window is not None and step_config.on_gpu else length
     span = keys / traced_length(step_config)
     forward, backward, again = (each.scaled(sequences, span) for each in (plain.forward, plain.backward, trace.backward))
-    saved, unchecked = (sequences * each.saved_bytes for each in (trace, plain))
+    saved, unchecked = (sequences * each.saved_bytes + each.fixed_bytes for each in (trace, plain))
     number_bytes, input_bytes = step_config.dtype_bytes, sequences * trace.input_bytes
 
-    def product_seconds(work: Work, *, backward: bool = False) -> float:
-        float8 = step_config.float8
-        return sum(rates.product_seconds(*each, number_bytes, float8, backward) for each in work.products)
+    def product_seconds(work: Work, *, backward: bool = False) -> tuple[float, float]:
+        """Of dense products, and of those of experts."""
+        seconds = [(each, rates.product_seconds(each, step_config.float8, backward)) for each in work.products]
+        experts = sum(count for each, count in seconds if each.experts > 1)
+        return sum(count for _, count in seconds) - experts, experts
 
-    def parts(product: str, product_seconds: float, work: Work, attention_flops: float, *, backward: bool = False) -> Parts:
+    def parts(
+        product: str, seconds: tuple[float, float], work: Work, attention_flops: float, *, backward: bool = False
+    ) -> Parts:
         head_dim, colon = step_config.model.head_dim, ":" * backward
         attention = rates.attention_seconds(attention_flops, head_dim, length, backward=backward)
         element_wise = rates.element_wise_seconds(work.moved_bytes, input_bytes)
         return [
-            (product, product_seconds, "matrix products"),
+            (product, seconds[0], "matrix products"),
             (f"{colon} attention", attention, "attention"),
             (f"{colon} element-wise", element_wise, "element-wise"),
-            *_collectives(step_config, rates),
+            *([(f"{colon} experts", seconds[1], "products of experts")] if seconds[1] else []),
+            *_collectives(step_config, rates, sparse, backward),
         ]
 
     def of_forward(work: Work) -> Parts:
         return parts("", product_seconds(work), work, work.attention_flops)
 
-    products = product_seconds(forward, backward=True)
-    products *= backward.product_flops / (2 * forward.product_flops)  # frozen weights need no gradients
+    needed = backward.product_flops / (2 * forward.product_flops)  # frozen weights need no gradients
+    dense, experts = (needed * seconds for seconds in product_seconds(forward, backward=True))
     flops = BACKWARD_ATTENTION * forward.attention_flops
     return BlockCost(
         of_forward(forward),
-        parts(": feed-forward", products, backward, flops, backward=True),
+        parts(": feed-forward", (dense, experts), backward, flops, backward=True),
         of_forward(again.beyond(backward)),
         saved,
         max(0.0, unchecked - saved) if checkpointed else 0.0,
         input_bytes,
-        max(rows * columns for rows, _, columns in forward.products) * number_bytes,
+        max(each.rows * each.inner for each in forward.products) * number_bytes,
     )
 
 
-def _collectives(step_config: StepConfig, rates: Rates) -> Parts:
-    """The collectives that a block's forward and backward pass wait for."""
+def _collectives(step_config: StepConfig, rates: Rates, sparse: bool, backward: bool) -> Parts:
+    """The collectives that a block's forward or backward pass waits for."""
     parts, tensor, context = Parts(), step_config.tensor, step_config.context
     tokens, number_bytes, model = step_config.tokens, step_config.dtype_bytes, step_config.model
     if tensor > 1:
         group = make_group(tensor, 1, step_config.gpus_per_host)
-        seconds = 4 * rates.gather_seconds(float(tokens * model.hidden_size * number_bytes), group)
+        hidden_bytes = float(tokens * model.hidden_size * number_bytes)
+        seconds = (2 if sparse else 4) * rates.gather_seconds(hidden_bytes, group)
+        if sparse and backward:  # every rank has all experts, for its own tokens
+            seconds += rates.all_reduce_seconds(float(mixture_parameters(model) * number_bytes), group)
         parts.append((" tensor parallel", seconds, "tensor-parallel collectives"))
     if context > 1:
         group = make_group(context, tensor, step_config.gpus_per_host)
@@ -143,7 +152,8 @@ def mask_bytes(step_config: StepConfig, *, only_kept: bool = False) -> int:
 
 def embedded_bytes(step_config: StepConfig) -> float:
     """What is kept before the first block, which counts its input itself: rotary angles, masks of attention and dropout."""
-    traced = block_trace(step_config, checkpointed=False).embedded_bytes
+    sparse = step_config.model.sparse_layers[0]
+    traced = block_trace(step_config, checkpointed=False, sparse=sparse).embedded_bytes
     return step_config.tokens / traced_length(step_config) * traced + mask_bytes(step_config, only_kept=True)
 
 
@@ -170,7 +180,8 @@ def count_head(step_config: StepConfig, rates: Rates, parameters: int) -> HeadCo
     """For a head with this number of parameters on this rank."""
     tokens, width, number_bytes = step_config.tokens, step_config.model.hidden_size, step_config.dtype_bytes
     on_gpu, compiled, vocabulary = step_config.on_gpu, step_config.compiled, parameters // width
-    trace = trace_head(step_config.traced_model, step_config.loss, is_trained=step_config.trains_head)
+    traced = step_config.traced_model(sparse=step_config.model.sparse_layers[0])
+    trace = trace_head(traced, step_config.loss, is_trained=step_config.trains_head)
     norm = tokens * trace.norm_bytes / step_config.tensor
     # Autocast casts the head.
     cast = parameters * number_bytes if not step_config.is_fsdp and number_bytes < DTYPE_BYTES[step_config.master_dtype] else 0
@@ -179,7 +190,8 @@ def count_head(step_config: StepConfig, rates: Rates, parameters: int) -> HeadCo
     if step_config.logit_bytes is None:
         chunk = min(tokens, loss_chunk_tokens(vocabulary, number_bytes, on_gpu=on_gpu, fused=fused))
     forward, backward = (
-        tokens / chunk * rates.product_seconds(chunk, width, vocabulary, number_bytes, backward=each) for each in (False, True)
+        tokens / chunk * rates.product_seconds(Product(chunk, width, vocabulary, number_bytes), backward=each)
+        for each in (False, True)
     )
     if step_config.logit_bytes is not None:  # another program: each array is written once, and read once or twice
         kept, added = step_config.logit_bytes

@@ -63,11 +63,13 @@ class StepProgram:
         kernels = COMPILED_KERNELS if step_config.compiled else EAGER_KERNELS
         # The seconds of the host for a unit, and for the forward pass of a block.
         self.unit_seconds, self.launch_seconds = (0.0, 0.0) if rates.is_cpu else (UNIT_SECONDS, kernels * LAUNCH_SECONDS)
-        windows = model.layer_windows[: stage.blocks] if stage.has_embedding else model.layer_windows[-stage.blocks :]
-        kinds = [(window, is_checkpointed(step_config, number)) for number, window in enumerate(windows, start=1)]
+        layers = [*zip(model.layer_windows, model.sparse_layers, strict=True)]
+        layers = layers[: stage.blocks] if stage.has_embedding else layers[-stage.blocks :]
+        kinds = [(*layer, is_checkpointed(step_config, number)) for number, layer in enumerate(layers, start=1)]
         costs = {kind: count_block(step_config, rates, *kind) for kind in set(kinds)}
         self.costs = [costs[kind] for kind in kinds]
-        shapes = model_shapes(step_config.traced_model)
+        of_blocks = {sparse: model_shapes(step_config.traced_model(sparse=sparse)) for _, sparse in set(layers)}
+        shapes = next(iter(of_blocks.values()))  # which differ in their blocks alone
         self.tied = model.tie_word_embeddings and stage.has_embedding and stage.has_head
         # A tied embedding, or one that is not a separate unit, is gathered with the last norm for the whole step.
         self.in_root = self.tied or (stage.has_embedding and not options.wrap_embedding)
@@ -82,8 +84,8 @@ class StepProgram:
         self.head = self._unit("head", own_head) if step_config.trains_head else outer("head", own_head)
         if stage.has_head:
             self.head_cost = count_head(step_config, rates, sum(rows * columns for rows, columns in shapes.head))
-        block = self._unit("", shapes.trained, shapes.frozen)
-        self.units = [replace(block, name=f"block {number}") for number in range(1, stage.blocks + 1)]
+        blocks = {sparse: self._unit("", each.trained, each.frozen) for sparse, each in of_blocks.items()}
+        self.units = [replace(blocks[sparse], name=f"block {number}") for number, (_, sparse) in enumerate(layers, start=1)]
         every_unit = (self.embedding, *self.units, self.head, self.root)
         self.parameters, self.trained = sum(each.padded for each in every_unit), sum(each.padded_trained for each in every_unit)
         self.starts: list[int] = []  # of each micro-batch, in `operations`

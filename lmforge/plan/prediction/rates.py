@@ -12,6 +12,7 @@ import numpy as np
 from lmforge.plan.calibration import COLLECTIVES, Calibration, RateTable
 from lmforge.plan.hardware import GB, GPU, Network
 from lmforge.plan.memory import DTYPE_BYTES
+from lmforge.plan.operators import Product
 
 # The fraction of the data sheet's memory bandwidth that a streaming kernel reaches (BabelStream on A100 and H100: 0.85 to
 # 0.92).
@@ -21,6 +22,10 @@ MEMORY_FRACTION = 0.87
 LINK_FRACTION, NETWORK_FRACTION = 0.80, 0.90
 # Seconds until the first byte of a collective has arrived, and for each further host of its ring.
 LINK_LATENCY = 15e-6
+# Seconds of the products of experts, which are one kernel, over those of a dense product with as many rows, by dtype. On a GPU:
+# 16 experts on an H200 at 705 TFLOP/s (pytorch/pytorch#156203), over what dense products reach there; on a CPU: measured here,
+# with 8 experts.
+GROUPED_RATIO, CPU_GROUPED_RATIO = 1.13, {"fp32": 1.13, "bf16": 1.66}
 # Streaming multiprocessors that a collective occupies while it runs beside kernels (NCCL's channels on NVLink).
 COLLECTIVE_SMS = 16
 # Seconds of the host for a kernel, and for the hooks of an FSDP unit.
@@ -33,6 +38,7 @@ FLOAT8_FRACTION = 0.65
 # Kinds of operations of a step, by the constants that their time comes from.
 CONSTANTS = {
     "matrix products": ("matrix products", "head and loss"),
+    "products of experts": ("products of experts",),
     "attention": ("attention",),
     "memory": ("element-wise", "optimizer", "copies of parameters"),
     "collectives": ("all-gather", "reduce-scatter", "all-reduce", "tensor-parallel collectives", "context-parallel gathers"),
@@ -79,7 +85,8 @@ class Measured:
 class Rates:
     """The rates of one device and its connections. FLOP/s and bytes/s are achieved values, not peaks.
 
-    product_flops: of large matrix products in the compute dtype; float8_flops: in float8.
+    product_flops: of large matrix products in the compute dtype; float8_flops: in float8; fp32_flops: in fp32. grouped_ratios:
+        of the seconds of experts' products to those of dense ones, in the forward and the backward pass.
     attention_flops: of the forward and the backward pass.
     network: of a host, in one direction; None for one host.
     measured: what a calibration has by shape and size. calibrated: which of CONSTANTS come from one.
@@ -87,6 +94,8 @@ class Rates:
 
     product_flops: float
     float8_flops: float
+    fp32_flops: float
+    grouped_ratios: tuple[float, float]
     attention_flops: tuple[float, float]
     memory: float
     link: float
@@ -107,6 +116,8 @@ class Rates:
         return cls(
             product_flops=peak * gpu.product_fraction * clock,
             float8_flops=(gpu.peak_flops("fp8") or peak) * FLOAT8_FRACTION * clock,
+            fp32_flops=(gpu.peak_flops("fp32") or peak) * gpu.product_fraction * clock,
+            grouped_ratios=(CPU_GROUPED_RATIO[dtype] if gpu.is_cpu else GROUPED_RATIO,) * 2,
             attention_flops=(peak * forward * clock, peak * backward * clock),
             memory=gpu.memory_gb_s * GB * MEMORY_FRACTION,
             link=gpu.link_gb_s * GB * LINK_FRACTION,
@@ -129,7 +140,7 @@ class Rates:
             calibrated.append("host copies")
         products, float8 = c.table("product", dtype), c.table("product", "fp8")
         if products is not None:
-            rates = replace(rates, product_flops=products.largest)
+            rates = replace(rates, product_flops=products.largest, fp32_flops=c.required("product", "fp32").largest)
             if float8 is not None:
                 rates = replace(rates, float8_flops=float8.largest)
             collectives = {name: table for name in COLLECTIVES if (table := c.table(name)) is not None}
@@ -150,16 +161,15 @@ class Rates:
         """Measured seconds divided by the formula's: between two shapes the formula is better than linear interpolation."""
         values: dict[tuple[int, ...], float] = {}
         for (rows, inner, columns), rate in flops.items():
-            formula = self._formula_seconds(rows, inner, columns, number_bytes, float8)
+            formula = self._formula_seconds(Product(rows, inner, columns, number_bytes), float8)
             values[rows, inner, columns] = 2.0 * rows * inner * columns / rate / formula
         return RateTable(values)
 
-    def product_seconds(
-        self, rows: int, inner: int, columns: int, number_bytes: int, float8: bool = False, backward: bool = False
-    ) -> float:
-        """[rows, inner] x [inner, columns]; `backward` for the two products of the backward pass."""
-        seconds = self._formula_seconds(rows, inner, columns, number_bytes, float8)
-        seconds *= 2 if backward else 1
+    def product_seconds(self, product: Product, float8: bool = False, backward: bool = False) -> float:
+        """`backward`: of the two products of the backward pass."""
+        rows, inner, columns, number_bytes, experts = product
+        seconds = self._formula_seconds(product, float8)
+        seconds *= (2 if backward else 1) * (self.grouped_ratios[backward] if experts > 1 else 1.0)
         if self.measured is not None:
             table = self.measured.backward_products if backward else self.measured.products
             if float8 and self.measured.float8_products is not None:
@@ -182,16 +192,21 @@ class Rates:
             return moved / self.memory
         return moved / self.measured.element_wise.at(array_bytes)
 
-    def _formula_seconds(self, rows: int, inner: int, columns: int, number_bytes: int, float8: bool) -> float:
-        """The time of full waves of tiles, or of reading and writing, if that is longer. Without the casts of float8."""
-        flops = 2.0 * rows * inner * columns
-        moved = number_bytes * (rows * inner + inner * columns + rows * columns) / self.memory
+    def _formula_seconds(self, product: Product, float8: bool) -> float:
+        """The time of full waves of tiles, or of reading and writing, if that is longer. Without the casts of float8.
+
+        The last tile of rows of an expert is half empty on average.
+        """
+        rows, inner, columns, number_bytes, experts = product
+        moved = number_bytes * (rows * inner + experts * inner * columns + rows * columns) / self.memory
+        speed = self.float8_flops if float8 else self.fp32_flops if number_bytes == DTYPE_BYTES["fp32"] else self.product_flops
         if self.is_cpu:
-            return max(flops / self.product_flops, moved)
-        tiles = math.ceil(rows / TILE_ROWS) * math.ceil(columns / TILE_COLUMNS)
+            return max(2.0 * rows * inner * columns / speed, moved)
+        filled = rows + experts * TILE_ROWS / 2 if experts > 1 else rows
+        tiles = math.ceil(filled / TILE_ROWS) * math.ceil(columns / TILE_COLUMNS)
         waves = tiles / self.sms
         efficiency = waves / math.ceil(waves) * inner / (inner + PIPELINE_FILL)
-        return max(flops / ((self.float8_flops if float8 else self.product_flops) * efficiency), moved)
+        return max(2.0 * filled * inner * columns / (speed * efficiency), moved)
 
     def gather_seconds(self, nbytes: float, group: Group, name: str = "all-gather") -> float:
         """An all-gather to `nbytes` on each rank of the group, or the reduce-scatter of that size, by its name."""

@@ -134,8 +134,8 @@ def check_step_config(step_config: StepConfig) -> None:
 
 
 @cache
-def _shorter(model: ModelConfig, layers: int, layer_type: str | None) -> ModelConfig:
-    return replace(model, num_hidden_layers=layers, layer_types=None if layer_type is None else (layer_type,) * layers)
+def _shorter(model: ModelConfig, layers: int, layer_type: str | None, sparse: bool) -> ModelConfig:
+    return model.with_layers(layers, layer_type, sparse=sparse)
 
 
 def estimate(step_config: StepConfig, gpu: GPU, rates: Rates, budget: float) -> Candidate:
@@ -148,25 +148,24 @@ def estimate(step_config: StepConfig, gpu: GPU, rates: Rates, budget: float) -> 
 
 
 def _on_straight_line(step_config: StepConfig, gpu: GPU, rates: Rates) -> Candidate:
-    """Memory and time, extrapolated linearly from two models of few blocks for each type of layers, whose results count as
+    """Memory and time, extrapolated linearly from two models of few blocks for each kind of layers, whose results count as
     often as the model has such layers."""
     layers = step_config.model.num_hidden_layers
     few, more = (count * step_config.pipeline for count in FEW_BLOCKS)
     if layers <= more:
         prediction = predict(step_config, gpu, rates)
         return Candidate(step_config, prediction.device_bytes, prediction.step_seconds, prediction.parts)
-    types = step_config.model.layer_types or (None,)
 
     def line(below: float, above: float) -> float:
         return above + (layers - more) / (more - few) * (above - below)
 
     memory, seconds, parts = 0.0, 0.0, dict[str, float]()
-    for layer_type, count in Counter[str | None](types).items():
+    for kind, count in Counter(step_config.model.layer_kinds).items():
         low, high = (
-            predict(replace(step_config, model=_shorter(step_config.model, blocks, layer_type)), gpu, rates)
+            predict(replace(step_config, model=_shorter(step_config.model, blocks, *kind)), gpu, rates)
             for blocks in (few, more)
         )
-        share, low_parts = count / len(types), low.parts
+        share, low_parts = count / layers, low.parts
         memory += share * line(low.device_bytes, high.device_bytes)
         seconds += share * line(low.step_seconds, high.step_seconds)
         for name, above in high.parts.items():

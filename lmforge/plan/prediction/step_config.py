@@ -81,10 +81,9 @@ class StepConfig:
     def checkpointing(self) -> NoCheckpointing:
         return CHECKPOINTING_MODES[self.options.activation_checkpointing]
 
-    @property
-    def traced_model(self) -> TracedModel:
-        """The part of the model on a rank, whose trace serves every depth."""
-        return _rank_part(self.model, self.dtype, self.lora, self.tensor)
+    def traced_model(self, *, sparse: bool) -> TracedModel:
+        """The part of the model on a rank, with a block that is a mixture or not, whose trace serves every depth."""
+        return _rank_part(self.model, self.dtype, self.lora, self.tensor, sparse)
 
     @property
     def trains_all(self) -> bool:
@@ -144,6 +143,6 @@ class StepConfig:
 
 
 @cache  # a search asks often
-def _rank_part(model: ModelConfig, dtype: str, lora: LoraConfig | None, tensor: int) -> TracedModel:
+def _rank_part(model: ModelConfig, dtype: str, lora: LoraConfig | None, tensor: int, sparse: bool) -> TracedModel:
     vocabulary = tensor if model.vocab_size % tensor == 0 else 1
-    return TracedModel(replace(model, num_hidden_layers=1, layer_types=None), DTYPES[dtype], lora, tensor, vocabulary)
+    return TracedModel(model.with_layers(1, sparse=sparse), DTYPES[dtype], lora, tensor, vocabulary, sparse)
