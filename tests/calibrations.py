@@ -9,7 +9,8 @@ from typing import Any
 from lmforge.plan.calibration import COLLECTIVES, REQUIRED, SIZES, UNITS
 
 GRID = {"rows": (128, 1024), "inner": (128, 512), "columns": (128, 512), "head_dim": (32, 64), "length": (128, 512)}
-GRID |= {"bytes": (2**16, 2**24)}
+GRID |= {"bytes": (2**16, 2**24), "experts": (8,)}
+EXPERTS = ("product of experts", "product of experts backward")
 
 
 def measurement(what: str, sizes: Sequence[int], value: float, dtype: str | None) -> dict[str, Any]:
@@ -28,9 +29,9 @@ def calibration(
     """The content of such a file: products at 1e11 FLOP/s, attention at half of it, arrays and memory at 1e10 bytes/s."""
     values = {"FLOP/s": 1e11, "bytes/s": 1e10, "s": 1e-3}
     measurements = []
-    for what in (*REQUIRED, *(COLLECTIVES if ranks > 1 else ()), "disk write"):
+    for what in (*REQUIRED, *EXPERTS, *(COLLECTIVES if ranks > 1 else ()), "disk write"):
         value = values[UNITS[what]] * (0.5 if what.startswith("attention") else 1)
-        for dtype in dtypes if what in REQUIRED and what != "memory" else (None,):
+        for dtype in dtypes if what in (*REQUIRED, *EXPERTS) and what != "memory" else (None,):
             corners = product(*(GRID[name] for name in SIZES[what]))
             measurements += [measurement(what, sizes, value, dtype) for sizes in corners]
     head = {"version": 1, "kind": kind, "device": device, "ranks": ranks, "hosts": 1, "threads": 2, "memory_bytes": 2**34}

@@ -22,12 +22,15 @@ from lmforge.cluster.distributed import DistributedContext, init_distributed
 from lmforge.config.verbs.bench import BenchConfig
 from lmforge.errors import format_duration
 from lmforge.model.attention import attend, create_attention_mask
+from lmforge.model.mixture.grouped_mm import multiply_groups, sum_outer_products
 from lmforge.parallel.precision import DTYPES, FLOAT8_MIN_CAPABILITY, has_native_bf16
 from lmforge.plan.calibration import COLLECTIVES, UNITS, VERSION, Calibration, Measurement
 from lmforge.runs import describe_environment, is_local, processor_name
 
 # With less total time than this, the largest sizes are left out.
 FEW_SECONDS = 10.0
+# As many experts have equal parts of the rows of a product.
+EXPERTS = 8
 # The operands that are used in turn exceed the caches, since in a step operands come from memory too. With two small operands
 # in a CPU's caches, products were 15 % and element-wise operators 5 times faster than in a step.
 RING_BYTES, MAX_RING = {"cpu": 2**26, "cuda": 2**28}, 64
@@ -157,7 +160,7 @@ class _Stopwatch:
         grid = self._grid
         shapes = len(grid.products)
         attention = len(grid.head_dims) * len(grid.lengths)
-        calls = len(self._dtypes) * 2 * (shapes + attention) + 2 * shapes * self._has_float8
+        calls = len(self._dtypes) * 2 * (shapes + 1 + attention) + 2 * shapes * self._has_float8
         self._seconds_each = seconds / (calls + len(self._dtypes) * len(grid.array_bytes) + 3)
 
     @property
@@ -168,6 +171,7 @@ class _Stopwatch:
         """Always in the same order, on every rank."""
         for dtype in self._dtypes:
             yield from self._products(dtype)
+            yield from self._products_of_experts(dtype)
             yield from self._attention(dtype)
             yield from self._element_wise(dtype)
         if self._has_float8:
@@ -212,6 +216,25 @@ class _Stopwatch:
             flops = 2.0 * rows * inner * columns
             yield _measurement("product", flops / self._time(forward), dtype, **sizes)
             yield _measurement("product backward", 2 * flops / self._time(backward), dtype, **sizes)
+
+    def _products_of_experts(self, dtype: str) -> Iterator[Measurement]:
+        """Of one size, for the ratio to a dense product."""
+        rows, width = self._grid.rows[-1], self._grid.widths[1]
+        operands = self._ring(((rows, width), (EXPERTS, width, width), (rows, width)), DTYPES[dtype])
+        ends = torch.arange(1, EXPERTS + 1, dtype=torch.int32, device=self._device) * (rows // EXPERTS)
+
+        def forward() -> None:
+            x, weight, _ = next(operands)
+            multiply_groups(x, weight, ends, False)
+
+        def backward() -> None:
+            x, weight, gradient = next(operands)
+            multiply_groups(gradient, weight, ends, True)
+            sum_outer_products(gradient, x, ends)
+
+        sizes, flops = {"rows": rows, "inner": width, "columns": width, "experts": EXPERTS}, 2.0 * rows * width * width
+        yield _measurement("product of experts", flops / self._time(forward), dtype, **sizes)
+        yield _measurement("product of experts backward", 2 * flops / self._time(backward), dtype, **sizes)
 
     def _float8_products(self) -> Iterator[Measurement]:
         """Products of numbers that are scaled and cast already."""

@@ -6,6 +6,7 @@ has the peak FLOP/s of GPUs too (plan/hardware.py).
 
 from dataclasses import dataclass
 
+from lmforge.errors import format_count
 from lmforge.model.config import ModelConfig
 from lmforge.model.family import mixture_linears
 
@@ -48,9 +49,17 @@ def parameter_count(config: ModelConfig) -> ParameterCount:
 
 
 def active_parameters(config: ModelConfig) -> int:
-    """The parameters that a token of a mixture of experts uses, its input embedding included."""
+    """The parameters that a token uses, of experts those that it goes to; with the input embedding, which is looked up."""
     count = parameter_count(config)
-    return count.active_matmul + (0 if config.tie_word_embeddings else count.input_embedding)
+    tied = config.num_outputs * config.hidden_size if config.tie_word_embeddings else 0
+    return count.active_matmul + count.input_embedding - tied
+
+
+def describe_experts(config: ModelConfig) -> str:
+    """How many experts of a mixture a token goes to, in which layers, and the parameters that it uses."""
+    layers = format_count(sum(config.sparse_layers), "layer")
+    each = f"{config.num_experts_per_tok} of {config.num_experts} for each token"
+    return f"{each}, in {layers}, so {active_parameters(config):,} parameters are active"
 
 
 def mixture_parameters(config: ModelConfig) -> int:

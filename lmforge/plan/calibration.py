@@ -21,6 +21,8 @@ VERSION = 1
 SIZES: dict[str, tuple[str, ...]] = {
     "product": ("rows", "inner", "columns"),
     "product backward": ("rows", "inner", "columns"),
+    "product of experts": ("rows", "inner", "columns", "experts"),
+    "product of experts backward": ("rows", "inner", "columns", "experts"),
     "attention": ("head_dim", "length"),
     "attention backward": ("head_dim", "length"),
     "element-wise": ("bytes",),

@@ -18,6 +18,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from lmforge.checkpoint import AsyncCheckpointer
 from lmforge.errors import format_count
 from lmforge.model.attention_backend import describe_attention_backend
+from lmforge.model.flops import describe_experts
 from lmforge.model.mixture.balance import describe_balance
 from lmforge.monitor.expert_load import ExpertLoad
 from lmforge.monitor.usage.other_trainings import other_trainings
@@ -286,9 +287,8 @@ def log_summary(
     ctx.events.add("model", built.point.step, model_type=kind, parameters=counts.total, trained=counts.trained)
     partly = "" if counts.trained == counts.total else f", {counts.trained:,} of them trained"
     log(f"model      {counts.total:,} parameters ({kind}){partly}, {flops_per_token:.3g} FLOPs per token")
-    if sparse := sum(model_config.sparse_layers):
-        each = f"{model_config.num_experts_per_tok} of {model_config.num_experts} for each token"
-        log(f"experts    {each}, in {format_count(sparse, 'layer')}; {describe_balance(model_config)}")
+    if any(model_config.sparse_layers):
+        log(f"experts    {describe_experts(model_config)}; {describe_balance(model_config)}")
     if built.point.manifest is None:
         log(f"weights    {f'of {config.model.source}' if inputs.load_weights else f'random, seed {config.train.seed}'}")
     log(f"data       {inputs.data_summary}")

@@ -19,6 +19,7 @@ from lmforge.config.options import to_toml, validate_options
 from lmforge.config.stage import PretrainConfig
 from lmforge.config.verbs.plan import AnyPlanConfig
 from lmforge.errors import RunFailed, UserError, format_bytes, format_count, format_duration
+from lmforge.model.flops import active_parameters, describe_experts
 from lmforge.parallel.dims import plan_batches
 from lmforge.plan.memory import DTYPE_BYTES
 from lmforge.plan.planning import (
@@ -79,6 +80,8 @@ def run_plan(config: AnyPlanConfig) -> int:
     if machine.network is not None:
         where += f", {machine.gpus_per_host} per host, {machine.network.name}"
     lines = [*batch_note, f"{where}; {machine.describe_constants(step_config.dtype)}"]
+    if any(step_config.model.sparse_layers):
+        lines.append(f"{step_config.parameters.total:,} parameters; experts: {describe_experts(step_config.model)}")
     console.print(escape("\n".join(lines)), soft_wrap=True)
     once = can_reduce_once(prediction.step_config) and not options.reduce_every_micro_batch
     reduced = "; gradients reduced once per step (reduce_every_micro_batch = false), which takes memory" if once else ""
@@ -227,6 +230,8 @@ def _as_json(
         **{name: getattr(prediction, name) for name in seconds},
         "tokens_per_second_per_gpu": prediction.tokens_per_second,
         "tokens_per_second_per_gpu_interval": list(prediction.speed_interval),
+        "parameters": prediction.step_config.parameters.total,
+        "active_parameters": active_parameters(prediction.step_config.model),
         "mfu": prediction.mfu,
         "bottleneck": prediction.bottleneck,
         "constants": dict(zip(("measured", "data sheets"), machine.constants(prediction.step_config.dtype), strict=True)),

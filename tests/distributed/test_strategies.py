@@ -97,6 +97,22 @@ def test_each_rank_holds_the_activations_of_its_own_sequences_whatever_is_sharde
         assert held["activations"] == pytest.approx(predicted, rel=0.02), rank
 
 
+@pytest.mark.parametrize(
+    ("world_size", "name"),
+    sampled("plain", [(2, "fsdp1 full-shard"), (2, "fsdp2, checkpointing full"), (2, "tensor 2"), (4, "ddp")], shape="mixture"),
+)
+def test_each_rank_holds_the_activations_of_a_mixture_for_its_own_tokens(
+    trials: SampledTrials, world_size: int, name: str
+) -> None:
+    [case] = [case for case in strategy_cases(world_size, False) if case.name == name]
+    size = 4 * case.options.model_parallel_size // case.accumulation
+    kind = {"dtype": "fp32", "compiled": False, "on_gpu": False}
+    step_config = StepConfig(SHAPES["mixture"], case.options, world_size, world_size, size, case.accumulation, 48, **kind)
+    for rank in range(world_size):
+        held = trials.read(world_size, f"mixture {name}", rank)
+        assert held["activations"] == pytest.approx(predicted_activation_bytes(step_config), rel=0.02), rank
+
+
 # A model of 4 blocks has 7 units: blocks, embedding, head and root. One all-reduce counts the items of the batch, and one
 # sums the gradient's norm where it is sharded. The root and the head stay gathered for the backward pass.
 GATHERED_TWICE, GATHERED_ONCE = 7 + 5, 7

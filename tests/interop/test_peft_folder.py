@@ -21,6 +21,7 @@ from lmforge.interop.peft_folder import load_peft_folder
 from lmforge.interop.weights import merge_adapters
 from lmforge.model import build_model
 from lmforge.model.config import ModelConfig
+from lmforge.model.flops import active_parameters
 from lmforge.model.init_weights import init_weights
 from lmforge.stages.pretrained import find_pretrained
 from tests.model.conftest import built, drawn_config
@@ -139,7 +140,8 @@ def test_adapters_that_peft_would_take_for_those_of_experts_are_not_exported_alo
         assert command(["export", str(tmp_path / name), str(tmp_path / f"{name}-whole")]) == 0
     said = capfd.readouterr()
     assert "has adapters in dense feed-forwards beside experts" in said.err
-    assert "experts    2 of 3 for each token, in 1 layer; no loss balances them" in said.out
+    active = f"{active_parameters(config):,} parameters are active"
+    assert f"experts    2 of 3 for each token, in 1 layer, so {active}; no loss balances them" in said.out
     theirs = peft.PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(tmp_path / "base"), tmp_path / "attention-out")
     tokens = torch.randint(0, 261, (1, 9))
     whole = AutoModelForCausalLM.from_pretrained(tmp_path / "attention-whole")

@@ -12,7 +12,7 @@ from lmforge.cli import run
 from lmforge.plan.calibration import COLLECTIVES, REQUIRED, Calibration, RateTable, read_calibration
 from lmforge.plan.hardware import data_sheets
 from lmforge.plan.prediction.rates import Group, Rates
-from tests.calibrations import calibration, write_calibration
+from tests.calibrations import EXPERTS, calibration, write_calibration
 from tests.conftest import Command, Refusal
 
 CPU_PLAN = ["--gpu_type", "cpu", "--train.global_batch_size", "8"]
@@ -38,11 +38,11 @@ def test_two_ranks_measure_themselves_and_a_plan_of_two_takes_it(
     assert (measured.kind, measured.ranks, measured.hosts) == ("cpu", 2, 1)
     assert measured.packages["torch"]
     names = {each.what for each in measured.measurements}
-    assert names == {*REQUIRED, *COLLECTIVES, "disk write", "disk read"}
+    assert names == {*REQUIRED, *EXPERTS, *COLLECTIVES, "disk write", "disk read"}
     assert [*tmp_path.iterdir()] == [out.parent]  # nothing is left of what was written to measure the disk
     common = [*CPU_PLAN, "--gpus", 2, "--train.dtype", "fp32"]
     result, before = planned(capfd, *common, "--calibration", out), planned(capfd, *common)
-    every = ["matrix products", "attention", "memory", "collectives", "disk"]
+    every = ["matrix products", "products of experts", "attention", "memory", "collectives", "disk"]
     assert result["constants"] == {"measured": every, "data sheets": []}
     assert before["constants"]["measured"] == []
     spans = []
@@ -164,6 +164,23 @@ def test_each_measured_rate_takes_the_place_of_its_constant(tmp_path: Path, capf
         assert all(after[other] == before[other] for other in others)
 
 
+def test_products_of_experts_take_the_time_that_was_measured_beside_dense_ones(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    words = [*CPU_PLAN, "--train.dtype", "fp32", "--model.preset", "nano-moe", "--calibration"]
+    before = planned(capfd, *words, write_calibration(tmp_path, calibration()))["seconds"]
+    table = calibration()
+    for each in table["measurements"]:
+        if each["what"] in EXPERTS:
+            each["value"] /= 2
+    after = planned(capfd, *words, write_calibration(tmp_path, table))["seconds"]
+    assert after["products of experts"] == pytest.approx(2 * before["products of experts"])
+    assert after["matrix products"] == before["matrix products"]
+    table["measurements"] = [each for each in table["measurements"] if each["what"] not in EXPERTS]
+    of_file = planned(capfd, *words, write_calibration(tmp_path, table))
+    assert of_file["constants"]["data sheets"] == ["products of experts", "collectives"]
+
+
 def test_the_disk_and_the_memory_are_those_that_were_measured(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     words = [*CPU_PLAN, "--calibration", write_calibration(tmp_path, calibration())]
     result = planned(capfd, *words)
@@ -179,7 +196,8 @@ def test_a_plan_says_what_was_measured_and_what_is_of_a_data_sheet(tmp_path: Pat
     words = ["--gpus", 16, "--train.global_batch_size", 16, "--calibration", write_calibration(tmp_path, gpu)]
     assert run(["plan", *map(str, words)]) == 0
     first = capfd.readouterr().out.splitlines()[0]
-    assert "constants measured (NVIDIA H100 80GB HBM3, 1 rank, 2026-11-23): matrix products, attention, memory, disk" in first
+    assert "constants measured (NVIDIA H100 80GB HBM3, 1 rank, 2026-11-23): matrix products, products of experts, " in first
+    assert "products of experts, attention, memory, disk; from data sheets" in first
     assert "from data sheets (NVIDIA H100 data sheet (SXM)): collectives, host copies, network" in first
     assert run(["plan", *map(str, words), "--search", "--configurations", "3"]) == 0
     assert "constants measured (NVIDIA H100 80GB HBM3" in capfd.readouterr().out
@@ -208,11 +226,19 @@ def test_measured_collectives_count_for_the_group_that_was_measured() -> None:
 
 
 @pytest.mark.parametrize(
-    ("engine", "ranks", "checkpointing"),
-    [("single", 1, "none"), ("single", 1, "full"), ("single", 1, "selective-ops"), ("ddp", 2, "none"), ("fsdp2", 2, "full")],
+    ("preset", "engine", "ranks", "checkpointing"),
+    [
+        ("nano", "single", 1, "none"),
+        ("nano", "single", 1, "full"),
+        ("nano", "single", 1, "selective-ops"),
+        ("nano", "ddp", 2, "none"),
+        ("nano", "fsdp2", 2, "full"),
+        ("nano-moe", "single", 1, "selective-ops"),
+        ("nano-moe", "fsdp2", 2, "none"),
+    ],
 )
 def test_live_tensors_at_the_peak_of_a_step_are_those_that_bench_measures(
-    capfd: pytest.CaptureFixture[str], tmp_path: Path, engine: str, ranks: int, checkpointing: str
+    capfd: pytest.CaptureFixture[str], tmp_path: Path, preset: str, engine: str, ranks: int, checkpointing: str
 ) -> None:
     # A tensor that vmap handed out, as another test of this process may have left one, has no bytes of its own.
     left: list[torch.Tensor] = []
@@ -220,7 +246,7 @@ def test_live_tensors_at_the_peak_of_a_step_are_those_that_bench_measures(
     words = ["--parallel.activation_checkpointing", checkpointing, "--train.compile", "off", "--train.dtype", "fp32"]
     # On a CPU, which of two collectives of FSDP ends first moves the peak by up to 4 MiB: of a smaller batch by over 5 %.
     words += ["--train.micro_batch_size", "6", "--train.global_batch_size", str(6 * ranks), "--data.sequence_length", "256"]
-    words += ["--model.num_hidden_layers", "3", "--parallel.engine", engine]
+    words += ["--model.preset", preset, "--model.num_hidden_layers", "3", "--parallel.engine", engine]
     timed = ["--launch.processes", str(ranks)] if ranks > 1 else []
     timed += ["--bench.steps", "1", "--bench.warmup_steps", "1", "--data.folder", str(tmp_path / "none")]
     assert run(["bench", *words, *timed, "--bench.output", "json"]) == 0

@@ -16,7 +16,7 @@ from lmforge.config.activation_checkpointing import CHECKPOINTING_MODES
 from lmforge.config.load import read_config
 from lmforge.config.sections import ParallelOptions
 from lmforge.model.config import ModelConfig, get_preset
-from lmforge.model.flops import parameter_count
+from lmforge.model.flops import active_parameters, flops_per_token, parameter_count
 from lmforge.plan.hardware import HARDWARE_FILE, data_sheets
 from lmforge.plan.planning import Machine
 from lmforge.plan.prediction import predict as prediction_module
@@ -105,6 +105,41 @@ def test_checkpointing_trades_memory_for_time(preset: str, compiled: bool) -> No
     assert max(seconds) <= 1.001 * seconds[-1]
 
 
+# Its third layer is dense.
+MIXED = replace(get_preset("nano-moe"), mlp_only_layers=(2,), num_hidden_layers=12)
+
+
+@pytest.mark.parametrize("name", ["nano-moe", "olmoe-1b-7b", "mixtral-8x7b", "qwen3-30b-a3b", "mixed"])
+def test_a_mixture_is_planned_with_all_its_parameters_and_the_flops_of_the_active_ones(name: str) -> None:
+    step_config = replace(step_config_of("nano-moe", gpus=8), model=MIXED if name == "mixed" else get_preset(name))
+    prediction = prediction_of(step_config)
+    # The ranks divide the experts, and every other first dimension.
+    assert prediction.memory["weights"] == pytest.approx(4 * parameter_count(step_config.model).total / 8, rel=1e-9)
+    assert prediction.memory["optimizer states"] == pytest.approx(2 * prediction.memory["weights"], rel=1e-9)
+    flops = flops_per_token(step_config.model, 4096) * prediction.tokens_per_second
+    assert prediction.mfu == pytest.approx(flops / data_sheets().gpu("h100-80").tflops["bf16"] / 1e12)
+    assert 0 < prediction.seconds["products of experts"] < prediction.step_seconds
+    assert prediction.mfu < 0.7
+
+
+def test_experts_that_are_fewer_than_the_ranks_are_padded_to_a_row_each() -> None:
+    few, many = (prediction_of(step_config_of("mixtral-8x7b", gpus=gpus)).memory["weights"] for gpus in (8, 64))
+    assert many > 0.95 * few
+
+
+def test_a_mixture_takes_longer_than_the_dense_model_of_its_active_parameters_and_less_than_that_of_all() -> None:
+    base = step_config_of("nano-moe", micro_batch_size=16)
+    chosen, experts = base.model.num_experts_per_tok, base.model.num_experts
+    dense = {"num_experts": 0, "num_experts_per_tok": 0, "norm_topk_prob": False, "output_router_logits": False}
+    dense |= {"router_aux_loss_coef": 0.0, "model_type": "qwen3", "moe_intermediate_size": 0}
+    sizes = (256 * count for count in (chosen, experts))
+    seconds = []
+    for model in (base.model, *(replace(base.model, **dense, intermediate_size=size) for size in sizes)):
+        busy = prediction_of(replace(base, model=model)).seconds
+        seconds.append(busy["matrix products"] + busy.get("products of experts", 0.0))
+    assert seconds[1] < seconds[0] < seconds[2]
+
+
 def test_more_ranks_take_less_memory_each_and_slow_networks_take_time() -> None:
     few, many = prediction_of(step_config_of(gpus=8)), prediction_of(step_config_of(gpus=128))
     assert many.device_bytes < few.device_bytes
@@ -133,9 +168,10 @@ def test_splitting_the_model_splits_its_memory() -> None:
 
 
 def test_an_estimate_of_a_search_is_near_the_prediction() -> None:
-    degrees = ({"tensor_parallel_degree": 2}, {"pipeline_parallel_degree": 2})
-    for changes in ({}, {"activation_checkpointing": "full"}, *degrees):
-        step_config = step_config_of("llama2-34b", gpus=32, accumulation=4, micro_batch_size=1, **changes)
+    full, degrees = {"activation_checkpointing": "full"}, ({"tensor_parallel_degree": 2}, {"pipeline_parallel_degree": 2})
+    mixture = ("olmoe-1b-7b", {"tensor_parallel_degree": 2})
+    for preset, changes in (("llama2-34b", {}), ("llama2-34b", full), *(("llama2-34b", each) for each in degrees), mixture):
+        step_config = step_config_of(preset, gpus=32, accumulation=4, micro_batch_size=1, **changes)
         machine = Machine(data_sheets().gpu("h100-80"), data_sheets().network("infiniband-ndr"), 8)
         estimated, whole = (
             estimate(step_config, machine.gpu, machine.rates("bf16"), 0.0),
@@ -162,6 +198,14 @@ def test_each_block_costs_what_its_own_window_makes_it_cost() -> None:
     estimated, whole = estimate(long, machine.gpu, machine.rates("bf16"), 0.0), prediction_of(long)
     assert estimated.parts["attention"] == pytest.approx(whole.parts["attention"])
     assert estimated.step_seconds == pytest.approx(whole.step_seconds, rel=0.02)
+    assert estimated.device_bytes == pytest.approx(whole.device_bytes, rel=0.05)
+
+
+def test_an_estimate_of_a_search_counts_dense_and_sparse_layers_as_often_as_there_are() -> None:
+    step_config = replace(step_config_of("nano-moe", micro_batch_size=16), model=replace(MIXED, num_hidden_layers=24))
+    machine = Machine(data_sheets().gpu("h100-80"), data_sheets().network("infiniband-ndr"), 8)
+    estimated, whole = estimate(step_config, machine.gpu, machine.rates("bf16"), 0.0), prediction_of(step_config)
+    assert estimated.parts["products of experts"] == pytest.approx(whole.parts["products of experts"])
     assert estimated.device_bytes == pytest.approx(whole.device_bytes, rel=0.05)
 
 
@@ -197,6 +241,21 @@ def test_a_plan_says_memory_speed_and_cost_with_intervals(capfd: pytest.CaptureF
         assert least < cost[name] < most
     assert cost["tokens"] == 1_000_000 * 256 * 4096
     assert planned["fits"] is True
+
+
+def test_a_plan_of_a_mixture_says_its_total_and_active_parameters(capfd: pytest.CaptureFixture[str]) -> None:
+    words = ["plan", "--model.preset", "olmoe-1b-7b", "--gpus", "8"]
+    total, active = (
+        count(get_preset("olmoe-1b-7b")) for count in (lambda model: parameter_count(model).total, active_parameters)
+    )
+    assert run(words) == 0
+    assert f"\n{total:,} parameters; experts: 8 of 64 for each token, in 16 layers, so {active:,} parameters are active\n" in (
+        capfd.readouterr().out
+    )
+    planned = plan_json(capfd, *words[1:])
+    assert (planned["parameters"], planned["active_parameters"]) == (total, active)
+    assert run([*words, "--search", "--configurations", "40"]) == 0
+    assert "why slower" in capfd.readouterr().out
 
 
 def test_a_chip_is_known_by_its_name_and_each_gpu_has_a_sequence(capfd: pytest.CaptureFixture[str]) -> None:

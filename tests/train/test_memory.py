@@ -68,7 +68,7 @@ def measured(model: ParallelModel, size: int, length: int) -> int:
 
 
 MODES = tuple(CHECKPOINTING_MODES)
-MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3", "gpt2")
+MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3", "gpt2", "qwen3_moe")
 DTYPES = (torch.float32, torch.bfloat16)
 # `make test` has every pair of a mode and a dtype, and every model type with two modes and both dtypes.
 CASES = [

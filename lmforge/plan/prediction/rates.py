@@ -154,6 +154,11 @@ class Rates:
                 Group(c.ranks, c.hosts, c.ranks_per_host),
             )
             rates = replace(rates, measured=measured)
+            experts = (c.table("product of experts", dtype), c.table("product of experts backward", dtype))
+            if experts[0] is not None and experts[1] is not None:
+                ratios = rates._beside_dense(experts[0], dtype, False), rates._beside_dense(experts[1], dtype, True)
+                rates = replace(rates, grouped_ratios=ratios)
+                calibrated.append("products of experts")
             calibrated += ["matrix products", "attention", *(["collectives"] if collectives else [])]
         return replace(rates, calibrated=tuple(name for name in CONSTANTS if name in calibrated))
 
@@ -164,6 +169,15 @@ class Rates:
             formula = self._formula_seconds(Product(rows, inner, columns, number_bytes), float8)
             values[rows, inner, columns] = 2.0 * rows * inner * columns / rate / formula
         return RateTable(values)
+
+    def _beside_dense(self, flops: RateTable, dtype: str, backward: bool) -> float:
+        """Measured seconds of experts' products over those of dense ones."""
+        ungrouped, ratios = replace(self, grouped_ratios=(1.0, 1.0)), list[float]()
+        for (rows, inner, columns, experts), rate in flops.items():
+            product = Product(rows, inner, columns, DTYPE_BYTES[dtype], experts)
+            seconds = (4.0 if backward else 2.0) * rows * inner * columns / rate
+            ratios.append(seconds / ungrouped.product_seconds(product, backward=backward))
+        return sum(ratios) / len(ratios)
 
     def product_seconds(self, product: Product, float8: bool = False, backward: bool = False) -> float:
         """`backward`: of the two products of the backward pass."""

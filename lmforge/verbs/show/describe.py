@@ -16,7 +16,7 @@ from lmforge.errors import format_bytes
 from lmforge.interop.kinds import Kind, kind_of
 from lmforge.interop.resolve import model_config_from_options
 from lmforge.model.config import ModelConfig
-from lmforge.model.flops import FLOPS_CONVENTION, flops_per_token, parameter_count
+from lmforge.model.flops import FLOPS_CONVENTION, describe_experts, flops_per_token, parameter_count
 from lmforge.parallel.dims import parallel_dims, plan_batches
 from lmforge.parallel.validate import check_parallel, choose_engine
 from lmforge.plan.memory import DTYPE_BYTES, checkpoint_bytes, count_all
@@ -106,10 +106,11 @@ def _describe_sharding(config: StageConfig, world_size: int, state_bytes: int) -
 def describe_cost(model: ModelConfig, sequence_length: int, optimizer: OptimizerOptions, master_dtype: str) -> str:
     """Parameters, FLOPs per token and memory of weights and optimizer states of a model that `optimizer` trains."""
     count = parameter_count(model)
+    experts = f"experts    {describe_experts(model)}\n" if any(model.sparse_layers) else ""
     return (
         f"model      {count.total:,} parameters ({count.active_matmul:,} multiply each token),"
         f" {flops_per_token(model, sequence_length):.3g} FLOPs per token at length {sequence_length:,}\n"
-        f"memory     {format_bytes(count.total * DTYPE_BYTES[master_dtype])} of {master_dtype} weights;"
+        f"{experts}memory     {format_bytes(count.total * DTYPE_BYTES[master_dtype])} of {master_dtype} weights;"
         f" {format_bytes(checkpoint_bytes(optimizer, master_dtype, count_all(model)))} with the states of {optimizer.name},"
         " over all ranks that shard it"
     )
@@ -176,11 +177,13 @@ def describe_model(model: ModelConfig, title: str, sequence_length: int | None =
     heads = f"{model.num_attention_heads} heads of {model.head_dim}"
     if model.num_key_value_heads != model.num_attention_heads:
         heads += f" ({model.num_key_value_heads} for keys and values)"
+    feed_forward = ["of experts " * sparse + str(model.expert_size if sparse else model.intermediate_size)
+                    for sparse in sorted(set(model.sparse_layers))]  # fmt: skip
     length = sequence_length or min(model.max_position_embeddings, DEFAULT_SEQUENCE_LENGTH)
     return (
         f"{title}\n"
         f"config     {model.model_type}: {model.num_hidden_layers} layers, width {model.hidden_size},"
-        f" feed-forward {model.intermediate_size}, {heads}\n"
+        f" feed-forward {' and '.join(feed_forward)}, {heads}\n"
         f"vocabulary {model.vocab_size:,}, {'tied' if model.tie_word_embeddings else 'untied'};"
         f" positions {model.max_position_embeddings:,}\n"
         f"{describe_cost(model, length, OptimizerOptions(), 'fp32')}\n"

@@ -12,7 +12,7 @@ from lmforge.interop.kinds import Kind, kind_of, unexpected
 from lmforge.interop.resolve import resolve_model_config, stored_model_config
 from lmforge.manifests import CorruptCheckpoint, check_sizes, read_manifest
 from lmforge.model.config import get_preset
-from lmforge.model.flops import parameter_count
+from lmforge.model.flops import active_parameters, parameter_count
 from lmforge.model.presets import PRESETS
 from lmforge.run_records import newest_values, skipped_batches
 from lmforge.runs import Run
@@ -138,8 +138,9 @@ def _list_presets() -> str:
     rows = []
     for name in PRESETS:
         model = get_preset(name)
+        active = f", {active_parameters(model) / 1e6:,.1f} M active" if any(model.sparse_layers) else ""
         rows.append(
-            f"{name:<16} {parameter_count(model).total / 1e6:>10,.1f} M  {model.model_type:<8}"
-            f" {model.num_hidden_layers:>3} layers, width {model.hidden_size:>6}, vocabulary {model.vocab_size:>7,}"
+            f"{name:<16} {parameter_count(model).total / 1e6:>10,.1f} M  {model.model_type:<11}"
+            f" {model.num_hidden_layers:>3} layers, width {model.hidden_size:>6}, vocabulary {model.vocab_size:>7,}{active}"
         )
     return "\n".join(rows)
