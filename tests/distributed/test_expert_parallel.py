@@ -1,12 +1,15 @@
 """Runs whose experts are split over ranks: cut into legs of other degrees, decoding while they train, refusals."""
 
 import shutil
+from pathlib import Path
 
 import pytest
 
 from lmforge.bench.parity import weights_difference
 from lmforge.runs import Run
-from tests.distributed.conftest import Recipe, losses, run_cases, weights
+from tests.distributed.conftest import HERE, Recipe, losses, run_cases, weights
+from tests.preloaded import on_ranks
+from tests.seeds import fresh_seed
 
 MIXTURE = [
     *("--model.preset", "nano-moe", "--model.num_experts", "4", "--model.num_experts_per_tok", "2"),
@@ -54,3 +57,7 @@ def test_a_run_in_legs_with_other_expert_parallel_degrees_is_the_run_of_one_proc
     tensors = weights(leg)
     for name, tensor in weights(whole).items():
         assert weights_difference(name, tensors[name], tensor) <= 2e-6, name
+
+
+def test_tokens_go_to_the_ranks_of_their_experts_and_back_even_if_some_ranks_get_none(tmp_path: Path) -> None:
+    on_ranks(4, HERE / "dispatch_on_ranks.py", tmp_path, fresh_seed())
