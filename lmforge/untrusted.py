@@ -126,9 +126,12 @@ def check_content(value: Any, schema: type[T], source: str, error: Callable[[str
 
 
 def read_toml(path: Path) -> dict[str, Any]:
-    """The nested table of a TOML file. Raises UserError in one line where it is too large, too deep, not UTF-8 or not TOML;
-    OSError passes."""
-    return parse_toml(read_bounded(path), str(path))
+    """The nested table of a TOML file. Raises UserError in one line where it is too large, too deep, not UTF-8 or not TOML, or
+    an empty pipe; OSError passes."""
+    content = read_bounded(path)
+    if not content and path.is_fifo():
+        raise UserError(f"{path}: nothing came through this pipe; write to it before it is read, or name a file")
+    return parse_toml(content, str(path))
 
 
 def parse_toml(content: bytes, source: str) -> dict[str, Any]:

@@ -626,6 +626,13 @@ def test_a_pipe_in_the_place_of_a_file_is_not_waited_for(trained: Run, capfd: py
     assert "unexpected" not in capfd.readouterr().err
 
 
+@pytest.mark.parametrize("verb", ["plan", "pretrain", "bench"])
+def test_an_empty_pipe_is_no_recipe(verb: str, tmp_path: Path, refused: Refusal) -> None:
+    pipe = tmp_path / "pipe.toml"
+    os.mkfifo(pipe)
+    assert refused(verb, pipe) == f"{pipe}: nothing came through this pipe; write to it before it is read, or name a file"
+
+
 def test_strange_names_among_the_checkpoints_and_logs_of_a_run_do_no_harm(trained: Run, onwards: list[str]) -> None:
     for folder in (trained.checkpoints_folder / "step-\u00b2", trained.checkpoints_folder / "step-7"):
         folder.mkdir()

@@ -29,6 +29,9 @@ GB_PER_SECOND: Range = {"ge": 1e-6, "le": 1e9}  # of a disk, and divided by
 HOURS: Range = {"ge": 1e-3, "le": 1e15}  # between events, and divided by: of a GPU, or of very many
 DURATION: Range = {"gt": 0, "le": 1e6}  # seconds, minutes, passes over the data; longer ones overflow timers
 
+# A smaller one makes logits infinite.
+REPETITION_PENALTY: Range = {"ge": 0.01, "le": 100}
+
 # Fields of a model config, by their Hugging Face names.
 MODEL_RANGES: dict[str, Range] = {
     "vocab_size": {"gt": 0, "le": 2**24},

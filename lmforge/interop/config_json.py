@@ -12,7 +12,7 @@ from typing import Annotated, Any
 from pydantic import BaseModel, Field, ValidationError
 
 from lmforge import registry
-from lmforge.config.ranges import LENGTH, MODEL_RANGES
+from lmforge.config.ranges import LENGTH, MODEL_RANGES, REPETITION_PENALTY
 from lmforge.errors import UserError
 from lmforge.model.config import ModelConfig, base_model_type
 from lmforge.model.family import load_family
@@ -64,7 +64,7 @@ class GenerationConfig(BaseModel, strict=True, extra="allow", allow_inf_nan=Fals
     top_k: Annotated[int, Field(ge=0)] | None = None
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
     min_p: Annotated[float, Field(ge=0, le=1)] | None = None
-    repetition_penalty: Annotated[float, Field(gt=0)] | None = None
+    repetition_penalty: Annotated[float, Field(**REPETITION_PENALTY)] | None = None
     max_new_tokens: Annotated[int, Field(gt=0, le=LENGTH["le"])] | None = None
     max_length: Annotated[int, Field(gt=0, le=LENGTH["le"])] | None = None
     stop_strings: str | list[str] | None = None

@@ -147,8 +147,9 @@ async def _respond(
 ) -> Response:
     requests = _generation_requests(body, served, prompts)
     if len(requests) > served.batcher.max_batch_size:
-        message = f"n: {len(requests)} texts in one request, and this server generates at most {served.batcher.max_batch_size}"
-        raise ApiError(400, message, param="n")
+        field = "n" if body.n > 1 else "prompt"
+        message = f"{len(requests)} texts in one request, and this server generates at most {served.batcher.max_batch_size}"
+        raise ApiError(400, f"{field}: {message}", param=field)
     tokenizer, echoes = served.loaded.tokenizer, list[str | None]()
     if isinstance(body, CompletionRequest):
         continued = [prompt != "" for prompt in body.prompts for _ in range(body.n)]

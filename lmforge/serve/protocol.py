@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal, TypeVar, cast
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from lmforge.config.ranges import REPETITION_PENALTY
 from lmforge.data.chat.messages import NO_TEMPLATE_VARIABLES, REASONING_FIELDS
 from lmforge.untrusted import cut, quoted
 
@@ -118,7 +119,7 @@ class BaseCompletionRequest(_StrictModel):
     top_p: float | None = Field(None, gt=0, le=1)
     top_k: int | None = Field(None, ge=-1)
     min_p: float | None = Field(None, ge=0, le=1)
-    repetition_penalty: float | None = Field(None, ge=0.01, le=100)  # smaller ones make logits infinite
+    repetition_penalty: float | None = Field(None, **REPETITION_PENALTY)
     n: int = Field(1, ge=1, le=128)
     seed: int | None = Field(None, ge=-(2**63), lt=2**63)
     stop: StopString | Annotated[list[StopString], Field(max_length=16)] = []

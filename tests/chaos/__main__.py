@@ -19,6 +19,7 @@ def main() -> int:
     parser.add_argument("--faults", type=int, default=200, help="so many, at least")
     parser.add_argument("--seed", type=int, default=None, help="repeats a plan (default: a fresh one, printed)")
     parser.add_argument("--minutes", type=float, default=None, help="begin no further fault after so long")
+    parser.add_argument("--kind", action="append", help="only faults of this kind (more than once: of these)")
     parser.add_argument("--lanes", type=int, default=2, help="lives at a time")
     parser.add_argument("--output", type=Path, default=None, help="file for the figures, as JSON")
     chosen = parser.parse_args()
@@ -35,8 +36,11 @@ def main() -> int:
         os.execvp("unshare" if may else command[0], ["unshare", "-rm", *command] if may else command)
     seed = chosen.seed if chosen.seed is not None else secrets.randbits(32)
     print(f"seed {seed}", flush=True)
+    from tests.chaos import plan
     from tests.chaos.lanes import lead_lanes, report
 
+    if chosen.kind:
+        plan.KINDS = {kind: plan.KINDS[kind] for kind in chosen.kind}
     with tempfile.TemporaryDirectory(prefix="chaos-", ignore_cleanup_errors=True) as folder:
         began = time.monotonic()
         until = began + 60 * chosen.minutes if chosen.minutes else float("inf")

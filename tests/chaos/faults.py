@@ -11,8 +11,8 @@ from typing import Any
 
 from lmforge.atomic_files import PARTIAL_SUFFIX
 from lmforge.runs import MANIFEST, Run
-from tests.chaos.plan import Fault
-from tests.chaos.processes import Attempt
+from tests.chaos.plan import LOSES_OUTPUT, Fault
+from tests.chaos.processes import Attempt, Outlet
 
 # A moment that does not come (a phase that is over in microseconds) is not waited for longer.
 MOMENT_SECONDS = 4.0
@@ -118,6 +118,36 @@ def _until(condition: Callable[[], bool], attempt: Attempt, seconds: float, hang
             return False
         time.sleep(every)
     return True
+
+
+def draw_outlet(fault: Fault, folder: Path, may_mount: bool) -> Outlet | None:
+    """The outlet of an attempt whose output is to be lost."""
+    if fault.kind not in LOSES_OUTPUT:
+        return None
+    how = fault.chance.choice(("closed", "reader", "reader", *(("disk", "disk") if may_mount else ())))
+    return Outlet(how, fault.chance.choice(((1, 2), (1, 2), (1,), (2,))), folder)
+
+
+def lose_output(fault: Fault, attempt: Attempt, tracks: Tracks, victim: int) -> None:
+    """Nothing takes the output any more: the run goes on, and ends or stops as it would have. Raises Hung."""
+    assert attempt.outlet
+    attempt.outlet.lose()
+    steps = len(tracks.trained()) + 3
+    if not _until(lambda: len(tracks.trained()) >= steps, attempt, HANG_SECONDS, hangs=True):
+        return
+    if not fault.patient:
+        attempt.send(fault.signal, None if attempt.launched else [victim])
+    if not attempt.wait(4 * HANG_SECONDS):
+        raise Hung(f"it did not end after: {fault.kind}")
+
+
+def untold_loss(attempt: Attempt, tracks: Tracks) -> str:
+    """What the log of the first rank should say of the standard output that was lost, and does not; empty where it does."""
+    assert attempt.outlet
+    log = max(tracks.run.path.glob("logs/attempt-*/rank-0.log"), key=lambda path: path.stat().st_mtime)
+    reason = {"closed": "closed", "reader": "Broken pipe", "disk": "No space left on device"}[attempt.outlet.how]
+    words = f"standard output: {reason}; from now on it is written to this log only"
+    return "" if 1 not in attempt.outlet.streams or words in log.read_text() else words
 
 
 @dataclass(frozen=True)

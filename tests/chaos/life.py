@@ -20,13 +20,24 @@ from lmforge.cluster.processes import STOP_SIGNALS, signal_name
 from lmforge.monitor.heartbeat import FINAL_PHASES
 from lmforge.runs import Run
 from tests.chaos import plan
-from tests.chaos.faults import HANG_SECONDS, Ballast, Damage, Hung, Tracks, await_moment, damage
-from tests.chaos.plan import BY_COMMAND, Fault, Topology
+from tests.chaos.faults import (
+    HANG_SECONDS,
+    Ballast,
+    Damage,
+    Hung,
+    Tracks,
+    await_moment,
+    damage,
+    draw_outlet,
+    lose_output,
+    untold_loss,
+)
+from tests.chaos.plan import BY_COMMAND, LOSES_OUTPUT, Fault, Topology
 from tests.chaos.processes import Attempt, descendants, forked, gone, in_a_child, launched, stop_for
 from tests.chaos.undisturbed import EVERY, STALL_SECONDS, STEPS, distance, recipe, undisturbed
 
 ENDING_SECONDS = 30.0
-ASKING = ("ask to stop", "kill the launcher", "ask the launcher")
+ASKING = ("ask to stop", "kill the launcher", "ask the launcher", *LOSES_OUTPUT)
 # What is sent here. A rank that ends by another signal has crashed.
 SENT = (signal.SIGKILL, *STOP_SIGNALS)
 # A rank that is stopped is told after the limit and some heartbeats; a busy machine is late with either.
@@ -110,12 +121,14 @@ class Life:
         # Where no disk can be mounted that fills, no file may grow.
         limited = ("file limit",) if self._disk else ("file limit", "full disk")
         limit = fault.chance.randrange(60_000, 150_000) if fault and fault.kind in limited else None
+        outlet = draw_outlet(fault, self._folder, self._disk is not None) if fault else None
         if fault and fault.kind in BY_COMMAND:
-            attempt = launched(words, topology.ranks, self._folder)
+            attempt = launched(words, topology.ranks, self._folder, outlet)
         else:
-            attempt = forked(words, topology.ranks, self._folder, limit)
+            attempt = forked(words, topology.ranks, self._folder, limit, outlet)
         self._attempt = attempt
-        self._telling = f"life {self._number}, attempt {figures.attempts}: {topology}, {fault and fault.kind} at"
+        self._telling = f"life {self._number}, attempt {figures.attempts}: {topology}, {fault and fault.kind}"
+        self._telling += f" {outlet.streams} ({outlet.how}) at" if outlet else " at"
         self._telling += f" {fault and fault.moment}, from step {expected}"
         hurt = False
         try:
@@ -127,7 +140,10 @@ class Life:
         finally:
             attempt.send(signal.SIGKILL)
             attempt.wait(ENDING_SECONDS)
-        return self._look_over(fault if hurt else None, attempt, tracks, topology, expected)
+        is_over = self._look_over(fault if hurt else None, attempt, tracks, topology, expected)
+        if outlet:
+            outlet.close()
+        return is_over
 
     # --- during an attempt -------------------------------------------------------------------------------------------
 
@@ -146,6 +162,9 @@ class Life:
             return self._sleep(victim, attempt, tracks)
         if fault.kind == "full disk":
             return self._fill(fault, attempt)
+        if attempt.outlet:
+            lose_output(fault, attempt, tracks, victim)
+            return True
         under_way = tracks.under_way(ranks)
         if attempt.launched:
             self._hurt_launched(fault, attempt, tracks, victim)
@@ -256,7 +275,7 @@ class Life:
             self._find(f"statuses {attempt.ended} where nothing was done to it", said)
         if trained:
             self._history.append(topology)
-            self._check_start(attempt.out(), trained, expected)
+            self._check_start(attempt.said() if attempt.outlet else attempt.out(), trained, expected, bool(attempt.outlet))
             self._check_losses()
             self._position = trained[-1]
         self._damaged = [each for each in self._damaged if each.there]
@@ -269,8 +288,10 @@ class Life:
         if fault and fault.kind in ASKING and trained and trained[-1] < STEPS:
             # A run that was only starting gets the launcher's SIGTERM too; all ranks follow the same signal.
             requested = len(statuses) == 1 and statuses <= {128 + number for number in attempt.sent}
-            if fault.kind == "ask to stop" and not requested:
+            if fault.kind in ("ask to stop", *LOSES_OUTPUT) and not requested:
                 self._find(f"asked by {signal_name(fault.signal)} it ended with {attempt.ended}", said)
+            if attempt.outlet and (words := untold_loss(attempt, tracks)):
+                self._find(f"nowhere in its log: {words}", said)
             if lost:
                 self._find(f"{lost} steps were lost though it was asked to stop", said)
         left_alone = statuses <= {1, -signal.SIGKILL} and 1 in statuses  # a launcher's SIGTERM may end who was about to speak
@@ -300,10 +321,10 @@ class Life:
         damaged = {each.folder for each in self._damaged if each.there}
         return max((step for step in self.run.checkpoint_steps() if self.run.checkpoint_path(step) not in damaged), default=0)
 
-    def _check_start(self, out: str, trained: list[int], expected: int) -> None:
-        """It went on from the newest sound checkpoint and said so, and what it passed over."""
+    def _check_start(self, out: str, trained: list[int], expected: int, may_be_lost: bool) -> None:
+        """It went on from the newest sound checkpoint and said so, and what it passed over, unless that may be lost."""
         resumed = re.findall(r"^continuing .* from step (\d+)$", out, re.M)
-        begun = int(resumed[-1]) if resumed else 0
+        begun = int(resumed[-1]) if resumed else trained[0] - 1 if may_be_lost else 0
         if begun != expected or trained[0] != begun + 1:
             self._find(f"it went on from step {begun} (first trained {trained[0]}) and not from {expected}", out)
             self.figures.corrupt_loaded += any(self.run.checkpoint_path(begun) == each.folder for each in self._damaged)
@@ -311,7 +332,7 @@ class Life:
             if int(each.folder.name.removeprefix("step-")) > begun:
                 if re.search(rf"{each.folder.name}: .+; skipped$", out, re.M):
                     self.figures.passed_over_and_named += 1
-                else:
+                elif not may_be_lost:
                     self._find(f"{each.folder.name} ({each.what}) was passed over without a word", out)
 
     def _check_losses(self) -> None:

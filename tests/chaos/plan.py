@@ -28,8 +28,11 @@ KINDS: dict[str, tuple[int, tuple[str, ...]]] = {
     "kill the launcher": (5, RUNNING),
     "kill a launched rank": (4, ANY_MOMENT),
     "ask the launcher": (4, RUNNING),
+    "lose the output": (8, ("start", *RUNNING)),
+    "lose the launcher's output": (4, ("start", *RUNNING)),
 }
-BY_COMMAND = ("kill the launcher", "kill a launched rank", "ask the launcher")
+BY_COMMAND = ("kill the launcher", "kill a launched rank", "ask the launcher", "lose the launcher's output")
+LOSES_OUTPUT = ("lose the output", "lose the launcher's output")
 DAMAGE = ("flipped bit", "truncated", "zeroed tail", "missing file", "flipped manifest", "missing manifest", "torn manifest")
 DAMAGE_SHARE = 0.4
 
@@ -56,7 +59,8 @@ class Fault:
 
     steps     so many steps are trained before the moment is waited for
     delay     seconds from 0 to 1, of as much as the moment has to spare
-    patient   whether ranks that lost a peer are left to notice it, or are ended by their launcher
+    patient   whether ranks that lost a peer are left to notice it, or are ended by their launcher; whether a run that lost its
+              output is left to end, or is asked to stop
     damage    what is done to the newest checkpoints after it, each in turn
     """
 

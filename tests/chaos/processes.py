@@ -22,11 +22,59 @@ from lmforge.cluster.rendezvous import free_port
 COMMAND = [sys.executable, "-m", "lmforge"]
 
 
+class Outlet:
+    """Where standard output or error, or both, of an attempt go until they are lost: nowhere, since they were "closed" before;
+    to a "reader" that goes away; to a file on a "disk" of its own, which fills up."""
+
+    def __init__(self, how: str, streams: tuple[int, ...], folder: Path) -> None:
+        self.how, self.streams, self.path = how, streams, folder / "said before.txt"
+        self._file = -1
+        if how == "disk":
+            (folder / "disk").mkdir(exist_ok=True)
+            subprocess.run(["mount", "-t", "tmpfs", "-o", "size=128k", "chaos", str(folder / "disk")], check=True)
+            self.path = folder / "disk" / "said before.txt"
+        self.path.write_bytes(b"")
+        if how == "disk":
+            self._file = os.open(self.path, os.O_WRONLY | os.O_APPEND)
+        elif how == "reader":
+            reading, self._file = os.pipe()
+            with open(self.path, "wb") as file:
+                self._reader = subprocess.Popen(["cat"], stdin=reading, stdout=file)
+            os.close(reading)
+
+    def give(self) -> None:
+        """To this process, in place of what it has."""
+        for stream in self.streams:
+            if self.how == "closed":
+                os.close(stream)
+                setattr(sys, "stdout" if stream == 1 else "stderr", None)  # as Python finds it when it starts
+            else:
+                os.dup2(self._file, stream)
+
+    def lose(self) -> None:
+        if self.how == "reader":
+            self._reader.kill()
+            self._reader.wait()
+        elif self.how == "disk":
+            with contextlib.suppress(OSError), open(self.path.with_name("ballast"), "wb", buffering=0) as ballast:
+                while True:
+                    ballast.write(bytes(512))
+
+    def close(self) -> None:
+        if self._file >= 0:
+            os.close(self._file)
+        if self.how == "reader":
+            self.lose()
+        elif self.how == "disk":
+            subprocess.run(["umount", "--lazy", str(self.path.parent)], check=True)
+
+
 class Attempt:
     """The processes of one attempt at a run. `ended` has exit statuses by rank, negative for a signal; the launcher is -1."""
 
-    def __init__(self, pids: dict[int, int], outputs: dict[int, Path]) -> None:
+    def __init__(self, pids: dict[int, int], outputs: dict[int, Path], outlet: Outlet | None = None) -> None:
         self.pids = pids
+        self.outlet = outlet
         self.outputs = outputs
         self.began = time.monotonic()
         self.ended: dict[int, int] = {}
@@ -61,14 +109,17 @@ class Attempt:
 
     def said(self) -> str:
         """All that all of them said, in order of ranks."""
-        return "\n".join(path.read_text(errors="replace") for path in self.outputs.values())
+        outputs = [*self.outputs.values(), *([self.outlet.path] if self.outlet else [])]
+        return "\n".join(path.read_text(errors="replace") for path in outputs)
 
     def out(self) -> str:
         """What the first rank said, which speaks for the run."""
         return self.outputs[min(self.outputs)].read_text(errors="replace")
 
 
-def forked(words: list[str], ranks: int, folder: Path, largest_file: int | None = None) -> Attempt:
+def forked(
+    words: list[str], ranks: int, folder: Path, largest_file: int | None = None, outlet: Outlet | None = None
+) -> Attempt:
     """A command line of lmforge on so many ranks, with what they say in FOLDER/said-R.txt."""
     port = free_port()
     sys.stdout.flush()
@@ -80,11 +131,12 @@ def forked(words: list[str], ranks: int, folder: Path, largest_file: int | None 
         path.touch()
         pids[rank] = os.fork()
         if pids[rank] == 0:
-            _be_rank(words, {name: str(value) for name, value in place.items()} if ranks > 1 else {}, path, largest_file)
-    return Attempt(pids, outputs)
+            variables = {name: str(value) for name, value in place.items()} if ranks > 1 else {}
+            _be_rank(words, variables, path, largest_file, outlet)
+    return Attempt(pids, outputs, outlet)
 
 
-def _be_rank(words: list[str], place: dict[str, str], outputs: Path, largest_file: int | None) -> None:
+def _be_rank(words: list[str], place: dict[str, str], outputs: Path, largest_file: int | None, outlet: Outlet | None) -> None:
     """What a forked rank does, as `python -m lmforge` would."""
     status = 1
     try:
@@ -92,19 +144,22 @@ def _be_rank(words: list[str], place: dict[str, str], outputs: Path, largest_fil
         file = os.open(outputs, os.O_WRONLY | os.O_APPEND)
         os.dup2(file, 1)
         os.dup2(file, 2)
+        os.close(file)
         sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+        if outlet is not None:
+            outlet.give()
         if largest_file is not None:
             resource.setrlimit(resource.RLIMIT_FSIZE, (largest_file, largest_file))
         status = cli.run(words)
     except BaseException:
         traceback.print_exc()
     finally:
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError, AttributeError):
             sys.stdout.flush()
         os._exit(status)
 
 
-def launched(words: list[str], ranks: int, folder: Path) -> Attempt:
+def launched(words: list[str], ranks: int, folder: Path, outlet: Outlet | None = None) -> Attempt:
     """The same through the command, which starts its ranks itself: only the launcher is a child of ours."""
     outputs = folder / "said-0.txt"
     for path in folder.glob("said-*.txt"):
@@ -112,9 +167,10 @@ def launched(words: list[str], ranks: int, folder: Path) -> Attempt:
     with open(outputs, "w") as file:
         words = [*words, "--launch.processes", str(ranks)]
         variables = {**os.environ, "PYTHONUNBUFFERED": "1"}
-        process = subprocess.Popen([*COMMAND, *words], stdout=file, stderr=subprocess.STDOUT, env=variables)
+        give = outlet and outlet.give
+        process = subprocess.Popen([*COMMAND, *words], stdout=file, stderr=subprocess.STDOUT, env=variables, preexec_fn=give)
     process.returncode = 0  # it is waited for here, by its number
-    return Attempt({-1: process.pid}, {-1: outputs})
+    return Attempt({-1: process.pid}, {-1: outputs}, outlet)
 
 
 def in_a_child(work: Callable[..., Any], *arguments: Any) -> Any:

@@ -364,6 +364,7 @@ def test_a_vocabulary_grows_whatever_the_tensors_are_called_and_whatever_the_hea
     [
         ({"eos_token_id": "x"}, "generation_config.json: eos_token_id"),
         ({"temperature": "hot"}, "generation_config.json: temperature: expected a number"),
+        ({"repetition_penalty": 1e-40}, "generation_config.json: repetition_penalty: expected a number of at least 0.01"),
         ({"top_p": 7.0}, "generation_config.json: top_p: expected a number of at most 1"),
         ({"no_repeat_ngram_size": 3}, "generation_config.json: no_repeat_ngram_size: 3 is not supported; remove it there"),
         ({"encoder_no_repeat_ngram_size": 2}, "generation_config.json: encoder_no_repeat_ngram_size: 2 is not supported"),

@@ -473,6 +473,9 @@ def test_malformed_bodies_are_refused(server: Server) -> None:
     assert refusal(server.ask("/v1/completions", {"model": "endless", "prompt": [999]}))[0] == 400
     assert refusal(server.ask("/v1/completions", {"model": "endless", "prompt": [[]]}))[0] == 400
     assert refusal(server.ask("/v1/completions", {"model": "endless", "prompt": []}))[0] == 400
+    many = refusal(server.ask("/v1/completions", {"model": "endless", "prompt": ["a"] * 2000}))
+    assert many[0] == 400
+    assert "prompt: 2000 texts in one request, and this server generates at most" in many[1]
 
 
 def test_without_a_key_only_loopback_hosts_are_accepted(server: Server) -> None:
