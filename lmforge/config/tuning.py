@@ -23,10 +23,13 @@ from lmforge.errors import UserError
 
 
 def renamed_fields(pairs: Sequence[str], option_name: str) -> dict[str, str]:
-    """{our name of a field: its name in the files}, from OURS=THEIRS. Raises UserError naming the option for anything else."""
+    """{our name of a field: its name in the files, empty where it is left out}, from OURS=THEIRS or OURS=. Raises UserError
+    naming the option for anything else."""
     for pair in pairs:
-        if not all(pair.partition("=")[::2]):
-            raise UserError(f"{option_name}: expected OURS=THEIRS, such as messages=chat, got {pair}")
+        if not all(pair.partition("=")[:2]):
+            raise UserError(
+                f"{option_name}: expected OURS=THEIRS, such as messages=chat, or OURS= to leave one out, got {pair}"
+            )
     return dict(pair.split("=", 1) for pair in pairs)
 
 
@@ -45,7 +48,9 @@ class ExampleOptions(SequenceOptions):
         "best-fit packs several examples into a sequence, where they do not attend to each other (TRL: packing, bfd);"
         " none puts each in its own",
     )
-    fields: tuple[str, ...] = option((), "fields that have other names in the files, OURS=THEIRS, such as messages=chat")
+    fields: tuple[str, ...] = option(
+        (), "fields that have other names in the files, OURS=THEIRS, such as messages=chat; or OURS= to leave one out"
+    )
     overlong: Literal["drop", "truncate"] = option(
         "drop", "what happens to an example longer than data.sequence_length; their number is logged"
     )

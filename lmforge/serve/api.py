@@ -84,7 +84,7 @@ def create_app(registry: ModelRegistry, max_body_bytes: int) -> Starlette:
             raise ApiError(400, "add_generation_prompt: false only with continue_final_message", param="add_generation_prompt")
         if name := unread_variable(body.template_variables, template.jinja_source):
             raise ApiError(400, f"{cut(name)}: the model's chat template reads no such variable", param="chat_template_kwargs")
-        encode = partial(template.encode_prompt, variables=body.template_variables)
+        encode = partial(template.encode_prompt, variables=body.template_variables, is_request=True)
         prompt = await asyncio.to_thread(encode, body.messages, continue_final_message=body.continue_final_message)
         return await _respond(request, body, served, [prompt])
 

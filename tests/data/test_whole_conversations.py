@@ -522,9 +522,7 @@ def test_documents_and_variables_of_a_record_reach_the_template_as_in_transforme
     expected = chat.expected([Q], documents=documents, add_generation_prompt=True, **variables)
     assert prompt.tokens.tolist() == expected
     assert chat.ids(record | {"documents": [], "chat_template_kwargs": None}) == chat.expected([Q, A])
-    assert "leaves out the documents; correct the template, or the record" in plain.refusal(
-        {"messages": [Q, A], "documents": documents}
-    )
+    assert "leaves out the documents; data.fields" in plain.refusal({"messages": [Q, A], "documents": documents})
     assert "reads no variable 'brief'" in plain.refusal({"messages": [Q, A], "chat_template_kwargs": variables})
     for without_effect in ({"brief": False}, {"enable_thinking": True}):
         assert plain.ids({"messages": [Q, A], "chat_template_kwargs": without_effect}) == plain.expected([Q, A])
@@ -542,7 +540,24 @@ def test_the_name_of_a_turn_is_in_the_text_or_the_record_is_refused(chat: Any) -
     assert "leaves out the name of message 1 (user)" in plain.refusal({"messages": messages})
     assert plain.ids({"messages": [Q, A, messages[2], A]}) == plain.expected([Q, A, messages[2], A])
     template = ChatTemplate.from_tokenizer(plain.tokenizer)
-    assert template.encode_prompt(messages[:1]) == template.encode_prompt([Q])  # as other servers take it
+    assert template.encode_prompt(messages[:1], is_request=True) == template.encode_prompt([Q])  # as other servers take it
+
+
+def test_names_and_documents_that_the_template_leaves_out_are_refused_in_prompts_too_and_may_be_dropped(chat: Any) -> None:
+    chat = chat(CHATML)
+    named, of = {"messages": [Q | {"name": "Ann"}, A]}, {"messages": [Q, A], "documents": [{"title": "t", "text": "words"}]}
+    for record, field in ((named, "name"), (of, "documents")):
+        fields = {field: ""}
+        for messages in (record["messages"], json.dumps(record["messages"])):
+            assert chat.ids(record | {"messages": messages}, fields=fields) == chat.expected([Q, A])
+        (chat.folder / "prompts.jsonl").write_text(json.dumps(record | {"messages": record["messages"][:1]}) + "\n")
+        with pytest.raises(UserError) as caught:
+            list(read_prompts(chat.folder / "prompts.jsonl", chat.tokenizer))
+        for refusal in (str(caught.value), chat.refusal(record)):
+            assert f"leaves out the {field}" in refusal
+            assert refusal.endswith(f'; data.fields = ["{field}="] does without it')
+        [prompt] = read_prompts(chat.folder / "prompts.jsonl", chat.tokenizer, fields=fields)
+        assert prompt.tokens.tolist() == chat.expected([Q], add_generation_prompt=True)
 
 
 def test_an_answer_of_reasoning_alone_is_one_and_a_refusal_beside_it_is_named(chat: Any) -> None:

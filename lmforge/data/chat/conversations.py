@@ -6,7 +6,6 @@ Templates are applied in `templates.py`; pairs and prompts are read in `preferen
 import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import islice
@@ -22,6 +21,7 @@ from lmforge.data.chat.messages import (
     check_encodable,
     decode_json_text,
     parse_embedded_json,
+    read_messages,
     training_flag,
     unread_variable,
 )
@@ -180,27 +180,17 @@ class RecordEncoder:
 def read_renamed_records(
     path: str | Path, fields: Mapping[str, str] | None, unusable: UnusableRecords | None = None
 ) -> Iterator[tuple[str, Record]]:
-    """`read_records`, with {our name: theirs} fields under our names. Raises UserError naming a record that cannot be used."""
+    """`read_records`, with {our name: theirs} fields under our names; one that is empty is left out, of messages too. Raises
+    UserError naming a record that cannot be used."""
     fields, unusable = fields or {}, unusable or UnusableRecords()
-    renamed = {theirs: ours for ours, theirs in fields.items()}
+    renamed = {theirs: ours for ours, theirs in fields.items() if theirs}
+    left_out = {ours for ours, theirs in fields.items() if not theirs}
     for place, record in read_records(path, unusable=unusable):
         with unusable.leave_out(place):
             require_fields(record, *renamed)
             others = {name: value for name, value in record.items() if name not in renamed and name not in fields}
             record = others | {ours: record[theirs] for theirs, ours in renamed.items()}
-            yield place, record | {name: _decode_messages(record[name]) for name in MESSAGE_FIELDS if name in record}
-
-
-def _decode_messages(value: Any) -> Any:
-    """Messages that are kept as JSON text, as some columns of Parquet are. Other values stay as they are."""
-    decoded = [value] if isinstance(value, str) else value
-    with suppress(UserError):
-        if decoded and isinstance(decoded, list) and all(isinstance(each, str) and each[:1] in ("[", "{") for each in decoded):
-            decoded = [parse_embedded_json(each, "") for each in decoded]
-            decoded = decoded[0] if isinstance(value, str) else decoded
-            if isinstance(decoded, list) and all(isinstance(each, dict) and {"role", "from"} & each.keys() for each in decoded):
-                return decoded
-    return value
+            yield place, record | {name: read_messages(record[name], left_out) for name in MESSAGE_FIELDS if name in record}
 
 
 def read_conversations(

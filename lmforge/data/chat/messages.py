@@ -4,7 +4,7 @@ Reading them from files is in `conversations.py`, making tokens of them in `temp
 """
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from itertools import product, starmap
 from typing import Any, Literal, NamedTuple, NotRequired, TypedDict, get_args
@@ -163,3 +163,18 @@ def _validate_tool_call(call: Any, form: MessageForm) -> dict[str, Any]:
         arguments = given if isinstance(given, str) else json.dumps(given, ensure_ascii=False)
     identity = {"id": call["id"]} if "id" in call else {}
     return {**identity, "type": "function", "function": {**function, "arguments": arguments}}
+
+
+def read_messages(value: Any, left_out: Collection[str]) -> Any:
+    """The messages in a field, also those that are kept as JSON text, as some columns of Parquet are, without the fields
+    `left_out`. Other values stay as they are."""
+    decoded = [value] if isinstance(value, str) else value
+    with suppress(UserError):
+        if decoded and isinstance(decoded, list) and all(isinstance(each, str) and each[:1] in ("[", "{") for each in decoded):
+            decoded = [parse_embedded_json(each, "") for each in decoded]
+            decoded = decoded[0] if isinstance(value, str) else decoded
+            if isinstance(decoded, list) and all(isinstance(each, dict) and {"role", "from"} & each.keys() for each in decoded):
+                value = decoded
+    if not (left_out and isinstance(value, list)):
+        return value
+    return [{k: v for k, v in each.items() if k not in left_out} if isinstance(each, dict) else each for each in value]

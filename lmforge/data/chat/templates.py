@@ -58,8 +58,8 @@ class ChatExample:
     """A valid conversation, to be rendered by `template`. `scored`: the numbers of its answers that are; None if all of it is.
 
     With `split_turns` it becomes an example for each scored answer where the template rewrites earlier turns. A prompt ends
-    before an answer, or with `continues` in it; of answers in it the template may leave out what it likes. `variables` are
-    given to the template.
+    before an answer, or with `continues` in it; of answers in it the template may leave out what it likes, and the names of
+    turns if it `is_request` of a client. `variables` are given to the template.
     """
 
     template: "ChatTemplate"
@@ -68,6 +68,7 @@ class ChatExample:
     scored: list[int] | None
     split_turns: bool = False
     is_prompt: bool = False
+    is_request: bool = False
     continues: bool = False
     variables: Mapping[str, Any] | None = None
 
@@ -161,33 +162,34 @@ class ChatTemplate:
         *,
         continue_final_message: bool = False,
         variables: Mapping[str, Any] | None = None,
+        is_request: bool = False,
     ) -> list[int]:
         """The ids after which the assistant's answer begins. They are also the first ids of these messages with an answer.
 
         With `continue_final_message` the last message is the beginning of the answer. `variables` are given to the template.
-        Raises UserError where the template leaves out a message or a tool.
+        Raises UserError where the template leaves out a message or a tool, or a name unless it `is_request` of a client.
         """
-        text, draft = self._for_tools(tools)._prompt_text(messages, tools, continue_final_message, variables)
+        template = self._for_tools(tools)
+        kind = {"is_prompt": True, "is_request": is_request, "continues": continue_final_message, "variables": variables}
+        text, draft = template._prompt_text(ChatExample(template, messages, tools, [], **kind))  # type: ignore[arg-type]
         [example] = encode_layouts(self.tokenizer, [draft.layout(text, [])])
         return example.tokens.tolist()
 
     def render_prompt(self, messages: Sequence[Any], *, continue_final_message: bool = False) -> str:
         """The text of `encode_prompt`, in which messages that spell special tokens cannot be told from the template's."""
-        text, draft = self._prompt_text(messages, None, continue_final_message, None)
+        continues = continue_final_message
+        text, draft = self._prompt_text(ChatExample(self, messages, None, [], is_prompt=True, continues=continues))
         return draft.escaper.unescape(text)
 
-    def _prompt_text(
-        self, messages: Sequence[Any], tools: list[Any] | None, continues: bool, variables: Mapping[str, Any] | None
-    ) -> tuple[str, _Draft]:
-        last = validate_messages(messages)[-1]
+    def _prompt_text(self, example: ChatExample) -> tuple[str, _Draft]:
+        last, continues = validate_messages(example.messages)[-1], example.continues
         if (last["role"] == "assistant") != continues:
             reason = "the last message is the assistant's: a prompt ends with another role's"
             raise UserError("the last message is not the assistant's, so it is not continued" if continues else reason)
         if continues and not last["content"].strip():
             raise UserError("the last message is empty, so there is nothing to continue; leave it out")
-        example = ChatExample(self, messages, tools, [], is_prompt=True, continues=continues, variables=variables)
         problems: list[UserError] = []
-        for form in message_forms(messages):
+        for form in message_forms(example.messages):
             draft = _Draft(example, form)
             texts, marked_texts = self._render([draft])
             try:
@@ -305,7 +307,7 @@ class ChatTemplate:
         example, rewritten = draft.example, []
         for piece, places in found:
             own = answers.get(piece.message)
-            if piece.field == "name" and (places or example.is_prompt):
+            if piece.field == "name" and (places or example.is_request):
                 continue  # of a turn's header, which clients of a server may fill though a template has none
             if not places and draft.roles[piece.message] == "assistant" and example.scored is not None and own is None:
                 # What the template does to an answer that is not scored, it does when it is asked for another one.
@@ -327,6 +329,8 @@ class ChatTemplate:
     def _refusal(self, draft: _Draft, piece: Piece, does: str, advice: str) -> UserError:
         of = f" of message {piece.message + 1} ({draft.roles[piece.message]})" if piece.message >= 0 else ""
         advice = "it knows no tools" if piece.field.startswith("tool") else advice
+        if piece.field in ("name", "documents") and not draft.example.is_request:
+            advice = f'data.fields = ["{piece.field}="] does without it'
         return UserError(f"{self._location}: {does} {piece.field}{of}; {advice}")
 
     def _scored_spans(self, text: str, answer: Span, tagged: list[Span]) -> list[Span]:
