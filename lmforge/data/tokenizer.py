@@ -399,14 +399,14 @@ class StreamDecoder:
     """Decodes one id at a time, and holds the bytes of an incomplete character. `is_continuation`: after other text, so that a
     leading blank counts."""
 
-    def __init__(self, tokenizer: Tokenizer, is_continuation: bool = False):
-        self._tokenizer = tokenizer
+    def __init__(self, tokenizer: Tokenizer, is_continuation: bool = False, shown: frozenset[int] = frozenset()):
+        self._tokenizer, self._hidden = tokenizer, tokenizer.all_special_ids - shown
         self._drop_space = tokenizer.drops_leading_space and not is_continuation
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
 
     def feed(self, token_id: int) -> str:
-        """The text that is complete with `token_id`; special tokens have none."""
-        if token_id in self._tokenizer.all_special_ids:
+        """The text that is complete with `token_id`; special tokens have none, except those that are `shown`."""
+        if token_id in self._hidden:
             return ""
         piece = self._tokenizer.id_to_bytes(token_id)
         if self._drop_space:

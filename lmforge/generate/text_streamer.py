@@ -11,9 +11,16 @@ class TextStreamer:
     `token_ids` are all tokens so far, `text` is their text up to the stop string, `finish_reason` is "stop" once it ended.
     """
 
-    def __init__(self, tokenizer: Tokenizer, stop_strings: Sequence[str], is_continuation: bool = False) -> None:
-        """`is_continuation`: it continues a text, so that the blank before its first word counts."""
-        self._decoder = StreamDecoder(tokenizer, is_continuation)
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        stop_strings: Sequence[str],
+        is_continuation: bool = False,
+        shown: frozenset[int] = frozenset(),
+    ) -> None:
+        """`is_continuation`: it continues a text, so that the blank before its first word counts. `shown`: special tokens that
+        have a text."""
+        self._decoder = StreamDecoder(tokenizer, is_continuation, shown)
         self._stop_strings = stop_strings
         self._num_emitted = 0  # characters of `text` that were returned
         self.token_ids: list[int] = []

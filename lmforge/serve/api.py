@@ -27,6 +27,7 @@ from starlette.types import Receive, Scope, Send
 from lmforge import __version__
 from lmforge.config.ranges import SEED
 from lmforge.data.chat.messages import unread_variable
+from lmforge.data.chat.tool_calls import AnswerReader, ToolCallFormat, marker_ids, tool_call_format
 from lmforge.data.order import derive_key
 from lmforge.errors import UserError
 from lmforge.generate.engine import GenerationRequest
@@ -84,9 +85,12 @@ def create_app(registry: ModelRegistry, max_body_bytes: int) -> Starlette:
             raise ApiError(400, "add_generation_prompt: false only with continue_final_message", param="add_generation_prompt")
         if name := unread_variable(body.template_variables, template.jinja_source):
             raise ApiError(400, f"{cut(name)}: the model's chat template reads no such variable", param="chat_template_kwargs")
-        encode = partial(template.encode_prompt, variables=body.template_variables, is_request=True)
+        tools = [tool.model_dump(exclude_unset=True) | {"type": tool.type} for tool in body.tools] or None
+        encode = partial(template.encode_prompt, tools=tools, variables=body.template_variables, is_request=True)
         prompt = await asyncio.to_thread(encode, body.messages, continue_final_message=body.continue_final_message)
-        return await _respond(request, body, served, [prompt])
+        may_call = body.tools and body.tool_choice == "auto"
+        call_format = await asyncio.to_thread(tool_call_format, template) if may_call else None
+        return await _respond(request, body, served, [prompt], call_format)
 
     return Starlette(
         routes=[
@@ -143,8 +147,13 @@ def _encode_prompts(served: ServedModel, body: CompletionRequest) -> list[list[i
 
 
 async def _respond(
-    request: Request, body: ChatCompletionRequest | CompletionRequest, served: ServedModel, prompts: list[list[int]]
+    request: Request,
+    body: ChatCompletionRequest | CompletionRequest,
+    served: ServedModel,
+    prompts: list[list[int]],
+    call_format: ToolCallFormat | None = None,
 ) -> Response:
+    """`call_format`: of the tool calls that answers may have."""
     requests = _generation_requests(body, served, prompts)
     if len(requests) > served.batcher.max_batch_size:
         field = "n" if body.n > 1 else "prompt"
@@ -160,8 +169,9 @@ async def _respond(
     else:
         continued = [body.continue_final_message] * body.n
     stops = [*body.stop_strings, *served.loaded.stop_strings]
-    stream = GenerationStream(served.batcher, tokenizer, requests, stops, continued, echoes, body.max_tokens == 0)
-    reply = _Reply(body, stream, prompt_tokens=sum(map(len, prompts)), num_choices=len(requests))
+    shown = marker_ids(tokenizer) if call_format else frozenset[int]()
+    stream = GenerationStream(served.batcher, tokenizer, requests, stops, continued, echoes, body.max_tokens == 0, shown)
+    reply = _Reply(body, stream, sum(map(len, prompts)), [AnswerReader(call_format) for _ in requests])
     if body.stream:
         return _EventStreamResponse(reply.events(), stream)
     try:
@@ -209,9 +219,14 @@ class _Reply:
     """The response to a request: one JSON object, or a stream of events."""
 
     def __init__(
-        self, body: ChatCompletionRequest | CompletionRequest, stream: GenerationStream, prompt_tokens: int, num_choices: int
+        self,
+        body: ChatCompletionRequest | CompletionRequest,
+        stream: GenerationStream,
+        prompt_tokens: int,
+        readers: list[AnswerReader],
     ) -> None:
-        self._body, self._stream, self._prompt_tokens, self._num_choices = body, stream, prompt_tokens, num_choices
+        """`readers`: one for each choice."""
+        self._body, self._stream, self._prompt_tokens, self._readers = body, stream, prompt_tokens, readers
         self._chat = isinstance(body, ChatCompletionRequest)
         prefix = "chatcmpl" if self._chat else "cmpl"
         self._head = {"id": f"{prefix}-{secrets.token_hex(12)}", "created": int(time.time()), "model": body.model}
@@ -227,31 +242,34 @@ class _Reply:
         prompt, completion = self._prompt_tokens, self._stream.num_generated_tokens
         return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
 
+    def _choice(self, deltas: list[TextDelta], delta: bool = False) -> dict[str, Any]:
+        """A choice, or with `delta` a part of it, from what came of it."""
+        index, ends = deltas[-1].choice_index, deltas[-1].finish_reason
+        text, calls = self._readers[index].add("".join(each.text for each in deltas), ended=ends is not None)
+        if not getattr(self._body, "parallel_tool_calls", True):
+            calls = calls[:1]
+        return choice_object(self._chat, index, text, self._logprobs(deltas), ends, calls, delta=delta)
+
     def _logprobs(self, deltas: list[TextDelta]) -> list[TokenLogprob] | None:
         return None if self._body.num_top_logprobs is None else [each for delta in deltas for each in delta.logprobs]
 
     async def collect_choices(self) -> list[dict[str, Any]]:
-        deltas: list[list[TextDelta]] = [[] for _ in range(self._num_choices)]
+        deltas: list[list[TextDelta]] = [[] for _ in self._readers]
         async for delta in self._stream.deltas():
             deltas[delta.choice_index].append(delta)
-        return [
-            choice_object(self._chat, index, "".join(d.text for d in each), self._logprobs(each), each[-1].finish_reason)
-            for index, each in enumerate(deltas)
-        ]
+        return [self._choice(each) for each in deltas]
 
     async def events(self) -> AsyncIterator[str]:
         """The lines of a stream. An error after its beginning is an error object in it."""
         include_usage = self._body.stream_options.include_usage
         no_usage = {"usage": None} if include_usage else {}
         if self._chat:
-            for index in range(self._num_choices):
+            for index in range(len(self._readers)):
                 choice = choice_object(True, index, "", None, None, delta=True, first=True)
                 yield _format_event(self.object([choice], chunk=True) | no_usage)
         try:
             async for delta in self._stream.deltas():
-                logprobs = self._logprobs([delta])
-                choice = choice_object(self._chat, delta.choice_index, delta.text, logprobs, delta.finish_reason, delta=True)
-                yield _format_event(self.object([choice], chunk=True) | no_usage)
+                yield _format_event(self.object([self._choice([delta], delta=True)], chunk=True) | no_usage)
         except Exception as problem:
             yield _format_event(_engine_error(problem).body)
             return

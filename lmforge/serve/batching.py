@@ -161,15 +161,17 @@ class GenerationStream:
         continued: Sequence[bool] = (),
         echoes: Sequence[str | None] = (),
         only_echo: bool = False,
+        shown: frozenset[int] = frozenset(),
     ) -> None:
         """Submit the requests. `continued`: which prompts are texts to be continued. `echoes`: texts of the prompts, with
-        which the choices begin, or which they are with `only_echo`. Raises QueueFull or EngineStopped."""
+        which the choices begin, or which they are with `only_echo`. `shown`: special tokens that have a text. Raises QueueFull
+        or EngineStopped."""
         self._batcher = batcher
         self._token_queue: asyncio.Queue[tuple[int, GeneratedToken | Exception]] = asyncio.Queue()
         self._queued_requests = [QueuedRequest(request, index, self._token_queue) for index, request in enumerate(requests)]
         self._unfinished = set(range(len(requests)))
         self._choices = [
-            _ChoiceStream(TextStreamer(tokenizer, stop_strings, is_continuation), tokenizer, request, echo, only_echo)
+            _ChoiceStream(TextStreamer(tokenizer, stop_strings, is_continuation, shown), tokenizer, request, echo, only_echo)
             for request, is_continuation, echo in zip(
                 requests, continued or repeat(False), echoes or repeat(None), strict=False
             )

@@ -4,6 +4,7 @@ Names and structure are those of the completions and chat-completions endpoints.
 by name, never ignored. Nothing here knows of models, threads or sockets.
 """
 
+import secrets
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, TypeVar, cast
@@ -12,6 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from lmforge.config.ranges import REPETITION_PENALTY
 from lmforge.data.chat.messages import NO_TEMPLATE_VARIABLES, REASONING_FIELDS
+from lmforge.data.chat.tool_calls import ToolCall
 from lmforge.untrusted import cut, quoted
 
 _LAST_SAMPLERS = ["top_k", "typ_p", "top_p", "min_p", "xtc", "temperature"]
@@ -31,11 +33,11 @@ _NEUTRAL_VALUES: list[tuple[tuple[Any, ...] | None, str]] = [
     ((False,), "no_stop_trim post_sampling_probs raw return_full_text return_hidden_states return_progress return_token_ids"),
     ((False,), "return_tokens return_tokens_as_token_ids timings_per_token use_beam_search watermark"),
     ((True,), "detokenize include_reasoning skip_special_tokens spaces_between_special_tokens stream_reasoning"),
-    ((True, False), "parallel_tool_calls parse_tool_calls separate_reasoning"),
-    (([],), "bad_words documents functions image_data logits_processors lora response_fields stop_token_ids tools"),
+    ((True, False), "parse_tool_calls separate_reasoning"),
+    (([],), "bad_words documents functions image_data logits_processors lora response_fields stop_token_ids"),
     (({}, []), "logit_bias mm_processor_kwargs options"),
     (("",), "format grammar negative_prompt suffix"),
-    (("none", "auto"), "function_call reasoning_format tool_choice"),
+    (("none", "auto"), "function_call reasoning_format"),
     (("none",), "reasoning_effort"),
     (("medium",), "verbosity"),
     ((["text"],), "modalities"),
@@ -152,6 +154,20 @@ class CompletionRequest(BaseCompletionRequest):
         return self.logprobs
 
 
+class Function(_StrictModel):
+    """A function that a model may call; parameters: a JSON schema."""
+
+    name: str = Field(min_length=1, max_length=256)
+    description: str = ""
+    parameters: dict[str, Any] = {}
+    strict: Literal[False] | None = None  # true promises arguments that fit the schema
+
+
+class Tool(_StrictModel):
+    type: Literal["function"] = "function"
+    function: Function
+
+
 class ChatCompletionRequest(BaseCompletionRequest):
     """The body of /v1/chat/completions. The model's chat template checks the messages.
 
@@ -166,6 +182,9 @@ class ChatCompletionRequest(BaseCompletionRequest):
     enable_thinking: bool | None = None
     continue_final_message: bool = False
     add_generation_prompt: bool = True
+    tools: list[Tool] = []
+    tool_choice: Any = "auto"
+    parallel_tool_calls: bool = True
 
     @property
     def template_variables(self) -> dict[str, Any]:
@@ -202,6 +221,8 @@ def _parts_without_effect(request: BaseCompletionRequest) -> Iterator[tuple[str,
         yield "stream_options", "only with stream: true"
     if not isinstance(request, ChatCompletionRequest):
         return
+    if request.tool_choice not in ("none", "auto"):
+        yield "tool_choice", f"not supported, got {quoted(request.tool_choice)}; none and auto are"
     if request.top_logprobs and not request.logprobs:
         yield "top_logprobs", "only with logprobs: true"
     if request.max_completion_tokens and request.max_tokens not in (None, request.max_completion_tokens):
@@ -230,7 +251,7 @@ def _validation_error(request_type: type[BaseCompletionRequest], problem: Valida
     if error["type"] == "extra_forbidden":
         return ApiError(400, f"{path}: no such parameter", param=name, code="unknown_parameter")
     if error["type"] == "missing":
-        return ApiError(400, f"{name}: missing", param=name, code="missing_required_parameter")
+        return ApiError(400, f"{path}: missing", param=name, code="missing_required_parameter")
     if name in EXPECTED_VALUES:  # a union: pydantic reports one error for each of its types
         return ApiError(400, f"{name}: expected {EXPECTED_VALUES[name]}", param=name, code="invalid_value")
     return ApiError(400, f"{path}: {error['msg'][0].lower()}{error['msg'][1:]}", param=name, code="invalid_value")
@@ -253,20 +274,30 @@ def choice_object(
     text: str,
     token_logprobs: Sequence[TokenLogprob] | None,
     finish_reason: str | None,
+    calls: Sequence[ToolCall] = (),
     *,
     delta: bool = False,
     first: bool = False,
 ) -> dict[str, Any]:
     """One choice of a response, or with `delta` a part of it. In a chat's stream, the `first` part has the role."""
+    finish_reason = "tool_calls" if calls and finish_reason == "stop" else finish_reason
     choice: dict[str, Any] = {"index": index, "finish_reason": finish_reason, "logprobs": None}
     if token_logprobs is not None:
         logprobs = {"content": [_chat_logprob(token) for token in token_logprobs], "refusal": None}
         choice["logprobs"] = logprobs if chat else _completion_logprobs(token_logprobs)
     if not chat:
         return choice | {"text": text}
+    called: dict[str, Any] = {"tool_calls": [_call_object(call, at, delta) for at, call in enumerate(calls)]} if calls else {}
     if not delta:
-        return choice | {"message": {"role": "assistant", "content": text, "refusal": None}}
-    return choice | {"delta": ({"role": "assistant"} if first else {}) | ({"content": text} if text or first else {})}
+        content = None if calls and not text else text
+        return choice | {"message": {"role": "assistant", "content": content, "refusal": None} | called}
+    return choice | {"delta": ({"role": "assistant"} if first else {}) | ({"content": text} if text or first else {}) | called}
+
+
+def _call_object(call: ToolCall, index: int, delta: bool) -> dict[str, Any]:
+    # Mistral's templates take ids of nine letters and digits only.
+    named = {"id": secrets.token_hex(5)[:9], "type": "function", "function": call._asdict()}
+    return {"index": index, **named} if delta else named
 
 
 def _completion_logprobs(token_logprobs: Sequence[TokenLogprob]) -> dict[str, Any]:
