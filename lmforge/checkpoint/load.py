@@ -20,7 +20,7 @@ from lmforge.interop.resolve import stored_model_config
 from lmforge.interop.torch_checkpoints import METADATA_FILE, SafeReader, flatten_names
 from lmforge.interop.weights import merge_adapters
 from lmforge.manifests import CorruptCheckpoint, Manifest, read_manifest
-from lmforge.model.init_weights import LORA_SUFFIXES
+from lmforge.model.init_weights import LORA_SUFFIXES, named_tensors
 from lmforge.model.layers import LanguageModel
 from lmforge.model.lora import LoraConfig, adapted_name, lora_delta
 from lmforge.runs import MANIFEST
@@ -73,7 +73,7 @@ def load_weights(folder: Path, manifest: Manifest, model: LanguageModel, new_nam
     The model's own adapters and `new_names` are not in the checkpoint and stay as they are. Raises CorruptCheckpoint where a
     file does not hold what was written, and UserError where it is the checkpoint of another model.
     """
-    own = {name: each for name, each in model.named_parameters() if not name.endswith(LORA_SUFFIXES) and name not in new_names}
+    own = {name: each for name, each in named_tensors(model) if not name.endswith(LORA_SUFFIXES) and name not in new_names}
     load(folder, {"model": own})
     lora = stored_lora_config(manifest)
     if lora is not None:

@@ -55,6 +55,10 @@ MODEL_RANGES: dict[str, Range] = {
     "moe_intermediate_size": {"gt": 0, "le": 2**22},
     "router_aux_loss_coef": {"gt": 0, "le": 1e6},
     "decoder_sparse_step": {"gt": 0, "le": 2**12},
+    "routed_scaling_factor": {"gt": 0, "le": 1e6},
+    **dict.fromkeys(("first_k_dense_replace", "n_shared_experts", "n_group", "topk_group"), Range(gt=0, le=2**12)),
+    **dict.fromkeys(("q_lora_rank", "kv_lora_rank"), Range(gt=0, le=2**20)),
+    **dict.fromkeys(("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"), Range(gt=0, le=2**16)),
 }
 # Fields of rope_scaling.
 ROPE_SCALING_RANGES: dict[str, Range] = {

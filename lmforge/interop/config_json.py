@@ -15,7 +15,7 @@ from lmforge import registry
 from lmforge.config.ranges import LENGTH, MODEL_RANGES, REPETITION_PENALTY
 from lmforge.errors import UserError
 from lmforge.model.config import ModelConfig, base_model_type
-from lmforge.model.family import load_family
+from lmforge.model.family import ROUTER_VALUES, load_family
 from lmforge.untrusted import check_content, describe, quoted, read_json
 
 NUM_EXPERTS_FIELDS = ("num_local_experts", "num_experts", "n_routed_experts")
@@ -38,7 +38,7 @@ _COMMON_FIELDS = (
 # Of which null is a value, as in transformers: none at all, or one to be derived. A flag is then off, as the weights must say.
 _NULLABLE = (
     "intermediate_size", "num_key_value_heads", "head_dim", "sliding_window", "bos_token_id", "eos_token_id", "pad_token_id",
-    "mlp_only_layers", "attention_bias", "mlp_bias", *REQUIRED_FIELDS,
+    "mlp_only_layers", "attention_bias", "mlp_bias", "q_lora_rank", *REQUIRED_FIELDS,
 )  # fmt: skip
 _CLASSIFIER_SUFFIX = "ForSequenceClassification"
 
@@ -95,6 +95,7 @@ class _ConfigJson(BaseModel, strict=True):
     mlp_only_layers: list[int] | None = None
     norm_topk_prob: bool | None = None
     output_router_logits: bool | None = None
+    rope_interleave: bool | None = None
     num_experts: int | None = None
     num_local_experts: int | None = None
 
@@ -152,7 +153,8 @@ def config_fields_from_json(content: dict[str, Any]) -> dict[str, Any]:
         _ConfigJson.model_validate(content)
     except ValidationError as problem:
         raise UserError(describe(problem)) from None
-    for field, value in family.required_values.items():
+    router = {name: value for name, value in ROUTER_VALUES.items() if family.stored_experts and name not in family.fields}
+    for field, value in {**router, **family.required_values}.items():
         if content.get(field) not in (None, value):
             advice = "a model without it" if value is None else f"a model with {quoted(value)}"
             raise UserError(f"{field}: {quoted(content[field])} is not supported for {name}; use {advice}")
@@ -208,5 +210,16 @@ def _reject_unsupported(content: dict[str, Any], model_type: str) -> None:
             raise UserError(f"{name}: a mixture of experts of type {model_type} is not supported; use a dense model")
     if content.get("per_layer_config"):
         raise UserError("per_layer_config: layers that differ are not supported; use a model whose layers are alike")
-    if content.get("quantization_config"):
+    if content.get("quantization_config") and fp8_block(content) is None:
         raise UserError("quantization_config: quantized weights cannot be trained; use the unquantized model")
+
+
+def fp8_block(content: dict[str, Any]) -> tuple[int, int] | None:
+    """(rows, columns) with one scale in a folder in DeepSeek-V3's float8, which is dequantized; None of any other folder."""
+    quantization = content.get("quantization_config")
+    if not isinstance(quantization, dict) or quantization.get("quant_method") != "fp8":
+        return None
+    match quantization.get("weight_block_size"):
+        case [int(rows), int(columns)] if rows > 0 and columns > 0:
+            return rows, columns
+    return None

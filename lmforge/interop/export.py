@@ -24,6 +24,8 @@ from lmforge.interop.transformers_model import TransformersConfig
 from lmforge.interop.weights import CLASSIFIER_HEAD_WEIGHT, LM_HEAD_WEIGHT
 from lmforge.model import build_model
 from lmforge.model.config import ModelConfig
+from lmforge.model.init_weights import named_tensors
+from lmforge.model.mixture.experts import BIAS
 
 _TOKENIZER_FILES = (
     "tokenizer.json",
@@ -72,10 +74,10 @@ def export_folder(
             " are not: they would compute other probabilities; use the checkpoint itself"
         )
     folder = Path(folder)
-    tensors = dict[str, torch.Tensor](model.named_parameters() if isinstance(model, nn.Module) else model)
+    tensors = dict[str, torch.Tensor](named_tensors(model) if isinstance(model, nn.Module) else model)
     if config.tie_word_embeddings:
         tensors.pop(LM_HEAD_WEIGHT, None)
-    expected = {name: tensor.shape for name, tensor in build_model(config, "meta").named_parameters()}
+    expected = {name: tensor.shape for name, tensor in named_tensors(build_model(config, "meta"))}
     if {name: tensor.shape for name, tensor in tensors.items()} != expected:
         raise ValueError("the tensors to export are not those of the config")
     if any(isinstance(tensor, DTensor) for tensor in tensors.values()):
@@ -98,7 +100,8 @@ def export_folder(
                 text = content if isinstance(content, str) else json.dumps(content, indent=2) + "\n"
                 (partial / file).parent.mkdir(exist_ok=True)
                 (partial / file).write_text(text, encoding="utf-8")
-        _write_shards(partial, tensors, value_of, dtype, max_shard_bytes)
+        written = {name: each.to("meta", None if name.endswith(BIAS) else dtype) for name, each in tensors.items()}
+        _write_shards(partial, written, value_of, max_shard_bytes)
 
 
 def _in_pieces(
@@ -166,19 +169,18 @@ def _write_shards(
     folder: Path,
     tensors: dict[str, torch.Tensor],
     read_tensor: Callable[[str], torch.Tensor],
-    dtype: torch.dtype | None,
     max_shard_bytes: int,
 ) -> None:
     from huggingface_hub import split_state_dict_into_shards_factory
 
     split = split_state_dict_into_shards_factory(
         tensors,
-        get_storage_size=lambda tensor: tensor.numel() * (dtype or tensor.dtype).itemsize,
+        get_storage_size=lambda tensor: tensor.nbytes,
         filename_pattern="model{suffix}.safetensors",
         max_shard_size=max_shard_bytes,
     )
     for file, names in split.filename_to_tensors.items():
-        write_safetensors(folder / file, {name: tensors[name] for name in names}, read_tensor, dtype)
+        write_safetensors(folder / file, {name: tensors[name] for name in names}, read_tensor, None)
     if split.is_sharded:
         index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
         (folder / SAFE_WEIGHTS_INDEX_NAME).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")

@@ -14,17 +14,20 @@ from torch import Tensor, nn
 
 from lmforge.errors import UserError, name_some
 from lmforge.hub import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, indexed_weight_files
-from lmforge.interop.config_json import read_config_json
+from lmforge.interop.config_json import fp8_block, is_supported_family, read_config_json
 from lmforge.interop.resolve import resolve_model_config
 from lmforge.interop.safetensors_file import SafetensorsFile
 from lmforge.interop.stored_experts import pieces, stored_name
 from lmforge.interop.transformers_causal_lm import TensorConversion, map_stored_names
 from lmforge.interop.transformers_model import TransformersModel
 from lmforge.model import build_model
-from lmforge.model.init_weights import LORA_SUFFIXES, local_part
+from lmforge.model.config import base_model_type
+from lmforge.model.family import load_family
+from lmforge.model.init_weights import LORA_SUFFIXES, local_part, named_tensors
 from lmforge.model.layers import LanguageModel
 from lmforge.model.lora import LoraConfig, adapted_name, lora_delta
 
+SCALE_SUFFIX = "_scale_inv"  # of the scales of a tensor in float8, beside its name
 StoredFiles = dict[str, tuple[SafetensorsFile, str]]  # our name of a tensor → its file, and its name there
 # Our head, and the head of a classifier of transformers.
 LM_HEAD_WEIGHT, CLASSIFIER_HEAD_WEIGHT = "lm_head.weight", "score.weight"
@@ -46,15 +49,15 @@ def load_folder(folder: str | Path, model: nn.Module, new_names: Collection[str]
     (not on meta) and may be sharded: of a DTensor each rank reads only its own part, in few long reads, and holds little
     more than that. Where its vocabulary is larger than that of the folder's config.json, further rows become the mean of those
     there; where only the folder ties embedding and head, both begin as its one matrix. A pipeline stage may lack parameters:
-    the folder must hold the full model, and the local part is filled.
+    the folder must hold the full model, and the local part is filled. What `describe_folder` says is done.
     Raises UserError where a file is missing or damaged, or where names or shapes differ, naming the first few.
     """
     folder = Path(folder)
-    local = dict(model.named_parameters())
+    local = dict(named_tensors(model))
     full_model = _full_model(model)
     absent = (*LORA_SUFFIXES, *new_names)
     expected: dict[str, Tensor] = {}
-    for name, each in full_model.named_parameters():
+    for name, each in named_tensors(full_model):
         if not name.endswith(absent):
             stack = {piece.name: piece.cut(each) for piece in pieces(name, each.shape, full_model.config)}
             expected |= stack or {stored_name(name, full_model.config): each}
@@ -68,6 +71,11 @@ def load_folder(folder: str | Path, model: nn.Module, new_names: Collection[str]
         our_names = {stored: _our_name(stored, prefix) for stored in file_of}
     ignored = (*_CONSTANT_SUFFIXES, *new_names)
     stored = {ours: (file_of[name], name) for name, ours in our_names.items() if not ours.endswith(ignored)}
+    content = read_config_json(folder / "config.json")
+    unread = tuple(f"{model.blocks_name}.{layer}." for layer in _unread_layers(content))
+    block = fp8_block(content)
+    scales = {name for name in file_of if block and name.endswith(SCALE_SUFFIX)}
+    stored = {ours: each for ours, each in stored.items() if not ours.startswith(unread) and each[1] not in scales}
     ends = [f"{name}.weight" for name in (model.embedding_names[0], "lm_head")]  # type: ignore[index]
     if {*ends} <= expected.keys() and not {*ends} <= stored.keys() and _ties(folder, model.config):  # and the model does not
         stored |= {ours: stored[name] for ours, name in zip(ends, ends[::-1], strict=True) if name in stored} | stored
@@ -82,6 +90,13 @@ def load_folder(folder: str | Path, model: nn.Module, new_names: Collection[str]
         for name, _ in targets:
             _reject_quantized(file.entries[name].dtype, f"{file.path}: {name}")
         _read_parts(file, [(name, *part) for name, part in targets], grown)
+        for name, (target, part) in targets:
+            if block is None:
+                break
+            if (scale := f"{name}{SCALE_SUFFIX}") in scales:
+                _dequantize(folder, target, part, scale, file_of[scale].read(scale), block)
+            elif file.entries[name].dtype == torch.float8_e4m3fn:
+                raise _mismatch(folder, f"missing {scale}, against its quantization_config")
     if head is not None and tied in local:
         target, part = local_part(local[tied])
         again = torch.empty_like(target)
@@ -95,7 +110,35 @@ def load_folder(folder: str | Path, model: nn.Module, new_names: Collection[str]
             target.copy_(value[part])
 
 
-def _local_parts(local: Mapping[str, nn.Parameter], full_model: Any) -> dict[str, tuple[Tensor, tuple[slice, ...]]]:
+def describe_folder(folder: Path) -> list[str]:
+    """What is done with the weights of a Hugging Face folder besides reading them, in words."""
+    content = read_config_json(folder / "config.json")
+    names = [name for path in _weight_files(folder) for name in SafetensorsFile(path).entries]
+    layers = [str(each) for each in _unread_layers(content) if any(f".layers.{each}." in name for name in names)]
+    unread = [f"without layer {', '.join(layers)}, which predicts further tokens"] if layers else []
+    return [*(["dequantized from float8"] if fp8_block(content) else []), *unread]
+
+
+def _unread_layers(content: dict[str, Any]) -> range:
+    """Layers after the last one that a folder may have and nothing reads (family.Family.unread_layers)."""
+    if not is_supported_family(content):
+        return range(0)
+    field, default = load_family(base_model_type(str(content["model_type"]))).unread_layers
+    layers, count = content.get("num_hidden_layers"), content.get(field, default)
+    return range(layers, layers + count) if isinstance(layers, int) and isinstance(count, int) else range(0)
+
+
+def _dequantize(
+    folder: Path, target: Tensor, part: tuple[slice, ...], name: str, scale: Tensor, block: tuple[int, int]
+) -> None:
+    """Multiply a `part` of a matrix by the `scale` of each block of rows and columns, in place."""
+    rows, columns = (torch.arange(cut.start, cut.stop) // size for cut, size in zip(part, block, strict=True))
+    if scale.ndim != 2 or any(len(each) and each[-1] >= size for each, size in zip((rows, columns), scale.shape, strict=True)):
+        raise _mismatch(folder, f"{name} is {list(scale.shape)}, against its quantization_config")
+    target.copy_(target.float() * scale.float()[rows][:, columns].to(target.device))
+
+
+def _local_parts(local: Mapping[str, Tensor], full_model: Any) -> dict[str, tuple[Tensor, tuple[slice, ...]]]:
     """What to read, by names on disk: a tensor of this rank, and the part of the one on disk that belongs into it."""
     parts = {}
     for name, parameter in local.items():

@@ -20,7 +20,7 @@ from lmforge.generate.prompts import max_input_length
 from lmforge.interop.export import export_folder
 from lmforge.interop.resolve import resolve_model_config
 from lmforge.model import build_model as build_module
-from lmforge.model.init_weights import init_weights
+from lmforge.model.init_weights import init_weights, named_tensors
 from lmforge.model.layers import LanguageModel
 from lmforge.parallel.parallel_model import ParallelModel
 from lmforge.parallel.precision import DTYPES
@@ -136,9 +136,9 @@ def save_model(
     Raises UserError for a folder that exists, unless `overwrite` and it is that of a model.
     """
     module: Any = model.model if isinstance(model, ParallelModel | LoadedModel) else model
-    tensors = dict(module.named_parameters())
+    tensors = dict(named_tensors(module))
     if isinstance(model, ParallelModel):
-        if model.engine == "fsdp1" or model.pipeline_rank or model.parameter_shapes.keys() != tensors.keys():
+        if model.engine == "fsdp1" or model.pipeline_rank or not model.parameter_shapes.keys() <= tensors.keys():
             raise UserError(f"{folder}: the parts of engine {model.engine} cannot be put together here; use fsdp2")
         tensors = model.state_dict(None, lambda module, optimizer: {})["model"]  # type: ignore[arg-type]
         tensors = {name: each.full_tensor() if isinstance(each, DTensor) else each for name, each in tensors.items()}

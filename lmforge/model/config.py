@@ -5,14 +5,14 @@ model costs is in flops.py.
 """
 
 import math
-from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Self
 
 from lmforge import registry
-from lmforge.config.ranges import MODEL_RANGES, ROPE_SCALING_RANGES, Range
+from lmforge.config.ranges import MODEL_RANGES, ROPE_SCALING_RANGES
 from lmforge.errors import UserError, did_you_mean
-from lmforge.model.family import EXPERT_FIELDS, Family, Linear, load_family, mixture_linears, name_layer_types
+from lmforge.model.config_checks import check_latent_attention, check_numbers, check_options, number_problem
+from lmforge.model.family import Family, Linear, load_family, mixture_linears, name_layer_types
 from lmforge.model.presets import PRESETS
 from lmforge.untrusted import cut, quoted
 
@@ -67,6 +67,12 @@ class ModelConfig:
     intermediate_size where that is 0. Training adds an auxiliary loss (mixture/balance.py) of weight router_aux_loss_coef where
     output_router_logits is true, as transformers does.
 
+    The first first_k_dense_replace layers are dense, too. n_shared_experts more experts are for each token. A token chooses
+    among the experts of the best topk_group of n_group groups; its weights are multiplied by routed_scaling_factor.
+    With latent attention, head_dim is derived: the wider of queries (qk_nope_head_dim channels and qk_rope_head_dim rotated
+    ones, neighbours paired if rope_interleave) and values (v_head_dim); the narrower are padded. q_lora_rank 0: queries do not
+    come from a latent.
+
     With `reward` the head returns one number for a text, its reward, instead of one for each token: transformers calls
     this sequence classification with one label. Such a head is never tied nor capped, and no end-of-text token is its
     padding token.
@@ -105,6 +111,17 @@ class ModelConfig:
     output_router_logits: bool = False
     decoder_sparse_step: int = 1
     mlp_only_layers: tuple[int, ...] = ()
+    first_k_dense_replace: int = 0
+    n_shared_experts: int = 0
+    routed_scaling_factor: float = 1.0
+    n_group: int = 1
+    topk_group: int = 1
+    q_lora_rank: int = 0
+    kv_lora_rank: int = 0
+    qk_nope_head_dim: int = 0
+    qk_rope_head_dim: int = 0
+    v_head_dim: int = 0
+    rope_interleave: bool = False
     reward: bool = False
     initializer_range: float = 0.02
     bos_token_id: int | None = None
@@ -124,8 +141,11 @@ class ModelConfig:
         for name in ("layer_types", "eos_token_id", "mlp_only_layers"):
             if isinstance(getattr(self, name), list):
                 self._set(name, tuple(getattr(self, name)))
-        _check_numbers(self, ("hidden_size", "num_attention_heads"))
+        check_numbers(self, ("hidden_size", "num_attention_heads"))
         family = self.family
+        if family.latent_attention:
+            check_latent_attention(self)
+            self._set("head_dim", max(self.qk_head_dim, self.v_head_dim))
         for name, derived in (
             ("intermediate_size", self.hidden_size * family.intermediate_ratio),
             ("num_key_value_heads", self.num_attention_heads),
@@ -154,8 +174,8 @@ class ModelConfig:
             ends = self.eos_token_id if isinstance(self.eos_token_id, tuple) else (self.eos_token_id,)
             if self.pad_token_id in ends:
                 self._set("pad_token_id", None)
-        _check_numbers(self, MODEL_RANGES)
-        _check_options(self)
+        check_numbers(self, MODEL_RANGES)
+        check_options(self)
 
     def _set(self, name: str, value: Any) -> None:
         object.__setattr__(self, name, value)
@@ -182,12 +202,21 @@ class ModelConfig:
         return self.moe_intermediate_size or self.intermediate_size
 
     @property
+    def qk_head_dim(self) -> int:
+        """The channels of a head of queries and keys."""
+        return self.qk_nope_head_dim + self.qk_rope_head_dim or self.head_dim
+
+    @property
+    def rotary_dim(self) -> int:
+        """The channels of a head that are rotated."""
+        return self.qk_rope_head_dim or self.head_dim
+
+    @property
     def sparse_layers(self) -> tuple[bool, ...]:
         """Whether each layer is a mixture of experts."""
-        return tuple(
-            bool(self.num_experts) and layer not in self.mlp_only_layers and (layer + 1) % self.decoder_sparse_step == 0
-            for layer in range(self.num_hidden_layers)
-        )
+        sparse = {*range(self.decoder_sparse_step - 1, self.num_hidden_layers, self.decoder_sparse_step)}
+        sparse -= {*self.mlp_only_layers, *range(self.first_k_dense_replace)}
+        return tuple(bool(self.num_experts) and layer in sparse for layer in range(self.num_hidden_layers))
 
     @property
     def layer_kinds(self) -> tuple[tuple[str | None, bool], ...]:
@@ -197,12 +226,14 @@ class ModelConfig:
     def with_layers(self, count: int, layer_type: str | None = None, *, sparse: bool) -> Self:
         """This model with `count` layers, all of one kind."""
         types, dense = None if layer_type is None else (layer_type,) * count, self.num_experts and not sparse
+        first = "first_k_dense_replace" in self.family.fields
         return replace(
             self,
             num_hidden_layers=count,
             layer_types=types,
             decoder_sparse_step=1,
-            mlp_only_layers=tuple(range(count)) if dense else (),
+            mlp_only_layers=tuple(range(count)) if dense and not first else (),
+            first_k_dense_replace=count if dense and first else 0,
         )
 
     def block_linears(self, sparse: bool) -> tuple[Linear, ...]:
@@ -308,112 +339,6 @@ def _parse_rope_scaling(table: dict[str, Any], max_positions: int) -> RopeScalin
     return RopeScaling(rope_type, **values) if values else None
 
 
-def number_problem(value: Any, bounds: Range, whole: bool) -> str | None:
-    """What is wrong with a number that is to be above zero and within `bounds`, in words; None where nothing is."""
-    kinds = int if whole else int | float
-    kind = "a whole number" if whole else "a number"
-    if not isinstance(value, kinds) or isinstance(value, bool) or not value > 0:
-        return f"expected {kind} above zero, got {quoted(value)}"
-    return f"expected {kind} of at most {bounds['le']:.16g}, got {quoted(value)}" if value > bounds["le"] else None
-
-
 def _default_head_dim(hidden_size: int, num_heads: int) -> int | None:
     """head_dim where it is not given; None where the heads do not divide the width."""
     return hidden_size // num_heads if hidden_size % num_heads == 0 else None
-
-
-# Those that may be None.
-OPTIONAL_NUMBERS = (
-    "head_dim",
-    "sliding_window",
-    "final_logit_softcapping",
-    "rope_local_base_freq",
-    "query_pre_attn_scalar",
-)
-_EXPERT_NUMBERS = ("num_experts", "num_experts_per_tok", "moe_intermediate_size", "router_aux_loss_coef")
-
-
-def _check_numbers(config: ModelConfig, names: Iterable[str]) -> None:
-    for name in names:
-        value, bounds = getattr(config, name), MODEL_RANGES[name]
-        if (value is None and name in OPTIONAL_NUMBERS) or (value == 0 and name in _EXPERT_NUMBERS):
-            continue
-        if problem := number_problem(value, bounds, whole=isinstance(bounds["le"], int)):
-            raise UserError(f"{name}: {problem}")
-
-
-def _check_experts(config: ModelConfig) -> None:
-    experts, chosen = config.num_experts, config.num_experts_per_tok
-    family, model_type = config.family, config.model_type
-    if not family.stored_experts:
-        for name in EXPERT_FIELDS:
-            if getattr(config, name):
-                raise UserError(f"{name}: a {model_type} model has no experts; leave it out, or use model_type qwen3_moe")
-        return
-    for name in ("moe_intermediate_size", "norm_topk_prob", "decoder_sparse_step", "mlp_only_layers"):
-        kept = family.defaults.get(name, getattr(ModelConfig, name))
-        if name not in family.fields and getattr(config, name) != kept:
-            raise UserError(f"{name}: a {model_type} model has none to choose; use {quoted(kept)}, or model_type qwen3_moe")
-    if not experts:
-        raise UserError(
-            f"num_experts: a {config.model_type} model has some; begin from a preset or a folder that says how many"
-        )
-    if not experts >= chosen > 0:
-        raise UserError(f"num_experts_per_tok: expected 1 to {experts}, the experts of a layer, got {chosen}")
-    for layer in config.mlp_only_layers:
-        if layer not in range(config.num_hidden_layers):
-            raise UserError(f"mlp_only_layers: there is no layer {quoted(layer)}; name those from 0 on")
-
-
-def _check_options(config: ModelConfig) -> None:
-    family, model_type = config.family, config.model_type
-    if config.reward and not family.classifier:
-        raise UserError(f"reward: transformers has no classifier of type {model_type}; use a model of another type")
-    heads, groups = config.num_attention_heads, config.num_key_value_heads
-    # transformers refuses some models whose heads do not divide their width even where head_dim is given.
-    if config.head_dim is None or (family.heads_divide_width and config.hidden_size % heads):
-        advice = "change one of the two" + (", or use model_type mistral with a head_dim" if family.grouped_heads else "")
-        raise UserError(f"num_attention_heads: {heads} heads do not divide hidden_size {config.hidden_size}; {advice}")
-    if heads % groups:
-        raise UserError(f"num_key_value_heads: {groups} does not divide num_attention_heads {heads}; choose a divisor")
-    if config.hidden_act not in family.activations:
-        use = family.activations[0]
-        raise UserError(f'hidden_act: "{config.hidden_act}" is not supported in a {model_type} model; use "{use}"')
-    if not family.learned_positions and config.head_dim % 2:
-        raise UserError(f"head_dim: rotary positions need an even width, got {config.head_dim}")
-    if not family.grouped_heads and (groups != heads or config.head_dim * heads != config.hidden_size):
-        raise UserError(
-            f"num_key_value_heads, head_dim: a {model_type} model has neither; leave them out, or use model_type llama"
-        )
-    if family.grouped_heads and "head_dim" not in family.fields and config.head_dim * heads != config.hidden_size:
-        raise UserError(f"head_dim: a {model_type} model has hidden_size / num_attention_heads; leave it out")
-    if family.learned_positions and config.rope_scaling is not None:
-        raise UserError(f"rope_scaling: a {model_type} model has learned positions; leave it out, or use model_type llama")
-    if config.rope_scaling is not None and config.rope_scaling.rope_type == "yarn" and config.rope_theta <= 1:
-        raise UserError(f"rope_theta: yarn needs a base above 1, got {config.rope_theta}")
-    biases = (config.attention_bias, config.attention_output_bias)
-    if biases not in family.attention_biases:
-        possible = " or ".join(map(str, family.attention_biases))
-        raise UserError(
-            f"attention_bias, attention_output_bias: {biases} cannot be written as a {model_type} model; use {possible}"
-        )
-    if config.mlp_bias and not family.mlp_biases:
-        raise UserError(f"mlp_bias: a {model_type} model has none; leave it out, or use model_type llama")
-    if config.qk_norm != (family.qk_norm is not None):
-        raise UserError(f"qk_norm: {config.qk_norm} cannot be written as a {model_type} model; leave it out")
-    if config.rope_local_base_freq is not None and family.local_rope_theta is None:
-        raise UserError(f"rope_local_base_freq: a {model_type} model has none; leave it out")
-    if config.query_pre_attn_scalar is not None and not family.scales_scores:
-        raise UserError(f"query_pre_attn_scalar: a {model_type} model has none; leave it out")
-    _check_experts(config)
-    if config.sliding_window is not None and family.windows == "none":
-        raise UserError(f"sliding_window: a {model_type} model has none; leave it out, or use model_type mistral")
-    if config.layer_types is None:
-        return
-    if config.sliding_window is None or family.windows != "by layer":
-        raise UserError("layer_types: needs sliding_window and a model_type with windows in some layers; leave it out")
-    if len(config.layer_types) != config.num_hidden_layers:
-        raise UserError(f"layer_types: names {len(config.layer_types)} layers of {config.num_hidden_layers}; name each")
-    for entry in config.layer_types:
-        if entry not in ("full_attention", "sliding_attention"):
-            raise UserError(f'layer_types: "{entry}" is not supported; use full_attention or sliding_attention')

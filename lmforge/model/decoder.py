@@ -4,15 +4,17 @@ What distinguishes them is in their descriptions (family.py): which norms there 
 objective applies the head.
 """
 
+import torch
 from torch import Tensor, nn
+from torch.nn.functional import pad
 
 from lmforge.model.attention import AttentionMask, LayerKVCache, attend
 from lmforge.model.config import ModelConfig
-from lmforge.model.layers import ACTIVATIONS, LanguageModel, LMHead, RMSNorm, add_linears, add_residual, apply_linear
+from lmforge.model.layers import GatedMLP, LanguageModel, LMHead, RMSNorm, add_linears, add_residual, apply_linear
 from lmforge.model.mixture.balance import Balance
-from lmforge.model.mixture.experts import MixtureOfExperts
+from lmforge.model.mixture.experts import MixtureOfExperts, local_weight
 from lmforge.model.rng.token_rng import TokenRng
-from lmforge.model.rope import RotaryEmbedding
+from lmforge.model.rope import RotaryEmbedding, yarn_mscale
 
 
 class Attention(nn.Module):
@@ -25,13 +27,13 @@ class Attention(nn.Module):
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        self.head_dim, self.qk_norm = config.head_dim, config.family.qk_norm
+        self.head_dim, self.value_dim, self.qk_norm = config.head_dim, config.head_dim, config.family.qk_norm
         self.scale = None if config.query_pre_attn_scalar is None else config.query_pre_attn_scalar**-0.5
         add_linears(self, "self_attn", config)
         for norm in config.family.norms(config):
             owner, _, name = norm.name.rpartition(".")
             if owner == "self_attn":
-                self.add_module(name, _make_norm(config, norm.size))
+                self.add_module(name, _make_norm(config, norm.size, norm.eps))
 
     def forward(
         self,
@@ -41,31 +43,64 @@ class Attention(nn.Module):
         cache: LayerKVCache | None,
         token_rng: TokenRng | None = None,
     ) -> Tensor:
+        q, k, v = (each.transpose(1, 2) for each in self.heads(x, rotary, token_rng))
+        if cache is not None:
+            k, v = cache.update(k, v)
+        attended = attend(q, k, v, mask, self.scale)[..., : self.value_dim].transpose(1, 2)
+        return apply_linear(self.o_proj, attended.flatten(2), token_rng)
+
+    def heads(self, x: Tensor, rotary: RotaryEmbedding, token_rng: TokenRng | None) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries, keys and values of x [sequences, length, width]: [sequences, length, heads, head_dim] each."""
         q, k, v = (apply_linear(layer, x, token_rng) for layer in (self.q_proj, self.k_proj, self.v_proj))
         if self.qk_norm == "channels":
             q, k = self.q_norm(q), self.k_norm(k)
         q, k, v = (each.unflatten(-1, (-1, self.head_dim)) for each in (q, k, v))
         if self.qk_norm == "heads":
             q, k = self.q_norm(q), self.k_norm(k)
-        q, k, v = rotary.apply_rotary(q).transpose(1, 2), rotary.apply_rotary(k).transpose(1, 2), v.transpose(1, 2)
-        if cache is not None:
-            k, v = cache.update(k, v)
-        return apply_linear(self.o_proj, attend(q, k, v, mask, self.scale).transpose(1, 2).flatten(2), token_rng)
+        return rotary.apply_rotary(q), rotary.apply_rotary(k), v
 
 
-class GatedMLP(nn.Module):
-    gate_proj: nn.Linear
-    up_proj: nn.Linear
-    down_proj: nn.Linear
+class LatentAttention(Attention):
+    """Attention whose heads are computed from a few channels, the latents (DeepSeek-V2, arXiv 2405.04434): each has its own
+    `qk_nope_head_dim` channels of keys and queries, beside rotated ones, which are the same in all keys.
+
+    The narrower of queries and values are padded with zeros, for kernels and caches of one width.
+    """
+
+    q_a_proj: nn.Linear
+    q_b_proj: nn.Linear
+    kv_a_proj_with_mqa: nn.Linear
+    kv_b_proj: nn.Linear
+    q_a_layernorm: RMSNorm
+    kv_a_layernorm: RMSNorm
 
     def __init__(self, config: ModelConfig) -> None:
-        super().__init__()
-        self.activation = ACTIVATIONS[config.hidden_act]
-        add_linears(self, "mlp", config)
+        super().__init__(config)
+        self.value_dim, self.interleaved = config.v_head_dim, config.rope_interleave
+        self.has_query_latent = config.q_lora_rank > 0
+        self.latents = config.kv_lora_rank, config.qk_rope_head_dim
+        self.query_parts = config.qk_nope_head_dim, config.qk_rope_head_dim
+        self.key_value_parts = config.qk_nope_head_dim, config.v_head_dim
+        scaling = config.rope_scaling
+        self.scale = yarn_mscale(scaling, scaling.mscale_all_dim if scaling else None) ** 2 * config.qk_head_dim**-0.5
 
-    def forward(self, x: Tensor, token_rng: TokenRng | None = None) -> Tensor:
-        gated = self.activation(apply_linear(self.gate_proj, x, token_rng)) * apply_linear(self.up_proj, x, token_rng)
-        return apply_linear(self.down_proj, gated, token_rng)
+    def heads(self, x: Tensor, rotary: RotaryEmbedding, token_rng: TokenRng | None) -> tuple[Tensor, Tensor, Tensor]:
+        if self.has_query_latent:
+            queries = self.q_a_layernorm(apply_linear(self.q_a_proj, x, token_rng))
+            queries = apply_linear(self.q_b_proj, queries, token_rng)
+        else:
+            queries = apply_linear(self.q_proj, x, token_rng)
+        latent, rotated = apply_linear(self.kv_a_proj_with_mqa, x, token_rng).split(self.latents, dim=-1)
+        keys_values = apply_linear(self.kv_b_proj, self.kv_a_layernorm(latent), token_rng)
+        q_nope, q_rotated = queries.unflatten(-1, (-1, sum(self.query_parts))).split(self.query_parts, dim=-1)
+        k_nope, v = keys_values.unflatten(-1, (-1, sum(self.key_value_parts))).split(self.key_value_parts, dim=-1)
+        q_rotated = rotary.apply_rotary(q_rotated, self.interleaved)
+        # With tensor parallelism each rank has the latents whole, and the gradients from its own heads.
+        k_rotated = rotary.apply_rotary(local_weight(rotated).unsqueeze(2), self.interleaved)
+        k_rotated = k_rotated.expand(-1, -1, k_nope.shape[2], -1)
+        q, k = torch.cat((q_nope, q_rotated), dim=-1), torch.cat((k_nope, k_rotated), dim=-1)
+        q, k, v = (pad(each, (0, self.head_dim - each.shape[-1])) for each in (q, k, v))
+        return q, k, v
 
 
 class DecoderBlock(nn.Module):
@@ -82,7 +117,7 @@ class DecoderBlock(nn.Module):
         (self._before_mlp, self._after_mlp) = config.family.mlp_norms
         self._is_sparse = sparse
         self._add_norm(self._before_attention, config)
-        self.self_attn = Attention(config)
+        self.self_attn = (LatentAttention if config.family.latent_attention else Attention)(config)
         self._add_norm(self._after_attention, config)
         self._add_norm(self._before_mlp, config)
         self.mlp = MixtureOfExperts(config) if sparse else GatedMLP(config)
@@ -139,5 +174,5 @@ class Decoder(LanguageModel):
                 mixture.balance = self.balance
 
 
-def _make_norm(config: ModelConfig, size: int) -> RMSNorm:
-    return RMSNorm(size, config.rms_norm_eps, config.family.norm_offset)
+def _make_norm(config: ModelConfig, size: int, eps: float | None = None) -> RMSNorm:
+    return RMSNorm(size, eps or config.rms_norm_eps, config.family.norm_offset)

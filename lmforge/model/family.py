@@ -24,6 +24,19 @@ if TYPE_CHECKING:
 ROTARY_FIELDS = ("num_key_value_heads", "head_dim", "rms_norm_eps", "rope_theta")
 # Those that all mixtures of experts have.
 EXPERT_FIELDS = ("num_experts", "num_experts_per_tok", "router_aux_loss_coef", "output_router_logits")
+# Those that only some families have; of others they have the value that does nothing.
+OWN_FIELDS = (
+    *("moe_intermediate_size", "norm_topk_prob", "decoder_sparse_step", "mlp_only_layers", "first_k_dense_replace"),
+    *("n_shared_experts", "routed_scaling_factor", "n_group", "topk_group"),
+    *("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "rope_interleave"),
+)
+# What a router does, by the fields of a config.json, where a mixture of experts has no such field.
+ROUTER_VALUES: dict[str, Any] = {
+    "norm_topk_prob": False, "moe_intermediate_size": None, "decoder_sparse_step": 1, "mlp_only_layers": [],
+    "first_k_dense_replace": 0, "moe_layer_freq": 1, "n_shared_experts": 0, "shared_expert_intermediate_size": 0,
+    "routed_scaling_factor": 1, "n_group": 1, "topk_group": 1, "scoring_func": "softmax", "topk_method": "greedy",
+    "router_jitter_noise": 0,
+}  # fmt: skip
 # How most families store their experts (Family.stored_experts).
 STORED_EXPERTS = {
     "mlp.experts.gate_up_proj": ("mlp.experts.{}.gate_proj.weight", "mlp.experts.{}.up_proj.weight"),
@@ -34,7 +47,8 @@ STORED_EXPERTS = {
 @dataclass(frozen=True)
 class Linear:
     """A linear layer of a block by its name there. A `residual` one writes into the residual stream: it starts with smaller
-    weights, and tensor parallelism splits its inputs; of the others it splits the outputs. `experts` of them may be stacked."""
+    weights, and tensor parallelism splits its inputs; of the others it splits the outputs, but for a `whole` one. `experts` of
+    them may be stacked."""
 
     name: str
     inputs: int
@@ -42,16 +56,19 @@ class Linear:
     bias: bool = False
     residual: bool = False
     experts: int = 1
+    whole: bool = False
 
 
 @dataclass(frozen=True)
 class Norm:
-    """A norm of a block by its name there, with `size` weights. `over` says what tensor parallelism has split before it: the
-    sequence of hidden states, the heads of queries and keys, or their channels, over which the norm goes."""
+    """A norm of a block by its name there, with `size` weights, and `eps` if it is not that of the model. `over` says what
+    tensor parallelism has split before it: the sequence of hidden states, the heads of queries and keys, or their channels,
+    over which the norm goes; nothing of latents."""
 
     name: str
     size: int
-    over: Literal["sequence", "heads", "channels"] = "sequence"
+    over: Literal["sequence", "heads", "channels", "latents"] = "sequence"
+    eps: float | None = None
 
 
 def gated_linears(config: ModelConfig) -> tuple[Linear, ...]:
@@ -70,13 +87,36 @@ def gated_linears(config: ModelConfig) -> tuple[Linear, ...]:
     )
 
 
+def latent_linears(config: ModelConfig) -> tuple[Linear, ...]:
+    """Latent attention (DeepSeek-V2, arXiv 2405.04434): keys and values, and queries if q_lora_rank, come from a few channels.
+    The feed-forward is gated."""
+    width, heads, bias = config.hidden_size, config.num_attention_heads, config.attention_bias
+    keys, queries, latents = config.kv_lora_rank, heads * config.qk_head_dim, config.q_lora_rank
+    down = (Linear("self_attn.q_a_proj", width, latents, bias, whole=True),) if latents else ()
+    return (
+        *down,
+        Linear("self_attn.q_b_proj", latents, queries) if latents else Linear("self_attn.q_proj", width, queries),
+        Linear("self_attn.kv_a_proj_with_mqa", width, keys + config.qk_rope_head_dim, bias, whole=True),
+        Linear("self_attn.kv_b_proj", keys, heads * (config.qk_nope_head_dim + config.v_head_dim)),
+        Linear("self_attn.o_proj", heads * config.v_head_dim, width, config.attention_output_bias, residual=True),
+        *(each for each in gated_linears(config) if each.name.startswith("mlp.")),
+    )
+
+
 def mixture_linears(config: ModelConfig) -> tuple[Linear, ...]:
     """The router and the experts that a sparse block has in place of its feed-forward."""
     width, inner, experts = config.hidden_size, config.expert_size, config.num_experts
+    shared = inner * config.n_shared_experts
+    linears = (
+        Linear("mlp.shared_experts.gate_proj", width, shared),
+        Linear("mlp.shared_experts.up_proj", width, shared),
+        Linear("mlp.shared_experts.down_proj", shared, width, residual=True),
+    )
     return (
         Linear("mlp.gate", width, experts),
         Linear("mlp.experts.gate_up_proj", width, 2 * inner, experts=experts),
         Linear("mlp.experts.down_proj", inner, width, residual=True, experts=experts),
+        *(linears if shared else ()),
     )
 
 
@@ -122,6 +162,8 @@ class Family:
             they return; None where there is none.
         layer_norm: norms subtract the mean and have biases. norm_offset: of an RMSNorm, as in layers.RMSNorm.
         qk_norm: what queries and keys are normalized over: the channels of each head, or all channels; None: they are not.
+        latent_attention: `linears` are those of `latent_linears`. sigmoid_router: a router scores experts by sigmoids, and
+            chooses by scores with a bias, and by groups, as DeepSeek-V3's (arXiv 2412.19437).
         activations: values of hidden_act; the first is the default.
         scaled_embeddings: they are multiplied by sqrt(hidden_size).
         learned_positions: instead of rotary ones.
@@ -147,6 +189,7 @@ class Family:
         read, write: fields of ModelConfig from a config.json, and the reverse, which are more than names; the former reads the
             rotary positions, too.
         optional_prefix: of tensor names on disk, which may leave it out.
+        unread_layers: the field, and its default, of how many layers after the last one a folder may have that nothing reads.
         foreign_layouts: checkpoints of other trainers that can be imported, by their names. foreign_fields: those of a config
             that they may lack.
     """
@@ -160,6 +203,8 @@ class Family:
     layer_norm: bool = False
     norm_offset: float | None = None
     qk_norm: Literal["heads", "channels"] | None = None
+    latent_attention: bool = False
+    sigmoid_router: bool = False
     activations: tuple[str, ...] = ("silu", "swish")
     scaled_embeddings: bool = False
     learned_positions: bool = False
@@ -185,12 +230,16 @@ class Family:
     read: Callable[[dict[str, Any]], dict[str, Any]] = read_rope
     write: Callable[[ModelConfig], dict[str, Any]] = lambda config: {}
     optional_prefix: str = ""
+    unread_layers: tuple[str, int] = ("", 0)
     foreign_layouts: Mapping[str, ForeignLayout] = field(default_factory=dict)
     foreign_fields: tuple[str, ...] = ()
 
     def norms(self, config: ModelConfig) -> tuple[Norm, ...]:
         """The norms of a block."""
         sequence = [Norm(name, config.hidden_size) for name in (*self.attention_norms, *self.mlp_norms) if name]
+        if self.latent_attention:  # their eps is RMSNorm's default, whatever rms_norm_eps is
+            latents = {"q_a_layernorm": config.q_lora_rank, "kv_a_layernorm": config.kv_lora_rank}
+            sequence += [Norm(f"self_attn.{name}", size, "latents", 1e-6) for name, size in latents.items() if size]
         if self.qk_norm is None:
             return tuple(sequence)
         heads = {"q_norm": config.num_attention_heads, "k_norm": config.num_key_value_heads}

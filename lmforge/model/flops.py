@@ -12,7 +12,8 @@ from lmforge.model.family import mixture_linears
 
 FLOPS_CONVENTION = (
     "FLOPs per token = 6 x (parameters without input embedding; a tied one counts, as the head) "
-    "+ 12 x layers x heads x head_dim x length; no causal discount, no recomputation; of experts those that a token goes to"
+    "+ 12 x layers x heads x head_dim x length; no causal discount, no recomputation; of experts those that a token goes to; "
+    "head_dim of latent attention is the mean of those of queries and values"
 )
 
 
@@ -93,5 +94,6 @@ def flops_per_token(config: ModelConfig, sequence_length: int) -> int:
     By FLOPS_CONVENTION; docs/tuning.md says how it is used. Packed sequences and sliding windows do less attention than it
     counts.
     """
-    attention = 12 * config.num_hidden_layers * config.num_attention_heads * config.head_dim * sequence_length
+    channels = config.qk_head_dim + (config.v_head_dim or config.head_dim)
+    attention = 6 * config.num_hidden_layers * config.num_attention_heads * channels * sequence_length
     return 6 * parameter_count(config).active_matmul + attention

@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.utils.rnn import pad_sequence
 
 from lmforge.model.attention import DecodeGroup, KVCache
+from lmforge.model.init_weights import named_tensors
 
 # Sequences are computed together where the shortest has at least this fraction of the longest one's tokens.
 MIN_LENGTH_RATIO = 0.75
@@ -126,7 +127,7 @@ def _plain_copy(model: Any, dtype: torch.dtype) -> Any:
         copy = model.config.new_module()
     if model.lora_config is not None:
         model.lora_config.add_to(copy)
-    parameters = {name: each.detach() for name, each in model.named_parameters()}
+    parameters = {name: each.detach() for name, each in named_tensors(model)}
     cast = {name for name, each in parameters.items() if name.startswith(model.blocks_name) and each.ndim >= 2}
     copy.load_state_dict(
         {name: each.to(dtype) if name in cast else each for name, each in parameters.items()}, strict=False, assign=True

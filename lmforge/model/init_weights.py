@@ -6,7 +6,7 @@ How they are drawn is in weight_rng.py.
 """
 
 import math
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -66,6 +66,15 @@ class HeldPart:
             fill_random(self.values, self.starts, key, value.distribution, value.loc, value.scale)
 
 
+def named_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """What folders and checkpoints hold of a model: its parameters, and its persistent buffers."""
+    yield from model.named_parameters()
+    for prefix, module in model.named_modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None and name not in module._non_persistent_buffers_set:
+                yield f"{prefix}.{name}", buffer
+
+
 def initial_value(
     name: str, shape: torch.Size | tuple[int, ...], config: ModelConfig, embedding_std: float | None = None
 ) -> InitialValue:
@@ -76,7 +85,7 @@ def initial_value(
     `embedding_std` replaces initializer_range. In a low-rank adapter's pair, A is uniform in
     ±1/sqrt(inputs) (Kaiming with a slope of sqrt(5)) and B zero: at first an adapter adds nothing.
     """
-    if name.endswith((".bias", LORA_SUFFIXES[1])):
+    if name.endswith(("bias", LORA_SUFFIXES[1])):
         return InitialValue(loc=0.0)
     if name.endswith(LORA_SUFFIXES[0]):
         return InitialValue(standard_uniform, scale=shape[-1] ** -0.5)
@@ -116,7 +125,7 @@ def _held_parts(model: nn.Module) -> dict[str, HeldPart]:
     """This rank's parts of the parameters, by name, without those of which it holds nothing."""
     parts: dict[str, HeldPart] = {}
     flat_shards: dict[str, FlatShard] = model.flat_shards  # type: ignore[assignment]
-    for name, parameter in model.named_parameters():
+    for name, parameter in named_tensors(model):
         if (flat := flat_shards.get(name)) is not None:
             local, shape, name = parameter.detach(), flat.shape, flat.name
             starts, length = torch.tensor([flat.start]), parameter.numel()
@@ -140,7 +149,7 @@ def _runs(part: tuple[slice, ...], shape: torch.Size) -> tuple[Tensor, int]:
     return starts, length
 
 
-def local_part(parameter: nn.Parameter) -> tuple[Tensor, tuple[slice, ...]]:
+def local_part(parameter: Tensor) -> tuple[Tensor, tuple[slice, ...]]:
     """This rank's part of a parameter, sharing its memory, and which slices of the full tensor that is."""
     if not isinstance(parameter, DTensor):
         return parameter.detach(), tuple(slice(0, size) for size in parameter.shape)

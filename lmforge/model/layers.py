@@ -42,10 +42,10 @@ class Conv1D(nn.Module):
         return linear(x, self.weight.t(), self.bias)
 
 
-def add_linears(module: nn.Module, owner: str, config: ModelConfig) -> None:
+def add_linears(module: nn.Module, owner: str, config: ModelConfig, sparse: bool = False) -> None:
     """Give `module`, which a block calls `owner`, the linear layers that the family describes there."""
-    for each in config.family.linears(config):
-        prefix, _, name = each.name.partition(".")
+    for each in config.block_linears(sparse):
+        prefix, _, name = each.name.rpartition(".")
         if prefix == owner:
             sizes = each.inputs, each.outputs
             module.add_module(name, Conv1D(*sizes) if config.family.transposed else nn.Linear(*sizes, bias=each.bias))
@@ -54,6 +54,23 @@ def add_linears(module: nn.Module, owner: str, config: ModelConfig) -> None:
 def apply_linear(layer: nn.Module, x: Tensor, token_rng: TokenRng | None) -> Tensor:
     """`layer(x)`; a layer with an adapter (lora.py) has its own dropout, and is given the `token_rng` for it."""
     return layer(x) if token_rng is None or not hasattr(layer, "lora_A") else layer(x, token_rng)
+
+
+class GatedMLP(nn.Module):
+    """A gated feed-forward that a block calls `owner`."""
+
+    gate_proj: nn.Linear
+    up_proj: nn.Linear
+    down_proj: nn.Linear
+
+    def __init__(self, config: ModelConfig, owner: str = "mlp", sparse: bool = False) -> None:
+        super().__init__()
+        self.activation = ACTIVATIONS[config.hidden_act]
+        add_linears(self, owner, config, sparse)
+
+    def forward(self, x: Tensor, token_rng: TokenRng | None = None) -> Tensor:
+        gated = self.activation(apply_linear(self.gate_proj, x, token_rng)) * apply_linear(self.up_proj, x, token_rng)
+        return apply_linear(self.down_proj, gated, token_rng)
 
 
 def to_autocast_dtype(hidden: Tensor) -> Tensor:
@@ -248,7 +265,7 @@ class LanguageModel(nn.Module):
             masks = {each: make_mask(document_ids, each) for each in set(windows)}
         else:
             masks = {each: cache[0].mask(each) for each in set(windows)}
-        rotary = {each: rotary_embedding(positions, each, self.config.head_dim) for each in set(ropes)}
+        rotary = {each: rotary_embedding(positions, each, self.config.rotary_dim) for each in set(ropes)}
         # Attention has masks; a mixture balances and counts the tokens that are none of padding.
         part, parts = self.sequence_parallel_shard
         of_mixture = {"is_token": document_ids.chunk(parts, 1)[part] >= 0} if self.config.num_experts else {}

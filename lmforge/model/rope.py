@@ -23,9 +23,12 @@ class RotaryEmbedding:
         self.cos = cos
         self.sin = sin
 
-    def apply_rotary(self, heads: Tensor) -> Tensor:
-        """Rotate [sequences, length, heads, head_dim]; channel i pairs with channel i + head_dim / 2, as in transformers."""
-        first, second = heads.chunk(2, dim=-1)
+    def apply_rotary(self, heads: Tensor, interleaved: bool = False) -> Tensor:
+        """Rotate [sequences, length, heads, head_dim]; channel i pairs with channel i + head_dim / 2, as in transformers.
+
+        interleaved: neighbours are paired, but the result has the first of all pairs before the second ones.
+        """
+        first, second = (heads[..., 0::2], heads[..., 1::2]) if interleaved else heads.chunk(2, dim=-1)
         rotated = (first * self.cos - second * self.sin, second * self.cos + first * self.sin)
         return torch.cat(rotated, dim=-1).to(heads.dtype)
 
@@ -69,10 +72,16 @@ def attention_factor(scaling: RopeScaling | None) -> float:
         return 1.0
     if scaling.attention_factor is not None:
         return scaling.attention_factor
-    growth = 0.1 * math.log(max(1.0, scaling.factor))
     if scaling.mscale is not None and scaling.mscale_all_dim is not None:
-        return (growth * scaling.mscale + 1) / (growth * scaling.mscale_all_dim + 1)
-    return growth + 1
+        return yarn_mscale(scaling, scaling.mscale) / yarn_mscale(scaling, scaling.mscale_all_dim)
+    return yarn_mscale(scaling, 1.0)
+
+
+def yarn_mscale(scaling: RopeScaling | None, weight: float | None) -> float:
+    """1 + 0.1 · weight · ln(factor) of yarn, or 1: what attention scores are multiplied by the square of."""
+    if scaling is None or scaling.rope_type != "yarn" or weight is None:
+        return 1.0
+    return 0.1 * math.log(max(1.0, scaling.factor)) * weight + 1
 
 
 def rotary_embedding(positions: Tensor, rope: Rope | None, head_dim: int) -> RotaryEmbedding | None:

@@ -24,7 +24,9 @@ class DDPModel(ParallelModel):
     def _wrap(self, model_with_loss: nn.Module) -> nn.Module:
         device = self.dist_ctx.device
         device_ids = [device.index] if device.type == "cuda" else None
-        self.ddp = DistributedDataParallel(model_with_loss, device_ids=device_ids, gradient_as_bucket_view=True)
+        # Buffers are the same on all ranks.
+        kwargs: Any = {"device_ids": device_ids, "gradient_as_bucket_view": True, "broadcast_buffers": False}
+        self.ddp = DistributedDataParallel(model_with_loss, **kwargs)
         self.ddp.register_comm_hook(self, _all_reduce_hook)
         _groups.add(self.ddp.process_group)
         _fix_bucket_order(self.ddp)

@@ -104,6 +104,8 @@ class FSDP1Model(ParallelModel):
             filled = {name.removeprefix(_MODEL_PREFIX): value for name, value in self.model_with_loss.named_parameters()}
             for name, parameter in copy.named_parameters():
                 parameter.copy_(filled[name])
+            for own, buffer in zip(copy.buffers(), self.model.buffers(), strict=True):
+                own.copy_(buffer)
         yield copy
 
     def state_dict(self, optimizer: Optimizer, named_state: NamedState) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 
 from lmforge.cluster.distributed import DistributedContext
 from lmforge.data.batch import Batch, Metrics
+from lmforge.model.init_weights import named_tensors
 from lmforge.model.layers import LanguageModel
 from lmforge.model.mixture.balance import count_rows
 from lmforge.parallel.dims import ParallelDims
@@ -259,7 +260,7 @@ class ParallelModel:
 
         `named_state(model, optimizer)` returns the optimizer's. To load, fill the tensors in place and call `load_state_dict`.
         """
-        return {"model": dict(self.model.named_parameters()), "optimizer": named_state(self.model, optimizer)}
+        return {"model": dict(named_tensors(self.model)), "optimizer": named_state(self.model, optimizer)}
 
     def load_state_dict(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
         """Load a state dict whose tensors were filled."""

@@ -77,7 +77,7 @@ def parallelize(
     device = torch.device("cpu") if engine == "fsdp1" or options.cpu_offload else dist_ctx.device
     # DDP broadcasts weights when it wraps, and FSDP1 takes over their memory.
     if engine != "fsdp2" and init_weights is not None:
-        _allocate(model, device)
+        _allocate(model, device, device)
         if engine != "fsdp1" or loads_weights:
             init_weights(model)
     engines = {"single": ParallelModel, "ddp": DDPModel, "fsdp1": FSDP1Model, "fsdp2": FSDP2Model}
@@ -85,7 +85,7 @@ def parallelize(
     compute_dtype = None if dtype == torch.float32 else dtype
     parallel_model = engine_class(model, loss_fn, dist_ctx, dims, compute_dtype, mesh)
     if engine == "fsdp2" and init_weights is not None:
-        _allocate(model, device)
+        _allocate(model, device, dist_ctx.device)
         init_weights(model)
     elif engine == "fsdp1" and init_weights is not None and not loads_weights:
         init_weights(model)
@@ -109,6 +109,8 @@ def _build_mesh(dims: ParallelDims, dist_ctx: DistributedContext) -> DeviceMesh:
     return dims.build_mesh(device_type)
 
 
-def _allocate(model: LanguageModel, device: torch.device) -> None:
+def _allocate(model: LanguageModel, device: torch.device, buffers_device: torch.device) -> None:
     model.to_empty(device=device)
+    for module in model.modules():  # not those of offloaded parameters
+        module._buffers |= {name: each if each is None else each.to(buffers_device) for name, each in module._buffers.items()}
     model.tie_weights()

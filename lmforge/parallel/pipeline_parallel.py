@@ -169,9 +169,10 @@ class PipelineModel(FSDP2Model):
 
 
 def _drop_other_parameters(model: LanguageModel, stages: list[StageModule]) -> None:
-    """Remove all parameters from `model` except those of `stages`, which keep their names."""
-    kept = {id(parameter) for stage in stages for parameter in stage.parameters()}
+    """Remove all parameters and buffers from `model` except those of `stages`, which keep their names."""
+    kept = {id(tensor) for stage in stages for tensor in (*stage.parameters(), *stage.buffers())}
     for module in model.modules():
         for name, parameter in list(module.named_parameters(recurse=False)):
             if id(parameter) not in kept:
                 module.register_parameter(name, None)
+        module._buffers |= {name: each if id(each) in kept else None for name, each in module._buffers.items()}

@@ -1,9 +1,10 @@
 """Tensor parallelism with sequence-parallel norms: the matrices of a block are split over ranks; between them the sequence is
 split.
 
-Heads and feed-forward channels are split, and of mixtures of experts only the tokens; the outputs of attention and feed-forward
-are summed and scattered along the sequence in one collective (Korthikanti et al., arXiv 2205.05198). torch's DTensor styles do
-the splitting, so that FSDP2 and checkpoints understand the result. Embedding and head are split by vocabulary where it divides.
+Heads and feed-forward channels are split; of mixtures of experts the tokens, but for shared experts. The outputs of attention
+and feed-forward are summed and scattered along the sequence in one collective (Korthikanti et al., arXiv 2205.05198). DTensor's
+styles do the splitting, so that FSDP2 and checkpoints understand the result. Embedding and head are split by vocabulary where
+it divides.
 Where it does not, every rank has them whole, and looks up and scores (objectives/sharded_head.py) its own part of the sequence.
 """
 
@@ -23,6 +24,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 from lmforge.model.config import ModelConfig
+from lmforge.model.family import Linear
 from lmforge.model.layers import LanguageModel
 
 # Hidden states are local tensors of DTensors, which are views; nothing here writes into them.
@@ -70,23 +72,30 @@ def _block_plan(config: ModelConfig, sparse: bool) -> dict[str, ParallelStyle]:
         # These see [sequences, length, heads, head_dim], split by heads, or [sequences, length, channels], split by channels.
         "heads": SequenceParallel(sequence_dim=2, use_local_output=True),
         "channels": ChannelParallelNorm(),
+        "latents": Replicated(),
     }
-    linears, norms = config.family.linears(config), config.family.norms(config)
-    if sparse:
-        linears = tuple(each for each in linears if not each.name.startswith("mlp."))
-    return {
+
+    def of_linear(each: Linear) -> ParallelStyle:
+        if each.whole:
+            return Replicated()
+        return RowwiseParallel(output_layouts=Shard(SEQUENCE_DIM)) if each.residual else ColwiseParallel()
+
+    plan = {
         "self_attn": gather_first(4),
-        "mlp": ReplicatedExperts() if sparse else gather_first(1),
-        **{each.name: over[each.over] for each in norms},
-        **{
-            each.name: RowwiseParallel(output_layouts=Shard(SEQUENCE_DIM)) if each.residual else ColwiseParallel()
-            for each in linears
-        },
+        "mlp.shared_experts" if sparse else "mlp": gather_first(1),
+        **{each.name: over[each.over] for each in config.family.norms(config)},
+        **{each.name: of_linear(each) for each in config.block_linears(sparse)},
     }
+    if not sparse:
+        return plan
+    own = {name: style for name, style in plan.items() if not name.startswith(("mlp.gate", "mlp.experts"))}
+    if not config.n_shared_experts:
+        del own["mlp.shared_experts"]
+    return own | dict.fromkeys(("mlp.gate", "mlp.experts"), Replicated())
 
 
-class ReplicatedExperts(ParallelStyle):
-    """A mixture of experts that every rank has whole, and computes for its own part of the sequence."""
+class Replicated(ParallelStyle):
+    """What every rank has whole: a mixture of experts, computed for its own part of the sequence, and what makes latents."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         return distribute_module(module, device_mesh)

@@ -161,6 +161,8 @@ def _check_tensor_parallel(config: ModelConfig, degree: int, local_length: int) 
         raise UserError(f"{requested}: {why}; use sharding alone")
     names = ("num_attention_heads", "num_key_value_heads", "intermediate_size")
     sizes = {name: getattr(config, name) for name in names}
+    if config.n_shared_experts:
+        sizes["n_shared_experts × moe_intermediate_size"] = config.n_shared_experts * config.moe_intermediate_size
     for name, size in sizes.items():
         if size % degree:
             fitting = [each for each in range(2, degree) if all(other % each == 0 for other in sizes.values())]

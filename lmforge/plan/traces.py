@@ -153,6 +153,10 @@ def fake_model(traced: TracedModel) -> Iterator[LanguageModel]:
         with FakeTensorMode(allow_non_fake_inputs=True), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of models whose code is not ours
             for module in model.modules():
+                module._buffers |= {
+                    name: each if each is None else torch.zeros(each.shape, dtype=each.dtype)
+                    for name, each in module._buffers.items()
+                }
                 for name, parameter in module._parameters.items():
                     if parameter is not None:
                         fake = torch.empty(parameter.shape, dtype=parameter.dtype)

@@ -29,6 +29,7 @@ from lmforge.report.page import ReportThread
 from lmforge.stages.attempt import MetricsFile, RunContext
 from lmforge.stages.build_model import BuiltModel
 from lmforge.stages.inputs import RunInputs
+from lmforge.stages.pretrained import find_pretrained
 from lmforge.stages.validation import score_tasks, write_samples
 from lmforge.train.bad_steps import BadStep
 from lmforge.train.callbacks import BatchSource, LoopCallbacks
@@ -290,7 +291,10 @@ def log_summary(
     if any(model_config.sparse_layers):
         log(f"experts    {describe_experts(model_config)}; {describe_balance(model_config)}")
     if built.point.manifest is None:
-        log(f"weights    {f'of {config.model.source}' if inputs.load_weights else f'random, seed {config.train.seed}'}")
+        words = [f"random, seed {config.train.seed}"]
+        if inputs.load_weights and config.model.source is not None:
+            words = [f"of {config.model.source}", *find_pretrained(config.model.source).notes]
+        log(f"weights    {', '.join(words)}")
     log(f"data       {inputs.data_summary}")
     log(f"batch      {inputs.batch_plan}")
     on_gpu = dist_ctx.device.type == "cuda"

@@ -26,7 +26,7 @@ from lmforge.hub import cache_folder, resolve_model_folder
 from lmforge.interop.kinds import MODELS, Kind, kind_of, unexpected
 from lmforge.interop.peft_folder import base_model_of, base_model_overrides, load_peft_folder
 from lmforge.interop.resolve import model_config_from_options, stored_model_config
-from lmforge.interop.weights import LM_HEAD_WEIGHT, load_folder, merge_adapters
+from lmforge.interop.weights import LM_HEAD_WEIGHT, describe_folder, load_folder, merge_adapters
 from lmforge.model.config import ModelConfig
 from lmforge.model.layers import LanguageModel
 from lmforge.model.presets import PRESETS
@@ -62,6 +62,11 @@ class Pretrained:
             files = [(path.name, path.stat()) for folder in folders for path in sorted(folder.glob("*.safetensors"))]
             described = [(name, stat.st_size, stat.st_mtime_ns) for name, stat in files]
         return xxhash.xxh3_64_hexdigest(json.dumps(described, sort_keys=True).encode())
+
+    @property
+    def notes(self) -> list[str]:
+        """What is done with the weights besides reading them, in words."""
+        return describe_folder(self.folder) if self.manifest is None else []
 
     def tokenizer(self) -> Tokenizer:
         return Tokenizer.open(self.folder)

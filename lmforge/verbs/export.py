@@ -29,6 +29,7 @@ from lmforge.interop.resolve import resolve_model_config, stored_model_config
 from lmforge.interop.torch_checkpoints import open_tensor_source
 from lmforge.model.config import ModelConfig
 from lmforge.model.flops import parameter_count
+from lmforge.model.mixture.experts import BIAS
 from lmforge.parallel.precision import DTYPES
 
 
@@ -139,7 +140,7 @@ def _write_model_folder(
         tokenizer_folder=tokenizer_path.parent if tokenizer_path and tokenizer_path.is_file() else tokenizer_path,
         dtype=DTYPES[options.dtype] if options.dtype else None,
         overwrite=options.overwrite,
-        read_tensor=lambda name: _cast(name, read(name), options.dtype),
+        read_tensor=lambda name: _cast(name, read(name), None if name.endswith(BIAS) else options.dtype),
         extra_files=companion_files(Tokenizer.open(tokenizer_path), config, template) if tokenizer_path else None,
     )
 

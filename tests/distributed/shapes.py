@@ -59,6 +59,30 @@ SHAPES = {
         initializer_range=0.2,
         **_EVEN,
     ),
+    # Latents, values narrower than keys, groups of experts and shared ones, balanced in all ways.
+    "latents": ModelConfig(
+        model_type="deepseek_v3",
+        intermediate_size=44,
+        num_experts=6,
+        num_experts_per_tok=3,
+        n_group=3,
+        topk_group=2,
+        n_shared_experts=1,
+        moe_intermediate_size=18,
+        first_k_dense_replace=1,
+        norm_topk_prob=True,
+        routed_scaling_factor=2.5,
+        q_lora_rank=14,
+        kv_lora_rank=12,
+        qk_nope_head_dim=6,
+        qk_rope_head_dim=4,
+        v_head_dim=7,
+        rope_interleave=True,
+        router_aux_loss_coef=0.5,
+        output_router_logits=True,
+        initializer_range=0.2,
+        **_EVEN,
+    ),
 }
 # Experts that ranks divide.
 SHAPES["experts"] = replace(SHAPES["mixture"], num_experts=8)
@@ -77,6 +101,7 @@ CASES_OF_SPLIT_SHAPES = {
     "split tied": ("tensor 2", "context 2"),
     "split gpt2": ("context 2", "pipeline 2, 4"),
     "mixture": (*CASES_OF_SHAPES, "fsdp2, checkpointing full", "tensor 2", "context 2", "pipeline 2, inter"),
+    "latents": ("fsdp1 full", "fsdp2, checkpointing full", "fsdp2, CPU", "tensor 2", "context 2", "pipeline 2, inter"),
     **dict.fromkeys(("olmo2", "gemma3"), (*CASES_OF_SHAPES, "tensor 2", "context 2", "pipeline 2, inter")),
 }
 # Which cases of these are in `make test`, by number of ranks and model config.
@@ -116,6 +141,7 @@ SAMPLE: dict[int, dict[str, tuple[str, ...]]] = {
             "experts 2 × tensor 2",
             "experts 2 grad-shard, CPU offload",
         ),
+        "latents": ("fsdp1 full-shard", "tensor 2", "context 2", "pipeline 2, interleaved, 4 micro-batches"),
     },
     3: {"llama": ("ddp", "fsdp2 grad-shard")},
     4: {
@@ -211,7 +237,7 @@ def chosen_cases(shape: str, world_size: int) -> list[ParityCase]:
     vocabulary tensor parallelism does not split, and one whose it splits."""
     if shape == "experts":
         return expert_parallel_cases(world_size)
-    cases = strategy_cases(world_size, compile_model=shape in ("llama", "olmo2", "mixture") and world_size == 2)
+    cases = strategy_cases(world_size, compile_model=shape in ("llama", "olmo2", "mixture", "latents") and world_size == 2)
     if shape == "llama":
         return cases
     return [case for case in cases if case.name.startswith(CASES_OF_SPLIT_SHAPES.get(shape, CASES_OF_SHAPES))]

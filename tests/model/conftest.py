@@ -54,6 +54,9 @@ def drawn_config(model_type: str, draw: random.Random, **fixed: Any) -> ModelCon
         "rope_theta": draw.choice([10000.0, 500000.0, 77.0]),
     }
     fields["rope_scaling"] = drawn_rope(draw)
+    if model_type == "deepseek_v3":
+        fields |= drawn_deepseek(draw, layers)
+        return ModelConfig(**fields | {"num_key_value_heads": 0, "head_dim": 0} | fixed)
     if model_type in ("mixtral", "olmoe", "qwen3_moe"):
         fields["num_experts"] = experts = draw.choice([1, 4, 5])
         fields["num_experts_per_tok"] = draw.randint(1, min(3, experts))
@@ -89,6 +92,32 @@ def drawn_config(model_type: str, draw: random.Random, **fixed: Any) -> ModelCon
     return ModelConfig(**fields | fixed)
 
 
+def drawn_deepseek(draw: random.Random, layers: int) -> dict[str, Any]:
+    """The fields that only DeepSeek-V3 has."""
+    groups, size = draw.choice([(1, 4), (1, 5), (2, 3), (3, 2)])
+    kept = draw.randint(1, groups)
+    return {
+        "num_experts": groups * size,
+        "num_experts_per_tok": draw.randint(1, min(3, kept * size)),
+        "n_group": groups,
+        "topk_group": kept,
+        "n_shared_experts": draw.choice([1, 2]),
+        "moe_intermediate_size": draw.randrange(7, 33),
+        "first_k_dense_replace": draw.randint(0, layers),
+        "norm_topk_prob": draw.random() < 0.7,
+        "routed_scaling_factor": draw.choice([1.0, 2.5]),
+        "router_aux_loss_coef": draw.choice([0.001, 0.1]),
+        "output_router_logits": draw.random() < 0.5,
+        "q_lora_rank": draw.choice([0, 14]),
+        "kv_lora_rank": draw.choice([6, 12]),
+        "qk_nope_head_dim": draw.choice([3, 10]),
+        "qk_rope_head_dim": draw.choice([4, 6]),
+        "v_head_dim": draw.choice([5, 16]),
+        "rope_interleave": draw.random() < 0.7,
+        "attention_bias": draw.random() < 0.5,
+    }
+
+
 def drawn_rope(draw: random.Random) -> dict[str, Any] | None:
     """A table of rotary positions as in a config.json."""
     linear = {"type": "linear", "factor": draw.uniform(1.5, 9)}
@@ -119,8 +148,9 @@ def _llama3(draw: random.Random) -> dict[str, Any]:
 def shaken(model: nn.Module) -> nn.Module:
     """The model with every parameter moved away from its first value, so that no norm or bias is without effect."""
     with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(torch.randn_like(parameter) * 0.2)
+        routers = (buffer for name, buffer in model.named_buffers() if name.endswith("e_score_correction_bias"))
+        for each in (*model.parameters(), *routers):
+            each.add_(torch.randn_like(each) * 0.2)
     return model
 
 

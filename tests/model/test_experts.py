@@ -23,18 +23,21 @@ from lmforge.interop.stored_experts import pieces, stored_name
 from lmforge.interop.weights import load_folder
 from lmforge.model import build_model
 from lmforge.model.config import ModelConfig
+from lmforge.model.init_weights import named_tensors
 from lmforge.model.mixture.experts import MixtureOfExperts, Router
 from lmforge.model.mixture.grouped_mm import grouped_linear
 from lmforge.parallel.activation_checkpointing import apply_activation_checkpointing
 from lmforge.train.optimizers.muon import Muon
 from tests.model.conftest import ONE_BY_ONE, built, drawn_config, one_document
 
-MIXTURES = ("mixtral", "olmoe", "qwen3_moe")
+BALANCED_BY_TRANSFORMERS = ("mixtral", "olmoe", "qwen3_moe")
+MIXTURES = (*BALANCED_BY_TRANSFORMERS, "deepseek_v3")
 
 
 def all_sparse(model_type: str) -> dict[str, Any]:
     """Fields with which every layer is a mixture."""
-    return {"mlp_only_layers": (), "decoder_sparse_step": 1} if model_type == "qwen3_moe" else {}
+    own = {"qwen3_moe": {"mlp_only_layers": (), "decoder_sparse_step": 1}, "deepseek_v3": {"first_k_dense_replace": 0}}
+    return {"n_group": 1, "topk_group": 1, **own[model_type]} if model_type == "deepseek_v3" else own.get(model_type, {})
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -65,9 +68,18 @@ def test_each_expert_multiplies_its_own_rows_whatever_the_widths(
 
 
 @pytest.mark.parametrize("scores", ["drawn", "equal"])
-@pytest.mark.parametrize("model_type", MIXTURES)
-def test_the_loss_and_every_gradient_are_those_of_transformers(model_type: str, scores: str, draw: random.Random) -> None:
-    config = drawn_config(model_type, draw, num_experts=5, num_experts_per_tok=3, output_router_logits=False)
+@pytest.mark.parametrize(
+    ("model_type", "groups"),
+    [*((each, 0) for each in BALANCED_BY_TRANSFORMERS), *(("deepseek_v3", each) for each in (1, 2, 3))],
+)
+def test_the_loss_and_every_gradient_are_those_of_transformers(
+    model_type: str, groups: int, scores: str, draw: random.Random
+) -> None:
+    fields: dict[str, Any] = {"num_experts": 5, "num_experts_per_tok": 3, "output_router_logits": False}
+    if groups:
+        fields |= {"n_group": groups, "topk_group": max(1, groups - 1), "num_experts": 5 if groups == 1 else 6}
+        fields |= {"num_hidden_layers": 2, "first_k_dense_replace": 1, "q_lora_rank": 14 * (groups % 2)}
+    config = drawn_config(model_type, draw, **fields)
     ours = built(config)
     if scores == "equal":
         with torch.no_grad():
@@ -75,7 +87,7 @@ def test_the_loss_and_every_gradient_are_those_of_transformers(model_type: str, 
                 if isinstance(module, MixtureOfExperts):
                     module.gate.weight.zero_()
     theirs = AutoModelForCausalLM.from_config(AutoConfig.for_model(**to_config_json(config)), **ONE_BY_ONE)
-    theirs.load_state_dict(dict(ours.named_parameters()), strict=False)
+    theirs.load_state_dict(dict(named_tensors(ours)), strict=False)
     rows = one_document(2, 30, config.vocab_size)
     weights = torch.randn(2, 30, config.vocab_size)
     (ours.lm_head(ours(rows.tokens, rows.positions, rows.documents)) * weights).sum().backward()
@@ -87,13 +99,13 @@ def test_the_loss_and_every_gradient_are_those_of_transformers(model_type: str, 
         torch.testing.assert_close(found, parameter.grad, rtol=0, atol=1e-5 * float(parameter.grad.abs().max()), msg=name)
 
 
-@pytest.mark.parametrize("model_type", MIXTURES)
+@pytest.mark.parametrize("model_type", BALANCED_BY_TRANSFORMERS)
 def test_the_auxiliary_loss_of_one_row_is_that_of_transformers_divided_by_top_k(model_type: str, draw: random.Random) -> None:
     fields = {"num_experts": 5, "num_experts_per_tok": 3, "router_aux_loss_coef": 0.7, "output_router_logits": True}
     config = drawn_config(model_type, draw, num_hidden_layers=1, **fields | all_sparse(model_type))
     ours = built(config)
     theirs = AutoModelForCausalLM.from_config(AutoConfig.for_model(**to_config_json(config)), **ONE_BY_ONE)
-    theirs.load_state_dict(dict(ours.named_parameters()), strict=False)
+    theirs.load_state_dict(dict(named_tensors(ours)), strict=False)
     rows = one_document(1, 30, config.vocab_size)
     weights = torch.randn(1, 30, config.vocab_size)
     ours.balance.begin_step(torch.tensor(1.0), 1.0)

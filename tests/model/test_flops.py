@@ -41,7 +41,10 @@ def test_flops_are_those_that_torch_counts(model_type: str, draw: random.Random)
     # Norms and biases have parameters, which the convention counts, and no matrix product.
     vectors = sum(parameter.numel() for parameter in model.parameters() if parameter.dim() == 1)
     print(counted.get_flop_counts()["Global"])
-    assert counted.get_total_flops() / (2 * length) == flops_per_token(config, length) - 6 * vectors
+    # Latent attention computes with queries and values of one width, and the convention counts what they have.
+    heads = config.num_hidden_layers * config.num_attention_heads
+    padding = 6 * length * heads * (2 * config.head_dim - config.qk_head_dim - (config.v_head_dim or config.head_dim))
+    assert counted.get_total_flops() / (2 * length) == flops_per_token(config, length) - 6 * vectors + padding
 
 
 def test_published_sizes() -> None:
@@ -57,12 +60,13 @@ def test_published_sizes() -> None:
         "olmoe-1b-7b": 6.919,
         "mixtral-8x7b": 46.70,
         "qwen3-30b-a3b": 30.53,
+        "deepseek-v3": 671.0,
         "gpt2-124m": 0.1244,
     }
     for name, size in billions.items():
         assert parameter_count(get_preset(name)).total / 1e9 == pytest.approx(size, rel=1e-3)
     assert set(billions) < set(PRESETS)
-    active = {"olmoe-1b-7b": 1.3, "mixtral-8x7b": 12.9, "qwen3-30b-a3b": 3.3}
+    active = {"olmoe-1b-7b": 1.3, "mixtral-8x7b": 12.9, "qwen3-30b-a3b": 3.3, "deepseek-v3": 37.0}
     for name, size in active.items():  # with the embedding that is looked up, as their reports count
         assert active_parameters(get_preset(name)) / 1e9 == pytest.approx(size, rel=0.02)
 

@@ -158,7 +158,7 @@ def test_a_shape_can_be_given_field_by_field() -> None:
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"model_type": "phi"}, 'model_type: "phi" is not supported; lmforge reads gemma3_text, gpt2, llama'),
+        ({"model_type": "phi"}, 'model_type: "phi" is not supported; lmforge reads deepseek_v3, gemma3_text, gpt2'),
         ({"model_type": None}, "model_type"),
         ({"model_type": ["llama"]}, "model_type"),
         ({"rope_scaling": {"rope_type": ["linear"], "factor": 2.0}}, "rope_type"),

@@ -24,5 +24,5 @@ FAMILY = Family(
         "router_aux_loss_coef": 0.001,
         "norm_topk_prob": True,
     },
-    required_values={"layer_types": None, "router_jitter_noise": 0},
+    required_values={"layer_types": None, "norm_topk_prob": True},
 )

@@ -4,6 +4,7 @@ Every token goes to all its experts; none is dropped, whatever the load. Tokens 
 all experts is one kernel (grouped_mm.py), and shapes do not depend on what was chosen.
 """
 
+import math
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
@@ -15,10 +16,12 @@ from torch.distributed.tensor import DTensor, Partial
 from torch.nn.functional import linear
 
 from lmforge.model.config import ModelConfig
-from lmforge.model.layers import ACTIVATIONS, to_autocast_dtype
+from lmforge.model.layers import ACTIVATIONS, GatedMLP, to_autocast_dtype
 from lmforge.model.mixture.balance import Balance
 from lmforge.model.mixture.grouped_mm import grouped_linear
 from lmforge.model.rng.token_rng import TokenRng
+
+BIAS = "e_score_correction_bias"  # a buffer of a router
 
 
 @torch.library.custom_op("lmforge::choose_experts", mutates_args=("counts",))
@@ -43,26 +46,58 @@ def _(scores: Tensor, count: int, is_token: Tensor | None, counts: Tensor) -> Te
 
 
 class Router(nn.Module):
-    """weight [experts, width]. Computed in fp32 whatever the dtype of the model."""
+    """weight [experts, width]. Computed in fp32 whatever the dtype of the model.
+
+    e_score_correction_bias fp32 [experts]: a buffer of those that score by sigmoids; it is added to the scores to choose by.
+    """
+
+    e_score_correction_bias: Tensor | None
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(config.num_experts, config.hidden_size))
         self.adapters = nn.ModuleDict()
         self.count, self.normalized = config.num_experts_per_tok, config.norm_topk_prob
+        self.scaling = config.routed_scaling_factor
+        self.groups, self.kept_groups = config.n_group, config.topk_group
+        self.register_buffer(BIAS, torch.zeros(config.num_experts) if config.family.sigmoid_router else None)
 
-    def forward(self, x: Tensor, is_token: Tensor | None = None, counts: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
+    def forward(
+        self, x: Tensor, is_token: Tensor | None = None, counts: Tensor | None = None
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """x [tokens, width] → the weights, fp32, and the numbers, int64, of the experts of each token: [tokens, count] each;
-        and the scores of all [tokens, experts]."""
+        and the scores of all, and their logits: [tokens, experts] each."""
         dtype = torch.promote_types(x.dtype, torch.float32)
         # torch has no autocast on the meta device.
         with nullcontext() if x.is_meta else torch.autocast(x.device.type, enabled=False):
             logits = linear(x.to(dtype), local_weight(self.weight).to(dtype))
-            scores = add_adapter(self, "weight", logits, x.to(dtype)).softmax(dim=-1)
+            logits = add_adapter(self, "weight", logits, x.to(dtype))
+        scores = logits.softmax(dim=-1) if self.e_score_correction_bias is None else logits.sigmoid()
         counts = scores.new_empty(0, dtype=torch.long) if counts is None else counts
-        chosen = choose_experts(scores.detach(), self.count, is_token, counts)
+        chosen = choose_experts(self._to_choose_by(scores.detach()), self.count, is_token, counts)
         weights = scores.gather(1, chosen)
-        return weights / weights.sum(-1, keepdim=True) if self.normalized else weights, chosen, scores
+        if self.normalized:
+            weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)  # sigmoids may all be 0
+        return weights if self.scaling == 1 else weights * self.scaling, chosen, scores, logits
+
+    def _to_choose_by(self, scores: Tensor) -> Tensor:
+        """With the bias; and without the experts of all but the groups whose two best are the best together."""
+        if self.e_score_correction_bias is not None:
+            scores = scores + local_weight(self.e_score_correction_bias)
+        if self.groups == 1:
+            return scores
+        groups = scores.unflatten(-1, (self.groups, -1))
+        kept = groups.topk(2, dim=-1).values.sum(-1).topk(self.kept_groups, dim=-1).indices
+        left_out = torch.ones_like(groups[..., 0], dtype=torch.bool).scatter(-1, kept, False)
+        return groups.masked_fill(left_out.unsqueeze(-1), -math.inf).flatten(-2)
+
+    def _apply(self, fn: Any, recurse: bool = True) -> "Router":
+        """The bias keeps its dtype, as in transformers: its updates are small beside it."""
+        before = self.e_score_correction_bias
+        super()._apply(fn, recurse)
+        if before is not None and (after := self.e_score_correction_bias) is not None and after.dtype != before.dtype:
+            self.e_score_correction_bias = before.to(after.device)
+        return self
 
 
 def local_weight(parameter: Tensor) -> Tensor:
@@ -130,6 +165,7 @@ class MixtureOfExperts(nn.Module):
         super().__init__()
         self.gate = Router(config)
         self.experts = Experts(config)
+        self.shared_experts = GatedMLP(config, "mlp.shared_experts", sparse=True) if config.n_shared_experts else None
 
     def forward(self, x: Tensor, token_rng: TokenRng | None = None, is_token: Tensor | None = None) -> Tensor:
         """x [sequences, length, width] → the same shape. There is no dropout between the products of an expert.
@@ -140,11 +176,12 @@ class MixtureOfExperts(nn.Module):
         if not torch.is_grad_enabled():
             is_token = None  # only training steps are balanced and counted
         counted = () if is_token is None else (is_token.flatten(), self.counts)
-        weights, chosen, scores = self.gate(tokens, *counted)
+        weights, chosen, scores, _ = self.gate(tokens, *counted)
         if self.balance is not None and is_token is not None:
             weights = self.balance.add_to(weights, scores, chosen, is_token)
         run = self.experts if self.experts.dispatch is None else partial(_run_uncompiled, self.experts)
-        return run(tokens, weights, chosen).view_as(x)
+        mixed = run(tokens, weights, chosen).view_as(x)
+        return mixed if self.shared_experts is None else mixed + self.shared_experts(x, token_rng=token_rng)
 
 
 @torch.compiler.disable
