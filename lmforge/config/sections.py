@@ -86,6 +86,10 @@ class SequenceOptions(Options):
     )
 
 
+# Those of training that a model config has not.
+BALANCE_OPTIONS = ("router_aux_loss_scope", "router_z_loss_coef", "bias_update_speed")
+
+
 class ModelOptions(Options):
     """The model config: a preset or a Hugging Face folder, and changes to it. Names are those of config.json."""
 
@@ -128,6 +132,16 @@ class ModelOptions(Options):
         "mixtures of experts: weight of the loss that balances the experts", "router_aux_loss_coef"
     )
     output_router_logits: bool | None = _model_option("mixtures of experts: train with that loss")
+    router_aux_loss_scope: Literal["row", "global_batch"] = option(
+        "row", "mixtures of experts: that loss is of each row, or of the global batch, with the choices of the one before"
+    )
+    router_z_loss_coef: float = option(0.0, "mixtures of experts: weight of the router z-loss (arXiv 2202.08906)", **SCALE_OR_0)
+    bias_update_speed: float | None = option(
+        None,
+        "deepseek_v3: balance without a loss (arXiv 2408.15664): the bias of an expert moves by this much a step; 0 is off"
+        " (default: 0.001 in pretrain, as torchtitan's load_balance_coeff, else 0)",
+        **SCALE_OR_0,
+    )
     initializer_range: float | None = _model_option("standard deviation of random weights", "initializer_range")
     embedding_initializer_range: float | None = option(None, "standard deviation of an untied input embedding", **SCALE)
     dropout: float = option(
@@ -154,7 +168,7 @@ class ModelOptions(Options):
     def overrides(self) -> dict[str, object]:
         """The fields of the model config that were given, by their Hugging Face names."""
         own = {"preset", "source", "implementation", "load_weights", "embedding_initializer_range", "dropout"}
-        own |= {"resize_vocab", "pad_vocab_to_multiple_of"}
+        own |= {"resize_vocab", "pad_vocab_to_multiple_of", *BALANCE_OPTIONS}
         fields = self.model_dump(exclude=own | {"neftune_noise_alpha"}, exclude_none=True)
         return {name: value for name, value in fields.items() if not isinstance(getattr(self, name), Options)}
 

@@ -179,6 +179,8 @@ class TunedConfig(StageConfig):
 
     def problems(self) -> Iterator[str]:
         yield from super().problems()
+        if self.lora.rank is not None and self.model.bias_update_speed:
+            yield "model.bias_update_speed: not with LoRA adapters, which are saved without biases; leave it out"
         if not self.model.load_weights:
             yield "model.load_weights = false: this verb starts from weights; leave it out, or pretrain"
         if self.model.neftune_noise_alpha and self.model.implementation != "lmforge":

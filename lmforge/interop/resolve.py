@@ -6,7 +6,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from lmforge.config.sections import ModelOptions
+from lmforge.config.sections import BALANCE_OPTIONS, ModelOptions
 from lmforge.errors import UserError, did_you_mean, prefix_errors
 from lmforge.hub import resolve_model_folder
 from lmforge.interop.config_json import REQUIRED_FIELDS, config_fields_from_json, is_supported_family, read_config_json
@@ -69,10 +69,24 @@ def model_config_from_options(options: ModelOptions, vocab_size: int | None = No
     source = options.source or options.preset or "nano"
     multiple = options.pad_vocab_to_multiple_of or 1 if options.resize_vocab else None
     config = resolve_model_config(source, options.overrides(), vocab_size, options.implementation, multiple)
+    check_balance(options, config)
     if options.router_aux_loss_coef and not config.output_router_logits:
         without = "the model trains without this loss (output_router_logits is false)"
         raise UserError(f"model.router_aux_loss_coef: {without}; add --model.output_router_logits true, or leave it out")
     return config
+
+
+def check_balance(options: ModelOptions, config: ModelConfig) -> None:
+    """Raise UserError for options that balance experts in a way that the model has not."""
+    given = [name for name in BALANCE_OPTIONS if getattr(options, name) not in (None, 0, "row")]
+    if given and not any(config.sparse_layers):
+        raise UserError(f"model.{given[0]}: this model has no experts to balance; leave it out")
+    if "bias_update_speed" in given and not config.family.sigmoid_router:
+        why = f"a {config.model_type} model has no biases to choose by, so an export would compute other logits"
+        raise UserError(f"model.bias_update_speed: {why}; leave it out, or use model.router_aux_loss_coef")
+    if "router_aux_loss_scope" in given and not (config.output_router_logits and config.router_aux_loss_coef):
+        way = "add --model.output_router_logits true and model.router_aux_loss_coef, or leave it out"
+        raise UserError(f"model.router_aux_loss_scope: the model trains without this loss; {way}")
 
 
 def _with_overrides(chosen: dict[str, Any], overrides: dict[str, Any]) -> dict[str, Any]:

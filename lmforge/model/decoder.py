@@ -168,10 +168,8 @@ class Decoder(LanguageModel):
         self.model = DecoderBackbone(config)
         self.lm_head = LMHead(config.hidden_size, config.num_outputs, softcap=config.final_logit_softcapping)
         self.tie_weights()
-        if config.output_router_logits and config.router_aux_loss_coef and any(config.sparse_layers):
-            self.balance = Balance(config.router_aux_loss_coef, sum(config.sparse_layers))
-            for mixture in (block.mlp for block in self.model.layers if isinstance(block.mlp, MixtureOfExperts)):
-                mixture.balance = self.balance
+        if mixtures := [block.mlp for block in self.model.layers if isinstance(block.mlp, MixtureOfExperts)]:
+            self.balance = Balance(config, mixtures)
 
 
 def _make_norm(config: ModelConfig, size: int, eps: float | None = None) -> RMSNorm:

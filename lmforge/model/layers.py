@@ -176,7 +176,7 @@ class LanguageModel(nn.Module):
     has_dropout: bool = True  # False for models without any, whose adapters have none either
     # Strength of the noise that NEFTune adds to embeddings (token_rng.py), where a batch has rng keys.
     neftune_noise_alpha: float = 0.0
-    balance: Any = None  # mixture.balance.Balance, of experts that are trained with an auxiliary loss
+    balance: Any = None  # mixture.balance.Balance, of a model with mixtures of experts
     lora_config: Any = None  # lora.LoraConfig of a model with adapters
     # With tensor parallel, hidden states are a part of the sequence: (which one, of how many).
     sequence_parallel_shard: tuple[int, int] = (0, 1)

@@ -12,7 +12,6 @@ from torch import Tensor
 from lmforge.cluster.distributed import DistributedContext
 from lmforge.errors import name_some
 from lmforge.model.layers import LanguageModel
-from lmforge.model.mixture.experts import MixtureOfExperts
 
 # After so many steps without a token an expert is called dead.
 DEAD_AFTER_STEPS = 100
@@ -21,19 +20,14 @@ MAX_RECORDS = 256
 
 
 class ExpertLoad:
-    """Of a model whose mixtures it makes count. Every rank has one; in a pipeline the mixtures of other ranks count there."""
+    """Of a model whose mixtures count. Every rank has one; in a pipeline the mixtures of other ranks count there."""
 
     def __init__(self, model: LanguageModel, dist_ctx: DistributedContext, start_step: int = 0) -> None:
         config = model.config
         self._dist_ctx, self._chosen = dist_ctx, config.num_experts_per_tok
         self._layers = [layer for layer, sparse in enumerate(config.sparse_layers) if sparse]
-        shape = len(self._layers), config.num_experts
-        self._counts = torch.zeros(shape, dtype=torch.long, device=dist_ctx.device)
-        for layer, counts in zip(self._layers, self._counts, strict=True):
-            mixture = getattr(model.blocks[layer], "mlp", None)  # None in a block of another rank's stage
-            if isinstance(mixture, MixtureOfExperts):
-                mixture.counts = counts
-        self._idle_steps = torch.zeros(shape, dtype=torch.long)
+        self._counts = model.balance.counts
+        self._idle_steps = torch.zeros(self._counts.shape, dtype=torch.long)
         self._last_step: int | None = None
         self._taken: Tensor | None = None
         self._log_steps = start_step, start_step
@@ -67,8 +61,7 @@ class ExpertLoad:
         return {"step": self._log_steps[1], "layers": self._layers, "counts": self._taken.tolist()}
 
     def discard(self, step: int) -> None:
-        """Forget what was counted after a log step: a pipeline computes meaningless inputs in its first step, to find its
-        shapes, and a rollback makes steps again."""
+        """Forget what was counted after a log step: a rollback makes steps again."""
         self._counts.zero_()
         self._log_steps = step, step
 

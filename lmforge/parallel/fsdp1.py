@@ -116,6 +116,7 @@ class FSDP1Model(ParallelModel):
         return {
             "model": {name.removeprefix(_MODEL_PREFIX): value for name, value in model.items()},
             "optimizer": {name.removeprefix(_MODEL_PREFIX): value for name, value in by_parameter.items()},
+            **self._balance_state(),
         }
 
     def load_state_dict(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> None:

@@ -16,7 +16,7 @@ from lmforge.cluster.distributed import DistributedContext
 from lmforge.data.batch import Batch, Metrics
 from lmforge.model.init_weights import named_tensors
 from lmforge.model.layers import LanguageModel
-from lmforge.model.mixture.balance import count_rows
+from lmforge.model.mixture.balance import count_rows_and_tokens
 from lmforge.parallel.dims import ParallelDims
 from lmforge.parallel.precision import uncompiled_blocks
 from lmforge.parallel.working_weights import working_weights
@@ -59,24 +59,26 @@ def train_step(
     Returns the gradient norm before clipping and the metrics of each micro-batch, on the device: the host does not wait.
     """
     set_phase("reduce")
-    counts = torch.stack([count_items(batch) for batch in micro_batches]).sum()
+    counts = torch.stack([count_items(batch) for batch in micro_batches]).sum()[None]
     if (balance := parallel_model.model.balance) is not None:
-        counts = torch.stack([counts, torch.stack([count_rows(batch) for batch in micro_batches]).sum()])
+        counts = torch.cat([counts, torch.stack([count_rows_and_tokens(batch) for batch in micro_batches]).sum(0)])
     counts = parallel_model.dist_ctx.all_reduce_sum(counts) / parallel_model.model_parallel_size
     if balance is not None:
-        balance.begin_step(counts[1], parallel_model.gradient_divide_factor)
-        counts = counts[0]
-    num_items = counts.clamp(min=1.0)
+        balance.begin_step(*counts[1:], parallel_model.gradient_divide_factor)
+    num_items = counts[0].clamp(min=1.0)
     metrics = parallel_model.forward_backward(micro_batches, num_items, set_phase)
     set_phase("reduce")
     grad_norm = parallel_model.clip_grad_norm(max_grad_norm)
     set_phase("optimizer")
     before_update()
     set_learning_rate(optimizer, lr)
-    if is_bad_step is None:
+    is_bad = None if is_bad_step is None else is_bad_step(metrics, grad_norm)
+    if is_bad is None:
         optimizer.step()
     else:
-        step_unless(optimizer, is_bad_step(metrics, grad_norm))
+        step_unless(optimizer, is_bad)
+    if balance is not None:
+        balance.end_step(parallel_model.dist_ctx, is_bad)
     parallel_model.zero_grad(optimizer)
     return grad_norm, metrics
 
@@ -155,6 +157,8 @@ class ParallelModel:
         # The full shape of each parameter by its name in `model.named_parameters()`, even where this rank holds only a part.
         self.parameter_shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
         self._set_phase: Callable[[str], None] = lambda phase: None
+        if model.balance is not None:
+            model.balance.count_on(dist_ctx.device)
         self.model_with_loss = self._wrap(ModelWithLoss(model, loss_fn))
 
     def _wrap(self, model_with_loss: nn.Module) -> nn.Module:
@@ -256,11 +260,17 @@ class ParallelModel:
         yield self.model
 
     def state_dict(self, optimizer: Optimizer, named_state: NamedState) -> dict[str, Any]:
-        """The content of a checkpoint: {"model": tensors, "optimizer": tensors}, under the model's own names.
+        """The content of a checkpoint: {"model": tensors, "optimizer": tensors}, under the model's own names; of a mixture that
+        needs the choices of the batch before also {"balance": tensors}.
 
         `named_state(model, optimizer)` returns the optimizer's. To load, fill the tensors in place and call `load_state_dict`.
         """
-        return {"model": dict(named_tensors(self.model)), "optimizer": named_state(self.model, optimizer)}
+        tensors = {"model": dict(named_tensors(self.model)), "optimizer": named_state(self.model, optimizer)}
+        return tensors | self._balance_state()
+
+    def _balance_state(self) -> dict[str, dict[str, Tensor]]:
+        balance = self.model.balance
+        return {"balance": {"previous": balance.previous}} if balance is not None and balance.is_global else {}
 
     def load_state_dict(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
         """Load a state dict whose tensors were filled."""

@@ -5,6 +5,7 @@ run it. The loss is part of the last stage, so that the head's weight is gathere
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -41,6 +42,8 @@ class StageModule(nn.Module):
         self._model_ref = (model,)  # in a tuple, so that the model is not registered as a submodule
         self._block_indices = block_indices
         self._loss_fn = loss_fn
+        # Whether the next input is meaningless: before its first step torch runs every stage, to find the shapes of outputs.
+        self.finds_shapes = False
         # The loss's metrics of each micro-batch, until `forward_backward` clears them.
         self.metrics: list[Metrics] = []
 
@@ -51,6 +54,9 @@ class StageModule(nn.Module):
         """
         (model,) = self._model_ref
         batch = model.local_batch(Batch(**tensors))
+        if self.finds_shapes:
+            self.finds_shapes = False
+            batch = replace(batch, document_ids=torch.full_like(batch.document_ids, -1))  # of padding no expert is counted
         rng = model.make_token_rng(batch.rng_keys, batch.document_ids)
         hidden = model.embed(batch.tokens, batch.positions, rng) if self.is_first else inputs
         hidden = model.run_blocks(
@@ -129,7 +135,7 @@ class PipelineModel(FSDP2Model):
         target: dict[str, Any] = {"target": batch.tokens} if self._stages[-1].is_last else {}
         tensors: dict[str, Any] = batch.tensors
         schedule.step(*inputs, **target, return_outputs=False, **tensors)
-        # Before its first step torch runs every stage once more, to find the shapes of its outputs.
+        # Without those of a run that finds shapes.
         metrics = self._stages[-1].metrics[-len(micro_batches) :]
         if not self._metric_names:
             self._metric_names = max(self.dist_ctx.all_gather([*metrics[0]] if metrics else []), key=len)
@@ -142,6 +148,8 @@ class PipelineModel(FSDP2Model):
             PipelineStage(stage, index, self._num_stages, device, group=self._group)
             for stage, index in zip(self._stages, self._indices, strict=True)
         ]
+        for stage in self._stages:
+            stage.finds_shapes = True
         kwargs: dict[str, Any] = {"loss_fn": lambda total, _: total.sum() * self._loss_factor, "scale_grads": False}
         if len(stages) == 1:
             self._schedule = Schedule1F1B(stages[0], num_micro_batches, **kwargs)

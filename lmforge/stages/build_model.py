@@ -14,6 +14,7 @@ from lmforge.model.config import ModelConfig
 from lmforge.model.init_weights import init_adapters, init_weights
 from lmforge.model.layers import LanguageModel
 from lmforge.model.lora import add_lora
+from lmforge.model.mixture.balance import DEFAULT_BIAS_UPDATE_SPEED, BalanceConfig
 from lmforge.objectives.objective import Objective
 from lmforge.parallel.parallel_model import ParallelModel
 from lmforge.parallel.parallelize import parallelize
@@ -90,6 +91,11 @@ def build_model_and_optimizer(
     """
     model = empty_model(config, model_config)
     model.dropout = config.model.dropout
+    if model.balance is not None:
+        options, tunes = config.model, isinstance(config, TunedConfig)
+        speed = options.bias_update_speed
+        speed = DEFAULT_BIAS_UPDATE_SPEED * (not tunes) if speed is None else speed
+        model.balance.config = BalanceConfig(options.router_aux_loss_scope, options.router_z_loss_coef, speed)
     if isinstance(config, TunedConfig):
         model.neftune_noise_alpha = config.model.neftune_noise_alpha
         if (adapters := get_lora_config(config)) is not None:

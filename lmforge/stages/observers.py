@@ -19,7 +19,6 @@ from lmforge.checkpoint import AsyncCheckpointer
 from lmforge.errors import format_count
 from lmforge.model.attention_backend import describe_attention_backend
 from lmforge.model.flops import describe_experts
-from lmforge.model.mixture.balance import describe_balance
 from lmforge.monitor.expert_load import ExpertLoad
 from lmforge.monitor.usage.other_trainings import other_trainings
 from lmforge.parallel.precision import choose_dtype, has_compiled_blocks
@@ -87,8 +86,6 @@ class Observers(LoopCallbacks):
         console, built = self._ctx.console, self._built
         self._profiler.end(step)
         is_first = step == built.point.step + 1
-        if self._expert_load is not None and is_first and built.parallel_model.options.pipeline_parallel_degree > 1:
-            self._expert_load.discard(built.point.step)
         if self._prediction_check is not None and not is_first and not has_compiled:
             self._prediction_check.add_step(seconds)
         if built.compiled and is_first and not has_compiled_blocks(built.parallel_model.model):
@@ -289,7 +286,7 @@ def log_summary(
     partly = "" if counts.trained == counts.total else f", {counts.trained:,} of them trained"
     log(f"model      {counts.total:,} parameters ({kind}){partly}, {flops_per_token:.3g} FLOPs per token")
     if any(model_config.sparse_layers):
-        log(f"experts    {describe_experts(model_config)}; {describe_balance(model_config)}")
+        log(f"experts    {describe_experts(model_config)}; {built.parallel_model.model.balance.describe()}")
     if built.point.manifest is None:
         words = [f"random, seed {config.train.seed}"]
         if inputs.load_weights and config.model.source is not None:

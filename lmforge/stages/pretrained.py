@@ -25,7 +25,7 @@ from lmforge.errors import UserError, prefix_errors
 from lmforge.hub import cache_folder, resolve_model_folder
 from lmforge.interop.kinds import MODELS, Kind, kind_of, unexpected
 from lmforge.interop.peft_folder import base_model_of, base_model_overrides, load_peft_folder
-from lmforge.interop.resolve import model_config_from_options, stored_model_config
+from lmforge.interop.resolve import check_balance, model_config_from_options, stored_model_config
 from lmforge.interop.weights import LM_HEAD_WEIGHT, describe_folder, load_folder, merge_adapters
 from lmforge.model.config import ModelConfig
 from lmforge.model.layers import LanguageModel
@@ -50,7 +50,9 @@ class Pretrained:
             return model_config_from_options(options.model_copy(update={"source": self.folder} | changed), vocab_size)
         if changed := options.overrides():
             raise UserError(f"model.{next(iter(changed))}: a checkpoint's model config cannot be changed; leave it out")
-        return stored_model_config(self.manifest)
+        config = stored_model_config(self.manifest)
+        check_balance(options, config)
+        return config
 
     @property
     def digest(self) -> str:

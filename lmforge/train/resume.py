@@ -75,6 +75,8 @@ def load_resume_point(
         assert point.checkpoint_folder is not None
         assert point.manifest is not None
         state = parallel_model.state_dict(optimizer, named_optimizer_state)
+        if "balance" not in point.manifest.contents:  # the run did not need it before: as at step 0
+            state.pop("balance", None)
         try:
             with dist_ctx.raise_on_all():
                 checkpoint.load(point.checkpoint_folder, state)

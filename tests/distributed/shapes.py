@@ -13,6 +13,7 @@ from lmforge.bench.parity import SMALL_MODEL, ParityCase, expert_parallel_cases,
 from lmforge.model.config import ModelConfig
 from lmforge.model.layers import LanguageModel
 from lmforge.model.lora import LoraConfig, add_lora
+from lmforge.model.mixture.balance import BalanceConfig
 
 _SIZES = {"vocab_size": 131, "hidden_size": 30, "num_hidden_layers": 3, "num_attention_heads": 5}
 _EVEN = {"vocab_size": 132, "hidden_size": 32, "num_hidden_layers": 4, "num_attention_heads": 4}
@@ -240,7 +241,13 @@ def chosen_cases(shape: str, world_size: int) -> list[ParityCase]:
     cases = strategy_cases(world_size, compile_model=shape in ("llama", "olmo2", "mixture", "latents") and world_size == 2)
     if shape == "llama":
         return cases
+    if shape == "latents":
+        cases = [replace(case, change_model=_balance_in_all_ways) for case in cases]
     return [case for case in cases if case.name.startswith(CASES_OF_SPLIT_SHAPES.get(shape, CASES_OF_SHAPES))]
+
+
+def _balance_in_all_ways(model: LanguageModel) -> None:
+    model.balance.config = BalanceConfig("global_batch", z_loss_coef=0.1, bias_update_speed=0.05)
 
 
 def _few_compiled(cases: list[ParityCase], names: tuple[str, ...]) -> Iterator[ParityCase]:

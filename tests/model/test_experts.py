@@ -108,7 +108,7 @@ def test_the_auxiliary_loss_of_one_row_is_that_of_transformers_divided_by_top_k(
     theirs.load_state_dict(dict(named_tensors(ours)), strict=False)
     rows = one_document(1, 30, config.vocab_size)
     weights = torch.randn(1, 30, config.vocab_size)
-    ours.balance.begin_step(torch.tensor(1.0), 1.0)
+    ours.balance.begin_step(torch.tensor(1.0), torch.tensor(30.0), 1.0)
     (ours.lm_head(ours(rows.tokens, rows.positions, rows.documents)) * weights).sum().backward()
     result = theirs(rows.tokens, output_router_logits=True)
     ((result.logits * weights).sum() + 0.7 * result.aux_loss / 3).backward()

@@ -158,8 +158,10 @@ def add_adapter(module: nn.Module, name: str, out: Tensor, *inputs: Tensor) -> T
 class MixtureOfExperts(nn.Module):
     """What a sparse block has as its `mlp`."""
 
-    balance: Balance | None = None  # the auxiliary loss of training
-    counts: Tensor | None = None  # int64 [experts]: what is set here counts the choices of training steps
+    # Set by Balance.
+    balance: Balance | None = None
+    counts: Tensor | None = None  # int64 [experts]: the choices of training steps are added
+    fractions: Tensor  # fp32 [experts]: of the choices of the global batch before
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -176,9 +178,9 @@ class MixtureOfExperts(nn.Module):
         if not torch.is_grad_enabled():
             is_token = None  # only training steps are balanced and counted
         counted = () if is_token is None else (is_token.flatten(), self.counts)
-        weights, chosen, scores, _ = self.gate(tokens, *counted)
+        weights, chosen, scores, logits = self.gate(tokens, *counted)
         if self.balance is not None and is_token is not None:
-            weights = self.balance.add_to(weights, scores, chosen, is_token)
+            weights = self.balance.add_to(weights, scores, logits, chosen, is_token, self.fractions)
         run = self.experts if self.experts.dispatch is None else partial(_run_uncompiled, self.experts)
         mixed = run(tokens, weights, chosen).view_as(x)
         return mixed if self.shared_experts is None else mixed + self.shared_experts(x, token_rng=token_rng)
