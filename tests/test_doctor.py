@@ -49,6 +49,7 @@ def late(*arguments):
         wait_for_nothing()
     return run_case(*arguments)
 parity.strategy_cases = lambda *arguments: [case for case in strategy_cases(*arguments) if case.name == "ddp"]
+parity.mixture_cases = lambda *arguments: []
 parity.run_case = late
 exit_process(run(["doctor", "--parity", "--steps", "2", "--device", "cpu", "--timeout_seconds", "1"]))
 """
@@ -62,6 +63,9 @@ def test_two_ranks_agree_with_one_process_under_every_strategy(lmforge: Command)
     engines = {row["options"]["engine"] for row in rows}
     assert engines == {"ddp", "fsdp1", "fsdp2"}
     assert not any(row["wrong"] for row in rows)
+    mixtures = [row["options"] for row in rows if row["strategy"].startswith("mixture: ")]
+    assert {options["engine"] for options in mixtures} == engines
+    assert {options["expert_parallel_degree"] for options in mixtures} == {1, 2}
     assert all(row["ranks"] == 2 and row["tokens_per_second"] > 0 for row in rows)
 
 

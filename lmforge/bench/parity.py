@@ -34,13 +34,31 @@ from lmforge.plan.operators import ActivationTracker
 from lmforge.train.metrics import peak_memory_gib
 from lmforge.train.optimizers.optimizer import build_optimizer, named_optimizer_state
 
-SMALL_MODEL = ModelConfig(
-    vocab_size=509,
-    hidden_size=64,  # heads of 16, the smallest that FlexAttention takes
-    intermediate_size=100,
-    num_hidden_layers=4,
-    num_attention_heads=4,
-    num_key_value_heads=2,
+_SIZES = {
+    "vocab_size": 509,
+    "hidden_size": 64,  # heads of 16, the smallest that FlexAttention takes
+    "intermediate_size": 100,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
+SMALL_MODEL = ModelConfig(**_SIZES)
+# Scores of experts that lie far enough apart for rounding to choose the same ones.
+SMALL_MIXTURE = ModelConfig(
+    **_SIZES,
+    model_type="qwen3_moe",
+    num_experts=8,
+    num_experts_per_tok=3,
+    moe_intermediate_size=40,
+    mlp_only_layers=(1,),
+    router_aux_loss_coef=0.5,
+    output_router_logits=True,
+    initializer_range=0.2,
+)
+# The strategies that a mixture is trained with, besides expert parallelism.
+MIXTURE_CASES = (
+    *("ddp", "fsdp1 full-shard", "fsdp2 full-shard", "fsdp2, checkpointing full", "fsdp2, 2 micro-batches", "tensor 2"),
+    *("context 2", "pipeline 2, 4 micro-batches", "fsdp2, compiled"),
 )
 # A larger epsilon than in training: AdamW's step then depends on the size of a gradient. So a gradient of the wrong scale is
 # detected, while the sign of a gradient that is zero up to rounding does not matter.
@@ -313,6 +331,15 @@ def _model_parallel_cases(world_size: int) -> list[ParityCase]:
             fsdp2("tensor 2, hybrid-full-shard, groups of 2", sharding="hybrid-full-shard", shard_degree=2, **tensor),
         ]
     return cases
+
+
+def mixture_cases(world_size: int, compile_model: bool, dtype: torch.dtype = torch.float32) -> list[ParityCase]:
+    """Strategies of a small mixture of experts: in fp32, since the rounding of bf16 chooses other experts for some tokens."""
+    if dtype != torch.float32:
+        return []
+    cases = [case for case in strategy_cases(world_size, compile_model) if case.name in MIXTURE_CASES]
+    cases += [case for case in expert_parallel_cases(world_size) if compile_model or not case.compile_model]
+    return [replace(case, name=f"mixture: {case.name}", model_config=SMALL_MIXTURE) for case in cases]
 
 
 def expert_parallel_cases(world_size: int) -> list[ParityCase]:

@@ -21,6 +21,7 @@ from lmforge.cluster.distributed import DistributedContext, init_distributed
 from lmforge.cluster.waiting import print_line
 from lmforge.config.verbs.examine import DoctorOptions
 from lmforge.errors import UserError, format_count, format_duration
+from lmforge.model.config import ModelConfig
 from lmforge.parallel.precision import DTYPES, dtype_name, missing_for_compile
 from lmforge.terminal.cells import page_console
 
@@ -47,11 +48,13 @@ def check_parity(options: DoctorOptions) -> int:
 def _run_cases(dist_ctx: DistributedContext, options: DoctorOptions) -> list[dict[str, Any]]:
     """A row for each strategy on rank 0; none on the other ranks."""
     data = ParityData(sequences=SEQUENCES_PER_RANK * dist_ctx.world_size, steps=options.steps, seed=options.seed)
-    cases = parity.strategy_cases(dist_ctx.world_size, options.compile, DTYPES[options.dtype])
-    reference = None
+    of_ranks = dist_ctx.world_size, options.compile, DTYPES[options.dtype]
+    cases = [*parity.strategy_cases(*of_ranks), *parity.mixture_cases(*of_ranks)]
+    references = dict[ModelConfig, ParityResult]()
     if dist_ctx.is_rank0:
         with _reported_if_late("one process", options.timeout_seconds, 0):
-            reference = parity.run_single(cases[0], data, dist_ctx)
+            of_models = {case.model_config: case for case in cases}
+            references = {model: parity.run_single(case, data, dist_ctx) for model, case in of_models.items()}
     gc.freeze()  # cases and the compiler run garbage collection often, which need not traverse lasting objects each time
     rows = []
     with Console(stderr=True, quiet=not (dist_ctx.is_rank0 and sys.stderr.isatty())).status("") as status:
@@ -61,8 +64,8 @@ def _run_cases(dist_ctx: DistributedContext, options: DoctorOptions) -> list[dic
                 torch.cuda.reset_peak_memory_stats()
             with _reported_if_late(case.name, options.timeout_seconds, dist_ctx.rank_info.rank):
                 result = parity.run_case(case, data, dist_ctx)
-            if reference is not None:
-                rows.append(_row(case, result, reference, dist_ctx))
+            if dist_ctx.is_rank0:
+                rows.append(_row(case, result, references[case.model_config], dist_ctx))
             torch.compiler.reset()
     return rows
 

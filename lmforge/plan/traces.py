@@ -76,11 +76,12 @@ class TracedModel:
 @dataclass(frozen=True)
 class ModelShapes:
     """(rows, columns) of the parameters of a model, vectors as [size, 1]: of the embedding tables, of a block, trained and
-    frozen, of the head, and of all else, such as the last norm."""
+    frozen, of its experts, which are among these, of the head, and of all else, such as the last norm."""
 
     tables: Shapes
     trained: Shapes
     frozen: Shapes
+    experts: Shapes
     head: Shapes
     rest: Shapes
 
@@ -98,6 +99,7 @@ def model_shapes(traced: TracedModel) -> ModelShapes:
         shapes(tables),
         shapes(each for each in block if each.requires_grad),
         shapes(each for each in block if not each.requires_grad),
+        shapes(each for each in block if each.dim() > 2),
         shapes(head),
         shapes(each for each in model.parameters() if each not in known),
     )

@@ -45,6 +45,7 @@ CHOICES = (
     "tensor_parallel_degree",
     "context_parallel_degree",
     "pipeline_parallel_degree",
+    "expert_parallel_degree",
     "activation_checkpointing",
     "cpu_offload",
 )
@@ -252,7 +253,7 @@ def run_search(config: AnyPlanConfig) -> int:
     machine = find_machine(config)
     model = resolve_model(config, find_vocab_size(config))
     parallel = config.parallel.model_copy(update={"engine": "auto", "sharding": None, "shard_degree": None})
-    degrees = {f"{name}_parallel_degree": 1 for name in ("tensor", "context", "pipeline")}
+    degrees = {f"{name}_parallel_degree": 1 for name in ("tensor", "context", "pipeline", "expert")}
     plain = config.model_copy(update={"parallel": parallel.model_copy(update=degrees | {"cpu_offload": False})})
     base = make_step_config(plain, model, config.plan.gpus, machine)
     size = plan_batches(plain, 1).global_batch_size

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 
 from lmforge.bench.bounds import FP32
-from lmforge.bench.parity import strategy_cases
+from lmforge.bench.parity import expert_parallel_cases, strategy_cases
 from lmforge.plan.prediction.step_config import StepConfig
 from tests.distributed.conftest import SampledTrials, sampled
 from tests.distributed.shapes import SAMPLE, SHAPES, chosen_cases, select_cases, setting_pairs, shapes_on
-from tests.plan.step_program import predicted_activation_bytes
+from tests.plan.step_program import predicted_activation_bytes, step_program
 
 
 def all_cases() -> Iterator[tuple[int, str]]:
@@ -111,6 +111,24 @@ def test_each_rank_holds_the_activations_of_a_mixture_for_its_own_tokens(
     for rank in range(world_size):
         held = trials.read(world_size, f"mixture {name}", rank)
         assert held["activations"] == pytest.approx(predicted_activation_bytes(step_config), rel=0.02), rank
+
+
+@pytest.mark.parametrize(
+    ("world_size", "name"),
+    sampled("plain", [(2, "experts 2, checkpointing full, 2 micro-batches"), (2, "experts 2 × tensor 2")], shape="experts"),
+)
+def test_each_rank_of_expert_parallelism_holds_what_is_planned(trials: SampledTrials, world_size: int, name: str) -> None:
+    [case] = [case for case in expert_parallel_cases(world_size) if case.name == name]
+    size = 4 * case.options.model_parallel_size // case.accumulation
+    kind = {"dtype": "fp32", "compiled": False, "on_gpu": False}
+    step_config = StepConfig(SHAPES["experts"], case.options, world_size, world_size, size, case.accumulation, 48, **kind)
+    planned = step_program(step_config).held()
+    for rank in range(world_size):
+        held = trials.read(world_size, f"experts {name}", rank)
+        assert held["parameters"] == pytest.approx(planned["weights"], rel=0.02), rank
+        assert held["optimizer"] == pytest.approx(planned["optimizer states"], rel=0.02), rank
+        if case.options.activation_checkpointing == "full":  # where it makes no difference which expert is busy
+            assert held["activations"] == pytest.approx(predicted_activation_bytes(step_config), rel=0.02), rank
 
 
 # A model of 4 blocks has 7 units: blocks, embedding, head and root. One all-reduce counts the items of the batch, and one

@@ -21,7 +21,7 @@ from lmforge.plan.hardware import HARDWARE_FILE, data_sheets
 from lmforge.plan.planning import Machine
 from lmforge.plan.prediction import predict as prediction_module
 from lmforge.plan.prediction.predict import Prediction, can_reduce_once, predict
-from lmforge.plan.prediction.search import FEW_BLOCKS, FINALISTS, Candidate, estimate, search
+from lmforge.plan.prediction.search import FEW_BLOCKS, FINALISTS, Candidate, candidates, estimate, search
 from lmforge.plan.prediction.simulator import COMPUTE, NETWORK, Operation, simulate
 from lmforge.plan.prediction.step_config import StepConfig
 from lmforge.plan.traces import trace_block
@@ -120,6 +120,33 @@ def test_a_mixture_is_planned_with_all_its_parameters_and_the_flops_of_the_activ
     assert prediction.mfu == pytest.approx(flops / data_sheets().gpu("h100-80").tflops["bf16"] / 1e12)
     assert 0 < prediction.seconds["products of experts"] < prediction.step_seconds
     assert prediction.mfu < 0.7
+
+
+def test_expert_parallelism_splits_experts_over_a_copy_of_the_model_and_sends_tokens() -> None:
+    tensor = step_config_of("qwen3-30b-a3b", gpus=16, tensor_parallel_degree=2)
+    whole, split = (prediction_of(tensor.with_options(expert_parallel_degree=degree)) for degree in (1, 8))
+    model = tensor.model
+    experts = model.num_hidden_layers * model.num_experts * 3 * model.hidden_size * model.expert_size
+    # Without, each rank of tensor parallelism has all experts, sharded over 8; with, they are split over all 16 ranks.
+    assert whole.memory["weights"] - split.memory["weights"] == pytest.approx(4 * experts / 16, rel=1e-6)
+    assert split.memory.get("gathered weights", 0.0) < whole.memory["gathered weights"] / 3
+    # Two all-to-alls forward and two backward of three quarters and more of the rows of eight choices, in bf16.
+    rows = tensor.tokens / 2 * 8 * model.hidden_size * 2
+    at_least = 4 * model.num_hidden_layers * rows * 7 / 8 / data_sheets().gpu("h100-80").link_gb_s / 1e9
+    assert at_least < split.seconds["all-to-all of tokens"] < 3 * at_least
+    again = prediction_of(tensor.with_options(expert_parallel_degree=8, activation_checkpointing="full"))
+    assert again.seconds["all-to-all of tokens"] == pytest.approx(1.5 * split.seconds["all-to-all of tokens"])
+    across = prediction_of(tensor.with_options(expert_parallel_degree=16))
+    assert across.seconds["all-to-all of tokens"] > 2 * split.seconds["all-to-all of tokens"]
+
+
+def test_a_search_tries_expert_parallelism_where_there_are_experts() -> None:
+    degrees = {}
+    for preset in ("nano-moe", "124m"):
+        tried = candidates(step_config_of(preset, gpus=8, sequence_length=512), 8, False)
+        degrees[preset] = {(each.expert, each.options.engine) for each in tried if each.tensor == each.pipeline == 1}
+    assert degrees["nano-moe"] == {(1, "ddp"), *((degree, "fsdp2") for degree in (1, 2, 4, 8))}
+    assert degrees["124m"] == {(1, "ddp"), (1, "fsdp2")}
 
 
 def test_experts_that_are_fewer_than_the_ranks_are_padded_to_a_row_each() -> None:

@@ -16,6 +16,7 @@ from lmforge.plan.traces import BlockTrace, trace_block, trace_head
 LENGTH = 1024
 # FLOPs of the backward pass of attention for one of its forward pass: five products for two.
 BACKWARD_ATTENTION = 2.5
+INT64_BYTES = 8
 FP32_BYTES = 4  # losses and the head's gradient are in fp32, whatever the compute dtype
 
 # (suffix of a name, seconds, kind of operation)
@@ -29,6 +30,7 @@ class BlockCost:
     forward, backward: the operations of the two passes, without `recomputed`, what the backward pass computes again.
     saved_bytes: kept from forward to backward. recomputed_bytes: what is computed again, and then held too.
     input_bytes: the hidden states that the block is given. widest_bytes: the largest input of its products.
+    dispatch_bytes: rows of tokens on their way to and from the ranks of their experts, while these compute.
     """
 
     forward: Parts
@@ -38,6 +40,7 @@ class BlockCost:
     recomputed_bytes: float
     input_bytes: float
     widest_bytes: float
+    dispatch_bytes: float = 0.0
 
 
 def traced_length(step_config: StepConfig) -> int:
@@ -76,6 +79,12 @@ def count_block(step_config: StepConfig, rates: Rates, window: int | None, spars
     forward, backward, again = (each.scaled(sequences, span) for each in (plain.forward, plain.backward, trace.backward))
     saved, unchecked = (sequences * each.saved_bytes + each.fixed_bytes for each in (trace, plain))
     number_bytes, input_bytes = step_config.dtype_bytes, sequences * trace.input_bytes
+    for work in (forward, backward, again):  # each rank has as many rows of fewer experts
+        work.products = [each._replace(experts=max(1, each.experts // step_config.expert)) for each in work.products]
+    dispatched = dispatched_rows(step_config) * step_config.model.hidden_size * number_bytes if sparse else 0.0
+    if dispatched:  # the order of the rows that came, and its reverse
+        unchecked += 2 * INT64_BYTES * dispatched_rows(step_config)
+        saved = saved if checkpointed else unchecked
 
     def product_seconds(work: Work, *, backward: bool = False) -> tuple[float, float]:
         """Of dense products, and of those of experts."""
@@ -111,7 +120,15 @@ def count_block(step_config: StepConfig, rates: Rates, window: int | None, spars
         max(0.0, unchecked - saved) if checkpointed else 0.0,
         input_bytes,
         max(each.rows * each.inner for each in forward.products) * number_bytes,
+        2.0 * dispatched,
     )
+
+
+def dispatched_rows(step_config: StepConfig) -> float:
+    """The rows that a rank sends, and gets where experts are equally busy, for a mixture and a micro-batch."""
+    if step_config.expert == 1:
+        return 0.0
+    return step_config.tokens / step_config.tensor * step_config.model.num_experts_per_tok
 
 
 def _collectives(step_config: StepConfig, rates: Rates, sparse: bool, backward: bool) -> Parts:
@@ -122,7 +139,7 @@ def _collectives(step_config: StepConfig, rates: Rates, sparse: bool, backward: 
         group = make_group(tensor, 1, step_config.gpus_per_host)
         hidden_bytes = float(tokens * model.hidden_size * number_bytes)
         seconds = (2 if sparse else 4) * rates.gather_seconds(hidden_bytes, group)
-        if sparse and backward:  # every rank has all experts, for its own tokens
+        if sparse and backward and step_config.expert == 1:  # every rank has all experts, for its own tokens
             seconds += rates.all_reduce_seconds(float(mixture_parameters(model) * number_bytes), group)
         parts.append((" tensor parallel", seconds, "tensor-parallel collectives"))
     if context > 1:
@@ -130,6 +147,10 @@ def _collectives(step_config: StepConfig, rates: Rates, sparse: bool, backward: 
         keys = 2 * model.num_key_value_heads * model.head_dim // tensor
         seconds = rates.gather_seconds(float(tokens * context * keys * number_bytes), group)
         parts.append((" context parallel", seconds, "context-parallel gathers"))
+    if sparse and step_config.expert > 1:
+        rows = dispatched_rows(step_config) * model.hidden_size * number_bytes
+        seconds = 2 * rates.all_to_all_seconds(rows, make_group(step_config.expert, 1, step_config.gpus_per_host))
+        parts.append((" dispatch", seconds, "all-to-all of tokens"))
     return parts
 
 

@@ -163,7 +163,10 @@ def _memory_by_kind(step_config: StepConfig, simulation: Simulation) -> dict[str
     live, reserved = sum(simulation.live_peak.values()), simulation.reserved * (1 + ROUNDING_FRACTION)
     groups = sum(
         size > 1
-        for size in (step_config.shards, step_config.replicas, step_config.tensor, step_config.context, step_config.pipeline)
+        for size in (
+            *(step_config.shards, step_config.replicas, step_config.tensor, step_config.context, step_config.pipeline),
+            step_config.expert,
+        )
     )
     overhead = CONTEXT_BYTES + groups * COMMUNICATOR_BYTES
     return {**simulation.live_peak, "allocator": reserved - live, OVERHEAD: float(overhead)}

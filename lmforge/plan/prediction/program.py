@@ -12,10 +12,10 @@ from typing import Any
 
 from lmforge.plan.memory import DTYPE_BYTES, ParameterCounts, optimizer_state_bytes
 from lmforge.plan.prediction.costs import BlockCost, Parts, count_block, count_head, embedded_bytes, is_checkpointed, mask_bytes
-from lmforge.plan.prediction.rates import HOST_OPTIMIZER_BYTES, LAUNCH_SECONDS, UNIT_SECONDS, Rates, make_group
+from lmforge.plan.prediction.rates import HOST_OPTIMIZER_BYTES, LAUNCH_SECONDS, UNIT_SECONDS, Group, Rates, make_group
 from lmforge.plan.prediction.simulator import COMPUTE, NETWORK, Operation
 from lmforge.plan.prediction.step_config import StepConfig
-from lmforge.plan.traces import Shapes, model_shapes
+from lmforge.plan.traces import ModelShapes, Shapes, model_shapes
 
 FP32 = 4
 # Kernels that a block launches in its forward pass.
@@ -37,13 +37,14 @@ class Stage:
 @dataclass(frozen=True)
 class Unit:
     """A unit that FSDP gathers and reduces: the rank's parameters before sharding, the same with the rows that FSDP2 pads so
-    that tensors divide by the ranks, and the trained ones of both."""
+    that tensors divide by the ranks, and the trained ones of both. group: the ranks that it is sharded over."""
 
     name: str
     parameters: int
     padded: int
     trained: int
     padded_trained: int
+    group: Group
 
 
 class StepProgram:
@@ -86,8 +87,14 @@ class StepProgram:
             self.head_cost = count_head(step_config, rates, sum(rows * columns for rows, columns in shapes.head))
         blocks = {sparse: self._unit("", each.trained, each.frozen) for sparse, each in of_blocks.items()}
         self.units = [replace(blocks[sparse], name=f"block {number}") for number, (_, sparse) in enumerate(layers, start=1)]
-        every_unit = (self.embedding, *self.units, self.head, self.root)
-        self.parameters, self.trained = sum(each.padded for each in every_unit), sum(each.padded_trained for each in every_unit)
+        # Of a block by its name: experts that expert parallelism splits are a unit of their own.
+        self.experts: dict[str, Unit] = {}
+        if step_config.expert > 1 and True in of_blocks:
+            self._split_experts(of_blocks[True], [unit for unit, (_, sparse) in zip(self.units, layers, strict=True) if sparse])
+        every_unit = (self.embedding, *self.units, *self.experts.values(), self.head, self.root)
+        # Of a rank.
+        self.parameters = sum(each.padded / each.group.size for each in every_unit)
+        self.trained = sum(each.padded_trained / each.group.size for each in every_unit)
         self.starts: list[int] = []  # of each micro-batch, in `operations`
         self._gathered: set[str] = set()
         self._gathering: dict[str, tuple[int, ...]] = {}
@@ -107,16 +114,29 @@ class StepProgram:
             return sum(rows * columns for rows, columns in shapes), padded
 
         (count, padded), (others, padded_others) = counts(trained), counts(frozen)
-        return Unit(name, count + others, padded + padded_others, count, padded)
+        return Unit(name, count + others, padded + padded_others, count, padded, self.shard_group)
+
+    def _split_experts(self, shapes: ModelShapes, sparse: list[Unit]) -> None:
+        """Part the experts from the units of sparse blocks. FSDP shards each one by rows, which rarely need padding."""
+        ranks, others = self.step_config.expert, [*shapes.trained]
+        for each in shapes.experts:
+            others.remove(each)
+        local = sum(rows * columns for rows, columns in shapes.experts) // ranks
+        left = self.step_config.shards * self.step_config.tensor // ranks
+        group = make_group(left, ranks, self.step_config.gpus_per_host)
+        rest = self._unit("", tuple(others), shapes.frozen)
+        for unit in sparse:
+            self.units[self.units.index(unit)] = replace(rest, name=unit.name)
+            self.experts[unit.name] = Unit(f"experts of {unit.name}", local, local, local, local, group)
 
     # --- between steps ---------------------------------------------------------------------------------------------------
 
     def held(self) -> dict[str, float]:
         """Bytes by kind that a rank keeps between steps."""
-        step_config, shards = self.step_config, self.step_config.shards
-        matrices = sum(each.trained for each in self.units)
-        counts = ParameterCounts(*(round(each / shards) for each in (self.parameters, self.trained, matrices)))
-        held = {"weights": self.parameters / shards * self.master_bytes}
+        step_config = self.step_config
+        matrices = sum(each.trained / each.group.size for each in (*self.units, *self.experts.values()))
+        counts = ParameterCounts(round(self.parameters), round(self.trained), round(matrices))
+        held = {"weights": self.parameters * self.master_bytes}
         held["optimizer states"] = float(optimizer_state_bytes(step_config.optimizer, step_config.master_dtype, counts))
         if step_config.reference == "copy":
             held["reference"] = held["weights"]
@@ -159,16 +179,16 @@ class StepProgram:
         """Issue the all-gather of a unit, unless it is gathered or in flight."""
         if not self.step_config.is_fsdp or not unit.parameters or unit.name in self._gathered | self._gathering.keys():
             return
-        seconds = self.rates.gather_seconds(float(unit.padded * self.number_bytes), self.shard_group)
+        seconds = self.rates.gather_seconds(float(unit.padded * self.number_bytes), unit.group)
         if self.step_config.options.cpu_offload:
-            seconds += unit.padded * self.master_bytes / self.step_config.shards / self.rates.host_copy
+            seconds += unit.padded * self.master_bytes / unit.group.size / self.rates.host_copy
         self._gathering[unit.name] = self._add(
             f"gather {unit.name}", NETWORK, seconds=seconds, kind="all-gather", after=after, host_seconds=self.unit_seconds,
-            allocate=self._buffer("gather buffers", unit.padded * self.number_bytes))  # fmt: skip
+            allocate=self._buffer(unit, "gather buffers", unit.padded * self.number_bytes))  # fmt: skip
 
-    def _buffer(self, kind: str, nbytes: float) -> dict[str, float]:
+    def _buffer(self, unit: Unit, kind: str, nbytes: float) -> dict[str, float]:
         """What FSDP communicates with, where there is another rank."""
-        return {kind: float(nbytes)} if self.step_config.shards > 1 else {}
+        return {kind: float(nbytes)} if unit.group.size > 1 else {}
 
     def _wait(self, unit: Unit, *, in_forward: bool) -> None:
         """Wait for a unit's all-gather, and copy its parameters out of the buffer, which the forward pass keeps for one more
@@ -178,7 +198,7 @@ class StepProgram:
         number = self._gathering.pop(unit.name)
         self._gathered.add(unit.name)
         nbytes = float(unit.padded * self.number_bytes)
-        buffer = self._buffer("gather buffers", nbytes)
+        buffer = self._buffer(unit, "gather buffers", nbytes)
         before, self._buffered = self._buffered, buffer if in_forward else {}
         if before:
             self._add("free a buffer", free=before)
@@ -216,15 +236,21 @@ class StepProgram:
                       transient={"temporary": 3.0 * mask_bytes(step_config)},
                       free=self._free(self.embedding) if self.reshards else {})  # fmt: skip
         for unit, cost in zip(self.units, self.costs, strict=True):
-            self._gather(unit, after=self._after_copy(in_forward=True))
-            self._wait(unit, in_forward=True)
+            for each in self._with_experts(unit):
+                self._gather(each, after=self._after_copy(in_forward=True))
+                self._wait(each, in_forward=True)
             self._issue(f"forward, {unit.name}", cost.forward)
             copies = 3.0 if cost.recomputed_bytes else 1.0
+            freed = [self._free(each) if self.reshards else {} for each in self._with_experts(unit)]
             self._add(f"forward, {unit.name}", allocate={"activations": float(cost.saved_bytes)},
-                      transient={"temporary": copies * cost.widest_bytes},
-                      free=self._free(unit) if self.reshards else {})  # fmt: skip
+                      transient={"temporary": copies * cost.widest_bytes + cost.dispatch_bytes}, free=freed[0])  # fmt: skip
+            for more in freed[1:]:
+                self._add(f"forward, free experts of {unit.name}", free=more)
         if self.stage.has_head:
             self._head_forward()
+
+    def _with_experts(self, unit: Unit) -> list[Unit]:
+        return [unit, *([self.experts[unit.name]] if unit.name in self.experts else [])]
 
     def _score_by_reference(self) -> None:
         """The forward pass of the reference, which is distributed like the policy and keeps nothing."""
@@ -262,12 +288,14 @@ class StepProgram:
         pairs = list(zip(self.units, self.costs, strict=True))
         for number in range(len(pairs) - 1, -1, -1):
             unit, cost = pairs[number]
-            self._gather(unit, after=self._after_copy(in_forward=False))
-            self._wait(unit, in_forward=False)
-            if number:
-                self._gather(pairs[number - 1][0], after=self._after_copy(in_forward=False))
+            for each in self._with_experts(unit):
+                self._gather(each, after=self._after_copy(in_forward=False))
+                self._wait(each, in_forward=False)
+            for each in self._with_experts(pairs[number - 1][0]) if number else ():
+                self._gather(each, after=self._after_copy(in_forward=False))
             self._block_backward(unit, cost)
-            self._reduce(unit, is_first=is_first, is_last=is_last)
+            for each in reversed(self._with_experts(unit)):
+                self._reduce(each, is_first=is_first, is_last=is_last)
         if self.stage.has_embedding:
             seconds = self.rates.element_wise_seconds(4 * self.residual_bytes, self.residual_bytes)
             self._add("backward, embedding", kind="element-wise", seconds=seconds, allocate=self._unreduced(self.embedding),
@@ -296,14 +324,16 @@ class StepProgram:
         feed_forward = (3 if self.step_config.compiled else 4) * cost.widest_bytes + 2 * cost.input_bytes
         total = cost.saved_bytes + cost.recomputed_bytes
         part = min(0.9, feed_forward / total) if total else 0.5
-        half = {kind: 0.5 * count for kind, count in self._unreduced(unit).items()}
+        parts = [self._unreduced(each) for each in self._with_experts(unit)]
+        half = {kind: 0.5 * sum(each[kind] for each in parts) for kind in parts[0]}
         stream = BACKWARD_STREAM * cost.input_bytes
+        busy = stream + cost.dispatch_bytes
         first = {"recomputed": cost.recomputed_bytes * part, "activations": 0.0 if cost.recomputed_bytes else total * part}
         rest = {"recomputed": cost.recomputed_bytes - first["recomputed"],
                 "activations": cost.saved_bytes - first["activations"]}  # fmt: skip
         # Of the products, of attention, and of all others.
         memory: list[dict[str, Any]] = [
-            {"transient": {"temporary": BACKWARD_WIDE * cost.widest_bytes + stream}, "allocate": half, "free": first,
+            {"transient": {"temporary": BACKWARD_WIDE * cost.widest_bytes + busy}, "allocate": half, "free": first,
              "after": self._reduction, "host_seconds": 2 * self.launch_seconds},
             {"transient": {"temporary": stream}, "allocate": half, "free": rest},
         ]  # fmt: skip
@@ -337,28 +367,28 @@ class StepProgram:
         if self.reduces_once and not is_first:
             freed |= {"accumulated gradients": float(unit.trained * FP32)}
         nbytes = float(unit.padded_trained * step_config.reduce_dtype_bytes)
-        buffer = self._buffer("reduce buffers", nbytes)
+        buffer = self._buffer(unit, "reduce buffers", nbytes)
         # The compute stream waits for the reduction before, and its buffer is given back, before the next is allocated.
         self._add(f"copy in {unit.name}", kind="copies of parameters", free=self._reducing,
                   after=self._last_compute + self._reduction,
                   seconds=unit.trained * (self.number_bytes + step_config.reduce_dtype_bytes) / rates.memory)  # fmt: skip
         self._reducing = buffer
-        shard = {kind: count / step_config.shards for kind, count in new.items()}
+        shard = {kind: count / unit.group.size for kind, count in new.items()}
         self._reduced_units.add(unit.name)
         if step_config.options.cpu_offload and step_config.on_gpu:
             shard = {}
-        seconds = rates.gather_seconds(nbytes, self.shard_group, "reduce-scatter")
+        seconds = rates.gather_seconds(nbytes, unit.group, "reduce-scatter")
         self._reduction = self._add(f"reduce {unit.name}", NETWORK, seconds=seconds, kind="reduce-scatter",
                                     after=self._last_compute, allocate=buffer | shard, free=freed,
                                     host_seconds=self.unit_seconds)  # fmt: skip
         if step_config.replicas > 1 and is_last:
-            seconds = rates.all_reduce_seconds(nbytes / step_config.shards, self.replica_group)
+            seconds = rates.all_reduce_seconds(nbytes / unit.group.size, self.replica_group)
             self._reduction = self._add(f"all-reduce {unit.name}", NETWORK, kind="all-reduce", after=self._reduction,
                                         seconds=seconds)  # fmt: skip
 
     def _optimizer(self) -> None:
         step_config, rates = self.step_config, self.rates
-        count = self.trained / step_config.shards
+        count = self.trained
         ends = tuple(number for number, each in enumerate(self.operations) if each.stream == NETWORK)[-1:]
         # Reads master, gradient and two states, and writes all but the gradient; clipping reads and writes the gradient.
         nbytes = count * self.master_bytes * (7 + 3)

@@ -41,7 +41,10 @@ CONSTANTS = {
     "products of experts": ("products of experts",),
     "attention": ("attention",),
     "memory": ("element-wise", "optimizer", "copies of parameters"),
-    "collectives": ("all-gather", "reduce-scatter", "all-reduce", "tensor-parallel collectives", "context-parallel gathers"),
+    "collectives": (
+        *("all-gather", "reduce-scatter", "all-reduce", "tensor-parallel collectives", "context-parallel gathers"),
+        "all-to-all of tokens",
+    ),
     "host copies": (),
 }
 # Bytes a second of a host's memory that an optimizer in host memory reaches, for each rank of 8.
@@ -240,6 +243,16 @@ class Rates:
         if group.size > 1 and nbytes and (measured := self._measured_collective("all-reduce", nbytes, group)) is not None:
             return measured
         return 2 * self.gather_seconds(nbytes, group)
+
+    def all_to_all_seconds(self, nbytes: float, group: Group) -> float:
+        """Of ranks that each send `nbytes` in equal parts to all ranks of the group, themselves included."""
+        if group.size == 1:
+            return 0.0
+        seconds = LINK_LATENCY + nbytes * (group.per_host - 1) / group.size / self.link
+        if group.hosts == 1:
+            return seconds
+        leaving = nbytes * (group.size - group.per_host) / group.size * group.per_host
+        return max(seconds, leaving / self._group_network(group)) + self.network_latency
 
     def _measured_collective(self, name: str, nbytes: float, group: Group) -> float | None:
         """What it takes by the measured one; None without one, and for a group on more hosts, or on one where it had several.

@@ -98,10 +98,18 @@ def candidates(base: StepConfig, global_batch_size: int, float8: bool) -> Iterat
         fixed = {"shard_degree": None, "reduce_every_micro_batch": True, **degrees}
         for engine, sharding, offload in _engines(base, tensor * context * pipeline):
             chosen: dict[str, Any] = {"engine": engine, "sharding": sharding, "cpu_offload": offload, **fixed}
-            for checkpointing, size in product(CHECKPOINTING_MODES, reversed(sizes)):
-                step_config = base.with_options(**chosen, activation_checkpointing=checkpointing)
+            experts = _expert_degrees(base) if engine == "fsdp2" else [1]
+            for degree, checkpointing, size in product(experts, CHECKPOINTING_MODES, reversed(sizes)):
+                changes = {"expert_parallel_degree": degree, "activation_checkpointing": checkpointing}
+                step_config = base.with_options(**chosen, **changes)
                 for eight in (False, True) if float8 and tensor == 1 else (False,):
                     yield replace(step_config, micro_batch_size=size, accumulation=local // size, float8=eight)
+
+
+def _expert_degrees(base: StepConfig) -> list[int]:
+    """Degrees of expert parallelism within a host: dense models have one."""
+    fitting = math.gcd(base.model.num_experts, base.world_size) if any(base.model.sparse_layers) else 1
+    return [each for each in divisors(fitting) if each <= base.gpus_per_host]
 
 
 def _engines(base: StepConfig, splits: int) -> Iterator[tuple[str, str | None, bool]]:

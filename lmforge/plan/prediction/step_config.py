@@ -56,8 +56,8 @@ class StepConfig:
         options, words = self.options, [str(self.options.engine)]
         if self.is_fsdp and options.sharding:
             words.append(options.sharding)
-        for name, degree in (("tensor", self.tensor), ("context", self.context), ("pipeline", self.pipeline)):
-            words += [f"{name} {degree}"] * (degree > 1)
+        degrees = {"tensor": self.tensor, "context": self.context, "pipeline": self.pipeline, "experts": self.expert}
+        words += [f"{name} {degree}" for name, degree in degrees.items() if degree > 1]
         words += [f"checkpointing {options.activation_checkpointing}", f"micro-batch {self.micro_batch_size}"]
         return ", ".join(words + ["offload"] * options.cpu_offload + ["float8"] * self.float8)
 
@@ -125,6 +125,11 @@ class StepConfig:
     @property
     def pipeline(self) -> int:
         return self.options.pipeline_parallel_degree
+
+    @property
+    def expert(self) -> int:
+        """The number of ranks that expert parallelism splits experts over."""
+        return self.options.expert_parallel_degree
 
     @property
     def dtype_bytes(self) -> int:
