@@ -34,7 +34,7 @@ from lmforge.plan.operators import ActivationTracker
 from lmforge.train.metrics import peak_memory_gib
 from lmforge.train.optimizers.optimizer import build_optimizer, named_optimizer_state
 
-_SIZES = {
+_SIZES: dict[str, Any] = {
     "vocab_size": 509,
     "hidden_size": 64,  # heads of 16, the smallest that FlexAttention takes
     "intermediate_size": 100,
