@@ -345,6 +345,7 @@ def mixture_cases(world_size: int, compile_model: bool, dtype: torch.dtype = tor
 def expert_parallel_cases(world_size: int) -> list[ParityCase]:
     """Expert parallelism that fits, alone and with what else cuts a model: for a mixture of 8 experts."""
     full: dict[str, Any] = {"activation_checkpointing": FullCheckpointing.name}
+    selective: dict[str, Any] = {"activation_checkpointing": SelectiveOperators.name}
     tensor, context, pipeline, experts = (
         {f"{name}_parallel_degree": 2} for name in ("tensor", "context", "pipeline", "expert")
     )
@@ -354,10 +355,9 @@ def expert_parallel_cases(world_size: int) -> list[ParityCase]:
         cases += [
             fsdp2("experts 2", **experts),
             fsdp2("experts 2, checkpointing full, 2 micro-batches", 2, **experts, **full),
-            fsdp2("experts 2, checkpointing selective-ops", activation_checkpointing=SelectiveOperators.name, **experts),
             fsdp2("experts 2 grad-shard, CPU offload", sharding="grad-shard", cpu_offload=True, **experts),
             fsdp2("experts 2 × tensor 2", **experts, **tensor),
-            fsdp2("experts 2 × context 2", **experts, **context),
+            fsdp2("experts 2 × context 2, checkpointing selective-ops", **experts, **context, **selective),
             replace(fsdp2("experts 2, checkpointing full, compiled", **experts, **full), compile_model=True),
         ]
     if world_size % 4 == 0:

@@ -139,7 +139,7 @@ SAMPLE: dict[int, dict[str, tuple[str, ...]]] = {
         ),
         "experts": (
             "experts 2, checkpointing full, 2 micro-batches",
-            "experts 2 × tensor 2",
+            "experts 2 × context 2, checkpointing selective-ops",
             "experts 2 grad-shard, CPU offload",
         ),
         "latents": ("fsdp1 full-shard", "tensor 2", "context 2", "pipeline 2, interleaved, 4 micro-batches"),
@@ -159,6 +159,8 @@ SAMPLE: dict[int, dict[str, tuple[str, ...]]] = {
         ),
         "experts": (
             "experts 2, hybrid-full-shard, groups of 2",
+            "experts 4",
+            "experts 2 × tensor 2, no-shard",
             "experts 4 × tensor 2 × context 2",
             "experts 2 × pipeline 2, interleaved",
         ),
