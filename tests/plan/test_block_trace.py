@@ -50,6 +50,7 @@ CONFIGS = {
         **OPTIONS.get(name, {}),
     )
     for name in FAMILIES
+    if name != "deepseek_v3"  # latent attention has other sizes, and no test of its trace yet
 }
 LORA = LoraConfig(4, 8.0, target_modules=("q_proj", "down_proj"))
 MODES = tuple(CHECKPOINTING_MODES)
