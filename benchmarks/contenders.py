@@ -1,6 +1,6 @@
-"""The contenders of train_cpu.py and gpu.py, each in a separate process: what they have in common, and their training loops.
-lmforge does everything that a run does except validation and saving. The others get the cheapest setup: their data is in
-memory, their AdamW is fused, and the compiled loop has its loss in the graph.
+"""The contenders of train_cpu.py, mixture_cpu.py and gpu.py, each in a separate process: what they have in common, and their
+training loops. lmforge does everything that a run does except validation and saving. The others get the cheapest setup: their
+data is in memory, their AdamW is fused, and the compiled loop has its loss in the graph.
 """
 
 import json
@@ -205,14 +205,16 @@ def run_lmforge(contest: Contest, turns: Turns, first_losses: list[float], *, co
         batches.close()
 
 
-def transformers_llama(contest: Contest) -> nn.Module:
-    """transformers' Llama with the weights that lmforge begins with."""
-    from transformers import LlamaConfig, LlamaForCausalLM
+def transformers_model(contest: Contest) -> nn.Module:
+    """transformers' model of the same family with the weights that lmforge begins with; experts are its grouped products."""
+    from transformers import AutoConfig, AutoModelForCausalLM
 
     if contest.device == "cpu":
         torch.set_num_threads(contest.threads)
+    config = AutoConfig.for_model(**{**to_config_json(contest.shape), "use_cache": False})
+    grouped = {"experts_implementation": "grouped_mm"} if contest.shape.num_experts else {}
     with torch.device(contest.device):
-        model = LlamaForCausalLM(LlamaConfig(**{**to_config_json(contest.shape), "use_cache": False}))
+        model = AutoModelForCausalLM.from_config(config, **grouped)
     for parameter in model.parameters():  # not its buffers, which include the rotary frequencies
         parameter.data = parameter.data.to(DTYPES[contest.master_dtype])
     # On the CPU, since the device may have memory for one copy only.
@@ -261,7 +263,7 @@ def run_trainer(contest: Contest, turns: Turns, first_losses: list[float]) -> No
         report_to="none",
         disable_tqdm=True,
     )
-    model = transformers_llama(contest)
+    model = transformers_model(contest)
     dataset: Any = [{"input_ids": row, "labels": row} for row in rows_at_hand(contest)[0]]
     trainer = Trainer(model=model, args=arguments, train_dataset=dataset, callbacks=[AlsoTakesTurns()])
     try:
@@ -273,7 +275,7 @@ def run_trainer(contest: Contest, turns: Turns, first_losses: list[float]) -> No
 
 def run_plain(contest: Contest, turns: Turns, first_losses: list[float], *, compiled: bool) -> None:
     """The usual hand-written loop; compiled, model and loss are one graph."""
-    model = transformers_llama(contest)
+    model = transformers_model(contest)
     tokens, targets = (rows.to(contest.device) for rows in rows_at_hand(contest))
     optimizer = torch.optim.AdamW(
         model.parameters(),
@@ -318,9 +320,11 @@ def run_peak(contest: Contest, turns: Turns, first_losses: list[float]) -> None:
 
 
 LMFORGE, TRAINER, PLAIN, PLAIN_COMPILED = "lmforge", "Trainer", "plain loop", "plain loop, compiled whole"
+LMFORGE_DENSE = "lmforge, dense"  # with a contest of its own
 LMFORGE_UNCOMPILED, LMFORGE_FLOAT8, PEAK = "lmforge, uncompiled", "lmforge, float8", "peak"
 RUNS: dict[str, Callable[[Contest, Turns, list[float]], None]] = {
     LMFORGE: partial(run_lmforge, compiled=True),
+    LMFORGE_DENSE: partial(run_lmforge, compiled=True),
     LMFORGE_FLOAT8: partial(run_lmforge, compiled=True, float8=True),
     LMFORGE_UNCOMPILED: partial(run_lmforge, compiled=False),
     TRAINER: run_trainer,

@@ -55,6 +55,16 @@ def test_without_a_gpu_every_contender_has_a_row_and_nothing_is_recorded() -> No
 
 
 @pytest.mark.slow
+def test_a_mixture_has_every_row_but_that_of_float8(tmp_path: Path) -> None:
+    ended = held("--only", "tiny-olmoe", "--out", tmp_path)
+    assert ended.returncode == 0, ended.stderr
+    rows = json.loads((tmp_path / "gpu-no-gpu.json").read_text())["cells"]["tiny-olmoe"]["contenders"]
+    assert set(rows) == {"lmforge", "plain loop", "Trainer"}
+    losses = [row["loss_of_first_steps"] for row in rows.values()]
+    assert max(losses) - min(losses) < 0.005
+
+
+@pytest.mark.slow
 def test_a_killed_call_keeps_its_rows_and_later_calls_add_theirs(tmp_path: Path) -> None:
     path = tmp_path / "gpu-no-gpu.json"
 
@@ -138,7 +148,7 @@ def test_what_makes_a_size_fit_is_chosen_by_its_bytes(gpu: ModuleType) -> None:
     chosen = {(size, gib): gpu.what_fits(gpu.SIZES[size], 2048, gib * GIB) for size in gpu.SIZES for gib in (79, 139)}
     assert gpu.bytes_at_rest(gpu.SIZES["8b"].shape, 4) > 79 * GIB > gpu.bytes_at_rest(gpu.SIZES["8b"].shape, 2)
     narrow = {size for (size, gib), what in chosen.items() if gib == 79 and what["master_dtype"] == "bf16"}
-    assert narrow == {"8b", "8b-published", "8b-best"}
+    assert narrow == {"8b", "8b-published", "8b-best", "olmoe"}
     assert chosen["8b", 79]["activation_checkpointing"] == "full"
     assert chosen["1b", 79]["activation_checkpointing"] == "none"
     assert chosen["3b", 139]["activation_checkpointing"] == "none"
@@ -147,7 +157,7 @@ def test_what_makes_a_size_fit_is_chosen_by_its_bytes(gpu: ModuleType) -> None:
 
 def test_sizes_are_what_they_are_called(gpu: ModuleType) -> None:
     millions = {size: gpu.parameter_count(of.shape).total / 1e6 for size, of in gpu.SIZES.items()}
-    expected = {"124m": 124, "1b": 1236, "3b": 3213, "8b": 8030, "8b-published": 8030, "8b-best": 8030}
+    expected = {"124m": 124, "1b": 1236, "3b": 3213, "8b": 8030, "8b-published": 8030, "8b-best": 8030, "olmoe": 6919}
     assert millions == pytest.approx(expected, rel=0.01)
     for of in gpu.SIZES.values():
         for length in (of.length, 8192):

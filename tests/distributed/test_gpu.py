@@ -236,6 +236,25 @@ def test_checkpointed_blocks_are_compiled_and_compute_the_same(engine: str, mode
         torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-5)
 
 
+MIXTURE = replace(
+    SMALL_MODEL, model_type="qwen3_moe", qk_norm=True, num_experts=5, num_experts_per_tok=2, moe_intermediate_size=36
+)
+
+
+def test_a_mixture_of_experts_computes_what_it_does_on_a_cpu_compiled_too(gpu_device: torch.device) -> None:
+    with language_model(torch.device("cpu"), MIXTURE) as model:
+        expected = gradients(model, torch.device("cpu"))
+    with language_model(gpu_device, MIXTURE) as model:
+        for ours, theirs in zip(gradients(model, gpu_device), expected, strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-5)
+    flat = torch.cat([each.flatten() for each in expected])
+    for compiled in (False, True):
+        with language_model(gpu_device, MIXTURE, torch.bfloat16, compiled) as model:
+            rounded = torch.cat([each.flatten() for each in gradients(model, gpu_device)])
+        # Rounding sends a few tokens to other experts; the direction stays.
+        assert torch.nn.functional.cosine_similarity(flat, rounded, dim=0) > 0.95
+
+
 MEMORY_MODEL = ModelConfig(
     vocab_size=8192,
     hidden_size=512,

@@ -17,7 +17,7 @@ from lmforge.config.sections import ModelOptions
 from lmforge.errors import UserError
 from lmforge.interop.config_json import to_config_json
 from lmforge.interop.export import export_folder
-from lmforge.interop.resolve import model_config_from_options
+from lmforge.interop.resolve import model_config_from_options, resolve_model_config
 from lmforge.interop.safetensors_file import SafetensorsFile, write_safetensors
 from lmforge.interop.stored_experts import pieces, stored_name
 from lmforge.interop.weights import load_folder
@@ -238,3 +238,27 @@ def test_a_rank_reads_the_rows_of_its_own_experts_only(draw: random.Random) -> N
                     numbers += target.numel()
     assert torch.equal(rebuilt, stack)
     assert numbers == stack.numel()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("model_type", MIXTURES)
+def test_a_mixture_of_transformers_comes_back_byte_by_byte(
+    model_type: str, dtype: torch.dtype, draw: random.Random, tmp_path: Path
+) -> None:
+    """All tensors, under their names, and every field of its config."""
+    config = drawn_config(model_type, draw, num_experts=5, num_experts_per_tok=3, num_hidden_layers=2, **all_sparse(model_type))
+    theirs = AutoModelForCausalLM.from_config(AutoConfig.for_model(**to_config_json(config)), dtype=dtype)
+    theirs.save_pretrained(tmp_path / "theirs")
+    again = build_model(resolve_model_config(tmp_path / "theirs", {}))
+    load_folder(tmp_path / "theirs", again)
+    export_folder(again, again.config, tmp_path / "ours", dtype=dtype)
+    stored, back = (SafetensorsFile(tmp_path / name / "model.safetensors") for name in ("theirs", "ours"))
+    assert {name: (each.dtype, each.shape) for name, each in back.entries.items()} == {
+        name: (each.dtype, each.shape) for name, each in stored.entries.items()
+    }
+    for name in stored.entries:
+        assert torch.equal(back.read(name).view(torch.uint8), stored.read(name).view(torch.uint8)), name
+    read = [AutoConfig.from_pretrained(tmp_path / name).to_dict() for name in ("theirs", "ours")]
+    for each in read:
+        del each["_name_or_path"]
+    assert read[0] == read[1]

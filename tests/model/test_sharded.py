@@ -1,14 +1,21 @@
 """Weights of a sharded model, for numbers of ranks that do not divide its dimensions."""
 
 import json
+import math
 import random
 from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from lmforge.interop.export import export_folder
-from lmforge.interop.safetensors_file import BLOCK_BYTES
+from lmforge.interop.resolve import resolve_model_config
+from lmforge.interop.safetensors_file import BLOCK_BYTES, SafetensorsFile
+from lmforge.interop.weights import load_folder
 from lmforge.model import build_model
 from lmforge.model.config import ModelConfig
 from lmforge.model.init_weights import init_weights
@@ -54,3 +61,37 @@ def test_each_rank_reads_its_own_bytes_and_holds_no_more_than_its_part(
         for rank in reports:
             assert rank["read"] < stored / shards * 1.05
             assert rank["held"] < rank["own"] + 1.5 * BLOCK_BYTES
+
+
+def test_a_rank_of_eight_reads_an_eighth_of_the_experts_and_at_most_all_else(draw: random.Random, tmp_path: Path) -> None:
+    """As few bytes with 16 experts that 8 ranks divide: what this process reads in the place of each, counted by the system."""
+    config = drawn_config("olmoe", draw, num_experts=16, num_experts_per_tok=2, num_hidden_layers=2, hidden_size=64)
+    export_folder(built(config), config, tmp_path / "out")
+    file = SafetensorsFile(tmp_path / "out" / "model.safetensors")
+    sizes = {name: math.prod(each.shape) * each.dtype.itemsize for name, each in file.entries.items()}
+    experts = sum(size for name, size in sizes.items() if ".experts." in name)
+    others = sum(path.stat().st_size for path in (tmp_path / "out").iterdir()) - experts
+    counted = []
+    for rank in range(8):
+        dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=8)
+        try:
+            model = build_model(resolve_model_config(tmp_path / "out", {}), "meta")
+            for block in model.blocks:
+                fully_shard(block, mesh=init_device_mesh("cpu", (8,)))
+            model.to_empty(device="cpu")
+            before = bytes_read()
+            load_folder(tmp_path / "out", model)
+            counted.append(bytes_read() - before)
+        finally:
+            dist.destroy_process_group()
+    # The config and the headers are read more than once.
+    headers = 6 * ((tmp_path / "out" / "config.json").stat().st_size + min(each.offset for each in file.entries.values()))
+    print(counted, experts, others, headers)
+    for read in counted:
+        assert experts / 8 < read <= experts / 8 + others + headers
+
+
+def bytes_read() -> int:
+    """By this process, from files or caches."""
+    (line,) = [line for line in Path("/proc/self/io").read_text().splitlines() if line.startswith("rchar:")]
+    return int(line.split()[1])
