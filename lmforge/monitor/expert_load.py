@@ -26,6 +26,8 @@ class ExpertLoad:
         config = model.config
         self._dist_ctx, self._chosen = dist_ctx, config.num_experts_per_tok
         self._layers = [layer for layer, sparse in enumerate(config.sparse_layers) if sparse]
+        if model.balance.counts.is_meta:  # a model that is not distributed
+            model.balance.count_on(dist_ctx.device)
         self._counts = model.balance.counts
         self._idle_steps = torch.zeros(self._counts.shape, dtype=torch.long)
         self._last_step: int | None = None

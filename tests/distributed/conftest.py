@@ -15,6 +15,7 @@ from lmforge.bench.parity import weights_difference
 from lmforge.checkpoint import Manifest
 from lmforge.interop.resolve import stored_model_config
 from lmforge.model import build_model
+from lmforge.model.init_weights import named_tensors
 from lmforge.runs import Run
 from tests.distributed.shapes import SAMPLES
 from tests.preloaded import on_ranks
@@ -98,7 +99,7 @@ def weights(run: Run, step: int | None = None) -> dict[str, torch.Tensor]:
     """The tensors of a checkpoint (default: the newest), by name, opened in this single process."""
     folder, manifest = newest_checkpoint(run.path if step is None else run.checkpoint_path(step))
     model = build_model(stored_model_config(manifest))
-    tensors = {name: parameter.detach() for name, parameter in model.named_parameters()}
+    tensors = {name: tensor.detach() for name, tensor in named_tensors(model)}
     checkpoint.load(folder, {"model": tensors})
     return tensors
 
