@@ -21,7 +21,7 @@ from lmforge.cluster.memory import check_fits
 from lmforge.model.layers import LanguageModel, LMHead
 from lmforge.model.mixture.experts import Experts
 from lmforge.parallel.expert_parallel import Dispatch, whole_experts
-from lmforge.parallel.parallel_model import NamedState, ParallelModel
+from lmforge.parallel.parallel_model import NamedState, ParallelModel, local_tensor
 
 
 class FSDP2Model(ParallelModel):
@@ -66,7 +66,8 @@ class FSDP2Model(ParallelModel):
         for block in blocks:
             self._shard_experts(block)
         for block in (*blocks, *(embeddings if self.options.wrap_embedding else [])):
-            self._fully_shard(block, reshard_after_forward=self._dims.reshard_after_forward)
+            placement = partial(_placement, num_ranks=self._fsdp_mesh.size(-1))
+            self._fully_shard(block, shard_placement_fn=placement, reshard_after_forward=self._dims.reshard_after_forward)
         for head in heads:
             # The backward pass begins with the head.
             self._fully_shard(head, reshard_after_forward=False)
@@ -77,7 +78,7 @@ class FSDP2Model(ParallelModel):
         for module in block.modules():
             if isinstance(module, Experts) and isinstance(module.dispatch, Dispatch):
                 mesh = module.dispatch.fsdp_mesh
-                placement = partial(_placement_of_experts, num_ranks=mesh.size(-1))
+                placement = partial(_placement, num_ranks=mesh.size(-1))
                 reshard = self._dims.reshard_after_forward
                 self._fully_shard(module, mesh=mesh, shard_placement_fn=placement, reshard_after_forward=reshard)
 
@@ -163,9 +164,13 @@ def _forget_forward_order(root: FSDPModule) -> None:
     order.clear()
 
 
-def _placement_of_experts(stack: nn.Parameter, num_ranks: int) -> Shard:
-    """Each expert is sharded by rows if they divide; else ranks have different experts."""
-    return Shard(1 if stack.shape[1] % num_ranks == 0 else 0)
+def _placement(parameter: nn.Parameter, num_ranks: int) -> Shard | None:
+    """How stacked experts are sharded: where the ranks do not divide their number, as with more ranks than experts, by the rows
+    of each one, if those divide. None for any other parameter."""
+    if parameter.ndim < 3:
+        return None
+    experts, rows, _ = local_tensor(parameter).shape
+    return Shard(1 if experts % num_ranks and rows % num_ranks == 0 else 0)
 
 
 def _replication_count(parameter: Tensor) -> int:

@@ -90,8 +90,12 @@ class ModelShapes:
 def model_shapes(traced: TracedModel) -> ModelShapes:
     model = traced.build()
 
+    def rows(parameter: nn.Parameter) -> int:
+        # Of stacked experts those of each one too: FSDP2 shards by these where ranks do not divide the experts.
+        return parameter.shape[:-1].numel() if parameter.dim() == 3 else parameter.shape[0]
+
     def shapes(parameters: Iterable[nn.Parameter]) -> Shapes:
-        return tuple((each.shape[0], each.numel() // each.shape[0]) for each in parameters)
+        return tuple((rows(each), each.numel() // rows(each)) for each in parameters)
 
     tables, head, block = ([*each.parameters()] for each in (nn.ModuleList(model.embeddings), model.lm_head, model.blocks))
     known = {*tables, *head, *block}

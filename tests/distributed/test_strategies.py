@@ -71,6 +71,13 @@ def test_each_rank_holds_its_part_of_parameters_gradients_and_optimizer_states(
             assert held[key] == pytest.approx(total[key] / min(shards, world_size), rel=0.02), (rank, key)
 
 
+def test_experts_that_ranks_do_not_divide_are_sharded_over_all_of_them(trials: SampledTrials) -> None:
+    """Five experts on two ranks, by the rows of each."""
+    total = trials.read(2, "mixture fsdp1 full-shard", 0)["parameters"]
+    for rank in range(2):
+        assert trials.read(2, "mixture fsdp2, checkpointing full", rank)["parameters"] == pytest.approx(total, rel=0.02)
+
+
 @pytest.mark.parametrize(
     ("world_size", "name"),
     sampled(
