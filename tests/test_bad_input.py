@@ -1007,6 +1007,10 @@ INTERLEAVED = "--parallel.pipeline_parallel_degree 2 --launch.processes 2 --para
             "--model.preset nano-moe --parallel.expert_parallel_degree 2 --parallel.sharding no-shard --launch.processes 2",
             "the one rank of a copy of the model does not divide by it; use one of 1",
         ),
+        (
+            "--model.preset nano-moe --parallel.expert_parallel_degree 2",
+            "expert_parallel_degree = 2: the one rank of a copy of the model does not divide by it; use one of 1",
+        ),
         ("--parallel.expert_parallel_degree 2 --launch.processes 2", "not with a model without experts; leave it out"),
         ("--parallel.tensor_parallel_degree 2 --launch.processes 2 --sample.every_steps 5", "generate from the checkpoints"),
         (

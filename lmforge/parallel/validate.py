@@ -21,7 +21,8 @@ def choose_engine(options: ParallelOptions, world_size: int, device_type: str | 
     """
     engine: str = options.engine
     if engine == "auto":
-        engine = "fsdp2" if world_size > 1 or options.cpu_offload else "single"
+        needs_fsdp2 = options.cpu_offload or options.expert_parallel_degree > 1
+        engine = "fsdp2" if world_size > 1 or needs_fsdp2 else "single"
     if engine == "single" and world_size > 1:
         raise UserError(f"parallel.engine = single: there are {world_size} ranks; use fsdp2 or ddp, or start one process")
     if engine in ("ddp", "fsdp1") and world_size == 1:
