@@ -41,10 +41,12 @@ REPEATED = (
     *("monitor/test_stragglers.py", "monitor/test_step_time_drift.py"),
 )
 DISTRIBUTED = (
+    "balance",
     "chaos",
     "checkpoints",
     "determinism",
     "elastic",
+    "expert_parallel",
     "generation",
     "gpu",
     "gpu_attention",

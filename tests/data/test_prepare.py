@@ -286,7 +286,7 @@ def test_documents_that_cannot_be_used_are_left_out_counted_and_listed_by_their_
     places = ["a.jsonl:8: not", "a.jsonl:28: the field 'text'", "a.jsonl:48: no field", "a.jsonl:68: ", "a.jsonl:88: "]
     places += ["b.csv, row 2: 1 field", "f.tar: 1.json: not", "f.tar: 3.txt: not UTF-8", "c.txt: not UTF-8", "e.txt: a line of"]
     assert [sum(place in line for line in listed) for place in places] == [1] * len(places) == [1] * len(listed)
-    assert "a.jsonl:8: not valid JSON" in refused("prepare", folder, tmp_path / "refused", *options[1:])
+    assert "a.jsonl:8: not valid JSON" in refused("prepare", folder, tmp_path / "refused", *options[1:], "--workers", 1)
     whole = [str(folder / "d.txt"), str(tmp_path / "out1"), "--vocab_size", "301"]
     assert run(["prepare", *whole, "--overwrite"]) == 0
     assert not (tmp_path / "out1" / "left-out.txt").exists()

@@ -192,7 +192,9 @@ def test_tokens_without_a_tokenizer_and_files_that_are_not_what_they_seem_are_re
     message = refused("prepare", source, out)
     assert message == f"{source}: token ids, and nothing says which tokenizer made them; name it with --tokenizer"
     named = ("--tokenizer", tokenizer)
-    assert "near duplicates and decontamination need text" in refused("prepare", source, out, *named, "--deduplicate", "near")
+    assert "near duplicates, decontamination, parse_special_tokens and skip_invalid need text" in refused(
+        "prepare", source, out, *named, "--deduplicate", "near"
+    )
     assert "the vocabulary has ids up to 260" in refused("prepare", source, out, *named, "--separator_id", 261)
     source.write_bytes(b"odd")
     assert "no tokens of nanoGPT" in refused("prepare", source, out, *named)

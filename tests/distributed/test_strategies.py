@@ -31,8 +31,8 @@ def trials(tmp_path_factory: pytest.TempPathFactory) -> SampledTrials:
 @pytest.mark.parametrize(("world_size", "name"), sampled("plain", all_cases()))
 def test_losses_gradient_norms_and_weights_are_those_of_one_process(trials: SampledTrials, world_size: int, name: str) -> None:
     result = trials.read(world_size, name)
-    # On the same batch, so that what was drawn makes no difference.
-    assert result["losses"][-1] < result["untrained"][-1] - 0.01
+    # It has learned, on the same batch, a hundred times more than what is compared may differ by.
+    assert result["losses"][-1] < result["untrained"][-1] * (1 - 100 * FP32.loss)
     differences = {key: result[key] / getattr(FP32, key) for key in ("loss", "gradient_norm", "weights")}
     if name.startswith(("gpt2", "split gpt2", "split tied")):
         del differences["weights"]  # biases begin at zero: they are nothing but updates, in which rounding is not diluted

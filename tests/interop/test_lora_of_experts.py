@@ -49,7 +49,9 @@ TARGETS_OF = [
 
 def drawn(model_type: str, draw: random.Random, **fixed: Any) -> ModelConfig:
     """With a mixture in the second layer at least."""
-    sparse = {"mlp_only_layers": (0,), "decoder_sparse_step": 1} if model_type == "qwen3_moe" else {}
+    sparse: dict[str, Any] = {"mlp_only_layers": (0,), "decoder_sparse_step": 1} if model_type == "qwen3_moe" else {}
+    if model_type == "deepseek_v3":
+        sparse = {"first_k_dense_replace": 1, "n_group": 1, "topk_group": 1, "q_lora_rank": 0}
     experts = {"num_experts": 5, "num_experts_per_tok": 3}
     return drawn_config(model_type, draw, num_hidden_layers=2, **(experts | sparse | fixed))
 
