@@ -207,6 +207,7 @@ def attempt(name: str, contest: Contest, seconds: float, limit: float) -> dict[s
         turn = contender.take_turn(seconds)
         loss = contender.finish()
     except EndedEarly as ended:
+        print(ended, file=sys.stderr, flush=True)
         return {"failed": why(ended)}
     finally:
         contender.leave()

@@ -1,6 +1,6 @@
 """The tests that need a GPU, in the environment at hand: `make test-gpu`, or
 
-    python tests/gpu.py [--json PATH] [--minutes 5] [--device cpu] [WORDS OF PYTEST …]
+    python tests/gpu.py [--json PATH] [--minutes 5] [--part 1/4] [--device cpu] [WORDS OF PYTEST …]
 
 Nothing is installed. A test whose package is missing, or that would begin too late, is listed as not run. Each outcome is
 written to the JSON file at once, so that a run that is killed keeps what it has. With `--device cpu` the bodies that run on
@@ -80,14 +80,18 @@ def environment(device: str) -> dict[str, Any]:
 class Outcomes:
     """A plugin of pytest: what became of each test, written as soon as it is known."""
 
-    def __init__(self, metadata: dict[str, Any], path: Path, minutes: float) -> None:
-        self.metadata, self.path, self._minutes = metadata, path, minutes
+    def __init__(self, metadata: dict[str, Any], path: Path, minutes: float, part: tuple[int, int] = (1, 1)) -> None:
+        self.metadata, self.path, self._minutes, self._part = metadata, path, minutes, part
         self.tests: dict[str, dict[str, Any]] = {}
         self._began = time.monotonic()
 
     @property
     def minutes(self) -> float:
         return (time.monotonic() - self._began) / 60
+
+    def pytest_collection_modifyitems(self, items: list[Any]) -> None:
+        number, parts = self._part
+        items[:] = items[number - 1 :: parts]
 
     def pytest_runtest_setup(self, item: Any) -> None:
         import pytest
@@ -166,11 +170,20 @@ def files_with_tests() -> list[str]:
     return [str(file) for file in sorted(marked, key=lambda file: file.name != "test_gpu.py")]  # what matters most comes first
 
 
+def _part(text: str) -> tuple[int, int]:
+    """(part, parts) of "1/4"."""
+    part, _, parts = text.partition("/")
+    if not 1 <= int(part) <= int(parts):
+        raise ValueError
+    return int(part), int(parts)
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Returns 0 where no test failed and some passed, 1 else, and 2 where none can start."""
     parser = argparse.ArgumentParser(prog="python tests/gpu.py", description="The tests that need a GPU.")
     parser.add_argument("--json", type=Path, default=JSON, help="file of the outcomes (default: build/gpu-tests.json)")
     parser.add_argument("--minutes", type=float, default=MINUTES, help=f"no test begins later (default: {MINUTES:g})")
+    parser.add_argument("--part", type=_part, default=(1, 1), metavar="K/N", help="every N-th test, for N processes at once")
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda", help="cpu: a rehearsal")
     chosen, words = parser.parse_known_args(arguments)
     if missing := missing_packages():
@@ -184,7 +197,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     import pytest
 
-    outcomes = Outcomes(environment(chosen.device), chosen.json.absolute(), chosen.minutes)
+    outcomes = Outcomes(environment(chosen.device), chosen.json.absolute(), chosen.minutes, chosen.part)
     os.chdir(ROOT)
     # Plugins that happen to be installed are left out, and of ours xdist: tests would share the GPU.
     os.environ["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"

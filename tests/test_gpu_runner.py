@@ -52,6 +52,14 @@ def test_what_became_of_each_test_is_in_the_summary_and_in_the_file(tmp_path: Pa
     assert any(line.startswith("CPU, a rehearsal; Python ") and "torch " in line for line in lines)
 
 
+def test_parts_are_all_tests_and_none_twice() -> None:
+    parts = [list(range(10)) for _ in range(3)]
+    for number, items in enumerate(parts, start=1):
+        Outcomes({}, Path(), 1.0, (number, 3)).pytest_collection_modifyitems(items)
+    assert sorted(item for part in parts for item in part) == list(range(10))
+    assert ran("--part", "4/3").returncode == 2
+
+
 def test_packages_that_are_missing_are_named_with_what_to_bring() -> None:
     done = ran(options=("-S",))  # without installed packages
     assert done.returncode == 2
