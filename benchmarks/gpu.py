@@ -18,7 +18,8 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import suppress
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -197,22 +198,36 @@ def why(ended: EndedEarly) -> str:
     return last.removeprefix("lmforge.errors.UserError: ").replace("|", "/")[:200]
 
 
-def attempt(name: str, contest: Contest, seconds: float, limit: float) -> dict[str, Any]:
-    """One trial of at most `limit` seconds, `seconds` of them timed. Where it fails, {"failed": why}."""
+def warmed_up(name: str, contest: Contest, seconds: float, limit: float) -> tuple[Contender | None, dict[str, Any]]:
+    """A contender that may run for `limit` seconds, `seconds` of them timed, and what its trial is so far. None: it failed."""
     if limit <= seconds:
-        return {"failed": "no time was left: run it alone with --contender"}
+        return None, {"failed": "no time was left: run it alone with --contender"}
     contender = Contender(name, contest, limit)
-    try:
-        warm_up = contender.take_turn(0.0)
+    with reported(contender) as trial:
+        trial["warm_up_seconds"] = contender.take_turn(0.0).seconds
+    return (None if "failed" in trial else contender), trial
+
+
+def timed(contender: Contender, contest: Contest, seconds: float) -> dict[str, Any]:
+    """The rest of its trial. Its process ends."""
+    with reported(contender) as trial:
         turn = contender.take_turn(seconds)
-        loss = contender.finish()
+        speed = turn.steps * contest.tokens_a_step / turn.seconds
+        trial |= {"speed": speed, "memory_gib": turn.memory_gib, "loss": contender.finish()}
+    contender.leave()
+    return trial
+
+
+@contextmanager
+def reported(contender: Contender) -> Iterator[dict[str, Any]]:
+    """A part of a trial, which becomes {"failed": why} where the contender ends early."""
+    trial: dict[str, Any] = {}
+    try:
+        yield trial
     except EndedEarly as ended:
         print(ended, file=sys.stderr, flush=True)
-        return {"failed": why(ended)}
-    finally:
+        trial |= {"failed": why(ended)}
         contender.leave()
-    speed = turn.steps * contest.tokens_a_step / turn.seconds
-    return {"speed": speed, "memory_gib": turn.memory_gib, "loss": loss, "warm_up_seconds": warm_up.seconds}
 
 
 def hold(label: str, size: Size, contest: Contest, chosen: argparse.Namespace) -> Iterator[tuple[str, list[dict[str, Any]]]]:
@@ -220,12 +235,19 @@ def hold(label: str, size: Size, contest: Contest, chosen: argparse.Namespace) -
     rows = {name: row for name, row in trials_of(size, contest).items() if name in (chosen.contender or [name])}
     trials: dict[str, list[dict[str, Any]]] = {name: [] for name in rows}
     names, until = tuple(rows), time.monotonic() + chosen.limit * chosen.rounds
+
+    def start(name: str) -> tuple[Contender | None, dict[str, Any]]:
+        return warmed_up(*rows[name], chosen.seconds, until - time.monotonic())
+
     for number in range(chosen.rounds):
         shift = number % max(1, len(names))
-        for name in names[shift:] + names[:shift]:
-            if any("failed" in trial for trial in trials[name]):
-                continue
-            trial = attempt(*rows[name], chosen.seconds, until - time.monotonic())
+        left = [name for name in names[shift:] + names[:shift] if not any("failed" in trial for trial in trials[name])]
+        # At once, or each when its turn has come.
+        with ThreadPoolExecutor(max(1, len(left))) as pool:
+            started = list(pool.map(start, left)) if chosen.together else map(start, left)
+        for name, (contender, trial) in zip(left, started, strict=True):
+            if contender is not None:
+                trial |= timed(contender, contest, chosen.seconds)
             trials[name].append(trial)
             say(f"{label}, round {number + 1} of {chosen.rounds}: {name}: {outcome(trial)}")
             yield name, trials[name]
@@ -384,6 +406,9 @@ def arguments(on_gpu: bool) -> argparse.Namespace:
         type=float,
         default=SECONDS_A_SIZE,
         help=f"seconds that a round of one size may take; later trials are marked (default: {SECONDS_A_SIZE:g})",
+    )
+    parser.add_argument(
+        "--together", action="store_true", help="all start and compile at once and are timed in turn, where memory has room"
     )
     parser.add_argument(
         "--threads", type=int, default=threads_per_rank(1), help="CPU threads of each (default: the cores there are)"

@@ -287,7 +287,7 @@ def describe_other_code(dist_ctx: DistributedContext) -> list[str]:
 
 def use_device_in_thread(device: torch.device) -> None:
     """Make a rank's GPU the current one of this thread. A new thread begins with GPU 0, and would open a context on it."""
-    if device.type == "cuda":
+    if device.type == "cuda" and device.index is not None:
         torch.cuda.set_device(device)
 
 

@@ -25,7 +25,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from lmforge.cluster.memory import check_fits
 from lmforge.data.batch import Batch
-from lmforge.model.attention_backend import DENSE, VARLEN, attention_backend, stores_attention_weights
+from lmforge.model.attention_backend import DENSE, VARLEN, VARLEN_OPTIONS, attention_backend, stores_attention_weights
 from lmforge.model.config import ModelConfig
 
 # Differentiable, and works when compiled. Its name changed with torch 2.13.
@@ -162,7 +162,7 @@ def attend(queries: Tensor, keys: Tensor, values: Tensor, mask: AttentionMask, s
             length,
             scale=scale,
             window_size=(left, 0),
-            enable_gqa=grouped,
+            **VARLEN_OPTIONS,
         )
         return attended.unflatten(0, (-1, length)).transpose(1, 2)
     if mask.context_parallel is not None:

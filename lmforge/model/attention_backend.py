@@ -18,15 +18,17 @@ FLEX_MIN_HEAD_DIM = 16
 FLASH_HEAD_DIM_MULTIPLE, FLASH_MAX_HEAD_DIM = 8, 256
 # Maximum keys per query for which compiled blocks on a CPU store all attention weights in bf16.
 MAX_STORED_KEYS = 1024
-# The arguments that torch's function must have; they were added in different versions.
-_ARGUMENTS = {"scale", "window_size", "enable_gqa"}
+# The arguments that torch's function must have, and one that grouped heads need where it is known: they are from different
+# versions, and earlier ones group heads unasked.
+_ARGUMENTS, _FOR_GROUPS = {"scale", "window_size"}, "enable_gqa"
+VARLEN_OPTIONS: dict[str, bool] = {}
 # By the first number of a GPU's compute capability: flash attention's own packages have faster kernels than torch.
 _FLASH_IMPLEMENTATIONS = {9: "FA3", 10: "FA4"}
 
 
 @cache
 def load_varlen_attn() -> Any:
-    """torch's varlen_attn; None where it is missing or cannot do all that is needed.
+    """torch's varlen_attn, to be called with VARLEN_OPTIONS; None where it is missing or cannot do all that is needed.
 
     It is imported on demand: it imports torch._dynamo, which takes over a second.
     """
@@ -34,7 +36,9 @@ def load_varlen_attn() -> Any:
         from torch.nn.attention.varlen import varlen_attn
     except ImportError:
         return None
-    return varlen_attn if inspect.signature(varlen_attn).parameters.keys() >= _ARGUMENTS else None
+    known = inspect.signature(varlen_attn).parameters.keys()
+    VARLEN_OPTIONS.update(dict.fromkeys(known & {_FOR_GROUPS}, True))
+    return varlen_attn if known >= _ARGUMENTS else None
 
 
 @dataclass(frozen=True)
