@@ -1,6 +1,6 @@
 """Reads the records of a run: the lines of metrics.jsonl and of its tables of completions, and files of bad steps. No torch.
 
-stages/attempt.py and stages/alignment/completions.py write them. Here are also the types of the numbers in all files of a run,
+stages/attempt.py and stages/alignment/scoring.py write them. Here are also the types of the numbers in all files of a run,
 which bound them: another program may have written these files, or a disk damaged them.
 """
 

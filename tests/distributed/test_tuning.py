@@ -19,7 +19,7 @@ from lmforge.data.tokenizer import Tokenizer
 from lmforge.generate.model_loading import load_model
 from lmforge.model.init_weights import LORA_SUFFIXES
 from lmforge.runs import Run
-from lmforge.stages.alignment.completions import RewardModelScorer
+from lmforge.stages.alignment.scoring import RewardModelScorer
 from tests.conftest import Command, Refusal
 from tests.distributed.conftest import Recipe, losses, newest_checkpoint, run_cases
 

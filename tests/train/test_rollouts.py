@@ -14,6 +14,8 @@ from lmforge.cli import run as command
 from lmforge.data.tokenizer import Tokenizer
 from lmforge.generate.model_loading import load_model
 from lmforge.objectives.policy import completion_metric_names, pass_at_k
+from lmforge.stages.alignment.completions import SampledCompletion
+from lmforge.stages.alignment.rollout_batches import lay_out
 from tests.seeds import fresh_random
 
 
@@ -34,6 +36,17 @@ def test_pass_at_k_is_a_metric_for_powers_of_two_below_the_size_of_a_group() -> 
     assert [name for name in completion_metric_names(8) if name.startswith("pass")] == ["pass@1", "pass@2", "pass@4", "pass@n"]
     assert [name for name in completion_metric_names(6) if name.startswith("pass")] == ["pass@1", "pass@2", "pass@4", "pass@n"]
     assert [name for name in completion_metric_names(2) if name.startswith("pass")] == ["pass@1", "pass@n"]
+
+
+def test_given_tokens_between_sampled_ones_are_read_and_never_learned() -> None:
+    completion = SampledCompletion([7, 8], [-0.5, -0.25], [3, 3], stopped=True)
+    completion.add_given([20, 21])
+    completion.extend(SampledCompletion([9], [-2.0], [4]))
+    batch = lay_out([[1, 2]], [completion], 8)
+    assert batch.tokens.tolist() == [[1, 2, 7, 8, 20, 21, 0, 0]]
+    assert batch.labels.tolist() == [[-100, 7, 8, -100, -100, 9, -100, -100]]
+    assert batch.extra("old_logprobs").tolist() == [[0, -0.5, -0.25, 0, 0, -2, 0, 0]]
+    assert (completion.num_sampled, completion.stopped) == (3, False)
 
 
 @pytest.mark.parametrize("conversational", [False, True])

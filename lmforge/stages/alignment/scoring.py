@@ -1,0 +1,155 @@
+"""The scores of sampled completions, from reward functions and reward models, and the tables in a run's folder `completions`.
+
+A table has prompts, completions and rewards; there is one file for each set and rank.
+"""
+
+import json
+import math
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lmforge.config.align import RolloutOptions
+from lmforge.data.batch import Batch
+from lmforge.data.chat.preferences import TokenizedPrompt, encode_completions
+from lmforge.data.tokenizer import Tokenizer
+from lmforge.generate.model_loading import load_model
+from lmforge.objectives.preference import document_rewards
+from lmforge.rewards.functions import FunctionResult, load_reward_functions
+from lmforge.run_records import completions_path
+from lmforge.stages.alignment.completions import SampledCompletion
+from lmforge.stages.alignment.prompt_inputs import reward_options
+from lmforge.stages.attempt import RunContext
+
+SCORING_BATCH_SIZE = 16
+
+
+class CompletionScorer:
+    """The reward functions of a run: they score completions, and readable tables of that are written. Every rank has one."""
+
+    def __init__(
+        self,
+        ctx: RunContext,
+        options: RolloutOptions,
+        tokenizer: Tokenizer,
+        prompts: Sequence[TokenizedPrompt],
+        dtype: torch.dtype,
+    ) -> None:
+        """`prompts`: all of the run, so that functions are always called with the same columns. Every rank calls it."""
+        self._ctx, self._tokenizer = ctx, tokenizer
+        self._columns = sorted({name for prompt in prompts for name in prompt.columns})
+        heartbeat, device = partial(ctx.watch.set_phase, "reward"), ctx.dist_ctx.device
+        with ctx.dist_ctx.raise_on_all():
+            self._functions = load_reward_functions(
+                options.reward_functions,
+                weights=options.reward_weights or None,
+                timeout_seconds=options.reward_timeout_seconds,
+                # Functions may fail on some ranks only, and the console prints on rank 0 only; other ranks print to their logs.
+                log=ctx.console.warn if ctx.dist_ctx.is_rank0 else partial(print, flush=True),
+                open_reward_model=partial(RewardModelScorer, device=device, dtype=dtype, on_batch=heartbeat),
+                heartbeat=heartbeat,
+                options=reward_options(options),
+            )
+
+    def score(
+        self, table: str | None, prompts: Sequence[TokenizedPrompt], completions: Sequence[SampledCompletion], step: int
+    ) -> tuple[Tensor, Tensor]:
+        """Rewards, fp64 [completions], NaN where there is none, and the fraction of functions that failed, fp32 [completions].
+
+        Writes the table called `table`, one JSON object per line, and announces it to trackers, unless that is None. Every rank
+        calls it, with completions of its own.
+        """
+        with self._ctx.dist_ctx.raise_on_all():
+            scores = self._score(table, prompts, completions)
+        if table is not None and prompts:
+            self._ctx.events.add("completions", step, table=table)
+        return scores
+
+    def _score(
+        self, table: str | None, prompts: Sequence[TokenizedPrompt], completions: Sequence[SampledCompletion]
+    ) -> tuple[Tensor, Tensor]:
+        if not prompts:
+            return torch.zeros(0, dtype=torch.float64), torch.zeros(0)
+        texts = [self._tokenizer.decode(completion.tokens) for completion in completions]
+        columns = {name: [prompt.columns.get(name) for prompt in prompts] for name in self._columns}
+        scores = self._functions([prompt.prompt for prompt in prompts], texts, columns)
+        if table is not None:
+            path = completions_path(self._ctx.run.path, table, self._ctx.dist_ctx.rank_info.rank)
+            path.parent.mkdir(exist_ok=True)
+            with open(path, "w", encoding="utf-8") as file:
+                for index, (prompt, text, completion) in enumerate(zip(prompts, texts, completions, strict=True)):
+                    record = {
+                        "prompt": prompt.prompt,
+                        "completion": text,
+                        "reward": scores.rewards[index],
+                        "parts": {name: rewards[index] for name, rewards in scores.by_function.items()},
+                        "tokens": len(completion.tokens),
+                        "ended": completion.stopped,
+                    }
+                    file.write(json.dumps(record, ensure_ascii=False) + "\n")
+        rewards = [math.nan if reward is None else reward for reward in scores.rewards]
+        failed = sum(count > 0 for count in scores.failures.values()) / len(scores.failures)
+        return torch.tensor(rewards, dtype=torch.float64), torch.full((len(completions),), failed)
+
+    def close(self) -> None:
+        """End the processes of the functions."""
+        self._functions.close()
+
+
+class RewardModelScorer:
+    """A reward model as a reward function, unsharded on one device. Raises UserError where the model is not a reward model. It
+    reads prompt and completion with its own tokenizer and chat template, to the end of the assistant's turn. `on_batch` is
+    called before each batch.
+    """
+
+    def __init__(
+        self, spec: str, device: torch.device, dtype: torch.dtype, on_batch: Callable[[], None] = lambda: None
+    ) -> None:
+        self._spec, self._device, self._on_batch = spec, device, on_batch
+        self._loaded = load_model(Path(spec), device, dtype, reward_model=True)
+        self.required_columns: dict[str, list[str]] = {spec: []}
+        self.accepted_columns: dict[str, list[str] | None] = {spec: ["tools", "documents"]}
+
+    @torch.no_grad()
+    def score(self, request: dict[str, Any], timeout_seconds: float) -> dict[str, FunctionResult]:
+        """The score of each completion of the request; None for one that is longer than the model reads."""
+        columns = request["columns"]
+        records = [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
+        encoded = encode_completions(self._loaded.tokenizer, request["prompts"], request["completions"], records)
+        limit = self._loaded.config.max_sequence_length
+        indices = [index for index, tokens in enumerate(encoded) if limit is None or len(tokens) <= limit]
+        # Sequences of similar length share a batch.
+        indices.sort(key=lambda index: len(encoded[index]))
+        scores: list[float | None] = [None] * len(encoded)
+        for first in range(0, len(indices), SCORING_BATCH_SIZE):
+            self._on_batch()
+            members = indices[first : first + SCORING_BATCH_SIZE]
+            batch = Batch.from_token_lists([encoded[index] for index in members]).to(self._device)
+            rewards = document_rewards(self._loaded.model, batch)[:, 0].tolist()
+            for index, reward in zip(members, rewards, strict=True):
+                scores[index] = reward
+        return {self._spec: FunctionResult(scores)}
+
+    def close(self) -> None:
+        """Does nothing, since there is no process to end."""
+
+
+def completions_table_name(set_index: int, options: RolloutOptions) -> str | None:
+    """The name of the table of a set, without its rank; None where the set is not written."""
+    return f"set-{set_index:06d}" if set_index % options.log_completions_every == 0 else None
+
+
+def locate_completions(batch_index: int, options: RolloutOptions, world_size: int) -> dict[str, Any]:
+    """Where the completions of a batch are, for the file of a bad step.
+
+    {"completions": pattern of their files, relative to the run, or None where they were not written; "ranks": the number of
+    ranks; "part": which part of each file the batch is, from 0, and of how many}.
+    """
+    set_index, iteration = divmod(batch_index, options.num_iterations)
+    table = completions_table_name(set_index, options)
+    files = str(completions_path(Path(), table, "*")) if table else None
+    return {"completions": files, "ranks": world_size, "part": [iteration, options.num_iterations]}
