@@ -21,7 +21,7 @@ MAX_STORED_KEYS = 1024
 # The arguments that torch's function must have, and one that grouped heads need where it is known: they are from different
 # versions, and earlier ones group heads unasked.
 _ARGUMENTS, _FOR_GROUPS = {"scale", "window_size"}, "enable_gqa"
-VARLEN_OPTIONS: dict[str, bool] = {}
+VARLEN_OPTIONS: dict[str, Any] = {}
 # By the first number of a GPU's compute capability: flash attention's own packages have faster kernels than torch.
 _FLASH_IMPLEMENTATIONS = {9: "FA3", 10: "FA4"}
 
