@@ -183,7 +183,7 @@ LAST_OF_README = max(number for number, piece in enumerate(PIECES) if piece.page
 
 @pytest.fixture(scope="module")
 def reader(tmp_path_factory: pytest.TempPathFactory) -> Reader:
-    """A folder with the recipes and what a reader brings: books, articles, a corpus, a tokenizer, a model folder."""
+    """A folder with the recipes and what a reader brings: books, articles, corpora, a tokenizer, a model folder."""
     folder = tmp_path_factory.mktemp("reader")
     shutil.copytree(ROOT / "recipes", folder / "recipes")
     shutil.copytree(ROOT / "examples", folder / "examples")
@@ -197,6 +197,7 @@ def reader(tmp_path_factory: pytest.TempPathFactory) -> Reader:
     for number in range(5):
         article = corpus()[200_000 + 10_000 * number : 210_000 + 10_000 * number]
         (folder / "articles" / f"{number}.txt").write_text(article, encoding="utf-8")
+    (folder / "crawl.jsonl").write_text(json.dumps({"text": chapters[0]}) + '\n{"title": "without a text"}\n', encoding="utf-8")
     lines = "".join(json.dumps({"content": chapter}) + "\n" for chapter in chapters)
     (folder / "corpus.jsonl.zst").write_bytes(zstandard.compress(lines.encode()))
     pyarrow.parquet.write_table(pyarrow.table({"text": chapters}), folder / "corpus.parquet")

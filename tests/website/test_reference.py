@@ -104,7 +104,9 @@ def test_every_package_that_others_use_has_a_page() -> None:
 
 
 def test_the_newest_result_of_each_benchmark_is_shown() -> None:
-    stamped = list((ROOT / "benchmarks" / "results").glob("*.md"))
+    every = list((ROOT / "benchmarks" / "results").glob("*.md"))
+    stamped = [path for path in every if not path.name.startswith("gpu-")]
+    assert all(path.name in results() for path in every if path not in stamped)
     named = {re.match(r"[a-z_]+", path.name)[0] for path in stamped}  # type: ignore[index]
     assert newest_results().keys() == named
     for name, path in newest_results().items():
