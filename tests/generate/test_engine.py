@@ -75,7 +75,8 @@ def test_greedy_decoding_of_ragged_prompts_is_the_argmax_of_the_full_forward_pas
 @pytest.mark.parametrize("shape", SHAPES)
 def test_a_completion_does_not_depend_on_the_others_in_its_batch(shape: str) -> None:
     seed = fresh_seed()
-    model = init_weights(build_model(ModelConfig(**SIZES, **SHAPES[shape])), seed)
+    # In fp64: batches of other sizes change the last bits of logits, and those of fp32 change a sample once in many seeds.
+    model = init_weights(build_model(ModelConfig(**SIZES, **SHAPES[shape])), seed).double()
     mine, *others = random_prompts(seed, [5, 1, 9, 5])  # the neighbours differ in length
     together = [
         decoded(model, [others[0], mine, others[1]], 15, SamplingParams(1.0), seed),
