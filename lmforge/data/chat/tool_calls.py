@@ -151,14 +151,14 @@ def _read_llama(text: str) -> list[ToolCall]:
 
 
 def _json_values(text: str) -> Iterator[Any]:
-    decoder, at, text = json.JSONDecoder(), 0, text.strip()
-    while at < len(text):
+    decoder, text = json.JSONDecoder(), text.strip()
+    while text:
         try:
-            _, end = decoder.raw_decode(text, at)
+            _, end = decoder.raw_decode(text)
         except (ValueError, RecursionError) as problem:
             raise UnreadableCall from problem
-        yield _json(text[at:end])
-        at = re.compile(r"\s*;?\s*").match(text, end).end()  # type: ignore[union-attr]
+        yield _json(text[:end])
+        text = text[end:].lstrip().removeprefix(";").lstrip()
 
 
 def _read_pythonic(text: str) -> list[ToolCall]:
