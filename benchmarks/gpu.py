@@ -119,21 +119,28 @@ SIZES = {
         published=PUBLISHED_8B,
     ),
 }
-SIZES["olmoe"] = Size(
-    # A mixture of experts: MFU counts those that a token goes to. Without its auxiliary loss, as all contenders.
-    ModelConfig(
-        model_type="olmoe",
-        vocab_size=50304,
-        hidden_size=2048,
-        intermediate_size=1024,
-        num_hidden_layers=16,
-        num_attention_heads=16,
-        num_experts=64,
-        num_experts_per_tok=8,
-        max_position_embeddings=4096,
-    ),
-    micro_tokens=4_096,
-    step_tokens=32_768,
+# A mixture of experts: MFU counts those that a token goes to. Without its auxiliary loss, as all contenders.
+OLMOE = ModelConfig(
+    model_type="olmoe",
+    vocab_size=50304,
+    hidden_size=2048,
+    intermediate_size=1024,
+    num_hidden_layers=16,
+    num_attention_heads=16,
+    num_experts=64,
+    num_experts_per_tok=8,
+    max_position_embeddings=4096,
+)
+SIZES["olmoe"] = Size(OLMOE, micro_tokens=4_096, step_tokens=32_768)
+SIZES["olmoe-best"] = Size(
+    OLMOE,
+    micro_tokens=8_192,
+    step_tokens=65_536,
+    variants={
+        "lmforge, no checkpointing, 8,192 tokens": ("none", 8_192),
+        "lmforge, selective-ops, 16,384 tokens": ("selective-ops", 16_384),
+        "lmforge, full checkpointing, 32,768 tokens": ("full", 32_768),
+    },
 )
 TINY = llama(512, 32, 64, 2, 4, 2, tied=True)
 TINY_SIZES = {

@@ -20,7 +20,7 @@ from torch.distributed.distributed_c10d import GroupName, _resolve_process_group
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from lmforge.model.layers import LanguageModel
-from lmforge.model.mixture.experts import Experts, permute_rows
+from lmforge.model.mixture.experts import Experts, inverse_permutation, permute_rows
 from lmforge.parallel.parallel_model import full_tensor
 
 
@@ -76,7 +76,7 @@ class Dispatch:
         by_rank = received.view(num_ranks, -1)
         experts = torch.arange(by_rank.shape[1], device=rows.device).repeat(num_ranks)
         order = experts.repeat_interleave(received, output_size=len(rows)).argsort(stable=True)
-        inverse = order.argsort()
+        inverse = inverse_permutation(order)
         out = compute(permute_rows(rows, order, inverse), by_rank.sum(0).cumsum(0).int())
         out = permute_rows(out, inverse, order)
         return wait_tensor(all_to_all_single(out, sent_sizes, received_sizes, self._group))

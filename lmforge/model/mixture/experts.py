@@ -127,7 +127,7 @@ class Experts(nn.Module):
     def forward(self, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
         """x [tokens, width]; weights and chosen [tokens, count] of the router → the weighted sum of each token's experts."""
         experts, order = chosen.flatten().sort(stable=True)
-        inverse = order.argsort()
+        inverse = inverse_permutation(order)
         ends = torch.searchsorted(experts, torch.arange(self.num_experts, device=x.device), right=True)
         rows = permute_rows(x, order, inverse, chosen.shape[1])
         if self.dispatch is None:
@@ -191,6 +191,11 @@ def _run_uncompiled(experts: Experts, *inputs: Tensor) -> Tensor:
     """How many rows a rank gets changes from step to step, and its experts are a unit of FSDP: graphs end before them."""
     result: Tensor = experts(*inputs)
     return result
+
+
+def inverse_permutation(order: Tensor) -> Tensor:
+    """int64 [rows]: where each row of a permutation has come to. A sort would be the slower by 3 to 10 times."""
+    return torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
 
 
 def permute_rows(x: Tensor, order: Tensor, inverse: Tensor, copies: int = 1) -> Tensor:
