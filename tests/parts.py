@@ -44,6 +44,7 @@ DISTRIBUTED = (
     "balance",
     "chaos",
     "checkpoints",
+    "deepseek",
     "determinism",
     "elastic",
     "expert_parallel",

@@ -22,7 +22,7 @@ from lmforge.hub import resolve_model_folder
 from lmforge.interop.kinds import Kind, kind_of
 from lmforge.interop.peft_folder import base_model_of, base_model_overrides, load_peft_folder
 from lmforge.interop.resolve import resolve_model_config, stored_model_config
-from lmforge.interop.weights import load_folder, merge_adapters
+from lmforge.interop.weights import describe_folder, load_folder, merge_adapters
 from lmforge.model import build_model
 from lmforge.model.config import ModelConfig
 from lmforge.model.layers import LanguageModel
@@ -122,8 +122,8 @@ def load_model(
 ) -> LoadedModel:
     """Load the model at `path` onto `device`. Raises UserError where there is no model or tokenizer.
 
-    `warn` gets a line for each corrupt checkpoint that was skipped. With `reward_model` it must be a reward model, else it
-    must not. `overrides` replace fields of a folder's config.
+    `warn` gets a line for each corrupt checkpoint that was skipped, and what `describe_folder` says. With `reward_model` it
+    must be a reward model, else it must not. `overrides` replace fields of a folder's config.
     """
     path = resolve_model_folder(path)
     kind = kind_of(path)
@@ -134,7 +134,10 @@ def load_model(
         tokenizer = Tokenizer.open(path) if (path / "tokenizer.json").exists() else base.tokenizer
         return replace(base, model=base.model.to(dtype), tokenizer=tokenizer, path=path)
     if kind == Kind.HF_FOLDER:
-        return _from_folder(path, device, dtype, reward_model, overrides or {})
+        loaded = _from_folder(path, device, dtype, reward_model, overrides or {})
+        if notes := describe_folder(path):
+            warn(f"weights of {', '.join([str(path), *notes])}")
+        return loaded
     load = partial(_from_checkpoint, device=device, dtype=dtype, reward_model=reward_model)
     loaded, skipped = checkpoint.open_checkpoint(path, load)
     for line in skipped:

@@ -29,24 +29,30 @@ def apply_expert_parallel(model: LanguageModel, mesh: DeviceMesh, fsdp_mesh: Dev
     dispatch = Dispatch(mesh.get_group(), fsdp_mesh)
     for experts in _experts(model):
         experts.dispatch = dispatch
-        for name, parameter in list(experts.named_parameters()):
-            experts.register_parameter(name, nn.Parameter(distribute_tensor(parameter.detach(), mesh, [Shard(0)])))
+        for module in experts.modules():  # adapters are stacks, too
+            for name, parameter in list(module.named_parameters(recurse=False)):
+                part = distribute_tensor(parameter.detach(), mesh, [Shard(0)])
+                module.register_parameter(name, nn.Parameter(part, requires_grad=parameter.requires_grad))
 
 
 @contextmanager
 def whole_experts(model: LanguageModel) -> Iterator[None]:
     """Within it every rank has all experts, given that FSDP has gathered its own; ranks may run different numbers of forward
     passes. All ranks enter together."""
-    split = {experts: (experts.dispatch, dict(experts.named_parameters())) for experts in _experts(model) if experts.dispatch}
-    for experts, (_, parameters) in split.items():
+    dispatched = {experts: experts.dispatch for experts in _experts(model) if experts.dispatch}
+    split = {module: dict(module.named_parameters(recurse=False)) for experts in dispatched for module in experts.modules()}
+    for experts in dispatched:
         experts.dispatch = None
+    for module, parameters in split.items():
         for name, parameter in parameters.items():
-            experts._parameters[name] = nn.Parameter(full_tensor(parameter.detach()), requires_grad=False)
+            module._parameters[name] = nn.Parameter(full_tensor(parameter.detach()), requires_grad=False)
     try:
         yield
     finally:
-        for experts, (experts.dispatch, parameters) in split.items():
-            experts._parameters.update(parameters)
+        for experts, dispatch in dispatched.items():
+            experts.dispatch = dispatch
+        for module, parameters in split.items():
+            module._parameters.update(parameters)
 
 
 def _experts(model: nn.Module) -> list[Experts]:

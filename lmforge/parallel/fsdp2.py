@@ -13,6 +13,7 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 from torch.optim import Optimizer
@@ -64,23 +65,23 @@ class FSDP2Model(ParallelModel):
         self, root: nn.Module, blocks: Iterable[nn.Module], embeddings: Iterable[nn.Module], heads: Iterable[nn.Module]
     ) -> None:
         for block in blocks:
-            self._shard_experts(block)
-        for block in (*blocks, *(embeddings if self.options.wrap_embedding else [])):
-            placement = partial(_placement, num_ranks=self._fsdp_mesh.size(-1))
-            self._fully_shard(block, shard_placement_fn=placement, reshard_after_forward=self._dims.reshard_after_forward)
+            experts = [each for each in block.modules() if isinstance(each, Experts) and isinstance(each.dispatch, Dispatch)]
+            for each in experts:  # with expert parallelism they are sharded over fewer ranks than the block
+                self._shard_block(each, cast(Dispatch, each.dispatch).fsdp_mesh)
+            self._shard_block(block, self._fsdp_mesh)
+            for each in experts:
+                block.register_forward_hook(partial(_gather_before_recomputation, each))
+        for embedding in embeddings if self.options.wrap_embedding else ():
+            self._shard_block(embedding, self._fsdp_mesh)
         for head in heads:
             # The backward pass begins with the head.
             self._fully_shard(head, reshard_after_forward=False)
         self._fully_shard(root)
 
-    def _shard_experts(self, block: nn.Module) -> None:
-        """With expert parallelism the experts of a block are a unit of their own, sharded over fewer ranks than the block."""
-        for module in block.modules():
-            if isinstance(module, Experts) and isinstance(module.dispatch, Dispatch):
-                mesh = module.dispatch.fsdp_mesh
-                placement = partial(_placement, num_ranks=mesh.size(-1))
-                reshard = self._dims.reshard_after_forward
-                self._fully_shard(module, mesh=mesh, shard_placement_fn=placement, reshard_after_forward=reshard)
+    def _shard_block(self, module: nn.Module, mesh: DeviceMesh) -> None:
+        placement = partial(_placement, num_ranks=mesh.size(-1))
+        reshard = self._dims.reshard_after_forward
+        self._fully_shard(module, mesh=mesh, shard_placement_fn=placement, reshard_after_forward=reshard)
 
     def _set_prefetch(self, num_blocks: int) -> None:
         blocks: list[FSDPModule] = [block for block in self.model.blocks if isinstance(block, FSDPModule)]
@@ -162,6 +163,17 @@ def _forget_forward_order(root: FSDPModule) -> None:
     for param_group in order:
         param_group._post_forward_indices.clear()
     order.clear()
+
+
+@torch.compiler.disable
+def _gather_before_recomputation(experts: Experts, block: nn.Module, args: Any, output: Tensor) -> None:
+    """Let the experts' unit begin its backward pass with that of their block. Else that may begin inside of a recomputation,
+    which then gathers the weights, frees them, and has operators that the forward pass had not.
+
+    Private to torch; checked with 2.13.0.
+    """
+    if output.requires_grad:
+        output.register_hook(cast(FSDPModule, experts)._get_fsdp_state()._pre_backward)
 
 
 def _placement(parameter: nn.Parameter, num_ranks: int) -> Shard | None:

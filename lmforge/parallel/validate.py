@@ -64,10 +64,9 @@ def describe_unused_sharding(options: ParallelOptions, world_size: int, device_t
 
 def check_lora(options: ParallelOptions, float8: bool) -> None:
     """Raise UserError where LoRA adapters cannot be trained with these options."""
-    if options.splits_model or options.expert_parallel_degree > 1:
+    if options.splits_model:
         raise UserError(
-            "parallel.tensor_parallel_degree, pipeline_parallel_degree, expert_parallel_degree: not with LoRA adapters; shard"
-            " with engine = fsdp2"
+            "parallel.tensor_parallel_degree, pipeline_parallel_degree: not with LoRA adapters; shard with engine = fsdp2"
         )
     if float8:
         raise UserError("train.float8: not with LoRA adapters; leave one of the two out")

@@ -76,12 +76,13 @@ class TracedModel:
 @dataclass(frozen=True)
 class ModelShapes:
     """(rows, columns) of the parameters of a model, vectors as [size, 1]: of the embedding tables, of a block, trained and
-    frozen, of its experts, which are among these, of the head, and of all else, such as the last norm."""
+    frozen, of its experts, which are among these, trained and frozen, of the head, and of all else, such as the last norm."""
 
     tables: Shapes
     trained: Shapes
     frozen: Shapes
     experts: Shapes
+    frozen_experts: Shapes
     head: Shapes
     rest: Shapes
 
@@ -99,11 +100,13 @@ def model_shapes(traced: TracedModel) -> ModelShapes:
 
     tables, head, block = ([*each.parameters()] for each in (nn.ModuleList(model.embeddings), model.lm_head, model.blocks))
     known = {*tables, *head, *block}
+    trained, frozen = ([each for each in block if each.requires_grad == trains] for trains in (True, False))
     return ModelShapes(
         shapes(tables),
-        shapes(each for each in block if each.requires_grad),
-        shapes(each for each in block if not each.requires_grad),
-        shapes(each for each in block if each.dim() > 2),
+        shapes(trained),
+        shapes(frozen),
+        shapes(each for each in trained if each.dim() > 2),
+        shapes(each for each in frozen if each.dim() > 2),
         shapes(head),
         shapes(each for each in model.parameters() if each not in known),
     )

@@ -87,6 +87,7 @@ SHAPES = {
 }
 # Experts that ranks divide.
 SHAPES["experts"] = replace(SHAPES["mixture"], num_experts=8)
+SHAPES["latent experts"] = replace(SHAPES["latents"], num_experts=8, n_group=4)
 # What depends on the model config: what is a unit, what is flat, what is recomputed, what is split.
 CASES_OF_SHAPES = (
     "ddp",
@@ -143,6 +144,7 @@ SAMPLE: dict[int, dict[str, tuple[str, ...]]] = {
             "experts 2 grad-shard, CPU offload",
         ),
         "latents": ("fsdp1 full-shard", "tensor 2", "context 2", "pipeline 2, interleaved, 4 micro-batches"),
+        "latent experts": ("experts 2 × tensor 2",),
     },
     3: {"llama": ("ddp", "fsdp2 grad-shard")},
     4: {
@@ -209,6 +211,7 @@ SAMPLE_OF_LORA: dict[int, dict[str, tuple[str, ...]]] = {
         "llama": ("ddp", "fsdp1 full-shard", "fsdp2 full-shard", "fsdp2, CPU offload", "context 2"),
         "gpt2": ("fsdp2, checkpointing selective-ops",),
         "mixture": ("fsdp2 full-shard",),
+        "experts": ("experts 2 × context 2, checkpointing selective-ops",),
     },
 }
 
@@ -226,26 +229,34 @@ CASES_OF_LORA = {
     ),
     "gpt2": ("ddp", "fsdp1 grad", "fsdp2 full", "fsdp2, checkpointing selective-ops"),
     "mixture": ("ddp", "fsdp1 full", "fsdp2 full", "fsdp2, checkpointing full"),
+    "experts": ("experts 2, checkpointing full, 2", "experts 2 × context 2", "experts 2 grad-shard"),
+    "latent experts": ("experts 2, checkpointing full, 2",),
 }
 
 
 def shapes_on(world_size: int) -> list[str]:
     """Which model configs are tried on this number of ranks."""
-    shapes = {1: ["llama", "gpt2"], 2: list(SHAPES), 4: ["llama", "mixture", "experts"], 6: ["experts"], 8: ["experts"]}
+    mixtures = ["mixture", "latents", "experts", "latent experts"]
+    shapes = {1: ["llama", "gpt2"], 2: list(SHAPES), 4: ["llama", *mixtures], 6: ["experts"], 8: ["experts"]}
     return shapes.get(world_size, ["llama"])
 
 
 def chosen_cases(shape: str, world_size: int) -> list[ParityCase]:
     """The cases that are tried on a model config. Compiled ones, which take a quarter of a minute each, on two only: one whose
     vocabulary tensor parallelism does not split, and one whose it splits."""
-    if shape == "experts":
-        return expert_parallel_cases(world_size)
+    if shape in ("experts", "latent experts"):
+        cases = expert_parallel_cases(world_size)
+        return cases if shape == "experts" else _balanced_in_all_ways(cases)
     cases = strategy_cases(world_size, compile_model=shape in ("llama", "olmo2", "mixture", "latents") and world_size == 2)
     if shape == "llama":
         return cases
     if shape == "latents":
-        cases = [replace(case, change_model=_balance_in_all_ways) for case in cases]
+        cases = _balanced_in_all_ways(cases)
     return [case for case in cases if case.name.startswith(CASES_OF_SPLIT_SHAPES.get(shape, CASES_OF_SHAPES))]
+
+
+def _balanced_in_all_ways(cases: list[ParityCase]) -> list[ParityCase]:
+    return [replace(case, change_model=_balance_in_all_ways) for case in cases]
 
 
 def _balance_in_all_ways(model: LanguageModel) -> None:

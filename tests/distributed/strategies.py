@@ -9,7 +9,7 @@ FOLDER/NAME-RANK.json of the memory that each rank held.
 import json
 import sys
 from collections import Counter
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +18,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from lmforge.bench.parity import OPTIMIZER, ParityCase, ParityData, ParityResult, relative_differences, run_case, run_single
 from lmforge.cluster import distributed as cluster
+from lmforge.cluster.distributed import DistributedContext
+from lmforge.data.batch import Batch
 from lmforge.parallel.precision import missing_for_compile
 from tests.distributed.shapes import SHAPES, select_cases
+from tests.near_ties import near_ties
 
 
 class CollectiveCounter(TorchDispatchMode):
@@ -39,6 +42,29 @@ class CollectiveCounter(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
+@dataclass(frozen=True)
+class DrawnData(ParityData):
+    """again: how often the batch of each step was drawn again."""
+
+    again: tuple[int, ...] = ()
+
+    def batch(self, step: int, vocab_size: int) -> Batch:
+        seed = self.seed + 2**13 * self.again[step]  # seeds are below
+        return ParityData(self.sequences, self.sequence_length, self.steps, seed).batch(step, vocab_size)
+
+
+def run_without_near_ties(case: ParityCase, data: DrawnData, dist_ctx: DistributedContext) -> tuple[DrawnData, ParityResult]:
+    """The result of one process on data in which rounding chooses no other expert."""
+    while True:
+        with near_ties() as found:
+            result = run_single(case, data, dist_ctx)
+        mixtures = case.model_config.sparse_layers.count(True)
+        of_steps = [sum(found[step * mixtures : (step + 1) * mixtures]) for step in range(data.steps)]
+        if not any(of_steps):
+            return data, result
+        data = replace(data, again=tuple(again + (count > 0) for again, count in zip(data.again, of_steps, strict=True)))
+
+
 def _with_norm_offset(result: ParityResult, case: ParityCase) -> ParityResult:
     """With what norms multiply by instead of their weights, where that is more: the weights themselves begin at 0."""
     offset = case.model_config.family.norm_offset or 0.0
@@ -49,14 +75,16 @@ if __name__ == "__main__":
     folder, seed, kind, which = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3], sys.argv[4]
     dist_ctx = cluster.init_distributed("cpu", threads=1)
     steps = 3 if which == "sample" else 10
-    data = ParityData(sequences=4 * dist_ctx.world_size, sequence_length=48, seed=seed, steps=steps)
+    drawn = DrawnData(4 * dist_ctx.world_size, 48, steps, seed, again=(0,) * steps)
     for shape, cases in select_cases(kind, which, dist_ctx.world_size).items():
         cases = [replace(case, model_config=SHAPES[shape]) for case in cases]
-        reference = run_single(cases[0], data, dist_ctx) if cases and dist_ctx.is_rank0 else None
-        if reference is not None:
+        data, reference = drawn, None
+        if cases and dist_ctx.is_rank0:
+            data, reference = run_without_near_ties(cases[0], drawn, dist_ctx)
             reference = _with_norm_offset(reference, cases[0])
             still = OPTIMIZER.model_copy(update={"lr": 1e-30})
             untrained = run_single(replace(cases[0], optimizer=still), data, dist_ctx)
+        data = dist_ctx.broadcast(data)
         for case in cases:
             if case.compile_model and missing_for_compile(dist_ctx.device):
                 continue  # its tests are skipped
@@ -70,6 +98,7 @@ if __name__ == "__main__":
                     "collectives": collectives.counts,
                     "reference": reference.losses,
                     "untrained": untrained.losses,
+                    "drawn_again": data.again,
                     **relative_differences(result, reference),
                 }
                 (folder / f"{name}.json").write_text(json.dumps(content))

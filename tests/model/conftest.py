@@ -1,11 +1,14 @@
 """Random model configs, with a new seed each time, and sequences of packed documents for them."""
 
+import json
 import random
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import nn
 
 from lmforge.config.builtin_names import FAMILIES
@@ -186,3 +189,22 @@ def built(config: ModelConfig, seed: int = 0) -> nn.Module:
     """A model of this shape with weights that all matter."""
     print(config)
     return shaken(init_weights(build_model(config), seed))
+
+
+def quantized(folder: Path, block: tuple[int, int]) -> dict[str, torch.Tensor]:
+    """Write the matrices of a folder's blocks in float8 as DeepSeek-V3 is published. Returns what they are dequantized to."""
+    tensors, wanted = load_file(folder / "model.safetensors"), {}
+    for name, weight in [*tensors.items()]:
+        if weight.ndim < 2 or ".layers." not in name or name.endswith("mlp.gate.weight"):
+            continue
+        blocks = [-(-size // each) for size, each in zip(weight.shape, block, strict=True)]
+        scale = torch.rand(*blocks) + 0.5
+        full = scale.repeat_interleave(block[0], 0)[: weight.shape[0]].repeat_interleave(block[1], 1)[:, : weight.shape[1]]
+        tensors[name] = (weight / full).to(torch.float8_e4m3fn)
+        tensors[f"{name}_scale_inv"] = scale
+        wanted[name] = tensors[name].float() * full
+    save_file(tensors, folder / "model.safetensors")
+    content = json.loads((folder / "config.json").read_text())
+    content["quantization_config"] = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [*block]}
+    (folder / "config.json").write_text(json.dumps(content))
+    return wanted

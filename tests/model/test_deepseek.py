@@ -19,7 +19,7 @@ from lmforge.model import build_model
 from lmforge.model.config import ModelConfig, get_preset
 from lmforge.model.init_weights import init_weights, named_tensors
 from lmforge.model.mixture.experts import BIAS
-from tests.model.conftest import ONE_BY_ONE, built, drawn_config, logits, one_document
+from tests.model.conftest import ONE_BY_ONE, built, drawn_config, logits, one_document, quantized
 
 LAYERS = {"num_hidden_layers": 2, "first_k_dense_replace": 1}
 # What the published config.json has of the router.
@@ -30,25 +30,6 @@ PUBLISHED = {
     "seq_aux": True,
     "moe_layer_freq": 1,
 }
-
-
-def quantized(folder: Path, block: tuple[int, int]) -> dict[str, torch.Tensor]:
-    """Write the matrices of a folder's blocks in float8 as DeepSeek-V3 is published. Returns what they are dequantized to."""
-    tensors, wanted = load_file(folder / "model.safetensors"), {}
-    for name, weight in [*tensors.items()]:
-        if weight.ndim < 2 or ".layers." not in name or name.endswith("mlp.gate.weight"):
-            continue
-        blocks = [-(-size // each) for size, each in zip(weight.shape, block, strict=True)]
-        scale = torch.rand(*blocks) + 0.5
-        full = scale.repeat_interleave(block[0], 0)[: weight.shape[0]].repeat_interleave(block[1], 1)[:, : weight.shape[1]]
-        tensors[name] = (weight / full).to(torch.float8_e4m3fn)
-        tensors[f"{name}_scale_inv"] = scale
-        wanted[name] = tensors[name].float() * full
-    save_file(tensors, folder / "model.safetensors")
-    content = json.loads((folder / "config.json").read_text())
-    content["quantization_config"] = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [*block]}
-    (folder / "config.json").write_text(json.dumps(content))
-    return wanted
 
 
 def test_a_folder_in_float8_is_dequantized_and_exported_without(draw: random.Random, tmp_path: Path) -> None:

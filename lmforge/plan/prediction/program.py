@@ -118,16 +118,22 @@ class StepProgram:
 
     def _split_experts(self, shapes: ModelShapes, sparse: list[Unit]) -> None:
         """Part the experts from the units of sparse blocks. FSDP shards each one by rows, which rarely need padding."""
-        ranks, others = self.step_config.expert, [*shapes.trained]
-        for each in shapes.experts:
-            others.remove(each)
-        local = sum(rows * columns for rows, columns in shapes.experts) // ranks
+        ranks = self.step_config.expert
+
+        def part(of_block: Shapes, experts: Shapes) -> tuple[Shapes, int]:
+            others = [*of_block]
+            for each in experts:
+                others.remove(each)
+            return tuple(others), sum(rows * columns for rows, columns in experts) // ranks
+
+        (others, trained), (frozen, kept) = part(shapes.trained, shapes.experts), part(shapes.frozen, shapes.frozen_experts)
         left = self.step_config.shards * self.step_config.tensor // ranks
         group = make_group(left, ranks, self.step_config.gpus_per_host)
-        rest = self._unit("", tuple(others), shapes.frozen)
+        rest = self._unit("", others, frozen)
         for unit in sparse:
             self.units[self.units.index(unit)] = replace(rest, name=unit.name)
-            self.experts[unit.name] = Unit(f"experts of {unit.name}", local, local, local, local, group)
+            name = f"experts of {unit.name}"
+            self.experts[unit.name] = Unit(name, trained + kept, trained + kept, trained, trained, group)
 
     # --- between steps ---------------------------------------------------------------------------------------------------
 
