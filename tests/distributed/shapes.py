@@ -211,7 +211,7 @@ SAMPLE_OF_LORA: dict[int, dict[str, tuple[str, ...]]] = {
         "llama": ("ddp", "fsdp1 full-shard", "fsdp2 full-shard", "fsdp2, CPU offload", "context 2"),
         "gpt2": ("fsdp2, checkpointing selective-ops",),
         "mixture": ("fsdp2 full-shard",),
-        "experts": ("experts 2 × context 2, checkpointing selective-ops",),
+        "experts": ("experts 2 grad-shard, CPU offload",),
     },
 }
 
@@ -229,7 +229,7 @@ CASES_OF_LORA = {
     ),
     "gpt2": ("ddp", "fsdp1 grad", "fsdp2 full", "fsdp2, checkpointing selective-ops"),
     "mixture": ("ddp", "fsdp1 full", "fsdp2 full", "fsdp2, checkpointing full"),
-    "experts": ("experts 2, checkpointing full, 2", "experts 2 × context 2", "experts 2 grad-shard"),
+    "experts": ("experts 2, checkpointing full, 2", "experts 2 grad-shard"),
     "latent experts": ("experts 2, checkpointing full, 2",),
 }
 

@@ -22,6 +22,7 @@ from tests.serve.conftest import Server, serving  # noqa: F401 - a fixture
 
 pytestmark = pytest.mark.slow
 SAID = "dequantized from float8, without layer 4, which predicts further tokens"
+PARAMETERS = ["experts.gate_up_proj", "experts.down_proj", "gate.weight"]
 TUNED = ["sft", "lora", "dpo"]
 QUESTION = [{"role": "user", "content": "What is 2 and 3?"}]
 
@@ -49,7 +50,7 @@ def folder(recipe: Recipe, lmforge: Command, tmp_path_factory: pytest.TempPathFa
     pairs = [{"prompt": QUESTION, "chosen": answer(str(number)), "rejected": answer("none")} for number in range(24)]
     for name, records in (("chats", chats), ("pairs", pairs)):
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
-    lora = ["--lora.rank", 3, "--lora.target_parameters", '["experts.gate_up_proj", "down_proj", "gate.weight"]']
+    lora = ["--lora.rank", 3, "--lora.target_parameters", *PARAMETERS]
     for ranks, split in ((1, []), (2, ["--parallel.expert_parallel_degree", 2])):
         said = tune(lmforge, folder, "sft", f"sft {ranks}", ranks, "published", "--optimizer.name", "muon", *split)
         assert f"{folder}/published, {SAID}" in said
