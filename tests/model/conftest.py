@@ -3,6 +3,7 @@
 import json
 import random
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from lmforge.config.builtin_names import FAMILIES
 from lmforge.model import build_model
 from lmforge.model.config import ModelConfig
 from lmforge.model.init_weights import init_weights
+from tests.near_ties import drawn_without_near_ties
 from tests.seeds import fresh_seed
 
 MODEL_TYPES = tuple(FAMILIES)
@@ -166,17 +168,20 @@ class Rows:
     documents: torch.Tensor
 
 
-def packed(lengths: list[list[int]], vocab_size: int, padding: int = 0) -> Rows:
-    """Rows of documents of these lengths, each row followed by `padding` slots of padding."""
+def packed(lengths: list[list[int]], vocab_size: int, padding: int = 0, model: nn.Module | None = None) -> Rows:
+    """Rows of documents of these lengths, each row followed by `padding` slots of padding. With a `model` none of its routers
+    has a near-tie with them."""
+    if model is not None:
+        return drawn_without_near_ties(lambda: packed(lengths, vocab_size, padding), partial(logits, model))
     tokens = torch.randint(0, vocab_size, (len(lengths), sum(lengths[0]) + padding))
     positions = [[place for length in row for place in range(length)] + [0] * padding for row in lengths]
     documents = [[number for number, length in enumerate(row) for _ in range(length)] + [-1] * padding for row in lengths]
     return Rows(tokens, torch.tensor(positions), torch.tensor(documents, dtype=torch.int32))
 
 
-def one_document(rows: int, length: int, vocab_size: int) -> Rows:
-    """Rows that are one document each."""
-    return packed([[length]] * rows, vocab_size)
+def one_document(rows: int, length: int, vocab_size: int, model: nn.Module | None = None) -> Rows:
+    """Rows that are one document each; `model` as in `packed`."""
+    return packed([[length]] * rows, vocab_size, model=model)
 
 
 def logits(model: nn.Module, rows: Rows) -> torch.Tensor:

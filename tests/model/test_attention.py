@@ -184,7 +184,7 @@ def test_a_gpu_gives_the_logits_and_gradients_of_the_cpu(model_type: str, compil
         heads = {"num_attention_heads": 3, "num_key_value_heads": 1}
     config = drawn_config(model_type, draw, hidden_size=96, max_position_embeddings=300, **heads)
     model = built(config)
-    rows = packed([[70, 60], [10, 120]], config.vocab_size, padding=17)
+    rows = packed([[70, 60], [10, 120]], config.vocab_size, padding=17, model=model)
     model(rows.tokens, rows.positions, rows.documents).square().mean().backward()
     expected = logits(model, rows)
     gradients = [parameter.grad for parameter in model.parameters()]

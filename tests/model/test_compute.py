@@ -18,7 +18,7 @@ def test_blocks_compile_once_for_all_layers_and_steps_without_a_break(model_type
     config = drawn_config(model_type, draw, num_hidden_layers=3, **(fixed if model_type in ("qwen2", "qwen3") else {}))
     model = built(config)
     expected, result = [], []
-    steps = [packed([[20, 11], [13, 18]], config.vocab_size, padding=2) for _ in range(3)]
+    steps = [packed([[20, 11], [13, 18]], config.vocab_size, padding=2, model=model) for _ in range(3)]
     for rows in steps:
         rows.documents[:, draw.randrange(33) :] += 1
         expected.append(model(rows.tokens, rows.positions, rows.documents))

@@ -91,7 +91,7 @@ def test_decoding_with_a_cache_continues_as_transformers_does(latent: int, draw:
     ours = built(config)
     export_folder(ours, config, tmp_path / "out")
     theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "out", **ONE_BY_ONE)
-    tokens = one_document(1, 20, config.vocab_size).tokens
+    tokens = one_document(1, 20, config.vocab_size, ours).tokens
     greedy = GenerationConfig(do_sample=False, max_new_tokens=20, eos_token_id=None, pad_token_id=0)
     wanted = theirs.generate(tokens, generation_config=greedy, attention_mask=torch.ones_like(tokens))[0, 20:]
     decoder = ours.incremental_decoder(1, 64, device=torch.device("cpu"), dtype=torch.float32)

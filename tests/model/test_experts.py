@@ -28,7 +28,8 @@ from lmforge.model.mixture.experts import MixtureOfExperts, Router
 from lmforge.model.mixture.grouped_mm import grouped_linear
 from lmforge.parallel.activation_checkpointing import apply_activation_checkpointing
 from lmforge.train.optimizers.muon import Muon
-from tests.model.conftest import ONE_BY_ONE, built, drawn_config, one_document
+from tests.model.conftest import ONE_BY_ONE, built, drawn_config, logits, one_document
+from tests.near_ties import drawn_without_near_ties, near_ties
 
 BALANCED_BY_TRANSFORMERS = ("mixtral", "olmoe", "qwen3_moe")
 MIXTURES = (*BALANCED_BY_TRANSFORMERS, "deepseek_v3")
@@ -88,7 +89,7 @@ def test_the_loss_and_every_gradient_are_those_of_transformers(
                     module.gate.weight.zero_()
     theirs = AutoModelForCausalLM.from_config(AutoConfig.for_model(**to_config_json(config)), **ONE_BY_ONE)
     theirs.load_state_dict(dict(named_tensors(ours)), strict=False)
-    rows = one_document(2, 30, config.vocab_size)
+    rows = one_document(2, 30, config.vocab_size, None if scores == "equal" else ours)
     weights = torch.randn(2, 30, config.vocab_size)
     (ours.lm_head(ours(rows.tokens, rows.positions, rows.documents)) * weights).sum().backward()
     (theirs(rows.tokens).logits * weights).sum().backward()
@@ -106,7 +107,7 @@ def test_the_auxiliary_loss_of_one_row_is_that_of_transformers_divided_by_top_k(
     ours = built(config)
     theirs = AutoModelForCausalLM.from_config(AutoConfig.for_model(**to_config_json(config)), **ONE_BY_ONE)
     theirs.load_state_dict(dict(named_tensors(ours)), strict=False)
-    rows = one_document(1, 30, config.vocab_size)
+    rows = one_document(1, 30, config.vocab_size, ours)
     weights = torch.randn(1, 30, config.vocab_size)
     ours.balance.begin_step(torch.tensor(1.0), torch.tensor(30.0), 1.0)
     (ours.lm_head(ours(rows.tokens, rows.positions, rows.documents)) * weights).sum().backward()
@@ -181,7 +182,7 @@ def test_a_recomputation_uses_the_experts_that_the_forward_pass_chose(mode: str,
     model, plain = built(config), build_model(config)
     plain.load_state_dict(model.state_dict())
     apply_activation_checkpointing(model, mode)
-    rows = one_document(2, 20, config.vocab_size)
+    rows = one_document(2, 20, config.vocab_size, plain)
     with _Choices() as choices:
         for each in (model, plain):
             each(rows.tokens, rows.positions, rows.documents).square().sum().backward()
@@ -189,6 +190,26 @@ def test_a_recomputation_uses_the_experts_that_the_forward_pass_chose(mode: str,
     for name, parameter in model.named_parameters():
         if not name.startswith("lm_head"):
             torch.testing.assert_close(parameter.grad, plain.get_parameter(name).grad, rtol=1e-5, atol=1e-6, msg=name)
+
+
+@pytest.mark.parametrize("groups", [1, 3])
+def test_near_ties_of_experts_and_of_groups_are_counted_and_drawn_again(groups: int, draw: random.Random) -> None:
+    fields = {"num_experts": 6, "n_group": groups, "topk_group": 1, "num_experts_per_tok": 2, "first_k_dense_replace": 0}
+    model = built(drawn_config("deepseek_v3", draw, num_hidden_layers=1, **fields))
+    rows, gate = one_document(2, 9, model.config.vocab_size), model.blocks[0].mlp.gate
+    apart, tied = [3.0, 2, 1, 0, -1, -2], [2, 1, 1 + 1e-6, 0, 0, 0] if groups == 1 else [2, 1, 2 + 1e-6, 1, 0, 0]
+
+    @torch.no_grad()
+    def run(biases: list[float]) -> None:
+        gate.weight.zero_()
+        gate.e_score_correction_bias.copy_(torch.tensor(biases))
+        logits(model, rows)
+
+    with near_ties() as found:
+        run(tied)
+    assert found == [18]
+    draws = iter([tied, apart])
+    assert drawn_without_near_ties(lambda: next(draws), run) is apart
 
 
 def test_muon_makes_the_matrix_of_each_expert_orthogonal_by_itself() -> None:

@@ -46,7 +46,7 @@ def test_a_folder_saved_by_transformers_gives_its_logits(
     opened = resolve_model_config(tmp_path, {})
     ours = build_model(opened)
     load_folder(tmp_path, ours)
-    rows = one_document(2, draw.randrange(25, 60), config.vocab_size)
+    rows = one_document(2, draw.randrange(25, 60), config.vocab_size, ours)
     assert_equal_to_fp32_precision(logits(ours, rows), their_logits(theirs, rows.tokens))
 
 
@@ -61,7 +61,7 @@ def test_transformers_opens_an_exported_folder_with_equal_logits(
     theirs, report = AutoModelForCausalLM.from_pretrained(tmp_path / "out", output_loading_info=True, **ONE_BY_ONE)
     assert not any(report[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
     assert theirs.dtype == torch.float32
-    rows = one_document(2, draw.randrange(25, 60), config.vocab_size)
+    rows = one_document(2, draw.randrange(25, 60), config.vocab_size, ours)
     assert_equal_to_fp32_precision(logits(ours, rows), their_logits(theirs, rows.tokens))
 
 
