@@ -144,7 +144,7 @@ SAMPLE: dict[int, dict[str, tuple[str, ...]]] = {
             "experts 2 grad-shard, CPU offload",
         ),
         "latents": ("fsdp1 full-shard", "tensor 2", "context 2", "pipeline 2, interleaved, 4 micro-batches"),
-        "latent experts": ("experts 2 × tensor 2",),
+        "latent experts": ("experts 2 × tensor 2", "experts 2, checkpointing full, 2 micro-batches"),
     },
     3: {"llama": ("ddp", "fsdp2 grad-shard")},
     4: {
