@@ -9,6 +9,7 @@ import json
 import os
 import platform
 import signal
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import wait
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -363,6 +364,10 @@ def destroy_distributed() -> None:
     if dist.is_initialized():
         release_standby(dist.get_rank())
         dist.destroy_process_group()
+        if tensors := sys.modules.get("torch.distributed.tensor"):
+            # Results are kept by the shape of their mesh: a later run of this process would be given groups that are gone.
+            tensors.DTensor._op_dispatcher.sharding_propagator.propagate_op_sharding.cache_clear()
+            torch._C._clear_DTensor_sharding_propagator_cache()
 
 
 # The store outlives the groups: it still answers when another rank has died and every collective fails.

@@ -182,11 +182,13 @@ class AlignConfig(TunedConfig):
             yield f"rollout.{given[0]}: {method} does not read it; it is for grpo: leave it out"
         if self.train.z_loss:
             yield "train.z_loss: alignment does not read it; it is for pretrain and sft: leave it out"
-        if self.parallel.model_parallel_size > 1:
+        if self.parallel.model_parallel_size > 1 and method in ("grpo", "reward"):
             yield (
-                "parallel.tensor_parallel_degree, context_parallel_degree, pipeline_parallel_degree: alignment needs whole"
+                f"parallel.tensor_parallel_degree, context_parallel_degree, pipeline_parallel_degree: {method} needs whole"
                 " completions on one rank; shard with fsdp2 instead"
             )
+        elif self.parallel.pipeline_parallel_degree > 1:
+            yield "parallel.pipeline_parallel_degree: alignment computes losses of whole models; shard with fsdp2 instead"
         if method == "grpo" and reference == "precomputed":
             yield "align.reference = precomputed: grpo samples its completions while it trains; use copy"
         if method == "grpo" and (self.model.dropout or self.model.neftune_noise_alpha or self.lora.dropout):

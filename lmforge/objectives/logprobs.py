@@ -8,10 +8,12 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from lmforge.data.batch import Batch
 from lmforge.data.labels import IGNORE_INDEX
+from lmforge.model.attention import ContextParallel
 from lmforge.model.layers import PLAIN_HEAD, HeadOptions, LanguageModel
 from lmforge.objectives.language import HeadGradients, head_chunks, loss_dtype
 from lmforge.objectives.sharded_head import Scoring, ShardedHead
@@ -104,19 +106,37 @@ def score_text(model: LanguageModel, batch: Batch, token_bytes: Tensor) -> Tenso
     return torch.stack([values.sum(1).double() for values in (losses, is_scored, text_losses, num_bytes)], dim=1)
 
 
-def document_sums(values: Tensor, document_ids: Tensor) -> Tensor:
+def document_sums(values: Tensor, document_ids: Tensor, context_parallel: ContextParallel | None = None) -> Tensor:
     """Sum of `values` [sequences, length] over each document: [sequences, length], at [s, d] that of document d in sequence s.
 
     `document_ids` int32 [sequences, length] as in Batch; padding (−1) belongs to no document. There is an entry for each
     token, 0 where there is no such document, so that shapes are static and the host need not wait for the device.
+    With context parallelism the tensors are this rank's parts, and the result is of full sequences, the same on all ranks. Each
+    must use it as the others do, and has the gradient of its own tokens.
     """
+    ranks = 1 if context_parallel is None else context_parallel.group.size()
     values = torch.where(document_ids >= 0, values, 0)
-    return torch.zeros_like(values).scatter_add(1, document_ids.clamp(min=0).long(), values)
+    sums = values.new_zeros(len(values), values.shape[1] * ranks).scatter_add(1, document_ids.clamp(min=0).long(), values)
+    return sums if context_parallel is None else _SumOfParts.apply(sums, context_parallel.group)
 
 
-def document_label_counts(labels: Tensor, document_ids: Tensor) -> Tensor:
+class _SumOfParts(torch.autograd.Function):
+    """The sum over ranks, which all go on with alike: its gradient is the same on all of them, and is not summed again."""
+
+    @staticmethod
+    def forward(ctx: Any, part: Tensor, group: dist.ProcessGroup) -> Tensor:
+        total = part.clone()
+        dist.all_reduce(total, group=group)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor, None]:
+        return upstream[0], None
+
+
+def document_label_counts(labels: Tensor, document_ids: Tensor, context_parallel: ContextParallel | None = None) -> Tensor:
     """Number of labels of each document, fp32 [sequences, length], indexed as by `document_sums`."""
-    return document_sums((labels != IGNORE_INDEX).float(), document_ids)
+    return document_sums((labels != IGNORE_INDEX).float(), document_ids, context_parallel)
 
 
 def broadcast_to_tokens(values: Tensor, document_ids: Tensor) -> Tensor:

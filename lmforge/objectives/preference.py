@@ -13,6 +13,7 @@ and completion together, and only completions have labels. Where a side has no l
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -20,6 +21,7 @@ from torch.nn.functional import logsigmoid
 
 from lmforge.data.batch import Batch, Metrics
 from lmforge.data.labels import IGNORE_INDEX
+from lmforge.model.attention import ContextParallel
 from lmforge.model.layers import LanguageModel
 from lmforge.objectives.logprobs import document_label_counts, document_sums
 from lmforge.objectives.objective import apply_head, label_logprobs
@@ -77,14 +79,20 @@ def split_pairs(values: Tensor) -> tuple[Tensor, Tensor]:
     return values[:, 0:end:2], values[:, 1:end:2]
 
 
-def pair_logprobs(batch: Batch, logprobs: Tensor, reference_logprobs: Tensor | None = None) -> PairLogprobs:
-    """A batch's pairs, from log p of each label [sequences, length] under the policy and, if any, under the reference."""
-    lengths = split_pairs(document_label_counts(batch.labels, batch.document_ids))
-    policy = split_pairs(document_sums(logprobs, batch.document_ids))
+def pair_logprobs(
+    batch: Batch, logprobs: Tensor, reference_logprobs: Tensor | None = None, context_parallel: ContextParallel | None = None
+) -> PairLogprobs:
+    """A batch's pairs, from log p of each label [sequences, length] under the policy and, if any, under the reference.
+
+    With context parallelism these are of this rank's tokens, and the pairs are those of full sequences.
+    """
+    ids = batch.document_ids
+    lengths = split_pairs(document_label_counts(batch.labels, ids, context_parallel))
+    policy = split_pairs(document_sums(logprobs, ids, context_parallel))
     reference: tuple[Tensor, ...] = ()
     if reference_logprobs is not None:
         scored = batch.labels != IGNORE_INDEX
-        reference = split_pairs(document_sums(reference_logprobs * scored, batch.document_ids))
+        reference = split_pairs(document_sums(reference_logprobs * scored, ids, context_parallel))
     return PairLogprobs(*policy, *lengths, (lengths[0] > 0) & (lengths[1] > 0), *reference)
 
 
@@ -195,7 +203,7 @@ class PreferenceObjective:
         """(sum over pairs, metrics as (sum, count) pairs). A batch without pairs gives 0, not NaN."""
         reference = batch.extra("reference_logprobs") if self._uses_reference else None
         logprobs = label_logprobs(model, batch)
-        total, metrics = self._loss_fn(pair_logprobs(batch, logprobs, reference))
+        total, metrics = self._loss_fn(pair_logprobs(batch, logprobs, reference, model.context_parallel))
         return total, metrics if reference is None else metrics | reference_gap(batch, logprobs, reference)
 
 
@@ -253,12 +261,13 @@ class KTOObjective:
         The sum is of w_d (1 − σ(β(x − z))) where desirable and w_u (1 − σ(β(z − x))) where not: x is log π − log reference of
         a completion, z the KL divergence, clamped to at least 0 and not differentiated.
         """
-        reference, document_ids = batch.extra("reference_logprobs"), batch.document_ids
+        reference = batch.extra("reference_logprobs")
         logprobs = label_logprobs(model, batch)
         scored = batch.labels != IGNORE_INDEX
-        log_ratios, mismatched = split_pairs(document_sums(logprobs - reference * scored, document_ids))
-        lengths, mismatched_lengths = split_pairs(document_label_counts(batch.labels, document_ids))
-        desirable_tokens, _ = split_pairs(document_sums(batch.extra("kto_labels") * scored, document_ids))
+        sums = partial(document_sums, document_ids=batch.document_ids, context_parallel=model.context_parallel)
+        log_ratios, mismatched = split_pairs(sums(logprobs - reference * scored))
+        lengths, mismatched_lengths = split_pairs(sums(scored.float()))
+        desirable_tokens, _ = split_pairs(sums(batch.extra("kto_labels") * scored))
         completion_mask, desirable, kl_mask = lengths > 0, desirable_tokens > 0, mismatched_lengths > 0
         kl_sum = torch.where(kl_mask, mismatched.detach(), 0.0).sum(1, keepdim=True)
         kl = kl_sum / kl_mask.sum(1, keepdim=True).clamp(min=1)
@@ -270,7 +279,7 @@ class KTOObjective:
             "loss": (total.detach(), completion_mask.sum().float()),
             "kl": (kl_sum.sum(), kl_mask.sum().float()),
         }
-        completion_logprobs, _ = split_pairs(document_sums(logprobs.detach(), document_ids))
+        completion_logprobs, _ = split_pairs(sums(logprobs.detach()))
         values = {"rewards": self._beta * log_ratios.detach(), "logps": completion_logprobs, "tokens": lengths}
         for side, mask in (("chosen", completion_mask & desirable), ("rejected", completion_mask & ~desirable)):
             for name, value in values.items():

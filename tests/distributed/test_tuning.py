@@ -162,6 +162,11 @@ def world(recipe: Recipe, tmp_path_factory: pytest.TempPathFactory) -> World:
         world.words("align", "dpo fsdp2"),
         world.words("align", "dpo lora fsdp2", "--lora.rank", 4),
         world.words("align", "kto fsdp2", *judging),
+        world.words("align", "kto context", *judging, "--parallel.context_parallel_degree", 2),
+        world.words("align", "dpo tensor", "--parallel.tensor_parallel_degree", 2),
+        world.words(
+            "align", "dpo computed context", "--align.reference", "precomputed", "--parallel.context_parallel_degree", 2
+        ),
         world.words("align", "reward fsdp2", "--method", "reward"),
         # Three groups of completions: two on the first rank, one on the second.
         world.grpo("grpo on 2", steps=2),
@@ -177,6 +182,17 @@ def world(recipe: Recipe, tmp_path_factory: pytest.TempPathFactory) -> World:
         world.words("sft", "sft ddp", "--parallel.engine", "ddp"),
         world.words("align", "dpo computed fsdp2", "--align.reference", "precomputed"),
         world.words("align", "reward ddp", "--method", "reward", "--parallel.engine", "ddp"),
+        world.words("align", "kto tensor", *judging, "--parallel.tensor_parallel_degree", 2),
+        world.words("align", "dpo context", "--parallel.context_parallel_degree", 2),
+    ]
+    # On four ranks context × tensor, and one of them × two that shard.
+    world.slow[4] = [
+        world.words("align", "dpo both", "--parallel.context_parallel_degree", 2, "--parallel.tensor_parallel_degree", 2),
+        world.words("align", "dpo computed tensor", "--align.reference", "precomputed", "--parallel.tensor_parallel_degree", 2),
+        *(
+            world.words("align", f"{method} context", "--method", method, "--parallel.context_parallel_degree", 2)
+            for method in ("orpo", "simpo")
+        ),
     ]
     run_cases(3, [world.grpo("grpo on 3"), world.grpo("grpo ddp on 3", "--parallel.engine", "ddp", steps=2)], folder)
     return world
@@ -207,6 +223,15 @@ def test_stopped_and_continued_a_run_ends_in_the_same_bits(world: World, name: s
         ("dpo lora", "dpo lora fsdp2"),
         pytest.param("dpo lora", "dpo lora copy", marks=SLOW),
         ("kto", "kto fsdp2"),
+        ("kto", "kto context"),
+        ("dpo", "dpo tensor"),
+        ("dpo", "dpo computed context"),
+        pytest.param("kto", "kto tensor", marks=SLOW),
+        pytest.param("dpo", "dpo context", marks=SLOW),
+        pytest.param("dpo", "dpo both", marks=SLOW),
+        pytest.param("dpo", "dpo computed tensor", marks=SLOW),
+        pytest.param("orpo", "orpo context", marks=SLOW),
+        pytest.param("simpo", "simpo context", marks=SLOW),
         pytest.param("reward", "reward ddp", marks=SLOW),
         ("reward", "reward fsdp2"),
     ],

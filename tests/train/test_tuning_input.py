@@ -186,9 +186,10 @@ def recipe_of(kind: type[Tuned], place: Path, source: Path, **tables: Mapping[st
         ("align", ["--align.reference", "adapters-off"], "align.reference = adapters-off: there are no adapters"),
         (
             "align",
-            ["--parallel.tensor_parallel_degree", "2"],
-            "parallel.tensor_parallel_degree, context_parallel_degree, pipeline_parallel_degree: alignment",
+            ["--method", "reward", "--parallel.context_parallel_degree", "2"],
+            "parallel.tensor_parallel_degree, context_parallel_degree, pipeline_parallel_degree: reward needs whole",
         ),
+        ("align", ["--parallel.pipeline_parallel_degree", "2"], "parallel.pipeline_parallel_degree: alignment computes losses"),
         ("align", ["--method", "grpo", "--data.files", "prompts.jsonl"], "rollout.reward_functions: name a reward function"),
         (
             "align",

@@ -28,6 +28,7 @@ from lmforge.interop.config_json import to_config_json
 from lmforge.model.layers import LanguageModel
 from lmforge.model.lora import disable_adapters
 from lmforge.objectives.logprobs import token_logprobs
+from lmforge.parallel.dims import data_parallel_rank_and_size
 from lmforge.parallel.parallel_model import ParallelModel
 from lmforge.parallel.parallelize import parallelize
 from lmforge.parallel.validate import choose_engine
@@ -41,10 +42,10 @@ CHUNK_SEQUENCES = 64
 
 
 def reference_logprobs(model: Any, batch: Batch, temperature: float = 1.0) -> Tensor:
-    """log p of each scored label, fp32 [sequences, sequence_length], 0 elsewhere."""
+    """log p of each scored label, fp32 [sequences, sequence_length], 0 elsewhere; of full sequences on every rank."""
     hidden = model(batch.tokens, batch.positions, batch.document_ids, document_starts=batch.document_starts)
     logprobs: Tensor = model.lm_head(hidden, partial(token_logprobs, labels=batch.labels, temperature=temperature))
-    return logprobs
+    return logprobs if model.context_parallel is None else model.context_parallel.all_gather_sequence(logprobs, 1)
 
 
 @dataclass(frozen=True)
@@ -158,11 +159,11 @@ def precompute_reference_logprobs(
     missing = sorted(set().union(*dist_ctx.all_gather([index for index, path in enumerate(paths) if not path.exists()])))
     if missing:
         ctx.console.info(f"reference  computing {count:,} sequences into {folder}")
-    local_size = -(-CHUNK_SEQUENCES // dist_ctx.world_size)
+    rank, size = data_parallel_rank_and_size(config.parallel, dist_ctx.rank_info.rank, dist_ctx.world_size)
+    local_size = -(-CHUNK_SEQUENCES // size)
     batch_size = inputs.batch_plan.micro_batch_size
     for index in missing:
-        # Alignment refuses model parallelism, so every rank has sequences of its own: the rank is the data-parallel rank.
-        first = index * CHUNK_SEQUENCES + dist_ctx.rank_info.rank * local_size
+        first = index * CHUNK_SEQUENCES + rank * local_size
         local = Batch.from_sequences(in_order.sequences(first, first + local_size))
         local = local.to(dist_ctx.device)
         logprobs = []
@@ -170,8 +171,11 @@ def precompute_reference_logprobs(
             # Each batch counts as progress for the watchdog.
             ctx.watch.set_phase("evaluate", 0)
             logprobs.append(get_reference().logprobs(local[start : start + batch_size]))
-        parts = dist_ctx.all_gather(torch.cat(logprobs).float().cpu().numpy())
-        chunk = np.concatenate(parts)[: min(CHUNK_SEQUENCES, count - index * CHUNK_SEQUENCES)]
+        # Ranks of one data-parallel rank have the same.
+        parts = dict(dist_ctx.all_gather((rank, torch.cat(logprobs).float().cpu().numpy())))
+        chunk = np.concatenate([parts[number] for number in range(size)])[
+            : min(CHUNK_SEQUENCES, count - index * CHUNK_SEQUENCES)
+        ]
         with dist_ctx.raise_on_all():
             # Hosts may share the folder: each writes only the chunks that no other host has written.
             if dist_ctx.rank_info.local_rank == 0 and not paths[index].exists():
