@@ -38,6 +38,8 @@ _PUBLIC = {
     "register": "lmforge.config.builtin_names:register",
     "Options": "lmforge.config.options:Options",
     "option": "lmforge.config.options:option",
+    "Environment": "lmforge.environments.environment:Environment",
+    "Reply": "lmforge.environments.environment:Reply",
     "UserError": "lmforge.errors:UserError",
     "RunFailed": "lmforge.errors:RunFailed",
 }

@@ -40,6 +40,7 @@ KINDS = {
         RegistryKind("model_family", "model", "model.model_type"),
         RegistryKind("document_source", "", "the suffix of a file"),
         RegistryKind("reward", "rollout", "rollout.reward_functions"),
+        RegistryKind("environment", "rollout", "rollout.environment"),
         RegistryKind("tracker", "log", "log.trackers"),
         RegistryKind("callback", "train", "train.callbacks"),
     )

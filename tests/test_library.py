@@ -45,7 +45,7 @@ FUNCTIONS = {
     "register": "kind, name, implementation=None, *, options=None, **facts",
     "option": "default, description, **bounds",
 }
-OTHERS = {"__version__", "Batch", "IGNORE_INDEX", "Objective", "Options", "UserError", "RunFailed"}
+OTHERS = {"__version__", "Batch", "IGNORE_INDEX", "Objective", "Options", "UserError", "RunFailed", "Environment", "Reply"}
 
 
 # The module has the fixture's name.

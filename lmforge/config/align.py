@@ -87,6 +87,16 @@ class RolloutOptions(Options):
     reward_timeout_seconds: float = option(
         60.0, "time limit of a reward function, in seconds; after it the function is skipped", **DURATION
     )
+    environment: str | None = option(
+        None,
+        "what the model talks to over several turns: FILE.py:CLASS, FILE.py:FUNCTION (a tool), calculator, or python (a"
+        " sandbox); its own reward is added to those of reward_functions",
+    )
+    max_turns: int = option(8, "environment: answers in an episode, the last of which ends it", gt=0, le=1000)
+    environment_timeout_seconds: float = option(
+        60.0, "time limit of a call of the environment, in seconds; after it the episode is left out", **DURATION
+    )
+    environment_processes: int = option(2, "processes in which a rank's environments run", gt=0, le=1024)
     importance_sampling_level: Literal["token", "sequence", "product"] | None = option(
         None,
         "importance ratio of each token, of the sequence per token (geometric mean), or of the whole sequence (product, not"
@@ -164,7 +174,7 @@ class AlignConfig(TunedConfig):
 
     def require_inputs(self) -> None:
         super().require_inputs()
-        if self.align.method == "grpo" and not self.rollout.reward_functions:
+        if self.align.method == "grpo" and not self.rollout.reward_functions and self.rollout.environment is None:
             raise UserError(
                 "rollout.reward_functions: name a reward function, such as --rollout.reward_functions rewards.py:reward"
             )
@@ -180,6 +190,9 @@ class AlignConfig(TunedConfig):
             yield f"data.packing = {self.data.packing}: grpo has a sequence for each completion; leave it out"
         if method != "grpo" and (given := self.rollout.changed()):
             yield f"rollout.{given[0]}: {method} does not read it; it is for grpo: leave it out"
+        if self.rollout.environment is None:
+            for name in set(self.rollout.changed()) & {"max_turns", "environment_timeout_seconds", "environment_processes"}:
+                yield f"rollout.{name}: there is no environment; name one with rollout.environment, or leave it out"
         if self.train.z_loss:
             yield "train.z_loss: alignment does not read it; it is for pretrain and sft: leave it out"
         if self.parallel.model_parallel_size > 1 and method in ("grpo", "reward"):

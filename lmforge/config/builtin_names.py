@@ -62,6 +62,10 @@ BUILT_IN_NAMES: dict[str, dict[str, str]] = {
         "mlflow": "lmforge.trackers.mlflow_run:MlflowRun",
     },
     "reward": {"python_code": "lmforge.rewards.builtin:python_code"},
+    "environment": {
+        "calculator": "lmforge.environments.builtin:Calculator",
+        "python": "lmforge.environments.builtin:PythonTool",
+    },
 }
 # Properties of a name that are needed without importing its implementation (docs/extending.md).
 FACTS: dict[tuple[str, str], dict[str, Any]] = {

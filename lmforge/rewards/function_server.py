@@ -28,6 +28,15 @@ def main() -> None:
     The file, or REGISTERED, is the first argument; the first request names functions by their specs. The response to it also
     says which functions are called together: all async ones, and each other one by itself.
     """
+    serve_requests(_open_functions)
+
+
+def serve_requests(open_served: Callable[[str, Any], tuple[dict[str, Any], Callable[[Any], Any]]]) -> None:
+    """Answer requests, lines of JSON, until the input closes.
+
+    `open_served(first argument, first request)` returns the response to that request, and what answers the others. A UserError
+    that it raises is the response {"user_error": …}, and the end.
+    """
     # What functions print goes to standard error, and standard input is empty for them. Processes that they start do not
     # inherit these two descriptors, or they would keep the trainer waiting.
     request_fd, responses = os.dup(0), open(os.dup(1), "w", encoding="utf-8")  # noqa: SIM115 (open as long as the process)
@@ -36,32 +45,34 @@ def main() -> None:
     sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
     requests: queue.SimpleQueue[bytes] = queue.SimpleQueue()
     threading.Thread(target=_listen, args=(request_fd, requests), daemon=True).start()
-    file, first = sys.argv[1], json.loads(requests.get())
-    names, options = first["functions"], first["options"]
     try:
-        if file == REGISTERED:
-            load_plugins(first["plugins"])
-            functions = {spec: _get_registered(spec, options.get(spec, "{}")) for spec in names}
-        else:
-            module = import_file(expand_home(file).resolve(), "reward_functions", "reward")
-            functions = {spec: _get_function(module, spec, name) for spec, name in names.items()}
+        description, answer = open_served(sys.argv[1], json.loads(requests.get()))
     except UserError as error:
         print(json.dumps({"user_error": str(error)}), file=responses, flush=True)
         return
+    print(json.dumps(description), file=responses, flush=True)
+    while True:
+        print(json.dumps(answer(json.loads(requests.get()))), file=responses, flush=True)
+
+
+def _open_functions(file: str, first: Any) -> tuple[dict[str, Any], Callable[[Any], Any]]:
+    names, options = first["functions"], first["options"]
+    if file == REGISTERED:
+        load_plugins(first["plugins"])
+        functions = {spec: _get_registered(spec, options.get(spec, "{}")) for spec in names}
+    else:
+        module = import_file(expand_home(file).resolve(), "reward_functions", "reward")
+        functions = {spec: RewardFunction(find_function(module, f"reward {spec}", name), spec) for spec, name in names.items()}
     together = [spec for spec, function in functions.items() if function.is_async]
     description = {
         "required_columns": {spec: function.required_columns for spec, function in functions.items()},
         "accepted_columns": {spec: function.accepted_columns for spec, function in functions.items()},
         "call_groups": [[spec] for spec in functions if spec not in together] + ([together] if together else []),
     }
-    print(json.dumps(description), file=responses, flush=True)
-    while True:
-        request = json.loads(requests.get())
-        results = _call_functions({spec: functions[spec] for spec in request["functions"]}, request)
-        print(json.dumps(results), file=responses, flush=True)
+    return description, lambda request: call_functions({spec: functions[spec] for spec in request["functions"]}, request)
 
 
-class _RewardFunction:
+class RewardFunction:
     """A function, and what it takes by name.
 
     required_columns: those that it cannot be called without. accepted_columns: those that it is given if the data has them,
@@ -103,36 +114,42 @@ def _listen(request_fd: int, requests: "queue.SimpleQueue[bytes]") -> None:
     os._exit(0)
 
 
-def _get_registered(name: str, options: str) -> _RewardFunction:
+def _get_registered(name: str, options: str) -> RewardFunction:
     """A function that is registered, with its options where it has some. Raises UserError."""
     entry = registry.get("reward", name)
     function = entry.load()
     if entry.options is None:
-        return _RewardFunction(function, name)
+        return RewardFunction(function, name)
     if "options" not in inspect.signature(function).parameters:
         raise UserError(f"{entry.origin}: reward {name}: has options, but takes {inspect.signature(function)}; add options")
-    return _RewardFunction(partial(function, options=entry.options(**json.loads(options))), name)
+    return RewardFunction(partial(function, options=entry.options(**json.loads(options))), name)
 
 
-def _get_function(module: ModuleType, spec: str, name: str) -> _RewardFunction:
-    function = getattr(module, name, None)
-    if not inspect.isfunction(function) or name.startswith("_"):
-        own = [each for each in vars(module).values() if inspect.isfunction(each) and each.__module__ == module.__name__]
+def find_function(module: ModuleType, what: str, name: str, classes: bool = False) -> Any:
+    """A public function of a file, or a class where that is asked for. Raises UserError, which begins with `what`."""
+
+    def fits(value: Any) -> bool:
+        return inspect.isfunction(value) or (classes and inspect.isclass(value))
+
+    found = getattr(module, name, None)
+    if not fits(found) or name.startswith("_"):
+        own = [each for each in vars(module).values() if fits(each) and each.__module__ == module.__name__]
         public = sorted(each.__name__ for each in own if not each.__name__.startswith("_"))
-        raise UserError(f"reward {spec}: no function {name!r}: there are {', '.join(public) or 'none'}")
-    return _RewardFunction(function, spec)
+        kind = "class or function" if classes else "function"
+        raise UserError(f"{what}: no {kind} {name!r}: there are {', '.join(public) or 'none'}")
+    return found
 
 
-def _call_functions(functions: dict[str, _RewardFunction], request: dict[str, Any]) -> dict[str, dict[str, Any]]:
+def call_functions(functions: dict[str, RewardFunction], request: dict[str, Any]) -> dict[str, dict[str, Any]]:
     """What each function returned, or how it failed. Several functions are all async, and wait at the same time."""
 
-    async def awaited(each: _RewardFunction) -> dict[str, Any]:
+    async def awaited(each: RewardFunction) -> dict[str, Any]:
         try:
             return _to_response(await asyncio.wait_for(each.function(**each.arguments(request)), request["timeout_seconds"]))
         except TimeoutError:
             return {"error": f"no answer in {request['timeout_seconds']:g} seconds", "error_type": "timeout"}
         except Exception as error:
-            return _error_response(error)
+            return error_response(error)
 
     async def together() -> list[dict[str, Any]]:
         return await asyncio.gather(*map(awaited, functions.values()))
@@ -143,7 +160,7 @@ def _call_functions(functions: dict[str, _RewardFunction], request: dict[str, An
     try:
         return {spec: _to_response(each.function(**each.arguments(request)))}
     except BaseException as error:  # sys.exit() in a reward function is a failure of that function only
-        return {spec: _error_response(error)}
+        return {spec: error_response(error)}
 
 
 def _to_response(returned: Any) -> dict[str, Any]:
@@ -152,10 +169,10 @@ def _to_response(returned: Any) -> dict[str, Any]:
         returned = returned.tolist()
     if not isinstance(returned, list | tuple):
         return {"rewards": type(returned).__name__}
-    return {"rewards": [_to_plain_number(reward) for reward in returned]}
+    return {"rewards": [to_plain_number(reward) for reward in returned]}
 
 
-def _to_plain_number(reward: Any) -> Any:
+def to_plain_number(reward: Any) -> Any:
     if hasattr(reward, "item"):
         reward = reward.item()
     if reward is None or (isinstance(reward, int | float) and math.isfinite(reward)):
@@ -163,7 +180,7 @@ def _to_plain_number(reward: Any) -> Any:
     return repr(reward)[:100]  # the caller's error message names it
 
 
-def _error_response(error: BaseException) -> dict[str, Any]:
+def error_response(error: BaseException) -> dict[str, Any]:
     """The error of a function. Its type is its class and location, since the message may differ with every batch."""
     if isinstance(error, UserError):
         return {"user_error": str(error)}

@@ -72,6 +72,17 @@ class RewardWorker(Protocol):
     def close(self) -> None: ...
 
 
+class EnvironmentRewards(RewardWorker, Protocol):
+    """An environment (environments/process.py), whose episodes have rewards: of itself if it `gives_rewards`, under the name
+    `spec`, and of the functions that it is given because they take `environments`."""
+
+    spec: str
+    gives_rewards: bool
+
+    def add_functions(self, functions: Mapping[str, tuple[str, str]], accepted: Mapping[str, list[str] | None]) -> None:
+        """Functions by their specs: (file, name), and the columns that each is given."""
+
+
 class RewardFunctions(AbstractContextManager["RewardFunctions"]):
     """Opened reward functions. Use it in a `with`, or close it."""
 
@@ -169,9 +180,11 @@ def load_reward_functions(
     open_reward_model: Callable[[str], RewardWorker] | None = None,
     heartbeat: Callable[[], None] = lambda: None,
     options: Mapping[str, str] | None = None,
+    environment: EnvironmentRewards | None = None,
 ) -> RewardFunctions:
     """Open reward functions, each named FILE.py:FUNCTION or, where it is registered, by its name alone, and reward models, each
     named by its folder, which `open_reward_model` opens. `options` has those of registered functions, as JSON by name.
+    Functions with a parameter `environments` are called where the `environment` is, which is closed with them.
 
     Each file is imported once, in a process of its own that lives until `close`. `weights` default to 1. `timeout_seconds` is
     for one call of one function. `log` gets failures. `heartbeat` is called every second while functions run. Raises UserError
@@ -196,12 +209,22 @@ def load_reward_functions(
     workers: list[RewardWorker] = []
     with ExitStack() as opened:
         for file, functions in by_file.items():
-            workers.append(opened.enter_context(closing(_RewardProcess(file, functions, heartbeat, options or {}))))
+            process = opened.enter_context(closing(_RewardProcess(file, functions, heartbeat, options or {})))
+            taken = process.hand_over("environments")
+            if taken and environment is None:
+                raise UserError(f"reward {next(iter(taken))}: takes environments; name one with rollout.environment")
+            if taken and environment is not None:
+                environment.add_functions({spec: (file, functions[spec]) for spec in taken}, taken)
+            workers.append(process)
         for spec in models:
             assert open_reward_model is not None
             workers.append(opened.enter_context(closing(open_reward_model(spec))))
         opened.pop_all()
-    return RewardFunctions(workers, dict(zip(specs, weights, strict=True)), timeout_seconds, log)
+    weighted = dict(zip(specs, weights, strict=True))
+    if environment is not None:
+        workers.append(environment)
+        weighted |= {environment.spec: 1.0} if environment.gives_rewards else {}
+    return RewardFunctions(workers, weighted, timeout_seconds, log)
 
 
 def is_model_folder(spec: str) -> bool:
@@ -231,7 +254,9 @@ class _RewardProcess:
     def __init__(self, file: str, functions: dict[str, str], heartbeat: Callable[[], None], options: Mapping[str, str]) -> None:
         self._file, self._heartbeat = file, heartbeat
         plugins = files_of([registry.get("reward", name) for name in functions]) if file == REGISTERED else []
-        self._request = {"functions": functions, "plugins": plugins, "options": dict(options)}
+        self._request: dict[str, Any] = {"functions": functions, "plugins": plugins, "options": dict(options)}
+        # Specs that are called together.
+        self._call_groups: list[list[str]] = []
         self._start()
 
     def score(self, request: dict[str, Any], timeout_seconds: float) -> dict[str, FunctionResult]:
@@ -256,6 +281,21 @@ class _RewardProcess:
                     results[spec] = FunctionResult(**response)
         return results
 
+    def hand_over(self, parameter: str) -> dict[str, list[str] | None]:
+        """Leave the functions of a file that name a parameter to another. Returns the other columns that each is given."""
+        if self._file == REGISTERED:
+            return {}
+        columns = {spec: (accepted, self.required_columns[spec]) for spec, accepted in self.accepted_columns.items()}
+        taken = {
+            spec: accepted for spec, (accepted, required) in columns.items() if parameter in [*(accepted or ()), *required]
+        }
+        self._request["functions"] = {spec: name for spec, name in self._request["functions"].items() if spec not in taken}
+        for spec in taken:
+            del self.required_columns[spec], self.accepted_columns[spec]
+        left = ([spec for spec in specs if spec not in taken] for specs in self._call_groups)
+        self._call_groups = [specs for specs in left if specs]
+        return taken
+
     def _start(self) -> None:
         self._process = JsonLineProcess(python_command("lmforge.rewards.function_server", self._file))
         try:
@@ -269,8 +309,7 @@ class _RewardProcess:
             raise UserError(description["user_error"])
         self.required_columns: dict[str, list[str]] = description["required_columns"]
         self.accepted_columns: dict[str, list[str] | None] = description["accepted_columns"]
-        # Specs that are called together.
-        self._call_groups: list[list[str]] = description["call_groups"]
+        self._call_groups = description["call_groups"]
 
     def close(self) -> None:
         self._process.close()

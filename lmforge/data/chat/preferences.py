@@ -138,9 +138,11 @@ def read_prompts(
     max_prompt_length: int | None = None,
     counts: PromptCounts | None = None,
     unusable: UnusableRecords | None = None,
+    tools: list[Any] | None = None,
 ) -> Iterator[TokenizedPrompt]:
     """Records {prompt, ...columns}: a string as it is, or with `apply_chat_template` as a user's message; or messages, of which
-    a last answer is left out. Prompts of more than `max_prompt_length` tokens are dropped, and counted in `counts`.
+    a last answer is left out. Prompts of more than `max_prompt_length` tokens are dropped, and counted in `counts`. With the
+    `tools` of an environment, which may be none, all are messages, and a record without a prompt has an empty one.
 
     Raises UserError naming the record without a prompt.
     """
@@ -151,13 +153,16 @@ def read_prompts(
         tokens = None
         with unusable.leave_out(place):
             check_media(record, ignore_media)
-            prompt = _parse_prompt(record, apply_chat_template)
+            if tools is not None and not any(record.get(name) is not None for name in PROMPT_FIELDS):
+                record = {**record, "prompt": [{"role": "user", "content": ""}]}
+            prompt = _parse_prompt(record, apply_chat_template or tools is not None)
             if isinstance(prompt, str):
                 [example] = encode_layouts(tokenizer, [encoder.plain_text_layout([(prompt, False)], add_eos=False)])
                 tokens = example.tokens
             else:
                 given = record_variables(record, encoder.chat_template)
-                ids = encoder.chat_template.encode_prompt(prompt, record_tools(record), variables=given)
+                offered = record_tools(record) if tools is None else tools or None
+                ids = encoder.chat_template.encode_prompt(prompt, offered, variables=given)
                 tokens = np.array(ids, np.int32)
         if tokens is None:
             continue

@@ -48,6 +48,7 @@ FoundPiece = tuple[Piece, list[int]]
 LossMaskMode = Literal["assistant", "last", "all"]
 
 GENERATION_TAG = re.compile(r"\{%[-+]?\s*generation\b")
+DIFFERENT_PROMPT = "its prompt for message %s differs from what precedes it in the whole conversation"
 REWRITTEN_HINT = (
     'score the last turn alone (data.mask = "last"), or train each turn as an example of its own (data.split_turns)'
 )
@@ -180,6 +181,40 @@ class ChatTemplate:
         continues = continue_final_message
         text, draft = self._prompt_text(ChatExample(self, messages, None, [], is_prompt=True, continues=continues))
         return draft.escaper.unescape(text)
+
+    def layout_sampled(self, messages: Sequence[Any], tools: list[Any] | None = None) -> Layout:
+        """A prompt in which answers are scored as they were sampled: each from where it was prompted to what ended its turn.
+
+        Raises UserError where the template prompts for one otherwise, or writes it otherwise now that more follow.
+        """
+        example, problems = replace(self.chat_example(messages, tools=tools), is_prompt=True), []
+        for form in message_forms(messages):
+            try:
+                return example.template._mark_sampled(_Draft(example, form))
+            except UserError as problem:
+                problems.append(problem)
+        raise _of_best_form(problems)
+
+    def _mark_sampled(self, draft: _Draft) -> Layout:
+        rendered, marked_texts = self._render([draft])
+        if self.is_own:
+            return self._finish(draft, rendered, marked_texts)
+        text, *prefixes = (without_tags(each, self._location)[0] for each in rendered)
+        spans: dict[int, Span] = {}
+        for at, before, until in zip(draft.example.scored or (), prefixes[::2], prefixes[1::2], strict=True):
+            if not text.startswith(before):
+                raise UserError(f"{self._location}: {DIFFERENT_PROMPT % (at + 1)} ({first_difference(before, text)})")
+            ends = self.specials.pattern.findall(until, common_prefix_length(before, until))
+            end = next((each for each in reversed(ends) if each in self._probe.ends), ends[-1] if ends else "")
+            found = (each for each in self.specials.pattern.finditer(text, len(before)) if each[0] in {end, *self._probe.ends})
+            if (stop := next(found, None)) is None or stop[0] != end:
+                now = stop[0] if stop else "nothing"
+                raise UserError(
+                    f"{self._location}: ends message {at + 1} with {end or 'nothing'}, and with {now} if more follow"
+                )
+            spans[at] = len(before), stop.end()
+        self._check_pieces(draft, self._find_pieces(draft, text, marked_texts), spans)
+        return draft.layout(text, list(spans.values()))
 
     def _prompt_text(self, example: ChatExample) -> tuple[str, _Draft]:
         last, continues = validate_messages(example.messages)[-1], example.continues
@@ -360,8 +395,8 @@ class ChatTemplate:
         until = next(prefixes)
         if not text.startswith(before):
             raise UserError(
-                f"{self._location}: its prompt for message {index + 1} differs from what precedes it in the whole conversation "
-                f"({first_difference(before, text)}): a model would be prompted with text it was not trained on; "
+                f"{self._location}: {DIFFERENT_PROMPT % (index + 1)} ({first_difference(before, text)}): a model would be "
+                "prompted with text it was not trained on; "
                 f"if it only rewrites earlier turns, {REWRITTEN_HINT}"
             )
         stop = common_prefix_length(until, text)

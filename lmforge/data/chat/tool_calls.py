@@ -73,13 +73,15 @@ def tool_call_format(template: ChatTemplate) -> ToolCallFormat:
     function = {"name": probe.name, "arguments": json.loads(probe.arguments)}
     call = {"role": "assistant", "content": "", "tool_calls": [{"id": "call00000", "type": "function", "function": function}]}
     example = template.chat_example([{"role": "user", "content": "a"}, call], tools=PROBE_TOOLS)
-    names = {special.id: text for text, special in template.specials.by_text.items() if special.id not in template.stop_ids}
-    answer = ""
+    names = {special.id: text for text, special in template.specials.by_text.items()}
+    parts = [""]
     for part in one_layout(next(build_layouts([example]))):
         if isinstance(part, tuple):
-            answer += names.get(part[0], "") * part[1]
+            parts.append(names[part[0]] * part[1])
         else:
-            answer += "".join(text for text, is_scored in part if is_scored)
+            parts.append("".join(text for text, is_scored in part if is_scored))
+    *said, _ = filter(None, parts)  # without the token that ends the turn
+    answer = "".join(said)
     known = (each for each in FORMATS if each.split(answer)[1] == [probe])
     if found := next(known, None):
         return found

@@ -29,6 +29,8 @@ from lmforge.data.sources.records import (
     find_record_files,
 )
 from lmforge.data.tokenizer import Tokenizer
+from lmforge.environments.appending import TurnEncoder
+from lmforge.environments.process import EnvironmentPool
 from lmforge.errors import UserError, prefix_errors
 from lmforge.generate.model_loading import check_reward_head
 from lmforge.parallel.dims import plan_batches
@@ -43,6 +45,7 @@ class PromptPacking(Packing):
 
     prompts: Sequence[TokenizedPrompt]
     validation_prompts: Sequence[TokenizedPrompt]
+    turn_encoder: TurnEncoder | None = None  # where there is an environment
 
     @property
     def num_sequences(self) -> int:
@@ -68,7 +71,10 @@ def _check_prompts_and_rewards(config: AlignConfig) -> None:
         with prefix_errors("rollout.reward_functions"):
             check_reward_head(find_pretrained(Path(spec)).resolve_model_config(ModelOptions()), Path(spec), reward_model=True)
     functions = [spec for spec in config.rollout.reward_functions if spec not in models]
-    with load_reward_functions(functions, options=reward_options(config.rollout)) as rewards:
+    environment = open_environment(config.rollout)
+    with load_reward_functions(functions, options=reward_options(config.rollout), environment=environment) as rewards:
+        if environment and not (environment.gives_rewards or config.rollout.reward_functions):
+            raise UserError(f"rollout.reward_functions: name one: {environment.spec} gives no reward itself (get_reward)")
         for files in filter(None, (_files_of(config, "train"), _files_of(config, "validation"))):
             names, unusable = set[str](), UnusableRecords(config.data.skip_invalid)
             records = chain.from_iterable(read_prompt_columns(path, config.data.renamed, unusable) for path in files)
@@ -78,6 +84,41 @@ def _check_prompts_and_rewards(config: AlignConfig) -> None:
                     rewards.check_serializable(columns)
             with prefix_errors(", ".join(map(str, files))):
                 rewards.check_columns(sorted(names))
+
+
+def open_environment(options: RolloutOptions, **reporting: Any) -> EnvironmentPool | None:
+    """The environment of a recipe, if it names one. `reporting`: the `log` and `heartbeat` of an EnvironmentPool."""
+    if options.environment is None:
+        return None
+    return EnvironmentPool(
+        options.environment,
+        processes=options.environment_processes,
+        timeout_seconds=options.environment_timeout_seconds,
+        **reporting,
+    )
+
+
+def _open_turns(options: RolloutOptions, tokenizer: Tokenizer) -> tuple[TurnEncoder, list[Any]] | None:
+    """How turns with the environment become ids, and its tools. Raises UserError unless the chat template takes them."""
+    pool = open_environment(options)
+    if pool is None:
+        return None
+    with pool, prefix_errors("rollout.environment"):
+        encoder = TurnEncoder(tokenizer, pool.tools)
+        if options.max_turns > 1:
+            encoder.check(pool.reply_roles)
+        return encoder, pool.tools
+
+
+def _check_first_episode(options: RolloutOptions, prompt: TokenizedPrompt, encoder: TurnEncoder) -> None:
+    """Raises UserError where the environment does not begin an episode with a row of the data."""
+    pool = open_environment(options, log=lambda line: None)
+    assert pool is not None
+    with pool, prefix_errors(f"rollout.environment: {pool.spec}: the first episode"):
+        [begun] = pool.reset([{**prompt.columns, "prompt": prompt.prompt}])
+        if begun.error:
+            raise UserError(f"fails: {begun.error}")
+        encoder.encode_prompt(begun.messages)
 
 
 def reward_options(rollout: RolloutOptions) -> dict[str, str]:
@@ -92,7 +133,9 @@ def _files_of(config: AlignConfig, split: FileSplit) -> list[Path]:
     return [file for path in paths for file in find_record_files(path, split)]
 
 
-def _read_split(config: AlignConfig, tokenizer: Tokenizer, split: FileSplit) -> tuple[list[TokenizedPrompt], str]:
+def _read_split(
+    config: AlignConfig, tokenizer: Tokenizer, split: FileSplit, tools: list[Any] | None
+) -> tuple[list[TokenizedPrompt], str]:
     """The prompts of the files of a split, with counts. Raises UserError where there are files but no prompts."""
     options, counts, unusable = config.data, PromptCounts(), UnusableRecords(config.data.skip_invalid)
     reading: dict[str, Any] = {
@@ -103,6 +146,7 @@ def _read_split(config: AlignConfig, tokenizer: Tokenizer, split: FileSplit) -> 
         "max_prompt_length": options.sequence_length - config.rollout.max_completion_length,
         "counts": counts,
         "unusable": unusable,
+        "tools": tools,
     }
     files = _files_of(config, split)
     prompts = [prompt for path in files for prompt in read_prompts(path, tokenizer, **reading)]
@@ -115,13 +159,18 @@ def _read_split(config: AlignConfig, tokenizer: Tokenizer, split: FileSplit) -> 
     return prompts, f"{counts}{unusable}{spelled}"
 
 
-def _read_prompts(config: AlignConfig, tokenizer: Tokenizer) -> tuple[list[TokenizedPrompt], list[TokenizedPrompt], str]:
+def _read_prompts(
+    config: AlignConfig, tokenizer: Tokenizer, tools: list[Any] | None
+) -> tuple[list[TokenizedPrompt], list[TokenizedPrompt], str]:
     """Training and validation prompts, and a description of how many records were used and skipped."""
-    prompts, counts = _read_split(config, tokenizer, "train")
+    prompts, counts = _read_split(config, tokenizer, "train", tools)
     if config.data.validation_files:
-        validation, validation_counts = _read_split(config, tokenizer, "validation")
+        validation, validation_counts = _read_split(config, tokenizer, "validation", tools)
         return prompts, validation, f"{counts}; validation: {validation_counts}"
-    hashes = np.array([xxhash.xxh3_64_intdigest(prompt.tokens.tobytes()) for prompt in prompts], np.uint64)
+    # With an environment, rows of one prompt may differ in what they begin.
+    begun = [b"" if tools is None else json.dumps(prompt.columns, default=str).encode() for prompt in prompts]
+    contents = [prompt.tokens.tobytes() + more for prompt, more in zip(prompts, begun, strict=True)]
+    hashes = np.array(list(map(xxhash.xxh3_64_intdigest, contents)), np.uint64)
     is_validation = select_validation(hashes, config.data.validation_ratio)
     validation = list(compress(prompts, is_validation))
     return list(compress(prompts, ~is_validation)), validation, f"{counts}; {len(validation):,} for validation"
@@ -137,7 +186,10 @@ def open_prompt_inputs(config: AlignConfig, world_size: int) -> RunInputs:
             f"rollout.max_completion_length = {options.max_completion_length}: leaves no room for a prompt in"
             f" data.sequence_length = {data.sequence_length}"
         )
-    prompts, validation_prompts, counts = _read_prompts(config, tokenizer)
+    turns = _open_turns(options, tokenizer)
+    prompts, validation_prompts, counts = _read_prompts(config, tokenizer, turns[1] if turns else None)
+    if turns:
+        _check_first_episode(options, (prompts or validation_prompts)[0], turns[0])
     if is_conversational([*prompts, *validation_prompts]):
         # Only its stop token is checked: completions are trained on as sampled, without the template.
         ChatTemplate.from_tokenizer(tokenizer).check_stop_token()
@@ -151,9 +203,10 @@ def open_prompt_inputs(config: AlignConfig, world_size: int) -> RunInputs:
     fixed += [data.apply_chat_template, *data.fields]
     fixed += [] if data.validation_files else [data.validation_ratio]
     fixed += ["parsed"] if data.parse_special_tokens else []
+    fixed += [options.environment, options.max_turns] if turns else []
     content = json.dumps([hash_files(data.files), fixed], sort_keys=True)
     dataset = PackedDataset(
-        PromptPacking(prompts, validation_prompts),
+        PromptPacking(prompts, validation_prompts, turns[0] if turns else None),
         name="prompts",
         location=", ".join(map(str, data.files)),
         plan=["prompts", xxhash.xxh3_128_hexdigest(content.encode())],

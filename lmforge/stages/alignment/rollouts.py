@@ -7,8 +7,9 @@ on one rank. A checkpoint between the steps of a set holds the set.
 
 import time
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -23,7 +24,8 @@ from lmforge.data.order import derive_key
 from lmforge.errors import UserError
 from lmforge.objectives.policy import build_policy_loss_config, completion_metric_names
 from lmforge.stages.alignment.completions import SampledCompletion
-from lmforge.stages.alignment.prompt_inputs import PromptPacking, is_conversational
+from lmforge.stages.alignment.episodes import Episode, EpisodePlayer
+from lmforge.stages.alignment.prompt_inputs import PromptPacking, is_conversational, open_environment
 from lmforge.stages.alignment.reference import ReferenceModel, build_reference, with_extras
 from lmforge.stages.alignment.rollout_batches import add_advantages, lay_out, split_micro_batches, trim_padding
 from lmforge.stages.alignment.sampling import InProcessSampler, SampleRequest, SamplingSettings, sample_all
@@ -65,10 +67,22 @@ class Rollouts:
         self._set_index: int | None = None
         self._set: Batch | None = None
         prompts = [*packing.prompts, *packing.validation_prompts]
-        self._scorer = CompletionScorer(ctx, options, tokenizer, prompts, built.dtype)
+        with ctx.dist_ctx.raise_on_all():
+            pool = open_environment(options, log=ctx.console.warn, heartbeat=partial(ctx.watch.set_phase, "environment"))
+        self._scorer = CompletionScorer(ctx, options, tokenizer, prompts, built.dtype, pool)
+        self._player = None
         stop_token_ids = inputs.model_config.end_token_ids | {tokenizer.eos_token_id}  # as in `generate` and `chat`
         if is_conversational(prompts):
             stop_token_ids |= ChatTemplate.from_tokenizer(tokenizer).stop_ids
+        if pool is not None and packing.turn_encoder is not None:
+            stop_token_ids |= packing.turn_encoder.stop_token_ids
+            self._player = EpisodePlayer(
+                pool,
+                packing.turn_encoder,
+                max_turns=options.max_turns,
+                max_tokens=options.max_completion_length,
+                max_length=self._batch_plan.sequence_length,
+            )
         settings = SamplingSettings(
             options.temperature,
             options.top_p,
@@ -110,8 +124,9 @@ class Rollouts:
             for sample, index in enumerate(order.indices(first, first + self._local_groups), start=first):
                 prompts += [self._packing.prompts[index]] * num_generations
                 seeds += [derive_key(seed, "rollout", sample, number) for number in range(num_generations)]
-        completions = self._sample(prompts, seeds, step)
-        rewards, failed = self._scorer.score(completions_table_name(set_index, options), prompts, completions, step)
+        prompts, completions, episodes = self._sample(prompts, seeds, step)
+        table = completions_table_name(set_index, options)
+        rewards, failed = self._scorer.score(table, prompts, completions, step, episodes)
         batch = lay_out([prompt.tokens.tolist() for prompt in prompts], completions, self._batch_plan.sequence_length)
         if self._reference is not None:
             batch = with_extras(batch, reference_logprobs=self._reference_logprobs(batch, self._reference))
@@ -129,15 +144,48 @@ class Rollouts:
 
     def _sample(
         self, prompts: Sequence[TokenizedPrompt], seeds: Sequence[int], step: int, greedy: bool = False
-    ) -> list[SampledCompletion]:
-        """Completions by the policy as it is now. Every rank calls it, with prompts of its own."""
+    ) -> tuple[list[TokenizedPrompt], list[SampledCompletion], list[Episode] | None]:
+        """Completions by the policy as it is now, and the prompts that they follow; with an environment, of its episodes.
+
+        Every rank calls it, with prompts of its own.
+        """
+        if self._player is not None:
+            return self._play(self._player, prompts, seeds, step, greedy)
         requests = [
             SampleRequest(key, prompt.tokens.tolist(), self._options.max_completion_length, seed)
             for key, (prompt, seed) in enumerate(zip(prompts, seeds, strict=True))
         ]
         version = step + self._built.detector.batch_offset
         with self._sampler.session(len(requests), version, greedy=greedy) as session:
-            return sample_all(session, requests, lambda: self._ctx.watch.set_phase("sample", step))
+            return list(prompts), sample_all(session, requests, lambda: self._ctx.watch.set_phase("sample", step)), None
+
+    def _play(
+        self, player: EpisodePlayer, prompts: Sequence[TokenizedPrompt], seeds: Sequence[int], step: int, greedy: bool
+    ) -> tuple[list[TokenizedPrompt], list[SampledCompletion], list[Episode]]:
+        """Raises UserError, on every rank, where the environment failed in all episodes."""
+        on_step = partial(self._ctx.watch.set_phase, "sample", step)
+        episodes, problem = list[Episode](), None
+        with self._sampler.session(len(prompts), step + self._built.detector.batch_offset, greedy=greedy) as session:
+            try:
+                episodes = player.play(prompts, seeds, session, on_step)
+            except UserError as error:  # other ranks wait at the end of the session
+                problem = error
+        with self._dist_ctx.raise_on_all():
+            if problem is not None:
+                raise problem
+        failed = [episode.error for episode in episodes if episode.error]
+        counts = torch.tensor([len(failed), len(episodes)], dtype=torch.float64, device=self._dist_ctx.device)
+        num_failed, num_episodes = self._dist_ctx.all_reduce_sum(counts).tolist()
+        with self._dist_ctx.raise_on_all():
+            if failed and num_failed == num_episodes:
+                raise UserError(
+                    f"rollout.environment: {self._options.environment}: all episodes of step {step} failed: {failed[0]}"
+                )
+        played = [
+            TokenizedPrompt(np.array(episode.prompt_ids, np.int32), cast("list[Any]", episode.messages), prompt.columns)
+            for prompt, episode in zip(prompts, episodes, strict=True)
+        ]
+        return played, [episode.completion for episode in episodes], episodes
 
     def validate(self, step: int) -> dict[str, float]:
         """Mean reward and pass rate of greedy completions of validation prompts. Every rank calls it, for its part of them."""
@@ -148,8 +196,8 @@ class Rollouts:
         # Evenly spaced.
         chosen = [prompts[index * len(prompts) // count] for index in range(count)]
         local = chosen[self._rank :: self._world_size]
-        completions = self._sample(local, [0] * len(local), step, greedy=True)
-        rewards, _ = self._scorer.score(f"step-{step:06d}-validation", local, completions, step)
+        local, completions, episodes = self._sample(local, [0] * len(local), step, greedy=True)
+        rewards, _ = self._scorer.score(f"step-{step:06d}-validation", local, completions, step, episodes)
         known = rewards[~rewards.isnan()]
         passed = (known >= self._options.pass_threshold).double().sum()
         sums = torch.stack([known.sum(), passed, torch.tensor(float(len(known)), dtype=torch.float64)])

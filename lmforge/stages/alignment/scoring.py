@@ -17,11 +17,13 @@ from lmforge.config.align import RolloutOptions
 from lmforge.data.batch import Batch
 from lmforge.data.chat.preferences import TokenizedPrompt, encode_completions
 from lmforge.data.tokenizer import Tokenizer
+from lmforge.environments.process import EnvironmentPool
 from lmforge.generate.model_loading import load_model
 from lmforge.objectives.preference import document_rewards
 from lmforge.rewards.functions import FunctionResult, load_reward_functions
 from lmforge.run_records import completions_path
 from lmforge.stages.alignment.completions import SampledCompletion
+from lmforge.stages.alignment.episodes import Episode
 from lmforge.stages.alignment.prompt_inputs import reward_options
 from lmforge.stages.attempt import RunContext
 
@@ -38,6 +40,7 @@ class CompletionScorer:
         tokenizer: Tokenizer,
         prompts: Sequence[TokenizedPrompt],
         dtype: torch.dtype,
+        environment: EnvironmentPool | None = None,
     ) -> None:
         """`prompts`: all of the run, so that functions are always called with the same columns. Every rank calls it."""
         self._ctx, self._tokenizer = ctx, tokenizer
@@ -53,30 +56,48 @@ class CompletionScorer:
                 open_reward_model=partial(RewardModelScorer, device=device, dtype=dtype, on_batch=heartbeat),
                 heartbeat=heartbeat,
                 options=reward_options(options),
+                environment=environment,
             )
 
     def score(
-        self, table: str | None, prompts: Sequence[TokenizedPrompt], completions: Sequence[SampledCompletion], step: int
+        self,
+        table: str | None,
+        prompts: Sequence[TokenizedPrompt],
+        completions: Sequence[SampledCompletion],
+        step: int,
+        episodes: Sequence[Episode] | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Rewards, fp64 [completions], NaN where there is none, and the fraction of functions that failed, fp32 [completions].
 
-        Writes the table called `table`, one JSON object per line, and announces it to trackers, unless that is None. Every rank
-        calls it, with completions of its own.
+        Functions are given completions as text, and those of `episodes`, which these prompts and completions are, as messages.
+        An episode that has failed has no reward. Writes the table called `table`, one JSON object per line, and announces it to
+        trackers, unless that is None. Every rank calls it, with completions of its own.
         """
         with self._ctx.dist_ctx.raise_on_all():
-            scores = self._score(table, prompts, completions)
+            scores = self._score(table, prompts, completions, episodes)
         if table is not None and prompts:
             self._ctx.events.add("completions", step, table=table)
         return scores
 
     def _score(
-        self, table: str | None, prompts: Sequence[TokenizedPrompt], completions: Sequence[SampledCompletion]
+        self,
+        table: str | None,
+        prompts: Sequence[TokenizedPrompt],
+        completions: Sequence[SampledCompletion],
+        episodes: Sequence[Episode] | None,
     ) -> tuple[Tensor, Tensor]:
         if not prompts:
             return torch.zeros(0, dtype=torch.float64), torch.zeros(0)
         texts = [self._tokenizer.decode(completion.tokens) for completion in completions]
         columns = {name: [prompt.columns.get(name) for prompt in prompts] for name in self._columns}
-        scores = self._functions([prompt.prompt for prompt in prompts], texts, columns)
+        given = texts if episodes is None else [episode.turns for episode in episodes]
+        scores = self._functions([prompt.prompt for prompt in prompts], given, columns)
+        rewards = [math.nan if reward is None else reward for reward in scores.rewards]
+        told: list[dict[str, Any]] = [{} for _ in texts]
+        if episodes is not None:
+            texts = [episode.describe() for episode in episodes]
+            told = [{"turns": each.turns} | ({"error": each.error} if each.error else {}) for each in episodes]
+            rewards = [math.nan if each.error else reward for each, reward in zip(episodes, rewards, strict=True)]
         if table is not None:
             path = completions_path(self._ctx.run.path, table, self._ctx.dist_ctx.rank_info.rank)
             path.parent.mkdir(exist_ok=True)
@@ -85,13 +106,13 @@ class CompletionScorer:
                     record = {
                         "prompt": prompt.prompt,
                         "completion": text,
-                        "reward": scores.rewards[index],
+                        "reward": None if math.isnan(rewards[index]) else rewards[index],
                         "parts": {name: rewards[index] for name, rewards in scores.by_function.items()},
                         "tokens": len(completion.tokens),
                         "ended": completion.stopped,
+                        **told[index],
                     }
                     file.write(json.dumps(record, ensure_ascii=False) + "\n")
-        rewards = [math.nan if reward is None else reward for reward in scores.rewards]
         failed = sum(count > 0 for count in scores.failures.values()) / len(scores.failures)
         return torch.tensor(rewards, dtype=torch.float64), torch.full((len(completions),), failed)
 

@@ -1,0 +1,225 @@
+"""The environment that a run names, in processes of its own, with bounds of time; and its rewards.
+
+Each process has several episodes and answers one request at a time. A call that takes too long is interrupted, which ends its
+episode; if that does not help, its process is killed, which ends those that it has.
+"""
+
+import sys
+import threading
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
+from contextlib import AbstractContextManager
+from typing import Any, NamedTuple
+
+from lmforge import registry
+from lmforge.environments.environment import Message
+from lmforge.errors import UserError
+from lmforge.foreign_code import HEARTBEAT_CALL_SECONDS, JsonLineProcess, ProcessLost, python_command
+from lmforge.plugins import files_of
+from lmforge.rewards.functions import GRACE_SECONDS, IMPORT_TIMEOUT_SECONDS, FunctionResult
+
+
+class EpisodeReply(NamedTuple):
+    """What an environment answered in an episode. `error`: why it did not, which ends the episode."""
+
+    messages: Sequence[Message] = ()
+    done: bool = False
+    error: str = ""
+
+
+class EnvironmentPool(AbstractContextManager["EnvironmentPool"]):
+    """An opened environment with episodes, numbered from 0. Use it in a `with`, or close it. It is a RewardWorker.
+
+    tools: schemas of what the model may call. reply_roles: "tool", "user" or both. gives_rewards: whether episodes have a
+    reward without a reward function.
+    """
+
+    def __init__(
+        self,
+        spec: str,
+        *,
+        processes: int = 1,
+        timeout_seconds: float = 60.0,
+        log: Callable[[str], None] = lambda line: print(line, file=sys.stderr, flush=True),
+        heartbeat: Callable[[], None] = lambda: None,
+    ) -> None:
+        """`spec`: FILE.py:CLASS, FILE.py:FUNCTION, or a name that is registered. `timeout_seconds` is for one call of it.
+
+        Raises UserError where it cannot be used.
+        """
+        file, colon, name = spec.rpartition(":")
+        if (colon or spec.endswith(".py")) and not (file.endswith(".py") and name):
+            raise UserError(f"environment {spec}: expected FILE.py:CLASS, FILE.py:FUNCTION, or a registered name")
+        plugins = [] if file else files_of([registry.get("environment", spec)])
+        self.spec, self._timeout_seconds, self._log, self._heartbeat = spec, timeout_seconds, log, heartbeat
+        self._functions: dict[str, tuple[str, str]] = {}
+        self._first = {"plugins": plugins, "functions": self._functions, "timeout_seconds": timeout_seconds}
+        self._workers: list[JsonLineProcess | None] = [None] * processes
+        self._threads = ThreadPoolExecutor(processes)
+        # Of episodes that have ended by a failure, why.
+        self._failed: dict[int, str] = {}
+        self._num_episodes = 0
+        self._logged: set[str] = set()
+        # A row begins an episode, with all its columns.
+        self.required_columns: dict[str, list[str]] = {spec: []}
+        self.accepted_columns: dict[str, list[str] | None] = {spec: None}
+        description = self._start(0)
+        self.tools: list[dict[str, Any]] = description["tools"]
+        self.reply_roles: list[str] = description["reply_roles"]
+        self.gives_rewards: bool = description["gives_rewards"]
+
+    def add_functions(self, functions: Mapping[str, tuple[str, str]], accepted: Mapping[str, list[str] | None]) -> None:
+        """Reward functions that are given `environments`: (file, name) of each, and the columns that it is given. They run
+        where these are. Raises UserError where a file cannot be imported there."""
+        self._functions.update(functions)
+        self.accepted_columns |= accepted
+        self.required_columns |= {spec: [] for spec in functions}
+        self._stop_workers()
+        self._start(0)
+
+    def reset(self, rows: Sequence[dict[str, Any]]) -> list[EpisodeReply]:
+        """Begin an episode for each row, and end those before. Returns the first messages of each."""
+        self._failed, self._num_episodes = {}, len(rows)
+        return self._ask({number: {"call": "reset", "row": row} for number, row in enumerate(rows)})
+
+    def step(self, answers: Mapping[int, Message]) -> dict[int, EpisodeReply]:
+        """What the environment answers to each message, by the number of its episode."""
+        replies = self._ask({number: {"call": "step", "message": message} for number, message in answers.items()})
+        return dict(zip(answers, replies, strict=True))
+
+    def _ask(self, requests: Mapping[int, dict[str, Any]]) -> list[EpisodeReply]:
+        answers = self._request({number: {**request, "episode": number} for number, request in requests.items()})
+        known = EpisodeReply._fields
+        return [
+            EpisodeReply(error=self._failed[number])
+            if number in self._failed
+            else EpisodeReply(**{key: value for key, value in answers[number].items() if key in known})
+            for number in requests
+        ]
+
+    def score(self, request: dict[str, Any], timeout_seconds: float) -> dict[str, FunctionResult]:
+        """The rewards of all episodes: of the environment itself, under its name, and of functions that take environments."""
+        results = {}
+        if self.gives_rewards:
+            answers = self._request({number: {"call": "reward", "episode": number} for number in range(self._num_episodes)})
+            rewards = [answers.get(number, {}).get("reward") for number in range(self._num_episodes)]
+            results[self.spec] = FunctionResult(rewards)
+        for spec in self._functions:
+            results[spec] = self._call_function(spec, request, timeout_seconds)
+        return results
+
+    def _call_function(self, spec: str, request: dict[str, Any], timeout_seconds: float) -> FunctionResult:
+        """A function is called in each process with the episodes that are there."""
+        rewards: list[Any] = [None] * self._num_episodes
+        for worker in range(len(self._workers)):
+            mine = [number for number in self._episodes_of(worker) if number not in self._failed]
+            if not mine:
+                continue
+            accepted = self.accepted_columns[spec]
+            columns = {name: [column[at] for at in mine] for name, column in request["columns"].items()}
+            call = {
+                "call": "functions",
+                "functions": [spec],
+                "episodes": mine,
+                "timeout_seconds": timeout_seconds,
+                "columns": {name: column for name, column in columns.items() if accepted is None or name in accepted},
+                **{name: [request[name][at] for at in mine] for name in ("prompts", "completions")},
+            }
+            response = self._exchange(worker, call, timeout_seconds)
+            if "error" in response:
+                return FunctionResult(error=response["error"], error_type=response["error_type"])
+            result = response[spec]
+            if "user_error" in result:
+                raise UserError(f"reward {spec}: {result['user_error']}")
+            if "error" in result or not isinstance(result["rewards"], list) or len(result["rewards"]) != len(mine):
+                return FunctionResult(**result)
+            for number, reward in zip(mine, result["rewards"], strict=True):
+                rewards[number] = reward
+        return FunctionResult(rewards)
+
+    @property
+    def failed_episodes(self) -> dict[int, str]:
+        """Why episodes failed, by their number."""
+        return dict(self._failed)
+
+    def _episodes_of(self, worker: int) -> Iterable[int]:
+        return range(worker, self._num_episodes, len(self._workers))
+
+    def _request(self, requests: Mapping[int, dict[str, Any]]) -> dict[int, dict[str, Any]]:
+        """The responses by episode, without those that failed. The processes work at the same time."""
+        answers: dict[int, dict[str, Any]] = {}
+
+        def work_through(worker: int) -> None:
+            for number in (each for each in self._episodes_of(worker) if each in requests):
+                if number not in self._failed and not stopped.is_set():
+                    answers[number] = self._exchange(worker, requests[number], self._timeout_seconds)
+
+        stopped = threading.Event()
+        pending = {self._threads.submit(work_through, worker) for worker in range(len(self._workers))}
+        try:
+            while pending:
+                done, pending = wait(pending, HEARTBEAT_CALL_SECONDS, FIRST_COMPLETED)
+                self._heartbeat()
+                for each in done:
+                    each.result()
+        finally:
+            stopped.set()
+        for number, answer in list(answers.items()):
+            if "user_error" in answer:
+                raise UserError(f"environment {self.spec}: {answer['user_error']}")
+            if "error" in answer:
+                self._failed.setdefault(number, answer["error"])
+                self._log_failure(answer)
+                del answers[number]
+        return answers
+
+    def _exchange(self, worker: int, request: dict[str, Any], timeout_seconds: float) -> dict[str, Any]:
+        """The response of a process, or an error; if it is lost, its episodes are."""
+        if self._workers[worker] is None:
+            self._start(worker)
+        process = self._workers[worker]
+        assert process is not None
+        try:
+            return process.request(request, timeout_seconds + GRACE_SECONDS)
+        except (TypeError, ValueError, RecursionError) as error:
+            return {"user_error": f"a row of the data is not plain data: {error}"}
+        except TimeoutError:
+            response = {"error": f"no answer in {timeout_seconds:g} seconds: its process was ended", "error_type": "timeout"}
+        except ProcessLost as lost:
+            response = {"error": str(lost), "error_type": "process lost"}
+        self._workers[worker] = None
+        for number in self._episodes_of(worker):
+            self._failed.setdefault(number, response["error"])
+        return response
+
+    def _log_failure(self, answer: dict[str, Any]) -> None:
+        if answer["error_type"] not in self._logged:
+            self._logged.add(answer["error_type"])
+            self._log(f"environment {self.spec}: {answer['error']}: this ends an episode; more of this kind are only counted")
+
+    def _start(self, worker: int) -> dict[str, Any]:
+        process = self._workers[worker] = JsonLineProcess(python_command("lmforge.environments.server", self.spec))
+        try:
+            description = process.request(self._first, IMPORT_TIMEOUT_SECONDS)
+        except ProcessLost:
+            raise UserError(f"environment {self.spec}: its process died while it was opened") from None
+        except TimeoutError:
+            raise UserError(f"environment {self.spec}: opening it took more than {IMPORT_TIMEOUT_SECONDS:g} seconds") from None
+        if "user_error" in description:
+            self.close()
+            raise UserError(description["user_error"])
+        return description
+
+    def _stop_workers(self) -> None:
+        for at, process in enumerate(self._workers):
+            if process is not None:
+                process.close()
+            self._workers[at] = None
+
+    def close(self) -> None:
+        """Kill the processes, even while an environment works."""
+        self._stop_workers()
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()

@@ -1,0 +1,323 @@
+"""Environments in processes of their own: TRL's classes, the fuller protocol, and whatever goes wrong in them."""
+
+import os
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lmforge.environments.environment import tool_message
+from lmforge.environments.process import EnvironmentPool
+from lmforge.errors import UserError
+from lmforge.rewards.functions import load_reward_functions
+
+FILE = '''
+import os, time, sys, asyncio, random
+from lmforge import Environment, Reply
+
+
+class Counter:
+    """As in TRL: methods are tools, reset begins an episode, and the environment owns the reward."""
+
+    made = 0
+
+    def __init__(self):
+        Counter.made += 1
+        self.serial = Counter.made
+
+    def reset(self, **kwargs):
+        self.count = kwargs["start"]
+        return f" (from {self.count})"
+
+    def increase(self, by: int) -> str:
+        """Increase the counter.
+
+        Args:
+            by: How much to add
+
+        Returns:
+            The new count.
+        """
+        self.count += by
+        return f"now {self.count}"
+
+    async def later(self, by: int = 1) -> int:
+        """Increase it later.
+
+        Args:
+            by: How much to add
+        """
+        await asyncio.sleep(0)
+        self.count += by
+        return self.count
+
+    def forever(self) -> None:
+        """Never ends."""
+        while True:
+            time.sleep(0.01)
+
+    def uninterruptible(self) -> None:
+        """Not even an alarm ends it."""
+        while True:
+            try:
+                time.sleep(0.01)
+            except BaseException:
+                pass
+
+    def die(self) -> None:
+        """Ends the process."""
+        os._exit(3)
+
+    def leave(self) -> None:
+        """Exits."""
+        sys.exit(0)
+
+    def _hidden(self):
+        pass
+
+    def get_reward(self) -> float:
+        return float(self.count)
+
+
+def count_is(environments, wanted, **kwargs):
+    return [float(each.count == want) for each, want in zip(environments, wanted)]
+
+
+def of_text(prompts, completions):
+    return [0.5 for _ in completions]
+
+
+def pids(environments, **kwargs):
+    return [float(os.getpid()) for _ in environments]
+
+
+def serials(environments, **kwargs):
+    return [float(each.serial) for each in environments]
+
+
+class Guess(Environment):
+    reply_roles = ["user"]
+
+    def reset(self, secret, **row):
+        self.secret = secret
+        return [{"role": "system", "content": "Guess."}, *row["prompt"]]
+
+    def step(self, message):
+        if "tool_calls" in message:
+            return 5
+        guess = int(message["content"])
+        if guess == self.secret:
+            return Reply(reward=1.0, done=True)
+        return Reply([{"role": "user", "content": "more" if guess < self.secret else "less"}], reward=-0.25)
+
+
+def add(a: int, b: int) -> int:
+    """Adds.
+
+    Args:
+        a: one
+        b: another
+    """
+    return a + b
+
+
+class NoHints:
+    def reset(self):
+        pass
+
+    def tool(self, x):
+        """A tool."""
+
+
+class NoReset:
+    def tool(self) -> None:
+        """A tool."""
+
+
+class Raises:
+    def __init__(self):
+        raise RuntimeError("no connection")
+
+    def reset(self):
+        pass
+
+
+class ResetRaises:
+    def reset(self):
+        raise RuntimeError("no connection")
+'''
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    path = tmp_path / "own.py"
+    path.write_text(FILE)
+    return path
+
+
+@pytest.fixture
+def counters(file: Path) -> Iterator[EnvironmentPool]:
+    with EnvironmentPool(f"{file}:Counter", processes=2, timeout_seconds=1.0, log=lambda line: None) as pool:
+        yield pool
+
+
+def rows(*starts: int) -> list[dict[str, Any]]:
+    return [{"prompt": [{"role": "user", "content": "Count"}], "start": start, "wanted": 7} for start in starts]
+
+
+def call(name: str, number: int = 0, **arguments: Any) -> dict[str, Any]:
+    called = {"id": f"call0000{number}", "type": "function", "function": {"name": name, "arguments": arguments}}
+    return {"role": "assistant", "content": "", "tool_calls": [called]}
+
+
+def contents(messages: Any) -> list[str]:
+    return [message["content"] for message in messages]
+
+
+REQUEST: dict[str, Any] = {"prompts": ["p"] * 3, "completions": ["c"] * 3, "columns": {"wanted": [7, 8, 7], "start": [1, 2, 3]}}
+
+
+def test_a_class_of_trls_is_an_environment(counters: EnvironmentPool) -> None:
+    names = [tool["function"]["name"] for tool in counters.tools]
+    assert names == ["die", "forever", "increase", "later", "leave", "uninterruptible"]
+    assert counters.reply_roles == ["tool"]
+    begun = counters.reset(rows(1, 2, 3))
+    assert [contents(each.messages) for each in begun] == [["Count (from 1)"], ["Count (from 2)"], ["Count (from 3)"]]
+    said = call("increase", by=4)
+    replies = counters.step({0: said, 2: call("later", by=4)})
+    assert replies[0].messages == [tool_message(said["tool_calls"][0], "now 5")]
+    assert not replies[0].done
+    assert contents(replies[2].messages) == ["7"]
+    ended = counters.step({0: {"role": "assistant", "content": "5"}})
+    assert ended[0].done
+    assert counters.score(REQUEST, 5.0)[counters.spec].rewards == [5.0, 2.0, 7.0]
+    # The instances go on with the next episodes.
+    assert [contents(each.messages) for each in counters.reset(rows(9))] == [["Count (from 9)"]]
+
+
+@pytest.mark.parametrize(
+    ("said", "expected"),
+    [
+        (call("increase"), "missing 1 required positional argument: 'by'"),
+        (call("increase", by="x"), "unsupported operand"),
+        (call("reset"), "Tool reset not found."),
+        (call("_hidden"), "Tool _hidden not found."),
+    ],
+)
+def test_a_call_that_fails_is_answered_with_its_error(counters: EnvironmentPool, said: Any, expected: str) -> None:
+    counters.reset(rows(1))
+    [message] = counters.step({0: said})[0].messages
+    assert message["content"].startswith("{'error': ")
+    assert expected in message["content"]
+
+
+def test_functions_that_take_environments_are_called_where_they_are(file: Path, counters: EnvironmentPool) -> None:
+    specs = [f"{file}:{name}" for name in ("count_is", "of_text", "pids", "serials")]
+    with load_reward_functions(specs, environment=counters) as rewards:
+        counters.reset(rows(1, 2, 3))
+        counters.step({0: call("increase", by=6), 1: call("increase", by=6)})
+        scores = rewards(REQUEST["prompts"], REQUEST["completions"], REQUEST["columns"])
+        assert scores.by_function[specs[0]] == [1.0, 1.0, 0.0]
+        assert scores.by_function[specs[1]] == [0.5, 0.5, 0.5]
+        assert scores.by_function[counters.spec] == [7.0, 8.0, 3.0]
+        assert scores.rewards[2] == sum(scores.by_function[spec][2] for spec in (*specs, counters.spec))  # type: ignore[misc]
+        # Two processes, neither of them this one.
+        assert len({os.getpid(), *scores.by_function[specs[2]]}) == 3
+        counters.reset(rows(1, 2, 3))
+        again = rewards(REQUEST["prompts"], REQUEST["completions"], REQUEST["columns"])
+        assert again.by_function[specs[3]] == scores.by_function[specs[3]]
+
+
+def test_a_function_that_takes_environments_needs_one(file: Path) -> None:
+    with pytest.raises(UserError, match=r"count_is: takes environments; name one with rollout\.environment"):
+        load_reward_functions([f"{file}:count_is"])
+
+
+@pytest.mark.parametrize(("tool", "problem"), [("forever", "no answer in 1 seconds"), ("leave", "SystemExit: 0")])
+def test_a_call_that_does_not_return_ends_its_episode_alone(counters: EnvironmentPool, tool: str, problem: str) -> None:
+    counters.reset(rows(1, 2, 3))
+    replies = counters.step({0: call(tool), 2: call("increase", by=1)})
+    assert problem in replies[0].error
+    assert contents(replies[2].messages) == ["now 4"]
+    assert counters.score(REQUEST, 5.0)[counters.spec].rewards == [None, 2.0, 4.0]
+    assert counters.step({0: call("increase", by=1)})[0].error == replies[0].error
+
+
+@pytest.mark.parametrize("tool", [pytest.param("uninterruptible", marks=pytest.mark.slow), "die"])
+def test_a_process_that_is_lost_ends_its_episodes_and_is_started_again(counters: EnvironmentPool, tool: str) -> None:
+    counters.reset(rows(1, 2, 3))
+    replies = counters.step({0: call(tool), 1: call("increase", by=5)})
+    assert replies[0].error
+    assert contents(replies[1].messages) == ["now 7"]
+    assert counters.score(REQUEST, 5.0)[counters.spec].rewards == [None, 7.0, None]
+    assert set(counters.failed_episodes) == {0, 2}
+    assert [each.error for each in counters.reset(rows(1, 2, 3))] == ["", "", ""]
+
+
+def test_the_fuller_protocol_says_messages_rewards_and_the_end(file: Path) -> None:
+    with EnvironmentPool(f"{file}:Guess", timeout_seconds=5.0, log=lambda line: None) as pool:
+        assert pool.tools == []
+        assert pool.reply_roles == ["user"]
+        begun = pool.reset([{"prompt": [{"role": "user", "content": "Go"}], "secret": secret} for secret in (5, 7, 5)])
+        assert contents(begun[1].messages) == ["Guess.", "Go"]
+        replies = pool.step({at: {"role": "assistant", "content": "5"} for at in range(2)})
+        assert replies[0].done
+        assert contents(replies[1].messages) == ["more"]
+        assert not replies[1].done
+        pool.step({1: {"role": "assistant", "content": "7"}})
+        assert pool.step({2: {"role": "assistant", "content": "x"}})[2].error.startswith("ValueError: invalid literal")
+        assert pool.score(REQUEST, 5.0)[pool.spec].rewards == [1.0, 0.75, None]
+
+
+def test_a_function_is_a_tool_and_what_is_built_in_is_named(file: Path) -> None:
+    row = {"prompt": [{"role": "user", "content": "?"}]}
+    asked = [
+        (f"{file}:add", call("add", a=2, b=3), "5"),
+        ("calculator", call("calculate", expression="2 * (3 + 4) ** 2 / 7"), "14"),
+        ("calculator", call("calculate", expression="9 ** 9 ** 9"), "{'error': 'the value is too large'}"),
+        ("calculator", call("calculate", expression="__import__('os')"), "{'error': 'not an arithmetic expression'}"),
+        ("calculator", call("calculate", expression="1 / 0"), "{'error': 'division by zero'}"),
+        ("python", call("run_python", code="print(6 * 7)"), "42"),
+        ("python", call("run_python", code="print(1)\n1 / 0"), "1\nZeroDivisionError: division by zero"),
+    ]
+    for spec in dict.fromkeys(spec for spec, *_ in asked):
+        with EnvironmentPool(spec, timeout_seconds=30.0) as pool:
+            pool.reset([row])
+            assert not pool.gives_rewards
+            for _, said, result in (each for each in asked if each[0] == spec):
+                assert contents(pool.step({0: said})[0].messages) == [result]
+
+
+REFUSED = [
+    ("NoHints", "parameter 'x' has no type hint, such as x: str"),
+    ("NoReset", "has no method reset"),
+    ("Raises", "RuntimeError: no connection"),
+    ("Nowhere", "no class or function 'Nowhere': there are Counter, Guess, "),
+    ("", "expected FILE.py:CLASS"),
+]
+
+
+@pytest.mark.parametrize(("name", "problem"), REFUSED)
+def test_what_is_no_environment_is_refused_in_one_line(file: Path, name: str, problem: str) -> None:
+    with pytest.raises(UserError, match=problem) as refused:
+        EnvironmentPool(f"{file}:{name}")
+    assert "\n" not in str(refused.value)
+    assert str(refused.value).startswith(f"environment {file}:{name}: ")
+
+
+def test_an_unknown_name_and_a_missing_file_are_refused() -> None:
+    with pytest.raises(UserError, match=r"rollout\.environment: expected calculator or python, got .calculater.; did you"):
+        EnvironmentPool("calculater")
+    with pytest.raises(UserError, match=r"environment .*nowhere\.py: no such file"):
+        EnvironmentPool("nowhere.py:Class")
+
+
+def test_an_environment_whose_reset_fails_says_so(file: Path) -> None:
+    logged: list[str] = []
+    with closing(EnvironmentPool(f"{file}:ResetRaises", log=logged.append)) as pool:
+        first, second = pool.reset([{"prompt": [{"role": "user", "content": "?"}]}] * 2)
+        assert first.error == second.error
+        assert first.error.startswith("RuntimeError: no connection")
+        assert len(logged) == 1

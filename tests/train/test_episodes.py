@@ -1,0 +1,210 @@
+"""Rollouts of several turns: what is trained is what was sampled, and nothing that an environment says or breaks."""
+
+import json
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from lmforge.cli import run as command
+from lmforge.data.chat.preferences import TokenizedPrompt
+from lmforge.data.tokenizer import Tokenizer
+from lmforge.environments.appending import TurnEncoder
+from lmforge.environments.process import EnvironmentPool
+from lmforge.generate.engine import Engine
+from lmforge.interop.export import export_folder
+from lmforge.model.layers import LanguageModel
+from lmforge.stages.alignment.episodes import EpisodePlayer
+from lmforge.stages.alignment.rollout_batches import lay_out
+from lmforge.stages.alignment.sampling import SamplingSettings, _EngineSession
+
+# Calls as Python writes them, so that a model that knows one successor of each byte can write one.
+TEMPLATE = """{% if tools %}{{ tools | tojson }}{% endif %}{% for m in messages %}{% if m.role == 'assistant' %}
+{{- '<|assistant|>' + m.content }}{% if m.tool_calls %}[
+{%- for call in m.tool_calls %}{{ call.function.name }}(
+{%- for key, value in call.function.arguments.items() %}{{ key }}={{ value | tojson }}{% if not loop.last %}, {% endif %}
+{%- endfor %}){% if not loop.last %}, {% endif %}{% endfor %}]{% endif %}{{ '<|end|>' }}
+{%- else %}{{ '<|' + ('user' if m.role == 'tool' else m.role) + '|>' + m.content + '<|end|>' }}{% endif %}{% endfor %}
+{%- if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"""
+FILE = """
+from lmforge import Environment, Reply
+
+
+class Tool:
+    def reset(self, **row):
+        self.calls = 0
+        if row["limit"] < 0:
+            raise RuntimeError("a bad row")
+        self.limit = row["limit"]
+        return row.get("said")
+
+    def go(self) -> str:
+        '''Go on.'''
+        self.calls += 1
+        if self.calls >= self.limit:
+            raise SystemExit("broken")
+        return f"<|end|>{self.calls}"
+
+    def get_reward(self):
+        return self.calls
+
+
+class Talk(Environment):
+    reply_roles = ["user"]
+
+    def reset(self, limit, **row):
+        self.left = limit
+        return [{"role": "user", "content": "Hello."}]
+
+    def step(self, message):
+        self.left -= 1
+        return Reply([{"role": "user", "content": "Again."}], reward=len(message["content"]) / 10, done=not self.left)
+
+
+def lengths(prompts, completions, environments):
+    return [float(len(each)) for each in completions]
+"""
+
+
+@pytest.fixture(scope="module")
+def caller(scripted: Callable[..., LanguageModel], byte_tokenizer: Tokenizer, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model that calls go whatever it is told, with its tokenizer and an environment's file."""
+    folder = tmp_path_factory.mktemp("caller")
+    byte_tokenizer.save(folder / "tokenizer")
+    (folder / "tokenizer" / "chat_template.jinja").write_text(TEMPLATE)
+    begin, end = (byte_tokenizer.token_to_id(token) for token in ("<|assistant|>", "<|end|>"))
+    assert begin is not None
+    assert end is not None
+    model = scripted(dict(pairwise([begin, *byte_tokenizer.encode("[go()]"), end])))
+    export_folder(model, model.config, folder / "model", tokenizer_folder=folder / "tokenizer")
+    (folder / "own.py").write_text(FILE)
+    return folder
+
+
+@contextmanager
+def player(folder: Path, name: str, **bounds: int) -> Iterator[tuple[EpisodePlayer, TurnEncoder]]:
+    with EnvironmentPool(f"{folder}/own.py:{name}", processes=2, log=lambda line: None) as pool:
+        encoder = TurnEncoder(Tokenizer.open(folder / "tokenizer"), pool.tools)
+        encoder.check(pool.reply_roles)
+        yield EpisodePlayer(pool, encoder, **{"max_turns": 3, "max_tokens": 60, "max_length": 600, **bounds}), encoder
+
+
+def play(
+    playing: EpisodePlayer,
+    encoder: TurnEncoder,
+    model: LanguageModel,
+    rows: list[dict[str, Any]],
+    seeds: list[int] | None = None,
+) -> Any:
+    prompt = [{"role": "user", "content": "Go"}]
+    ids = np.array(encoder.encode_prompt(prompt), np.int32)
+    prompts = [TokenizedPrompt(ids, prompt, row) for row in rows]  # type: ignore[arg-type]
+    settings = SamplingSettings(1.0, 1.0, 261, 600, encoder.stop_token_ids, 4)
+    engine = Engine(model, vocab_size=261, max_batch_size=4, max_length=600)
+    session = _EngineSession(engine, settings, 7, greedy=seeds is None)
+    return playing.play(prompts, seeds or [0] * len(rows), session, lambda: None)
+
+
+@pytest.fixture(scope="module")
+def model(caller: Path, scripted: Callable[..., LanguageModel], byte_tokenizer: Tokenizer) -> LanguageModel:
+    ids = [byte_tokenizer.token_to_id("<|assistant|>"), *byte_tokenizer.encode("[go()]"), byte_tokenizer.token_to_id("<|end|>")]
+    return scripted(dict(pairwise(ids)))  # type: ignore[arg-type]
+
+
+def test_only_sampled_tokens_are_labels_and_the_sequence_is_the_whole_conversation(caller: Path, model: LanguageModel) -> None:
+    with player(caller, "Tool") as (playing, encoder):
+        [episode] = play(playing, encoder, model, [{"limit": 9, "said": " on"}])
+    assert [message["role"] for message in episode.turns] == ["assistant", "tool", "assistant", "tool", "assistant"]
+    assert [each["content"] for each in episode.turns if each["role"] == "tool"] == ["<|end|>1", "<|end|>2"]
+    assert episode.messages[-1]["content"] == "Go on"
+    assert episode.completion.stopped
+    ids = [*episode.prompt_ids, *episode.completion.tokens]
+    # All that was said, as the template renders it; the environment's <|end|> is text.
+    whole = encoder.encode_prompt([*episode.messages, *episode.turns, {"role": "user", "content": "x"}])
+    assert whole[: len(ids)] == ids
+    batch = lay_out([episode.prompt_ids], [episode.completion], 600)
+    tokenizer = Tokenizer.open(caller / "tokenizer")
+    labels = [id for id in batch.labels[0].tolist() if id != -100]
+    assert tokenizer.decode(labels, include_special_tokens=True) == "[go()]<|end|>" * 3
+    assert episode.completion.num_sampled == len(labels)
+
+
+def test_episodes_do_not_depend_on_others_and_one_that_fails_is_left_out(caller: Path, model: LanguageModel) -> None:
+    rows = [{"limit": 9}, {"limit": -1}, {"limit": 2}, {"limit": 9}, {"limit": 9}, {"limit": 9, "said": "!" * 600}]
+    with player(caller, "Tool") as (playing, encoder):
+        episodes = play(playing, encoder, model, rows, seeds=list(range(6)))
+        [alone] = play(playing, encoder, model, rows[3:4], seeds=[3])
+    assert [bool(episode.error) for episode in episodes] == [False, True, True, False, False, True]
+    assert "a bad row" in episodes[1].error
+    assert "broken" in episodes[2].error
+    assert "leave no room" in episodes[5].error
+    assert episodes[3].completion == alone.completion
+    assert not episodes[1].completion.tokens
+
+
+def test_an_episode_ends_where_no_answer_fits_any_more_and_counts_as_truncated(caller: Path, model: LanguageModel) -> None:
+    with player(caller, "Tool", max_tokens=17) as (playing, encoder):
+        [episode] = play(playing, encoder, model, [{"limit": 9}])
+    assert [message["role"] for message in episode.turns] == ["assistant"]
+    assert len(episode.completion.tokens) == 7
+    assert not episode.completion.stopped
+    # And an answer that is cut is no call.
+    with player(caller, "Tool", max_tokens=4) as (playing, encoder):
+        [episode] = play(playing, encoder, model, [{"limit": 9}])
+    assert episode.turns == [{"role": "assistant", "content": "[go("}]
+
+
+def aligned(folder: Path, place: Path, **more: Any) -> tuple[int, list[dict[str, Any]]]:
+    """The status of one step of GRPO, and the lines of its table."""
+    rows = [{"prompt": "Go", "limit": 2}, {"limit": 3}] * 4
+    (place / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    options = {"method": "grpo", "model.source": folder / "model", "data.files": place / "prompts.jsonl", "train.steps": 1}
+    options |= {"rollout.num_generations": 2, "rollout.max_completion_length": 60, "train.global_batch_size": 4}
+    options |= {"run.folder": place, "run.name": "run", "data.sequence_length": 600, "train.device": "cpu"}
+    options |= {"train.dtype": "fp32", "train.compile": "off", "train.threads": 1, "rollout.temperature": 0.1, **more}
+    status = command(["align", *(str(word) for name, value in options.items() for word in (f"--{name}", value))])
+    tables = sorted((place / "run" / "completions").glob("set-*.jsonl"))
+    return status, [json.loads(line) for table in tables for line in table.read_text().splitlines()]
+
+
+def test_a_run_with_an_environment_of_ones_own_learns_from_its_rewards(caller: Path, tmp_path: Path) -> None:
+    file = caller / "own.py"
+    more = {"rollout.environment": f"{file}:Talk", "rollout.reward_functions": f"{file}:lengths", "rollout.reward_weights": 0.5}
+    status, lines = aligned(caller, tmp_path, **more)
+    assert status == 0
+    assert len(lines) == 4
+    for line in lines:
+        answers = [turn for turn in line["turns"] if turn["role"] == "assistant"]
+        assert line["prompt"] == [{"role": "user", "content": "Hello."}]
+        assert [turn["content"] for turn in line["turns"] if turn["role"] == "user"] == ["Again."] * (len(answers) - 1)
+        assert len(answers) in (2, 3)
+        assert line["parts"] == {f"{file}:Talk": pytest.approx(0.6 * len(answers)), f"{file}:lengths": len(line["turns"])}
+        assert line["reward"] == pytest.approx(0.6 * len(answers) + 0.5 * len(line["turns"]))
+        assert line["completion"].startswith("assistant: [go()]\nuser: Again.\n")
+
+
+REFUSED = [
+    ({"rollout.environment": "{file}:Tol"}, "environment {file}:Tol: no class or function 'Tol'"),
+    ({"rollout.environment": "calculator"}, "rollout.reward_functions: name one: calculator gives no reward itself"),
+    ({"rollout.environment": "calculater"}, "rollout.environment: expected calculator or python"),
+    ({"rollout.max_turns": 3, "rollout.reward_functions": "{file}:lengths"}, "rollout.max_turns: there is no environment"),
+    ({"rollout.environment": "{file}:Tool", "data.fields": "limit="}, "the first episode: fails: KeyError: 'limit'"),
+    ({"rollout.reward_functions": "{file}:lengths"}, "takes environments; name one with rollout.environment"),
+]
+
+
+@pytest.mark.parametrize(("more", "message"), REFUSED)
+def test_bad_input_ends_in_one_line_with_status_2(
+    caller: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str], more: dict[str, Any], message: str
+) -> None:
+    file = caller / "own.py"
+    given = {name: str(value).format(file=file) for name, value in more.items()}
+    status, _ = aligned(caller, tmp_path, **given)
+    assert status == 2
+    last = capfd.readouterr().err.strip().splitlines()[-1]
+    assert message.format(file=file) in last
+    assert not (tmp_path / "run").exists()
