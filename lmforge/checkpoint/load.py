@@ -18,11 +18,13 @@ from lmforge.config.tuning import LoraOptions
 from lmforge.errors import UserError
 from lmforge.interop.resolve import stored_model_config
 from lmforge.interop.torch_checkpoints import METADATA_FILE, SafeReader, flatten_names
-from lmforge.interop.weights import merge_adapters
+from lmforge.interop.weights import copy_part, merge_adapters
 from lmforge.manifests import CorruptCheckpoint, Manifest, read_manifest
+from lmforge.model import build_model
 from lmforge.model.init_weights import LORA_SUFFIXES, named_tensors
 from lmforge.model.layers import LanguageModel
-from lmforge.model.lora import LoraConfig, adapted_name, lora_delta
+from lmforge.model.lora import LoraConfig, adapted_name, add_lora, lora_delta
+from lmforge.model.quantization.matrices import QuantizedMatrix, quantized_matrices
 from lmforge.runs import MANIFEST
 from lmforge.untrusted import check_content
 
@@ -74,35 +76,55 @@ def load_weights(folder: Path, manifest: Manifest, model: LanguageModel, new_nam
     file does not hold what was written, and UserError where it is the checkpoint of another model.
     """
     own = {name: each for name, each in named_tensors(model) if not name.endswith(LORA_SUFFIXES) and name not in new_names}
+    stored, matrices = StoredModel(folder, manifest), quantized_matrices(model)
+    # Matrices that are quantized here or there are merged whole, and those of the model quantized after that.
+    whole = {name: own.pop(name) for name in [*own] if name in matrices or name in stored.quantized}
     load(folder, {"model": own})
-    lora = stored_lora_config(manifest)
-    if lora is not None:
-        merge_adapters(model, lora, StoredModel(folder, manifest).adapters, str(folder))
+    for name, parameter in whole.items():
+        value = stored.read(name)
+        copy_part(parameter, matrices[name].quantize(value.to(parameter.device)) if name in matrices else value)
+    if stored.lora is not None:
+        left = {name: each for name, each in stored.adapters.items() if stored.adapted_name(name) not in whole}
+        merge_adapters(model, stored.lora, left, str(folder))
 
 
 class StoredModel:
     """The model's tensors in a checkpoint, by name: `tensors` on the meta device, and each one's value by `read`, which merges
-    adapters. `adapters` are the unmerged adapters, and `lora` is their config, None where there are none.
+    adapters. `adapters` are the unmerged adapters, and `lora` is their config, None where there are none. `quantized`: the
+    matrices that are stored in 4 or 8 bits; `read` returns them in fp32.
     """
 
     def __init__(self, folder: Path, manifest: Manifest) -> None:
         self._reader = _open_reader(folder)
         self.lora = stored_lora_config(manifest)
-        self._conv1d_layout = stored_model_config(manifest).family.transposed
+        config = stored_model_config(manifest)
+        self._conv1d_layout = config.family.transposed
+        self.quantized: dict[str, QuantizedMatrix] = {}
+        if self.lora is not None and self.lora.stored is not None:
+            add_lora(model := build_model(config, "meta"), self.lora)
+            self.quantized = quantized_matrices(model)
         stored = self._reader.tensors
         tensors = {name.removeprefix("model."): each for name, each in stored.items() if name.startswith("model.")}
         self._adapters = {name: tensor for name, tensor in tensors.items() if name.endswith(LORA_SUFFIXES)}
         layers = [name.removesuffix(LORA_SUFFIXES[0]) for name in self._adapters if name.endswith(LORA_SUFFIXES[0])]
         self._adapter_of = {adapted_name(layer): layer for layer in layers}
-        self.tensors = {name: tensor for name, tensor in tensors.items() if name not in self._adapters}
+        self._stored = {name: tensor for name, tensor in tensors.items() if name not in self._adapters}
+        full = {name: torch.empty(matrix.shape, device="meta") for name, matrix in self.quantized.items()}
+        self.tensors = self._stored | full
+
+    def adapted_name(self, adapter: str) -> str:
+        """The name of the weight that one of the tensors of `adapters` belongs to."""
+        return adapted_name(adapter.removesuffix(LORA_SUFFIXES[0]).removesuffix(LORA_SUFFIXES[1]))
 
     def read(self, name: str) -> Tensor:
         """The full tensor, on the CPU. Raises CorruptCheckpoint where a file does not hold what was written."""
-        value = self._read(name, self.tensors[name])
+        value = self._read(name, self._stored[name])
+        if name in self.quantized:
+            value = self.quantized[name].dequantize(value)
         layer = self._adapter_of.get(name)
         if self.lora is not None and layer is not None:
             a, b = (self.adapters[f"{layer}{suffix}"] for suffix in LORA_SUFFIXES)
-            value += lora_delta(self.lora.scaling, a, b, self._conv1d_layout)
+            value = value + lora_delta(self.lora.scaling, a, b, self._conv1d_layout)
         return value
 
     @cached_property

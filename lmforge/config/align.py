@@ -206,6 +206,8 @@ class AlignConfig(TunedConfig):
             yield "align.reference = precomputed: grpo samples its completions while it trains; use copy"
         if method == "grpo" and (self.model.dropout or self.model.neftune_noise_alpha or self.lora.dropout):
             yield "model.dropout, model.neftune_noise_alpha, lora.dropout: not with grpo, whose completions are sampled without"
+        if self.lora.base_dtype and reference == "copy":
+            yield "align.reference = copy: not with lora.base_dtype, which a copy would not have; use adapters-off"
         if reference == "adapters-off" and self.lora.rank is None:
             yield "align.reference = adapters-off: there are no adapters; give lora.rank, or use copy"
         if method == "kto" and self.data.packing == "none":

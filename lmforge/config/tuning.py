@@ -103,8 +103,23 @@ class LoraOptions(Options):
     )
     dropout: float = option(0.0, "dropout probability of the adapters' inputs (PEFT: lora_dropout)", **PROBABILITY)
     use_rslora: bool = option(False, "scale by alpha / sqrt(rank) instead (arXiv 2312.03732)")
+    base_dtype: Literal["nf4", "int8"] | None = option(
+        None,
+        "the frozen matrices of the blocks in 4 bits (nf4: QLoRA, arXiv 2305.14314) or 8, as bitsandbytes stores them; none:"
+        " in train.master_dtype",
+    )
+    double_quant: bool = option(False, "lora.base_dtype = nf4: its scales in 8 bits too (bnb_4bit_use_double_quant)")
 
     def problems(self) -> Iterator[str]:
+        if self.base_dtype and self.rank is None:
+            yield f"lora.base_dtype = {self.base_dtype}: nothing would be trained with lora.rank = none; give lora.rank"
+        if self.double_quant and self.base_dtype != "nf4":
+            yield "lora.double_quant: only with lora.base_dtype = nf4; leave it out"
+        if self.base_dtype and (kept := [each for each in self.target_parameters if each.endswith("gate.weight")]):
+            yield (
+                f"lora.base_dtype = {self.base_dtype}: {kept[0]}, of lora.target_parameters, is a router's and stays in full"
+                " precision; leave one of the two out"
+            )
         if self.dropout and self.target_parameters:
             yield "lora.dropout: not with lora.target_parameters, as in PEFT; leave one of the two out"
 

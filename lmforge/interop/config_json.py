@@ -210,7 +210,7 @@ def _reject_unsupported(content: dict[str, Any], model_type: str) -> None:
             raise UserError(f"{name}: a mixture of experts of type {model_type} is not supported; use a dense model")
     if content.get("per_layer_config"):
         raise UserError("per_layer_config: layers that differ are not supported; use a model whose layers are alike")
-    if content.get("quantization_config") and fp8_block(content) is None:
+    if content.get("quantization_config") and fp8_block(content) is None and not is_nf4_folder(content):
         raise UserError("quantization_config: quantized weights cannot be trained; use the unquantized model")
 
 
@@ -223,3 +223,11 @@ def fp8_block(content: dict[str, Any]) -> tuple[int, int] | None:
         case [int(rows), int(columns)] if rows > 0 and columns > 0:
             return rows, columns
     return None
+
+
+def is_nf4_folder(content: dict[str, Any]) -> bool:
+    """Whether the weights are in NF4, as bitsandbytes stores them (interop/quantized/)."""
+    options = content.get("quantization_config")
+    if not isinstance(options, dict) or options.get("quant_method", "bitsandbytes") != "bitsandbytes":
+        return False
+    return options.get("load_in_4bit") is True and options.get("bnb_4bit_quant_type") == "nf4"

@@ -5,7 +5,7 @@ than the computed ones (transformers_causal_lm.py). Missing and unexpected tenso
 rank's bytes are read (safetensors_file.py). Nothing is unpickled. Writing is in export.py, our checkpoints in checkpoint/.
 """
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,8 @@ from torch import Tensor, nn
 
 from lmforge.errors import UserError, name_some
 from lmforge.hub import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, indexed_weight_files
-from lmforge.interop.config_json import fp8_block, is_supported_family, read_config_json
+from lmforge.interop.config_json import fp8_block, is_nf4_folder, is_supported_family, read_config_json
+from lmforge.interop.quantized.bitsandbytes_folder import stored_matrices
 from lmforge.interop.resolve import resolve_model_config
 from lmforge.interop.safetensors_file import SafetensorsFile
 from lmforge.interop.stored_experts import pieces, stored_name
@@ -26,6 +27,7 @@ from lmforge.model.family import load_family
 from lmforge.model.init_weights import LORA_SUFFIXES, local_part, named_tensors
 from lmforge.model.layers import LanguageModel
 from lmforge.model.lora import LoraConfig, adapted_name, lora_delta
+from lmforge.model.quantization.matrices import quantized_matrices
 
 SCALE_SUFFIX = "_scale_inv"  # of the scales of a tensor in float8, beside its name
 StoredFiles = dict[str, tuple[SafetensorsFile, str]]  # our name of a tensor → its file, and its name there
@@ -49,7 +51,8 @@ def load_folder(folder: str | Path, model: nn.Module, new_names: Collection[str]
     (not on meta) and may be sharded: of a DTensor each rank reads only its own part, in few long reads, and holds little
     more than that. Where its vocabulary is larger than that of the folder's config.json, further rows become the mean of those
     there; where only the folder ties embedding and head, both begin as its one matrix. A pipeline stage may lack parameters:
-    the folder must hold the full model, and the local part is filled. What `describe_folder` says is done.
+    the folder must hold the full model, and the local part is filled. Matrices that are quantized (lora.base_dtype) are read
+    whole on each rank, one after another, or taken as a folder in NF4 has them. What `describe_folder` says is done.
     Raises UserError where a file is missing or damaged, or where names or shapes differ, naming the first few.
     """
     folder = Path(folder)
@@ -73,6 +76,10 @@ def load_folder(folder: str | Path, model: nn.Module, new_names: Collection[str]
     stored = {ours: (file_of[name], name) for name, ours in our_names.items() if not ours.endswith(ignored)}
     content = read_config_json(folder / "config.json")
     unread = tuple(f"{model.blocks_name}.{layer}." for layer in _unread_layers(content))
+    if is_nf4_folder(content) and full_model.config.family.transposed:
+        raise UserError(f"{folder}: quantization_config: not of {full_model.config.model_type}, whose matrices are transposed")
+    nf4, beside = stored_matrices(file_of) if is_nf4_folder(content) else ({}, ())
+    stored = {ours: each for ours, each in stored.items() if each[1] not in beside}
     block = fp8_block(content)
     scales = {name for name in file_of if block and name.endswith(SCALE_SUFFIX)}
     stored = {ours: each for ours, each in stored.items() if not ours.startswith(unread) and each[1] not in scales}
@@ -82,21 +89,38 @@ def load_folder(folder: str | Path, model: nn.Module, new_names: Collection[str]
     tied, head = _resolve_tied_head(full_model, expected, stored)
     for conversion in conversions:
         _check_converted(folder, expected, conversion.convert(lambda name: file_of[name].entries[name].meta))
-    _reject_differences(folder, expected, stored, rows := _rows_to_grow(folder, model))
+    shapes = {ours: file.entries[name].shape for ours, (file, name) in stored.items()}
+    shapes |= {ours: nf4[name].shape for ours, (_, name) in stored.items() if name in nf4}
+    _reject_differences(folder, expected, shapes, rows := _rows_to_grow(folder, model))
     grown = {name for ours, (_, name) in stored.items() if ours in rows} | {*rows}  # as they are stored
-    parts = _local_parts(local, full_model)
-    for file in opened:
-        targets = [(name, parts[ours]) for ours, (source, name) in stored.items() if source is file and ours in parts]
-        for name, _ in targets:
-            _reject_quantized(file.entries[name].dtype, f"{file.path}: {name}")
-        _read_parts(file, [(name, *part) for name, part in targets], grown)
-        for name, (target, part) in targets:
-            if block is None:
-                break
-            if (scale := f"{name}{SCALE_SUFFIX}") in scales:
-                _dequantize(folder, target, part, scale, file_of[scale].read(scale), block)
-            elif file.entries[name].dtype == torch.float8_e4m3fn:
-                raise _mismatch(folder, f"missing {scale}, against its quantization_config")
+
+    def read(parts: dict[str, tuple[Tensor, tuple[slice, ...]]]) -> None:
+        for file in opened:
+            targets = [(name, parts[ours]) for ours, (source, name) in stored.items() if source is file and ours in parts]
+            for name, (target, part) in [each for each in targets if each[0] in nf4]:
+                target.copy_(nf4[name].dequantize()[part])
+            targets = [each for each in targets if each[0] not in nf4]
+            for name, _ in targets:
+                _reject_quantized(file.entries[name].dtype, f"{file.path}: {name}")
+            _read_parts(file, [(name, *part) for name, part in targets], grown)
+            for name, (target, part) in targets:
+                if block is None:
+                    break
+                if (scale := f"{name}{SCALE_SUFFIX}") in scales:
+                    _dequantize(folder, target, part, scale, file_of[scale].read(scale), block)
+                elif file.entries[name].dtype == torch.float8_e4m3fn:
+                    raise _mismatch(folder, f"missing {scale}, against its quantization_config")
+
+    quantized = {name: matrix for name, matrix in quantized_matrices(model).items() if name in local}
+    read(_local_parts({name: each for name, each in local.items() if name not in quantized}, full_model))
+    for name, matrix in quantized.items():
+        as_stored = nf4.get(stored[name][1]) if name in stored else None
+        if as_stored is not None and as_stored.stored == matrix.stored:
+            copy_part(local[name], as_stored.read())
+            continue
+        whole = torch.empty(matrix.shape, device=local[name].device)
+        read(_local_parts({name: whole}, full_model))
+        copy_part(local[name], matrix.quantize(whole))
     if head is not None and tied in local:
         target, part = local_part(local[tied])
         again = torch.empty_like(target)
@@ -106,8 +130,13 @@ def load_folder(folder: str | Path, model: nn.Module, new_names: Collection[str]
     for conversion in conversions:
         for name, value in conversion.convert(lambda name: file_of[name].read(name)).items():
             _reject_quantized(value.dtype, f"{folder}: {name}")
-            target, part = local_part(local[name])
-            target.copy_(value[part])
+            copy_part(local[name], quantized[name].quantize(value) if name in quantized else value)
+
+
+def copy_part(parameter: Tensor, whole: Tensor) -> None:
+    """Fill this rank's part of a parameter from the whole tensor."""
+    target, part = local_part(parameter)
+    target.copy_(whole[part])
 
 
 def describe_folder(folder: Path) -> list[str]:
@@ -116,7 +145,8 @@ def describe_folder(folder: Path) -> list[str]:
     names = [name for path in _weight_files(folder) for name in SafetensorsFile(path).entries]
     layers = [str(each) for each in _unread_layers(content) if any(f".layers.{each}." in name for name in names)]
     unread = [f"without layer {', '.join(layers)}, which predicts further tokens"] if layers else []
-    return [*(["dequantized from float8"] if fp8_block(content) else []), *unread]
+    nf4 = ["stored in NF4 by bitsandbytes"] if is_nf4_folder(content) else []
+    return [*(["dequantized from float8"] if fp8_block(content) else nf4), *unread]
 
 
 def _unread_layers(content: dict[str, Any]) -> range:
@@ -271,18 +301,21 @@ def _resolve_tied_head(
     return tied, None if files.setdefault(tied, head) is head else head
 
 
-def _reject_differences(folder: Path, expected: Mapping[str, Tensor], files: StoredFiles, rows: Mapping[str, int]) -> None:
+def _reject_differences(
+    folder: Path, expected: Mapping[str, Tensor], shapes: Mapping[str, Sequence[int]], rows: Mapping[str, int]
+) -> None:
+    """`shapes` of the tensors in the folder, by our names."""
     for kind, names in (
-        ("missing", [name for name in expected if name not in files]),
-        ("unexpected", [name for name in files if name not in expected]),
+        ("missing", [name for name in expected if name not in shapes]),
+        ("unexpected", [name for name in shapes if name not in expected]),
     ):
         if names:
             flag = next((flag for end, flag in _FLAGS.items() if names[0].endswith(end)), None)
             raise _mismatch(folder, f"{kind} {name_some(names, limit=3)}" + (f", against its {flag}" if flag else ""))
     misshaped = [
         f"{name} is {list(shape)} and should be {list(expected[name].shape)}"
-        for name, (file, stored) in files.items()
-        if (shape := file.entries[stored].shape) != (rows.get(name, expected[name].shape[0]), *expected[name].shape[1:])
+        for name, shape in shapes.items()
+        if tuple(shape) != (rows.get(name, expected[name].shape[0]), *expected[name].shape[1:])
     ]
     if misshaped:
         raise _mismatch(folder, name_some(misshaped, limit=3, separator="; "))

@@ -128,7 +128,8 @@ def _plain_copy(model: Any, dtype: torch.dtype) -> Any:
     if model.lora_config is not None:
         model.lora_config.add_to(copy)
     parameters = {name: each.detach() for name, each in named_tensors(model)}
-    cast = {name for name, each in parameters.items() if name.startswith(model.blocks_name) and each.ndim >= 2}
+    matrices = {name: each for name, each in parameters.items() if name.startswith(model.blocks_name) and each.ndim >= 2}
+    cast = {name for name, each in matrices.items() if each.is_floating_point()}
     copy.load_state_dict(
         {name: each.to(dtype) if name in cast else each for name, each in parameters.items()}, strict=False, assign=True
     )

@@ -17,6 +17,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 
 from lmforge.data.order import derive_key
 from lmforge.model.config import ModelConfig
+from lmforge.model.quantization.matrices import quantized_matrices
 from lmforge.model.rng.weight_rng import Distribution, fill_random, standard_normal, standard_uniform
 
 # The names of a low-rank adapter's two tensors (lora.py).
@@ -105,10 +106,15 @@ def init_weights(model: Model, seed: int, embedding_std: float | None = None) ->
     Each rank draws its part of a sharded parameter, and nothing is sent between ranks. A wrapped model of transformers is
     initialised as transformers does it.
     """
-    parts = _held_parts(model)
-    shapes = {name: part.shape for name, part in parts.items()}
+    parts, quantized = _held_parts(model), quantized_matrices(model)
+    shapes = {name: quantized.get(name, part).shape for name, part in parts.items()}
     for name, value in model.initial_values(shapes, seed, embedding_std):  # type: ignore[operator]
-        parts[name].fill(value, derive_key(seed, "weights", name))
+        key = derive_key(seed, "weights", name)
+        if name in quantized:  # from the whole matrix, so that every rank has the bytes of the same one
+            whole = torch.empty(shapes[name], device=parts[name].values.device)
+            HeldPart(shapes[name], whole.view(1, -1), torch.zeros(1, dtype=torch.int64, device=whole.device)).fill(value, key)
+            value = quantized[name].quantize(whole)
+        parts[name].fill(value, key)
     return model
 
 

@@ -9,9 +9,10 @@ The matrices of a mixture of experts are parameters of modules of their own: tha
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -22,6 +23,8 @@ from lmforge.model.init_weights import LORA_SUFFIXES
 from lmforge.model.layers import Conv1D, LanguageModel, to_autocast_dtype
 from lmforge.model.mixture.experts import Experts, Router, local_weight
 from lmforge.model.mixture.grouped_mm import grouped_linear
+from lmforge.model.quantization.blocks import Bits, BlockFormat
+from lmforge.model.quantization.matrices import QuantizedMatrix, quantize_parameter
 from lmforge.model.rng.token_rng import ADAPTER_SITE, TokenRng, dropout
 from lmforge.untrusted import compile_pattern
 
@@ -38,6 +41,8 @@ class LoraConfig:
         `gate.weight`). These have no dropout, as in PEFT.
     dropout: of the input of A, in training; a function of rng keys as all dropout is.
     use_rslora: scale by alpha / sqrt(rank) (arXiv 2312.03732) instead of alpha / rank.
+    base_dtype: "nf4" or "int8": all linear layers of the blocks are stored so, those without adapters too (QLoRA, arXiv
+        2305.14314), and with double_quant the scales of NF4 in 8 bits. None: as they are.
     """
 
     rank: int
@@ -46,6 +51,13 @@ class LoraConfig:
     target_parameters: tuple[str, ...] = ()
     dropout: float = 0.0
     use_rslora: bool = False
+    base_dtype: Bits | None = None
+    double_quant: bool = False
+
+    @property
+    def stored(self) -> BlockFormat | None:
+        """How the frozen matrices are stored; None: as they are."""
+        return None if self.base_dtype is None else BlockFormat(self.base_dtype, self.double_quant)
 
     @property
     def scaling(self) -> float:
@@ -57,7 +69,9 @@ class LoraConfig:
 
 
 class LoraLinear(nn.Module):
-    """A linear layer with an adapter. It takes over the parameters of `layer`."""
+    """A linear layer with an adapter. It takes over the parameters of `layer`; a quantized weight is the bytes of it."""
+
+    quantized: Mapping[str, QuantizedMatrix] = MappingProxyType({})
 
     def __init__(self, layer: nn.Linear | Conv1D, config: LoraConfig, site: int) -> None:
         """`site` distinguishes the layer from the others of its block, for dropout."""
@@ -70,6 +84,8 @@ class LoraLinear(nn.Module):
         self.lora_B = nn.Linear(config.rank, outputs, bias=False, **like)
         self.scaling, self.dropout_rate, self.site = config.scaling, config.dropout, site
         self.enabled = True
+        if config.stored is not None:
+            quantize_parameter(self, "weight", config.stored, self.transposed)
 
     def _out_in_weight(self) -> Tensor:
         """The weight as [outputs, inputs]; GPT-2 stores it transposed."""
@@ -77,11 +93,28 @@ class LoraLinear(nn.Module):
 
     def forward(self, x: Tensor, token_rng: TokenRng | None = None) -> Tensor:
         """x [..., inputs] → [..., outputs]; `token_rng` is the block's."""
-        out = nn.functional.linear(x, self._out_in_weight(), self.bias)
+        if (matrix := self.quantized.get("weight")) is not None:
+            out = matrix.multiply(to_autocast_dtype(x), self.weight, self.bias)
+        else:
+            out = nn.functional.linear(x, self._out_in_weight(), self.bias)
         if not self.enabled:
             return out
         dropped = x if token_rng is None else dropout(x, self.dropout_rate, token_rng.rng_keys, self.site)
         return out + self.scaling * self.lora_B(self.lora_A(dropped))
+
+
+class QuantizedLinear(nn.Module):
+    """A frozen linear layer whose weight is quantized; it takes over the bias of `layer`. `weight`: the bytes."""
+
+    quantized: Mapping[str, QuantizedMatrix]
+
+    def __init__(self, layer: nn.Linear | Conv1D, stored: BlockFormat) -> None:
+        super().__init__()
+        self.weight, self.bias = layer.weight, layer.bias
+        quantize_parameter(self, "weight", stored, transposed=isinstance(layer, Conv1D))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.quantized["weight"].multiply(to_autocast_dtype(x), self.weight, self.bias)
 
 
 class ParameterAdapter(nn.Module):
@@ -121,6 +154,8 @@ def lora_delta(scaling: float, lora_a: Tensor, lora_b: Tensor, transposed: bool)
 def add_lora(model: LanguageModel, config: LoraConfig) -> None:
     """Give layers of the blocks adapters, in place, and freeze everything else but the head of a reward model.
 
+    With a `base_dtype` the linear layers of the blocks are quantized, those without adapters too.
+
     On any device, meta too, and before the model is checkpointed, compiled or sharded. The adapters are allocated, not
     filled (init_weights.init_adapters). Raises UserError where a target module matches no layer.
     """
@@ -145,9 +180,15 @@ def add_lora(model: LanguageModel, config: LoraConfig) -> None:
     for name, (layer, site) in layers.items():
         if name in chosen:
             model.set_submodule(name, LoraLinear(layer, config, site))
+        elif config.stored is not None:
+            model.set_submodule(name, QuantizedLinear(layer, config.stored))
     for name in dict.fromkeys(parameters):
         owner, _, parameter = name.rpartition(".")
         model.get_submodule(f"{owner}.adapters").add_module(parameter, ParameterAdapter(model.get_parameter(name), config))
+    if config.stored is not None:
+        for module in [each for each in model.modules() if isinstance(each, Experts)]:
+            for name in module.matrices:
+                quantize_parameter(module, name, config.stored)
     model.lora_config = config
 
 

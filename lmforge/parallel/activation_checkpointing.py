@@ -16,6 +16,7 @@ from lmforge.config.activation_checkpointing import CHECKPOINTING_MODES, NoCheck
 from lmforge.model.attention_backend import load_varlen_attn
 from lmforge.model.layers import LanguageModel
 from lmforge.model.mixture import experts  # noqa: F401  (its operators)
+from lmforge.model.quantization import matrices  # noqa: F401  (its operators)
 from lmforge.parallel import expert_parallel  # noqa: F401  (its operators)
 
 _ATTENTION_OPS = {
@@ -36,6 +37,7 @@ _MATMUL_OPS = {
     torch.ops.aten.addmm.default,
     torch.ops.aten._scaled_mm.default,
     torch.ops.lmforge.multiply_groups.default,
+    torch.ops.lmforge.quantized_product.default,
 }
 
 

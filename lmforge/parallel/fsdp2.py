@@ -21,6 +21,7 @@ from torch.optim import Optimizer
 from lmforge.cluster.memory import check_fits
 from lmforge.model.layers import LanguageModel, LMHead
 from lmforge.model.mixture.experts import Experts
+from lmforge.model.quantization.matrices import quantized_matrices
 from lmforge.parallel.expert_parallel import Dispatch, whole_experts
 from lmforge.parallel.parallel_model import NamedState, ParallelModel, local_tensor
 
@@ -148,7 +149,8 @@ class FSDP2Model(ParallelModel):
     def _check_unsharded_fits(self) -> None:
         for unit in self._units:
             unit.reshard()  # a forward pass without a backward pass leaves units gathered
-        required = sum(math.prod(shape) for shape in self.parameter_shapes.values()) * self._hidden_dtype.itemsize
+        quantized, size = quantized_matrices(self.model), self._hidden_dtype.itemsize
+        required = sum(math.prod(shape) * (name in quantized or size) for name, shape in self.parameter_shapes.items())
         what, way = "the whole model on each rank, to generate with it", "generate from its checkpoints, or train a smaller one"
         check_fits(required, self.dist_ctx.device, what, way, num_ranks=self.dist_ctx.rank_info.local_world_size)
 

@@ -55,7 +55,7 @@ def parallelize(
     """
     engine = choose_engine(options, dist_ctx.world_size, dist_ctx.device.type)
     if model.lora_config is not None:
-        check_lora(options, float8)
+        check_lora(options, float8, model.lora_config.base_dtype)
     if model.neftune_noise_alpha:
         check_neftune(options)
     if float8:

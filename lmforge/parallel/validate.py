@@ -62,8 +62,14 @@ def describe_unused_sharding(options: ParallelOptions, world_size: int, device_t
     return [f"parallel.sharding = {options.sharding}: not used, since one process has nothing to shard"]
 
 
-def check_lora(options: ParallelOptions, float8: bool) -> None:
-    """Raise UserError where LoRA adapters cannot be trained with these options."""
+def check_lora(options: ParallelOptions, float8: bool, base_dtype: str | None = None) -> None:
+    """Raise UserError where LoRA adapters cannot be trained with these options, beside matrices in `base_dtype`."""
+    if base_dtype is not None and options.engine == "fsdp1":
+        raise UserError(
+            f"lora.base_dtype = {base_dtype}: not with parallel.engine = fsdp1, which parts numbers from their scale; use fsdp2"
+        )
+    if base_dtype is not None and options.expert_parallel_degree > 1:
+        raise UserError(f"lora.base_dtype = {base_dtype}: not with parallel.expert_parallel_degree; shard with fsdp2 alone")
     if options.splits_model:
         raise UserError(
             "parallel.tensor_parallel_degree, pipeline_parallel_degree: not with LoRA adapters; shard with engine = fsdp2"

@@ -50,8 +50,9 @@ def working_weights(model: LanguageModel, dtype: torch.dtype) -> Iterator[None]:
 def _matrices(module: nn.Module) -> tuple[str, ...]:
     """The names of a module's own parameters that it multiplies with."""
     if isinstance(module, Experts):
-        return module.matrices
-    return ("weight",) if isinstance(module, nn.Linear | Conv1D | LoraLinear) else ()
+        return () if module.quantized else module.matrices
+    multiplies = isinstance(module, nn.Linear | Conv1D) or (isinstance(module, LoraLinear) and not module.quantized)
+    return ("weight",) if multiplies else ()
 
 
 @contextmanager

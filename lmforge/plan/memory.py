@@ -14,12 +14,19 @@ DTYPE_BYTES = {"fp32": 4, "bf16": 2}
 class ParameterCounts:
     """Numbers of parameters: all, adapters included; those that are trained; and of these the matrices of the blocks.
 
-    The last are the two-dimensional ones, which Muon treats differently.
+    The last are the two-dimensional ones, which Muon treats differently. quantized, quantized_bytes: those stored in 4 or 8
+    bits (lora.base_dtype), which are among all, and the bytes they take.
     """
 
     total: int
     trained: int
     trained_block_matrices: int
+    quantized: int = 0
+    quantized_bytes: int = 0
+
+    def weight_bytes(self, dtype: str) -> int:
+        """Bytes of all weights; those that are not quantized are in `dtype`."""
+        return (self.total - self.quantized) * DTYPE_BYTES[dtype] + self.quantized_bytes
 
 
 def count_all(model: ModelConfig) -> ParameterCounts:
@@ -47,4 +54,4 @@ def optimizer_state_bytes(optimizer: OptimizerOptions, master_dtype: str, counts
 
 def checkpoint_bytes(optimizer: OptimizerOptions, master_dtype: str, counts: ParameterCounts) -> int:
     """Bytes of a checkpoint, which holds what training keeps between steps: master weights and optimizer states."""
-    return counts.total * DTYPE_BYTES[master_dtype] + optimizer_state_bytes(optimizer, master_dtype, counts)
+    return counts.weight_bytes(master_dtype) + optimizer_state_bytes(optimizer, master_dtype, counts)

@@ -18,12 +18,14 @@ from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper
 from torch.utils._pytree import tree_leaves
 
 from lmforge.model.mixture import grouped_mm  # noqa: F401  (its operators)
+from lmforge.model.quantization import matrices  # noqa: F401  (its operators)
 
 aten: Any = torch.ops.aten
 # Whose last two tensors are multiplied.
 PRODUCTS = {aten.mm.default, aten.addmm.default}
 BATCHED_PRODUCTS = {aten.bmm.default, aten.baddbmm.default}
 GROUPED_PRODUCTS = {torch.ops.lmforge.multiply_groups.default, torch.ops.lmforge.sum_outer_products.default}
+QUANTIZED_PRODUCTS = {torch.ops.lmforge.quantized_product.default, torch.ops.lmforge.quantized_product_backward.default}
 # Kernels keep rows of up to so many numbers while they reduce them (inductor's persistent reductions).
 LONGEST_ROW = 1024
 # They move nothing; the first argument has the memory.
@@ -71,6 +73,11 @@ class Work:
             # Of rows with a stack of matrices, or the sums of outer products of rows, which are such a stack.
             columns = right.shape[-1] if right.dim() == 2 or arguments[3] else right.shape[1]
             self.products.append(Product(left.shape[0], left.shape[1], columns, left.itemsize, ends.shape[0]))
+        elif operator in QUANTIZED_PRODUCTS:
+            left, last, shape = tensors[0], tensors[-1], arguments[-3]
+            columns = shape[-2 if operator is torch.ops.lmforge.quantized_product.default else -1]
+            rows, experts = left.numel() // left.shape[-1], last.shape[0] if last.dtype == torch.int32 else 1
+            self.products.append(Product(rows, left.shape[-1], columns, left.itemsize, experts))
         elif "scaled_dot_product" not in name:
             return "c10d" in getattr(operator, "namespace", "")
         elif "backward" not in name:

@@ -114,7 +114,7 @@ class MemoryEstimator:
             state_bytes = 0
         working = 0
         if not step_config.is_fsdp and step_config.dtype_bytes < master:
-            working = counts.total * step_config.dtype_bytes
+            working = (counts.total - counts.quantized) * step_config.dtype_bytes
         return (state_bytes / step_config.shards + working) / (
             options.tensor_parallel_degree * options.pipeline_parallel_degree
         )

@@ -13,6 +13,7 @@ from lmforge.model.config import ModelConfig
 from lmforge.model.flops import adapted_flops_per_token, flops_per_token
 from lmforge.model.layers import LanguageModel
 from lmforge.model.lora import LoraConfig, LoraLinear, ParameterAdapter, adapted_name, adapter_parameters, add_lora
+from lmforge.model.quantization.matrices import quantized_matrices
 from lmforge.plan.memory import ParameterCounts, count_all
 
 
@@ -45,7 +46,14 @@ def count_parameters(model_config: ModelConfig, lora: LoraConfig | None) -> Para
     model = build_meta_model(model_config, lora)
     adapters = sum(tensor.numel() for tensor in adapter_parameters(model).values())
     matrices = [parameter for parameter in model.blocks.parameters() if parameter.ndim >= 2]
-    return ParameterCounts(counts.total + adapters, trained(model.parameters()), trained(matrices))
+    quantized = quantized_matrices(model).values()
+    return ParameterCounts(
+        counts.total + adapters,
+        trained(model.parameters()),
+        trained(matrices),
+        sum(each.shape.numel() for each in quantized),
+        sum(each.stored_shape.numel() for each in quantized),
+    )
 
 
 @cache

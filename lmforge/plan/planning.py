@@ -234,8 +234,8 @@ def make_step_config(config: StageConfig, model: ModelConfig, gpus: int, machine
         raise UserError(f"train.epochs = {config.train.epochs:g}: a plan does not read the data; give --train.steps instead")
     plan = plan_batches(config, gpus)
     check_parallel(config.parallel, model, plan)
-    if get_lora_config(config) is not None:
-        check_lora(config.parallel, config.train.float8)
+    if (lora := get_lora_config(config)) is not None:
+        check_lora(config.parallel, config.train.float8, lora.base_dtype)
     model.check_length(config.data.sequence_length)
     dtype, compiled = choose_dtypes(config, machine.gpu, machine.calibration)
     if config.train.float8:

@@ -27,6 +27,7 @@ from lmforge.model.config import ModelConfig
 from lmforge.model.layers import LanguageModel
 from lmforge.model.lora import LoraConfig, add_lora
 from lmforge.model.mixture.experts import MixtureOfExperts
+from lmforge.model.quantization.matrices import quantized_matrices
 from lmforge.model.rng.token_rng import TokenRng
 from lmforge.objectives.language import NextTokenObjective
 from lmforge.objectives.objective import Objective
@@ -76,7 +77,8 @@ class TracedModel:
 @dataclass(frozen=True)
 class ModelShapes:
     """(rows, columns) of the parameters of a model, vectors as [size, 1]: of the embedding tables, of a block, trained and
-    frozen, of its experts, which are among these, trained and frozen, of the head, and of all else, such as the last norm."""
+    frozen, of its experts, which are among these, trained and frozen, of the head, and of all else, such as the last norm.
+    quantized: (rows, bytes) of those of a block in 4 or 8 bits, and `widest` the numbers of the largest of these."""
 
     tables: Shapes
     trained: Shapes
@@ -85,6 +87,8 @@ class ModelShapes:
     frozen_experts: Shapes
     head: Shapes
     rest: Shapes
+    quantized: Shapes = ()
+    widest: int = 0
 
 
 @cache
@@ -100,7 +104,10 @@ def model_shapes(traced: TracedModel) -> ModelShapes:
 
     tables, head, block = ([*each.parameters()] for each in (nn.ModuleList(model.embeddings), model.lm_head, model.blocks))
     known = {*tables, *head, *block}
-    trained, frozen = ([each for each in block if each.requires_grad == trains] for trains in (True, False))
+    matrices = quantized_matrices(model)
+    quantized = {model.get_parameter(name) for name in matrices}
+    trained = [each for each in block if each.requires_grad]
+    frozen = [each for each in block if not each.requires_grad and each not in quantized]
     return ModelShapes(
         shapes(tables),
         shapes(trained),
@@ -109,6 +116,8 @@ def model_shapes(traced: TracedModel) -> ModelShapes:
         shapes(each for each in frozen if each.dim() > 2),
         shapes(head),
         shapes(each for each in model.parameters() if each not in known),
+        shapes(each for each in block if each in quantized),
+        max((each.shape.numel() for each in matrices.values()), default=0),
     )
 
 

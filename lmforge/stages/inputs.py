@@ -21,7 +21,7 @@ from lmforge.parallel.dims import plan_batches
 from lmforge.parallel.validate import check_parallel
 from lmforge.plan.parameter_counts import build_meta_model, get_lora_config
 from lmforge.plugins import describe_plugins
-from lmforge.stages.pretrained import check_has_weights, find_pretrained, prefer_staged, resolve_model_config
+from lmforge.stages.pretrained import check_base, check_has_weights, find_pretrained, prefer_staged, resolve_model_config
 from lmforge.stages.training_data import TokenSources
 from lmforge.train.optimizers.optimizer import assign_groups
 from lmforge.untrusted import quoted
@@ -88,6 +88,7 @@ def open_pretrain_inputs(config: PretrainConfig, world_size: int) -> RunInputs:
     load_weights = None
     if pretrained and config.model.load_weights:
         check_has_weights(pretrained)
+        check_base(pretrained, None)
         load_weights = pretrained.load_weights
     for length in config.data.sequence_lengths:
         check_parallel(config.parallel, model_config, replace(batch_plan, sequence_length=length))

@@ -16,12 +16,13 @@ import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from lmforge.checkpoint import AsyncCheckpointer
-from lmforge.errors import format_count
+from lmforge.errors import format_bytes, format_count
 from lmforge.model.attention_backend import describe_attention_backend
 from lmforge.model.flops import describe_experts
 from lmforge.monitor.expert_load import ExpertLoad
 from lmforge.monitor.usage.other_trainings import other_trainings
 from lmforge.parallel.precision import choose_dtype, has_compiled_blocks
+from lmforge.plan.memory import DTYPE_BYTES
 from lmforge.plan.parameter_counts import count_parameters, get_lora_config, training_flops_per_token
 from lmforge.plan.planning import RunPrediction
 from lmforge.report.page import ReportThread
@@ -285,6 +286,13 @@ def log_summary(
     ctx.events.add("model", built.point.step, model_type=kind, parameters=counts.total, trained=counts.trained)
     partly = "" if counts.trained == counts.total else f", {counts.trained:,} of them trained"
     log(f"model      {counts.total:,} parameters ({kind}){partly}, {flops_per_token:.3g} FLOPs per token")
+    if counts.quantized:
+        master, lora = config.train.master_dtype, get_lora_config(config)
+        assert lora is not None
+        assert lora.stored is not None
+        saved = counts.quantized * DTYPE_BYTES[master] - counts.quantized_bytes
+        takes = f"{format_bytes(counts.quantized_bytes)}, {format_bytes(saved)} less than in {master}"
+        log(f"base       {counts.quantized:,} frozen weights in {lora.stored.describe()}: {takes}")
     if any(model_config.sparse_layers):
         log(f"experts    {describe_experts(model_config)}; {built.parallel_model.model.balance.describe()}")
     if built.point.manifest is None:

@@ -18,11 +18,12 @@ from lmforge.cluster.distributed import DistributedContext
 from lmforge.config.align import AlignConfig
 from lmforge.config.sections import ModelOptions
 from lmforge.config.stage import StageConfig
-from lmforge.config.tuning import TunedConfig
+from lmforge.config.tuning import LoraOptions, TunedConfig
 from lmforge.data.shards.staged_copy import find_staged
 from lmforge.data.tokenizer import Tokenizer
 from lmforge.errors import UserError, prefix_errors
 from lmforge.hub import cache_folder, resolve_model_folder
+from lmforge.interop.config_json import is_nf4_folder, read_config_json
 from lmforge.interop.kinds import MODELS, Kind, kind_of, unexpected
 from lmforge.interop.peft_folder import base_model_of, base_model_overrides, load_peft_folder
 from lmforge.interop.resolve import check_balance, model_config_from_options, stored_model_config
@@ -68,7 +69,10 @@ class Pretrained:
     @property
     def notes(self) -> list[str]:
         """What is done with the weights besides reading them, in words."""
-        return describe_folder(self.folder) if self.manifest is None else []
+        if self.manifest is None:
+            return describe_folder(self.folder)
+        lora = checkpoint.stored_lora_config(self.manifest)
+        return [f"dequantized from {lora.stored.describe()}"] if lora is not None and lora.stored is not None else []
 
     def tokenizer(self) -> Tokenizer:
         return Tokenizer.open(self.folder)
@@ -113,6 +117,7 @@ def open_tuned_model(config: TunedConfig) -> tuple[Pretrained, Tokenizer, ModelC
     """The model that a recipe tunes, its tokenizer and its model config. Raises UserError where there are no weights."""
     pretrained = find_required_pretrained(config)
     check_has_weights(pretrained)
+    check_base(pretrained, config.lora)
     tokenizer = pretrained.tokenizer()
     return pretrained, tokenizer, pretrained.resolve_model_config(config.model, tokenizer.vocab_size)
 
@@ -145,6 +150,19 @@ def check_has_weights(pretrained: Pretrained) -> None:
     there = any(any(pretrained.folder.glob(each)) for each in ("*.safetensors*", "pytorch_model*.bin*"))
     if pretrained.manifest is None and not there:
         raise UserError(f"{pretrained.folder}: no weights here; to begin with random ones use --model.load_weights false")
+
+
+def check_base(pretrained: Pretrained, lora: LoraOptions | None) -> None:
+    """Raise UserError where weights in 4 bits would be trained themselves, or would have to be merged with adapters."""
+    content = {} if pretrained.manifest else read_config_json(pretrained.folder / "config.json")
+    if is_nf4_folder(content) and (lora is None or lora.rank is None):
+        way = "give lora.rank" if lora else "use lmforge sft with lora.rank"
+        raise UserError(f"{pretrained.folder}: its weights are in 4 bits, so only adapters beside them can be trained; {way}")
+    if lora and lora.base_dtype and pretrained.adapters is not None:
+        raise UserError(
+            f"lora.base_dtype = {lora.base_dtype}: {pretrained.adapters} is adapters, which would be rounded with their model;"
+            " begin from their model, or merge them first (lmforge.save_model)"
+        )
 
 
 def pin_checkpoints(config: ConfigT) -> ConfigT:

@@ -39,6 +39,12 @@ def run_export(options: ExportOptions) -> int:
     for line in warnings:
         print(line, file=sys.stderr)
     what, layout = ("adapters of step", "PEFT") if options.adapters else ("step", "Hugging Face")
+    lora = checkpoint.stored_lora_config(manifest)
+    if lora is not None and lora.stored is not None and not options.adapters:
+        rounded = "not rounded" if options.dtype == "fp32" else f"rounded to {options.dtype}"
+        print(
+            f"{options.out}: adapters are merged into weights dequantized from {lora.stored.describe()}; the sums are {rounded}"
+        )
     print(f"{options.out}: {what} {manifest.step} of {options.model}, {options.dtype}, in the layout of {layout}")
     return 0
 

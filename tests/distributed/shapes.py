@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from itertools import combinations
+from typing import Any
 
 from lmforge.bench.parity import SMALL_MODEL, ParityCase, expert_parallel_cases, strategy_cases
 from lmforge.model.config import ModelConfig
@@ -292,19 +293,42 @@ def lora_cases(shape: str, world_size: int) -> list[ParityCase]:
     return [replace(case, change_model=partial(_add_lora_and_neftune, alpha=alpha)) for case in cases]
 
 
-def _add_lora_and_neftune(model: LanguageModel, alpha: float) -> None:
+# The strategies that quantized matrices are tried with, and how they are stored.
+CASES_OF_QLORA = {
+    "llama": ("ddp", "fsdp2 full", "fsdp2, checkpointing full, compiled", "fsdp2, CPU offload", "context 2"),
+    "gpt2": ("ddp", "fsdp2 full", "fsdp2, checkpointing selective-ops"),
+    "mixture": ("ddp", "fsdp2 full", "fsdp2, checkpointing full"),
+}
+STORED: dict[str, dict[str, Any]] = {
+    "llama": {"base_dtype": "nf4"},
+    "gpt2": {"base_dtype": "nf4", "double_quant": True},
+    "mixture": {"base_dtype": "int8"},
+}
+SAMPLE_OF_QLORA: dict[int, dict[str, tuple[str, ...]]] = {
+    2: {"llama": ("ddp", "fsdp2 full-shard"), "gpt2": ("fsdp2 full-shard",), "mixture": ("fsdp2 full-shard",)},
+}
+
+
+def qlora_cases(shape: str, world_size: int) -> list[ParityCase]:
+    """The cases that are tried with adapters beside matrices in 4 or 8 bits, one of them compiled."""
+    cases = [each for each in chosen_cases(shape, world_size) if not each.options.splits_model]
+    cases = [*_few_compiled(cases, CASES_OF_QLORA.get(shape, ()))]
+    return [replace(case, change_model=partial(_add_lora_and_neftune, alpha=0.0, **STORED[shape])) for case in cases]
+
+
+def _add_lora_and_neftune(model: LanguageModel, alpha: float, **stored: Any) -> None:
     model.neftune_noise_alpha = alpha
     # Those of experts and routers have no dropout.
     parameters = ("gate_up_proj", "down_proj", "gate.weight") if model.config.num_experts else ()
-    add_lora(model, LoraConfig(3, 6.0, target_parameters=parameters, dropout=0.0 if parameters else 0.1))
+    add_lora(model, LoraConfig(3, 6.0, target_parameters=parameters, dropout=0.0 if parameters else 0.1, **stored))
 
 
-CASES = {"plain": chosen_cases, "dropout": dropout_cases, "lora": lora_cases}
-SAMPLES = {"plain": SAMPLE, "dropout": SAMPLE_OF_DROPOUT, "lora": SAMPLE_OF_LORA}
+CASES = {"plain": chosen_cases, "dropout": dropout_cases, "lora": lora_cases, "qlora": qlora_cases}
+SAMPLES = {"plain": SAMPLE, "dropout": SAMPLE_OF_DROPOUT, "lora": SAMPLE_OF_LORA, "qlora": SAMPLE_OF_QLORA}
 
 
 def select_cases(kind: str, which: str, world_size: int) -> dict[str, list[ParityCase]]:
-    """The cases of a kind (plain, dropout, lora) on this number of ranks, by model config.
+    """The cases of a kind (plain, dropout, lora, qlora) on this number of ranks, by model config.
 
     which: all; sample: those of `make test`; rest: the others.
     """

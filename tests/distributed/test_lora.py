@@ -7,7 +7,7 @@ import pytest
 
 from lmforge.bench.bounds import FP32
 from tests.distributed.conftest import HERE, SampledTrials, sampled
-from tests.distributed.shapes import lora_cases, shapes_on
+from tests.distributed.shapes import lora_cases, qlora_cases, shapes_on
 from tests.preloaded import on_ranks
 
 # B begins at zero: it is nothing but updates, in which the rounding of gradients is not diluted.
@@ -26,6 +26,32 @@ def trials(tmp_path_factory: pytest.TempPathFactory) -> SampledTrials:
 def test_losses_gradient_norms_and_adapters_are_those_of_one_process(trials: SampledTrials, world_size: int, name: str) -> None:
     result = trials.read(world_size, name)
     assert len(set(result["losses"])) == len(result["losses"])
+    assert result["loss"] <= FP32.loss
+    assert result["gradient_norm"] <= FP32.gradient_norm
+    assert result["weights"] < OF_WEIGHTS
+
+
+@pytest.fixture(scope="module")
+def quantized_trials(tmp_path_factory: pytest.TempPathFactory) -> SampledTrials:
+    return SampledTrials(tmp_path_factory.mktemp("qlora"), "qlora")
+
+
+@pytest.mark.parametrize(
+    ("world_size", "name"),
+    sampled(
+        "qlora",
+        (
+            (ranks, f"{shape} {case.name}")
+            for ranks in (1, 2, 4)
+            for shape in shapes_on(ranks)
+            for case in qlora_cases(shape, ranks)
+        ),
+    ),
+)
+def test_with_a_base_in_few_bits_they_are_those_of_one_process_too(
+    quantized_trials: SampledTrials, world_size: int, name: str
+) -> None:
+    result = quantized_trials.read(world_size, name)
     assert result["loss"] <= FP32.loss
     assert result["gradient_norm"] <= FP32.gradient_norm
     assert result["weights"] < OF_WEIGHTS

@@ -5,6 +5,7 @@ All runs begin from one small model that was pretrained a little; cases of as ma
 
 import json
 import random
+import re
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -18,6 +19,7 @@ from lmforge.data.chat.preferences import encode_completions
 from lmforge.data.tokenizer import Tokenizer
 from lmforge.generate.model_loading import load_model
 from lmforge.model.init_weights import LORA_SUFFIXES
+from lmforge.model.quantization.blocks import BlockFormat, dequantize, quantize
 from lmforge.runs import Run
 from lmforge.stages.alignment.scoring import RewardModelScorer
 from tests.conftest import Command, Refusal
@@ -129,6 +131,8 @@ def world(recipe: Recipe, tmp_path_factory: pytest.TempPathFactory) -> World:
     # Long enough for several answers in a row, each with another one to the same prompt.
     judging = ["--method", "kto", "--data.files", folder / "judged.jsonl", "--data.sequence_length", 192]
     whole = {"sft": world.words("sft", "sft"), "dpo": world.words("align", "dpo"), "grpo": world.grpo("grpo")}
+    four_bits = ["--lora.rank", 4, "--lora.base_dtype", "nf4", "--lora.double_quant"]
+    whole["sft qlora"] = world.words("sft", "sft qlora", *four_bits)
     whole["reward"] = world.words("align", "reward", "--method", "reward", "--validation.at_start")
     alone = [
         recipe(folder, "base", *chosen),
@@ -136,6 +140,8 @@ def world(recipe: Recipe, tmp_path_factory: pytest.TempPathFactory) -> World:
         # Noise hides what the first few steps gain.
         world.words("sft", "sft lora", "--lora.rank", 4, "--lora.dropout", 0.1, "--model.neftune_noise_alpha", 5, steps=6),
         world.words("align", "dpo from lora", source="sft lora"),
+        world.words("align", "dpo qlora", "--lora.rank", 4, "--lora.base_dtype", "int8", source="sft qlora"),
+        world.grpo("grpo qlora", *four_bits, steps=2),
         world.words("align", "dpo computed", "--align.reference", "precomputed"),
         world.words("align", "dpo lora", "--lora.rank", 4),
         world.words("align", "ipo", "--align.loss_type", "ipo"),
@@ -158,6 +164,18 @@ def world(recipe: Recipe, tmp_path_factory: pytest.TempPathFactory) -> World:
     run_cases(1, alone, folder)
     two = [
         world.words("sft", "sft fsdp2"),
+        world.words("sft", "sft qlora fsdp2", *four_bits),
+        world.words(
+            "align",
+            "dpo qlora ddp",
+            "--lora.rank",
+            4,
+            "--lora.base_dtype",
+            "int8",
+            "--parallel.engine",
+            "ddp",
+            source="sft qlora",
+        ),
         world.words("align", "dpo ddp", "--parallel.engine", "ddp"),
         world.words("align", "dpo fsdp2"),
         world.words("align", "dpo lora fsdp2", "--lora.rank", 4),
@@ -203,7 +221,7 @@ def weights_of(run: Run) -> dict[str, torch.Tensor]:
     return {name: parameter.detach() for name, parameter in opened.model.named_parameters()}
 
 
-@pytest.mark.parametrize("name", ["sft", "dpo", "grpo", "reward"])
+@pytest.mark.parametrize("name", ["sft", "sft qlora", "dpo", "grpo", "reward"])
 def test_stopped_and_continued_a_run_ends_in_the_same_bits(world: World, name: str) -> None:
     assert losses(world.run(f"{name} resumed")) == losses(world.run(name))
     theirs = weights_of(world.run(name))
@@ -216,6 +234,8 @@ def test_stopped_and_continued_a_run_ends_in_the_same_bits(world: World, name: s
     [
         pytest.param("sft", "sft ddp", marks=SLOW),
         ("sft", "sft fsdp2"),
+        ("sft qlora", "sft qlora fsdp2"),
+        ("dpo qlora", "dpo qlora ddp"),
         ("dpo", "dpo ddp"),
         ("dpo", "dpo fsdp2"),
         ("dpo", "dpo computed"),
@@ -245,7 +265,7 @@ def test_ranks_strategies_and_where_the_reference_comes_from_do_not_show_in_the_
         assert theirs[step] == pytest.approx(loss, rel=FP32.loss), step
 
 
-@pytest.mark.parametrize("name", ["dpo", "dpo computed", "dpo lora", "dpo fsdp2", "dpo from lora"])
+@pytest.mark.parametrize("name", ["dpo", "dpo computed", "dpo lora", "dpo qlora", "dpo fsdp2", "dpo from lora"])
 def test_the_loss_of_dpo_begins_at_ln_2(world: World, name: str) -> None:
     run = world.run(name)
     said = (run.path / "logs" / "attempt-1" / "rank-0.log").read_text()
@@ -261,7 +281,19 @@ def test_what_a_greedy_answer_to_held_out_prompts_earns_is_measured(world: World
 
 
 def test_what_is_taught_is_learnt(world: World) -> None:
-    for name in ("sft", "sft lora", "dpo", "dpo lora", "ipo", "orpo", "simpo", "reward", "reward lora"):
+    for name in (
+        "sft",
+        "sft lora",
+        "sft qlora",
+        "dpo",
+        "dpo lora",
+        "dpo qlora",
+        "ipo",
+        "orpo",
+        "simpo",
+        "reward",
+        "reward lora",
+    ):
         run = losses(world.run(name))
         assert run[max(run)] < run[1], name
     for name in ("dpo", "dpo lora", "ipo", "orpo", "simpo", "reward", "reward lora"):
@@ -305,6 +337,29 @@ def test_adapters_leave_the_base_as_it_was_and_open_merged(world: World) -> None
     assert changed == {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
 
 
+def test_adapters_beside_four_bits_are_merged_into_what_they_were_trained_with(
+    world: World, lmforge: Command, tmp_path: Path
+) -> None:
+    from lmforge import checkpoint
+
+    folder, manifest = newest_checkpoint(world.run("sft qlora").path)
+    stored, base = checkpoint.StoredModel(folder, manifest), weights_of(world.run("base"))
+    merged, four_bits = weights_of(world.run("sft qlora")), BlockFormat("nf4", double_quant=True)
+    for name, before in base.items():
+        if name in stored.quantized:
+            down, up = (stored.adapters[name.replace(".weight", each)] for each in LORA_SUFFIXES)
+            before = dequantize(quantize(before, four_bits), four_bits, before.shape, torch.float32)
+            before = before + stored.lora.scaling * (up @ down)
+        assert torch.equal(merged[name], before), name
+    assert len(stored.quantized) == len(stored.adapters) // 2 > 0
+    done = lmforge("export", world.folder / "sft qlora", tmp_path / "out", "--dtype", "bf16")
+    assert "dequantized from nf4 with scales in 8 bits; the sums are rounded to bf16" in done.stdout
+    for name, value in load_file(tmp_path / "out" / "model.safetensors").items():
+        assert torch.equal(value, merged[name].bfloat16()), name
+    said = (world.run("sft qlora").path / "logs" / "attempt-1" / "rank-0.log").read_text()
+    assert re.search(r"base +[\d,]+ frozen weights in nf4 with scales in 8 bits: .* less than in fp32", said)
+
+
 def test_an_export_of_adapters_merges_them_and_names_how_it_chats(world: World, lmforge: Command, tmp_path: Path) -> None:
     done = lmforge("export", world.folder / "sft lora", tmp_path / "out")
     assert done.returncode == 0, done.stderr
@@ -317,7 +372,7 @@ def test_an_export_of_adapters_merges_them_and_names_how_it_chats(world: World, 
     assert "<|assistant|>" in (tmp_path / "out" / "chat_template.jinja").read_text()
 
 
-@pytest.mark.parametrize("name", ["grpo", "grpo on 2", "grpo on 3", "grpo lora"])
+@pytest.mark.parametrize("name", ["grpo", "grpo on 2", "grpo on 3", "grpo lora", "grpo qlora"])
 def test_at_the_first_update_on_a_set_of_answers_the_ratio_is_one(world: World, name: str) -> None:
     """What was recorded while sampling is what the policy's own forward pass gives."""
     run = world.run(name)

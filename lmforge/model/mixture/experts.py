@@ -5,9 +5,10 @@ all experts is one kernel (grouped_mm.py), and shapes do not depend on what was 
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from functools import partial
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -113,6 +114,7 @@ class Experts(nn.Module):
 
     # What is cast to the compute dtype once a step.
     matrices = ("gate_up_proj", "down_proj")
+    quantized: Mapping[str, Any] = MappingProxyType({})  # quantization.matrices.QuantizedMatrix of those that are
     # Of expert parallelism (parallel/expert_parallel.py): calls `_compute` with the rows of this rank's experts.
     dispatch: Callable[[Tensor, Tensor, Callable[[Tensor, Tensor], Tensor]], Tensor] | None = None
 
@@ -144,7 +146,11 @@ class Experts(nn.Module):
 
     def _multiply(self, name: str, rows: Tensor, ends: Tensor) -> Tensor:
         """rows [rows, inputs] times the matrix of each one's expert in a stack; `ends` as in `_compute`."""
-        out = grouped_linear(rows, to_autocast_dtype(local_weight(getattr(self, name))), ends)
+        parameter = local_weight(getattr(self, name))
+        if (matrix := self.quantized.get(name)) is not None:
+            out = matrix.multiply(to_autocast_dtype(rows), parameter, ends=ends)
+        else:
+            out = grouped_linear(rows, to_autocast_dtype(parameter), ends)
         return add_adapter(self, name, out, rows, ends)
 
 

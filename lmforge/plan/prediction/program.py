@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from itertools import zip_longest
 from typing import Any
 
+from lmforge.model.quantization.blocks import CHUNK_NUMEL
 from lmforge.plan.memory import DTYPE_BYTES, ParameterCounts, optimizer_state_bytes
 from lmforge.plan.prediction.costs import BlockCost, Parts, count_block, count_head, embedded_bytes, is_checkpointed, mask_bytes
 from lmforge.plan.prediction.rates import HOST_OPTIMIZER_BYTES, LAUNCH_SECONDS, UNIT_SECONDS, Group, Rates, make_group
@@ -18,6 +19,8 @@ from lmforge.plan.prediction.step_config import StepConfig
 from lmforge.plan.traces import ModelShapes, Shapes, model_shapes
 
 FP32 = 4
+# Bytes of a number while it is dequantized: its codes, their indices, and fp32.
+DEQUANTIZE_BYTES = 6.5
 # Kernels that a block launches in its forward pass.
 EAGER_KERNELS, COMPILED_KERNELS = 60, 20
 # Arrays [tokens, width] and [tokens, intermediate_size] that the backward pass of half a block holds besides what was kept.
@@ -37,7 +40,8 @@ class Stage:
 @dataclass(frozen=True)
 class Unit:
     """A unit that FSDP gathers and reduces: the rank's parameters before sharding, the same with the rows that FSDP2 pads so
-    that tensors divide by the ranks, and the trained ones of both. group: the ranks that it is sharded over."""
+    that tensors divide by the ranks, and the trained ones of both. group: the ranks that it is sharded over. quantized: the
+    padded bytes of matrices in 4 or 8 bits, which are not among the parameters."""
 
     name: str
     parameters: int
@@ -45,6 +49,7 @@ class Unit:
     trained: int
     padded_trained: int
     group: Group
+    quantized: int = 0
 
 
 class StepProgram:
@@ -85,7 +90,10 @@ class StepProgram:
         self.head = self._unit("head", own_head) if step_config.trains_head else outer("head", own_head)
         if stage.has_head:
             self.head_cost = count_head(step_config, rates, sum(rows * columns for rows, columns in shapes.head))
-        blocks = {sparse: self._unit("", each.trained, each.frozen) for sparse, each in of_blocks.items()}
+        blocks = {sparse: self._unit("", each.trained, each.frozen, each.quantized) for sparse, each in of_blocks.items()}
+        # A product with a quantized matrix has it in full, and what computes it.
+        widest = max(each.widest for each in of_blocks.values())
+        self.dequantized_bytes = float(widest * self.number_bytes + min(widest, CHUNK_NUMEL) * DEQUANTIZE_BYTES)
         self.units = [replace(blocks[sparse], name=f"block {number}") for number, (_, sparse) in enumerate(layers, start=1)]
         # Of a block by its name: experts that expert parallelism splits are a unit of their own.
         self.experts: dict[str, Unit] = {}
@@ -95,6 +103,7 @@ class StepProgram:
         # Of a rank.
         self.parameters = sum(each.padded / each.group.size for each in every_unit)
         self.trained = sum(each.padded_trained / each.group.size for each in every_unit)
+        self.quantized_bytes = sum(each.quantized / each.group.size for each in every_unit)
         self.starts: list[int] = []  # of each micro-batch, in `operations`
         self._gathered: set[str] = set()
         self._gathering: dict[str, tuple[int, ...]] = {}
@@ -105,7 +114,7 @@ class StepProgram:
         self._reduced_units: set[str] = set()
         self._last_compute: tuple[int, ...] = ()
 
-    def _unit(self, name: str, trained: Shapes, frozen: Shapes = ()) -> Unit:
+    def _unit(self, name: str, trained: Shapes, frozen: Shapes = (), quantized: Shapes = ()) -> Unit:
         """A unit of tensors with these (rows, columns). FSDP1 puts them into one flat tensor, which needs no padding."""
         shards = 1 if self.step_config.options.engine == "fsdp1" else self.step_config.shards
 
@@ -114,7 +123,7 @@ class StepProgram:
             return sum(rows * columns for rows, columns in shapes), padded
 
         (count, padded), (others, padded_others) = counts(trained), counts(frozen)
-        return Unit(name, count + others, padded + padded_others, count, padded, self.shard_group)
+        return Unit(name, count + others, padded + padded_others, count, padded, self.shard_group, counts(quantized)[1])
 
     def _split_experts(self, shapes: ModelShapes, sparse: list[Unit]) -> None:
         """Part the experts from the units of sparse blocks. FSDP shards each one by rows, which rarely need padding."""
@@ -142,7 +151,7 @@ class StepProgram:
         step_config = self.step_config
         matrices = sum(each.trained / each.group.size for each in (*self.units, *self.experts.values()))
         counts = ParameterCounts(round(self.parameters), round(self.trained), round(matrices))
-        held = {"weights": self.parameters * self.master_bytes}
+        held = {"weights": self.parameters * self.master_bytes + self.quantized_bytes}
         held["optimizer states"] = float(optimizer_state_bytes(step_config.optimizer, step_config.master_dtype, counts))
         if step_config.reference == "copy":
             held["reference"] = held["weights"]
@@ -185,12 +194,16 @@ class StepProgram:
         """Issue the all-gather of a unit, unless it is gathered or in flight."""
         if not self.step_config.is_fsdp or not unit.parameters or unit.name in self._gathered | self._gathering.keys():
             return
-        seconds = self.rates.gather_seconds(float(unit.padded * self.number_bytes), unit.group)
+        seconds = self.rates.gather_seconds(self._full_bytes(unit), unit.group)
         if self.step_config.options.cpu_offload:
             seconds += unit.padded * self.master_bytes / unit.group.size / self.rates.host_copy
         self._gathering[unit.name] = self._add(
             f"gather {unit.name}", NETWORK, seconds=seconds, kind="all-gather", after=after, host_seconds=self.unit_seconds,
-            allocate=self._buffer(unit, "gather buffers", unit.padded * self.number_bytes))  # fmt: skip
+            allocate=self._buffer(unit, "gather buffers", self._full_bytes(unit)))  # fmt: skip
+
+    def _full_bytes(self, unit: Unit) -> float:
+        """Of a unit that is gathered."""
+        return float(unit.padded * self.number_bytes + unit.quantized)
 
     def _buffer(self, unit: Unit, kind: str, nbytes: float) -> dict[str, float]:
         """What FSDP communicates with, where there is another rank."""
@@ -203,7 +216,7 @@ class StepProgram:
             return
         number = self._gathering.pop(unit.name)
         self._gathered.add(unit.name)
-        nbytes = float(unit.padded * self.number_bytes)
+        nbytes = self._full_bytes(unit)
         buffer = self._buffer(unit, "gather buffers", nbytes)
         before, self._buffered = self._buffered, buffer if in_forward else {}
         if before:
@@ -227,7 +240,7 @@ class StepProgram:
         if unit.name not in self._gathered:
             return {}
         self._gathered.discard(unit.name)
-        return {"gathered weights": float(unit.padded * self.number_bytes)}
+        return {"gathered weights": self._full_bytes(unit)}
 
     def _forward(self) -> None:
         step_config, residual = self.step_config, self.residual_bytes
@@ -249,7 +262,8 @@ class StepProgram:
             copies = 3.0 if cost.recomputed_bytes else 1.0
             freed = [self._free(each) if self.reshards else {} for each in self._with_experts(unit)]
             self._add(f"forward, {unit.name}", allocate={"activations": float(cost.saved_bytes)},
-                      transient={"temporary": copies * cost.widest_bytes + cost.dispatch_bytes}, free=freed[0])  # fmt: skip
+                      transient={"temporary": copies * cost.widest_bytes + cost.dispatch_bytes + self.dequantized_bytes},
+                      free=freed[0])  # fmt: skip
             for more in freed[1:]:
                 self._add(f"forward, free experts of {unit.name}", free=more)
         if self.stage.has_head:
@@ -333,7 +347,7 @@ class StepProgram:
         parts = [self._unreduced(each) for each in self._with_experts(unit)]
         half = {kind: 0.5 * sum(each[kind] for each in parts) for kind in parts[0]}
         stream = BACKWARD_STREAM * cost.input_bytes
-        busy = stream + cost.dispatch_bytes
+        busy = stream + cost.dispatch_bytes + self.dequantized_bytes
         first = {"recomputed": cost.recomputed_bytes * part, "activations": 0.0 if cost.recomputed_bytes else total * part}
         rest = {"recomputed": cost.recomputed_bytes - first["recomputed"],
                 "activations": cost.saved_bytes - first["activations"]}  # fmt: skip

@@ -134,8 +134,8 @@ def check_step_config(step_config: StepConfig) -> None:
     global_batch_size = data_parallel * size * step_config.accumulation
     plan = BatchPlan(global_batch_size, step_config.sequence_length, data_parallel, size, step_config.accumulation)
     check_parallel(step_config.options, step_config.model, plan)
-    if not step_config.trains_all:
-        check_lora(step_config.options, step_config.float8)
+    if step_config.lora is not None:
+        check_lora(step_config.options, step_config.float8, step_config.lora.base_dtype)
     if step_config.compiled:
         check_compiled(step_config.options, "cuda" if step_config.on_gpu else "cpu")
     _ = step_config.dims

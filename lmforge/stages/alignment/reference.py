@@ -149,6 +149,7 @@ def precompute_reference_logprobs(
         "shape": to_config_json(inputs.model_config),
         "dtype": str(built.dtype),
         "masters": config.train.master_dtype,
+        **({"base": [config.lora.base_dtype, config.lora.double_quant]} if config.lora.base_dtype else {}),
         "float8": config.train.float8,
     }
     key = json.dumps([dataset.plan_hash, dataset.sequence_length, depends_on], sort_keys=True)
