@@ -27,8 +27,8 @@ THOUGHT = "<think>\nHm.\n</think>\n\n"
 class TurnEncoder:
     """Prompts, answers and replies of conversations with `tools`, schemas, by a tokenizer's chat template.
 
-    `check` finds turn_end_ids, the tokens that end an answer which may have a reply, and can_call_twice, whether the template
-    takes several calls in one answer.
+    can_call_twice: whether the template takes several calls in one answer. turn_end_ids: the tokens that end an answer which
+    may have a reply, as `check` found them.
     """
 
     def __init__(self, tokenizer: Tokenizer, tools: Sequence[dict[str, Any]]) -> None:
@@ -43,6 +43,10 @@ class TurnEncoder:
         self._tool_name = str(tools[0]["function"]["name"]) if tools else ""
         self.turn_end_ids = frozenset[int]()
         self.can_call_twice = False
+        if tools:
+            with suppress(UserError):
+                self._split_last([_user(), *_calling(self._tool_name, 2)])
+                self.can_call_twice = True
 
     @property
     def stop_token_ids(self) -> frozenset[int]:
@@ -87,9 +91,6 @@ class TurnEncoder:
         `kinds`: what an environment replies with, "tool", "user" or both.
         """
         replies = {"tool": [_calling(self._tool_name, 1)], "user": [[_answer(), _user()]]}
-        with suppress(UserError):
-            self._split_last([_user(), *_calling(self._tool_name, 2)])
-            self.can_call_twice = bool(self._tools)
         if self.can_call_twice:
             replies["tool"].append(_calling(self._tool_name, 2))
         turns = [turn for kind in kinds for turn in replies[kind]]

@@ -11,12 +11,16 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 from rich.console import Console
 
 from lmforge.atomic_files import create_file
 from lmforge.config.verbs.models import ChatOptions
 from lmforge.data.order import derive_key
+from lmforge.environments.appending import TurnEncoder
+from lmforge.environments.environment import tool_message
+from lmforge.environments.process import EnvironmentPool
 from lmforge.errors import UserError
 from lmforge.generate.engine import Engine, GenerationRequest
 from lmforge.generate.model_loading import LoadedModel, load_model, resolve_device_and_dtype, resolve_max_length
@@ -26,6 +30,7 @@ from lmforge.untrusted import expand_home
 
 # Characters that move a terminal's cursor or change its colours: a model must not send them.
 CONTROL_CHARACTERS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
+MAX_ANSWERS = 16  # to one turn, as long as they call tools
 HELP = """\
 /help            show this list
 /reset           start a new conversation with the same system prompt
@@ -90,6 +95,31 @@ def _read_terminal_line() -> str | None:
         return None
 
 
+class ChatTools:
+    """Tools of a conversation, in a process of their own."""
+
+    def __init__(self, spec: str, loaded: LoadedModel) -> None:
+        """Raises UserError where they cannot be used, or the chat template knows no tools."""
+        self.pool = EnvironmentPool(spec)
+        if self.pool.reply_roles != ["tool"]:
+            raise UserError(f"--tools {spec}: an environment with turns of its own; name a function, or a class of tools")
+        self.encoder = TurnEncoder(loaded.tokenizer, self.pool.tools)
+        self._begin()
+
+    def _begin(self) -> None:
+        [begun] = self.pool.reset([{"prompt": [{"role": "user", "content": ""}]}])
+        if begun.error:
+            raise UserError(f"--tools {self.pool.spec}: {begun.error}")
+
+    def call(self, answer: dict[str, Any]) -> list[dict[str, Any]]:
+        """What the tools return to the calls of an answer. Tools that have failed begin anew."""
+        reply = self.pool.step({0: answer})[0]
+        if not reply.error:
+            return list(reply.messages)
+        self._begin()
+        return [tool_message(call, str({"error": reply.error})) for call in answer["tool_calls"]]
+
+
 class ChatSession:
     """A conversation, and the engine that answers it."""
 
@@ -107,12 +137,13 @@ class ChatSession:
         self._seed = secrets.randbelow(2**31) if options.seed is None else options.seed
         self._num_answers = 0
         self._system = options.system
-        self._turns: list[dict[str, str]] = []
+        self._turns: list[dict[str, Any]] = []
+        self._tools = None if options.tools is None else ChatTools(options.tools, loaded)
         self._to_terminal = to_terminal
         self._commands: dict[str, Callable[[str], None]] = {
             "/help": lambda _: print(HELP, file=sys.stderr),
             "/reset": lambda _: self._turns.clear(),
-            "/undo": lambda _: self._drop_messages(2),
+            "/undo": self._undo,
             "/retry": self._retry,
             "/system": self._set_system,
             "/temperature": self._set_temperature,
@@ -137,29 +168,46 @@ class ChatSession:
             raise
 
     @property
-    def _messages(self) -> list[dict[str, str]]:
+    def _messages(self) -> list[dict[str, Any]]:
         system = [{"role": "system", "content": self._system}] if self._system else []
         return system + self._turns
 
     def _answer(self) -> None:
-        """Answer the last turn. Raises UserError where the conversation leaves no room for an answer."""
-        prompt = self._loaded.chat_template.encode_prompt(self._messages)
+        """Answer the last turn, and what the tools return that this calls. Raises UserError where there is no room for it."""
+        for _ in range(MAX_ANSWERS):
+            answer = self._read(self._stream_answer(self._request()))
+            self._turns.append(answer)
+            if self._tools is None or not answer.get("tool_calls"):
+                return
+            for message in self._tools.call(answer):
+                self._turns.append(message)
+                self._print(f"{message['name']}: {message['content']}\n")
+        raise UserError(f"still calls tools after {MAX_ANSWERS} answers; use /retry")
+
+    def _read(self, streamer: TextStreamer) -> dict[str, Any]:
+        ended = streamer.finish_reason == "stop" and streamer.token_ids[-1] in self._loaded.chat_stop_ids
+        if self._tools is None:
+            return {"role": "assistant", "content": streamer.text}
+        return self._tools.encoder.read_answer(streamer.token_ids, self._num_answers, ended)
+
+    def _request(self) -> GenerationRequest:
+        schemas = self._tools and self._tools.pool.tools
+        prompt = self._loaded.chat_template.encode_prompt(self._messages, schemas or None)
         try:
             available = check_room(len(prompt), self._max_length)
         except PromptTooLong as problem:
             raise PromptTooLong(f"{problem}; use /undo or /reset") from None
         self._num_answers += 1
-        request = GenerationRequest(
+        return GenerationRequest(
             prompt_ids=prompt,
             max_tokens=min(available, self._options.max_tokens or self._loaded.answer_length(len(prompt), available)),
             sampling=self._sampling,
             seed=derive_key(self._seed, "answer", self._num_answers),
             stop_token_ids=self._loaded.chat_stop_ids,
         )
-        self._turns.append({"role": "assistant", "content": self._stream_answer(request)})
 
-    def _stream_answer(self, request: GenerationRequest) -> str:
-        """Print an answer as it is generated, until it ends or Ctrl-C stops it. Returns its text."""
+    def _stream_answer(self, request: GenerationRequest) -> TextStreamer:
+        """Print an answer as it is generated, until it ends or Ctrl-C stops it."""
         streamer = TextStreamer(self._loaded.tokenizer, self._loaded.stop_strings)
         start = time.perf_counter()
         with _deferred_interrupts() as interrupted:
@@ -174,7 +222,7 @@ class ChatSession:
             count, seconds = len(streamer.token_ids), time.perf_counter() - start
             note = f"({count} tokens, {count / seconds:.1f} tokens/s{', stopped' if interrupted.is_set() else ''})"
             Console(stderr=True, highlight=False).print(note, style="dim")
-        return streamer.text
+        return streamer
 
     def _print(self, text: str) -> None:
         if self._to_terminal:
@@ -182,13 +230,19 @@ class ChatSession:
         if text:
             print(text, end="", flush=True)
 
-    def _drop_messages(self, count: int) -> None:
+    def _drop_answer(self) -> None:
+        """Leave the last turn of the user at the end."""
         if not self._turns:
             raise UserError("the conversation is empty")
-        del self._turns[-count:]
+        while self._turns[-1]["role"] != "user":
+            self._turns.pop()
+
+    def _undo(self, _: str) -> None:
+        self._drop_answer()
+        self._turns.pop()
 
     def _retry(self, _: str) -> None:
-        self._drop_messages(1)
+        self._drop_answer()
         self._answer()
 
     def _set_system(self, text: str) -> None:

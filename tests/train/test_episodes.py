@@ -65,6 +65,15 @@ class Talk(Environment):
         return Reply([{"role": "user", "content": "Again."}], reward=len(message["content"]) / 10, done=not self.left)
 
 
+def look(word: str) -> str:
+    '''Look it up.
+
+    Args:
+        word: what
+    '''
+    return word
+
+
 def lengths(prompts, completions, environments):
     return [float(len(each)) for each in completions]
 """

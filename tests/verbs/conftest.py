@@ -5,3 +5,4 @@ from tests.generate.conftest import (  # noqa: F401 - fixtures
     scripted,
     tiny_model_and_tokenizer,
 )
+from tests.train.test_episodes import caller  # noqa: F401 - a fixture

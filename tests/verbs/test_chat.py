@@ -19,7 +19,7 @@ from lmforge.cli import run as command
 from lmforge.config.verbs.models import ChatOptions
 from lmforge.errors import UserError
 from lmforge.generate.model_loading import LoadedModel, load_model
-from lmforge.verbs.chat import ChatSession
+from lmforge.verbs.chat import MAX_ANSWERS, ChatSession
 from tests.conftest import Command
 
 GREEDY = ("--temperature", 0)
@@ -127,6 +127,20 @@ def test_an_error_ends_a_piped_conversation(chat: Chat, models: Path) -> None:
     status, output, errors = chat(models / "hello", *GREEDY, stdin="Hi\n/dance\nHi\n")
     assert (status, output) == (2, "Hey <s>\n")
     assert errors == "lmforge: /dance: no such command; /help lists them\n"
+
+
+def test_tools_are_called_and_what_they_return_is_shown(chat: Chat, caller: Path) -> None:
+    status, output, errors = chat(caller / "model", *GREEDY, "--tools", caller / "own.py:look", stdin="Hi\n")
+    # This model calls its tool for ever.
+    assert output == "[go()]\ngo: {'error': 'Tool go not found.'}\n" * MAX_ANSWERS
+    assert status == 2
+    assert errors.strip().endswith(f"still calls tools after {MAX_ANSWERS} answers; use /retry")
+
+
+def test_an_environment_with_turns_of_its_own_is_no_tool(chat: Chat, caller: Path) -> None:
+    status, _, errors = chat(caller / "model", "--tools", caller / "own.py:Talk", stdin="Hi\n")
+    assert status == 2
+    assert "an environment with turns of its own; name a function, or a class of tools" in errors
 
 
 def test_a_model_without_a_chat_template_is_refused_with_what_it_can_do(chat: Chat, models: Path) -> None:

@@ -112,6 +112,7 @@ class ChatOptions(SamplingOptions):
 
     model: Path = argument(..., MODEL)
     system: str | None = option(None, "system message")
+    tools: str | None = option(None, "tools that it may call: FILE.py:FUNCTION, FILE.py:CLASS, calculator or python")
     max_tokens: int | None = option(None, "longest answer, in tokens (default: the model's, else as many as fit)", **LENGTH)
     max_length: int | None = option(
         None, "longest conversation, in tokens (default: what the model was made for, up to 4096)", **LENGTH
