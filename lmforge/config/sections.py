@@ -341,7 +341,12 @@ class OptimizerOptions(Options):
     groups: tuple[GroupOptions, ...] = option(
         (), "parameter groups, [[optimizer.groups]] in a recipe; the first whose pattern matches applies"
     )
-    state_dtype: Literal["fp32", "bf16"] = option("fp32", "adamw and muon: dtype of moments and momentum")
+    state_dtype: Literal["fp32", "bf16", "8bit"] = option(
+        "fp32", "adamw and muon: dtype of moments and momentum; 8bit: of the matrices of the blocks, others stay fp32"
+    )
+    stochastic_rounding: bool = option(
+        False, "adamw and muon: master weights in bf16 are rounded up or down at random, so that small steps are not lost"
+    )
     implementation: Literal["fused", "foreach"] = option(
         "fused", "adamw with fp32 states: torch's fused kernel, or one operator after another on lists of tensors (foreach)"
     )
@@ -350,11 +355,13 @@ class OptimizerOptions(Options):
     def uses_state_dtype(self) -> bool:
         """Whether states are in `state_dtype`; else in the dtype of the master weights, as torch's fused AdamW keeps them."""
         foreach = self.name == "adamw" and self.implementation == "foreach"
-        return self.name == "muon" or foreach or self.state_dtype != "fp32"
+        return self.name == "muon" or foreach or self.state_dtype != "fp32" or self.stochastic_rounding
 
     def problems(self) -> Iterator[str]:
         if self.name == "sgd" and self.state_dtype != "fp32":
-            yield "optimizer.state_dtype = bf16: not with optimizer.name = sgd; use adamw or muon, or leave it out"
+            yield f"optimizer.state_dtype = {self.state_dtype}: not with optimizer.name = sgd; use adamw or muon"
+        if self.name == "sgd" and self.stochastic_rounding:
+            yield "optimizer.stochastic_rounding: not with optimizer.name = sgd; use adamw or muon, or leave it out"
 
 
 class ScheduleOptions(Options):

@@ -137,13 +137,13 @@ def _held_parts(model: nn.Module) -> dict[str, HeldPart]:
             starts, length = torch.tensor([flat.start]), parameter.numel()
         else:
             (local, part), shape = local_part(parameter), parameter.shape
-            starts, length = _runs(part, shape)
+            starts, length = part_runs(part, shape)
         if local.numel():
             parts[name] = HeldPart(shape, local.view(len(starts), length), starts.to(local.device))
     return parts
 
 
-def _runs(part: tuple[slice, ...], shape: torch.Size) -> tuple[Tensor, int]:
+def part_runs(part: tuple[slice, ...], shape: torch.Size) -> tuple[Tensor, int]:
     """The contiguous rows of a part of a tensor: where each begins in the flattened tensor, and their length."""
     # From this dimension on, numbers of the part are contiguous: it has all of each later dimension.
     first = max((dim for dim, each in enumerate(part) if each != slice(0, shape[dim])), default=0)

@@ -8,6 +8,7 @@ from lmforge.model.config import ModelConfig
 from lmforge.model.flops import parameter_count
 
 DTYPE_BYTES = {"fp32": 4, "bf16": 2}
+STATE_8BIT_BYTES = 1 + 4 / 256  # of a number in 8 bits, with its part of a scale; rows of no full blocks have more scales
 
 
 @dataclass(frozen=True)
@@ -49,6 +50,9 @@ def optimizer_state_bytes(optimizer: OptimizerOptions, master_dtype: str, counts
     if states is None:
         entry = registry.find("optimizer", optimizer.name)
         states = (entry.facts.get("states_per_parameter", 2) if entry else 2) * counts.trained
+    if optimizer.state_dtype == "8bit":
+        of_matrices = (1 if optimizer.name == "muon" else 2) * counts.trained_block_matrices
+        return (states - of_matrices) * DTYPE_BYTES["fp32"] + round(of_matrices * STATE_8BIT_BYTES)
     return states * DTYPE_BYTES[optimizer.state_dtype if optimizer.uses_state_dtype else master_dtype]
 
 

@@ -18,6 +18,8 @@ from tests.seeds import fresh_seed
 MUON = ["--optimizer.name", "muon"]
 BF16 = ["--optimizer.state_dtype", "bf16"]
 SGD = ["--optimizer.name", "sgd", "--optimizer.lr", "0.1"]
+BITS = ["--optimizer.state_dtype", "8bit"]
+ROUNDED = [*BITS, "--optimizer.stochastic_rounding", "--train.master_dtype", "bf16"]
 FOREACH = ["--optimizer.implementation", "foreach"]
 DDP = ["--parallel.engine", "ddp"]
 FSDP1 = ["--parallel.engine", "fsdp1"]
@@ -36,6 +38,10 @@ STRATEGIES: dict[str, tuple[int, list[str]]] = {
     "adamw bf16 single": (1, BF16),
     "adamw bf16 fsdp2 on 2": (2, BF16),
     "muon bf16 fsdp2 on 2": (2, [*MUON, *BF16]),
+    "adamw 8bit single": (1, BITS),
+    "adamw 8bit fsdp2 on 2": (2, BITS),
+    "muon 8bit rounded fsdp2 on 2": (2, [*MUON, *ROUNDED]),
+    "adamw 8bit rounded fsdp2 on 2": (2, ROUNDED),
 }
 # Resumed from the middle of the first run, on this number of ranks, with these options.
 RESUMED: dict[str, tuple[str, int, list[str]]] = {
@@ -45,6 +51,10 @@ RESUMED: dict[str, tuple[str, int, list[str]]] = {
     "foreach resumed": ("foreach fsdp1 on 2", 2, [*FOREACH, *FSDP1]),
     "adamw bf16 resumed": ("adamw bf16 fsdp2 on 2", 2, BF16),
     "muon bf16 resumed": ("muon bf16 fsdp2 on 2", 2, [*MUON, *BF16]),
+    "adamw 8bit resumed": ("adamw 8bit fsdp2 on 2", 2, BITS),
+    "adamw 8bit resumed single": ("adamw 8bit fsdp2 on 2", 1, BITS),
+    "adamw 8bit rounded resumed": ("adamw 8bit rounded fsdp2 on 2", 2, ROUNDED),
+    "muon 8bit rounded resumed": ("muon 8bit rounded fsdp2 on 2", 2, [*MUON, *ROUNDED]),
     "adamw bf16 resumed in fp32": ("adamw bf16 fsdp2 on 2", 1, []),
 }
 
@@ -84,7 +94,7 @@ def assert_close(run: Run, reference: Run, steps: range = range(1, RECIPE_STEPS 
         assert weights_difference(name, ours[name], tensor) <= bound.weights, name
 
 
-@pytest.mark.parametrize("name", [name for name in STRATEGIES if "single" not in name and "bf16" not in name])
+@pytest.mark.parametrize("name", [name for name in STRATEGIES if not {"single", "bf16", "8bit"} & {*name.split()}])
 def test_losses_and_weights_do_not_depend_on_the_strategy(runs: dict[str, Run], name: str) -> None:
     assert_close(runs[name], runs[f"{name.split()[0]} single"])
 
@@ -113,6 +123,18 @@ def test_bf16_state_is_stored_in_bf16_and_loads_into_fp32(runs: dict[str, Run]) 
     for name in ("adamw bf16 fsdp2 on 2", "adamw bf16 resumed in fp32"):
         for step, loss in losses(runs[name]).items():
             assert loss == pytest.approx(theirs[step], rel=bounds.BF16_STATES.loss)
+
+
+def test_states_in_8_bits_are_those_of_one_process_but_for_a_code_now_and_then(runs: dict[str, Run]) -> None:
+    theirs = losses(runs["adamw 8bit single"])
+    for name in ("adamw 8bit fsdp2 on 2", "adamw 8bit resumed single"):
+        for step, loss in losses(runs[name]).items():
+            assert loss == pytest.approx(theirs[step], rel=bounds.BF16_STATES.loss)
+    ours, kept = states(runs["adamw 8bit fsdp2 on 2"]), states(runs["adamw 8bit single"])
+    in_bytes = [name for name, each in kept.items() if each.dtype == torch.uint8]
+    assert in_bytes
+    for name in in_bytes:
+        assert float((ours[name] != kept[name]).float().mean()) < 0.2, name
 
 
 def test_every_optimizer_lowers_the_loss_differently(runs: dict[str, Run]) -> None:

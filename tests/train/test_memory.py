@@ -22,15 +22,16 @@ from lmforge.model.config import ModelConfig
 from lmforge.model.init_weights import init_adapters, init_weights
 from lmforge.model.lora import LoraConfig, add_lora
 from lmforge.objectives.language import NextTokenObjective
-from lmforge.parallel.parallel_model import ParallelModel
+from lmforge.parallel.parallel_model import ParallelModel, local_tensor
 from lmforge.parallel.parallelize import parallelize
 from lmforge.plan.memory import ParameterCounts, optimizer_state_bytes
 from lmforge.plan.operators import ActivationTracker
+from lmforge.plan.parameter_counts import block_adapters, count_parameters
 from lmforge.plan.prediction.step_config import StepConfig
 from lmforge.plan.traces import TracedModel, trace_block
 from lmforge.train.optimizers.optimizer import build_optimizer
 from tests.model.conftest import draw, drawn_config  # noqa: F401 - a fixture
-from tests.plan.step_program import predicted_activation_bytes
+from tests.plan.step_program import predicted_activation_bytes, step_program
 
 RANKS = DistributedContext(RankInfo(), torch.device("cpu"), None)
 
@@ -45,10 +46,13 @@ def sharding(mode: str) -> ParallelOptions:
     return ParallelOptions(engine="fsdp2", activation_checkpointing=mode, activation_checkpointing_every=2)  # type: ignore[arg-type]
 
 
-def sharded(config: ModelConfig, dtype: torch.dtype, mode: str) -> ParallelModel:
+def sharded(config: ModelConfig, dtype: torch.dtype, mode: str, lora: LoraConfig | None = None) -> ParallelModel:
     """A model under fsdp2 on one rank: as on many ranks, weights are in the compute dtype in the forward pass."""
+    model = build_model(config, "meta")
+    if lora is not None:
+        add_lora(model, lora)
     return parallelize(
-        build_model(config, "meta"),
+        model,
         NextTokenObjective().loss,
         dist_ctx=RANKS,
         dtype=dtype,
@@ -99,6 +103,19 @@ def test_activations_are_those_of_the_formula(
             size,
             length,
         )
+
+
+@pytest.mark.parametrize("mode", ["full", "selective-ops", "none"])
+def test_beside_a_base_in_four_bits_weights_and_activations_take_what_is_predicted(mode: str) -> None:
+    lora = LoraConfig(3, 6.0, base_dtype="nf4")
+    model = sharded(SMALL_MODEL, torch.bfloat16, mode, lora)
+    adapters = block_adapters(SMALL_MODEL, lora)
+    step_config = StepConfig(SMALL_MODEL, sharding(mode), 1, 1, 4, 1, 64, compiled=False, on_gpu=False, lora=adapters)
+    held = sum(local_tensor(each).nbytes for each in model.model.parameters())
+    assert held == count_parameters(SMALL_MODEL, lora).weight_bytes("fp32")
+    assert step_program(step_config).held()["weights"] == held
+    # The goal of the prediction; 3 % more is what is seen.
+    assert predicted_activation_bytes(step_config) == pytest.approx(measured(model, 4, 64), rel=0.05)
 
 
 OPTIMIZERS = [

@@ -119,6 +119,8 @@ KINDS: dict[str, dict[str, Any]] = {
     "adamw bf16": {"state_dtype": "bf16"},
     "muon": {"name": "muon"},
     "muon bf16": {"name": "muon", "state_dtype": "bf16"},
+    "adamw 8bit": {"state_dtype": "8bit"},
+    "muon 8bit": {"name": "muon", "state_dtype": "8bit"},
     "sgd": {"name": "sgd"},
     "sgd without momentum": {"name": "sgd", "momentum": 0.0},
 }

@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 Bits = Literal["nf4", "int8"]
+Codes = Literal["nf4", "int8", "uint8"]  # the last are for numbers that are never negative
 SCALE_BYTES = 4  # a scale is in fp32
 NF4_BLOCK, BLOCK = 64, 256  # numbers; the scales of `double_quant` are in blocks of the second size
 # Whose kernels a GPU computes with where it is installed.
@@ -132,9 +133,9 @@ def dequantize(packed: Tensor, stored: BlockFormat, shape: Sequence[int], dtype:
     return result[: math.prod(shape)].view(*shape)
 
 
-def quantize_blocks(blocks: Tensor, bits: Bits) -> tuple[Tensor, Tensor]:
-    """The nearest codes for numbers fp32 [blocks, numbers] that are divided by the largest of their block: uint8 of the same
-    shape, and these largest, fp32 [blocks]."""
+def quantize_blocks(blocks: Tensor, bits: Codes) -> tuple[Tensor, Tensor]:
+    """The nearest codes for numbers fp32 [..., numbers] that are divided by the largest of their block: uint8 of the same
+    shape, and these largest, fp32 [...]."""
     scaled, largest = _scaled(blocks)
     return torch.bucketize(scaled, _bounds(code_values(bits, blocks.device)), out_int32=True).to(torch.uint8), largest
 
@@ -149,7 +150,7 @@ def _quantize_by_bins(blocks: Tensor) -> tuple[Tensor, Tensor]:
 
 def _scaled(blocks: Tensor) -> tuple[Tensor, Tensor]:
     largest = blocks.abs().amax(dim=-1)
-    return (blocks * (1.0 / largest.clamp(min=1e-38))[:, None]).clamp_(-1, 1), largest
+    return (blocks * (1.0 / largest.clamp(min=1e-38)).unsqueeze(-1)).clamp_(-1, 1), largest
 
 
 def _bounds(values: Tensor) -> Tensor:
@@ -167,10 +168,31 @@ def dequantize_blocks(codes: Tensor, scales: Tensor, values: Tensor) -> Tensor:
     return values[codes.int()].mul_(scales[:, None])
 
 
+def row_bytes(columns: int) -> int:
+    """The bytes of a row of so many numbers by `pack_rows`."""
+    return columns + SCALE_BYTES * -(-columns // BLOCK)
+
+
+def pack_rows(rows: Tensor, codes: Codes) -> Tensor:
+    """Numbers fp32 [..., columns] in 8 bits: uint8 [..., row bytes]. Blocks begin with each row and end with it, so that any
+    rows of a tensor are packed as in the whole. Each number becomes the nearest code."""
+    columns = rows.shape[-1]
+    blocks = pad(rows, (0, -columns % BLOCK)).unflatten(-1, (-1, BLOCK))
+    packed, scales = quantize_blocks(blocks, codes)
+    return torch.cat([packed.flatten(-2)[..., :columns], _bytes(scales)], dim=-1)
+
+
+def unpack_rows(packed: Tensor, columns: int, codes: Codes) -> Tensor:
+    """The numbers fp32 [..., columns] of what `pack_rows` returned. Bytes of zeros are zeros."""
+    blocks = pad(packed[..., :columns], (0, -columns % BLOCK)).unflatten(-1, (-1, BLOCK))
+    numbers = code_values(codes, packed.device)[blocks.int()].mul_(_floats(packed[..., columns:]).unsqueeze(-1))
+    return numbers.flatten(-2)[..., :columns]
+
+
 @cache
-def code_values(bits: Bits, device: torch.device) -> Tensor:
+def code_values(bits: Codes, device: torch.device) -> Tensor:
     """What the codes stand for, fp32, in ascending order: 16 or 256 numbers between -1 and 1."""
-    return torch.tensor(NF4_VALUES if bits == "nf4" else dynamic_values(), device=device)
+    return torch.tensor(NF4_VALUES if bits == "nf4" else dynamic_values(signed=bits == "int8"), device=device)
 
 
 def dynamic_values(signed: bool = True) -> list[float]:

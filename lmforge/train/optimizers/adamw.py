@@ -4,7 +4,8 @@ With fp32 moments torch's own fused AdamW does the same in one pass, and is what
 used for `optimizer.implementation = foreach` and for the parameters that Muon does not update (muon.py).
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -12,24 +13,28 @@ from torch import Tensor
 from torch.optim.adamw import adamw
 
 from lmforge.parallel.parallel_model import local_tensor
+from lmforge.train.optimizers.stored import StochasticBF16, Stored8Bit, zeros_8bit
 
 # The number of elements updated at once. It limits the fp32 copies of weights and moments, which take four bytes per element
 # each.
 MAX_CHUNK_NUMEL = 2**25
 # An odd number near 2^16 divided by the golden ratio: its multiples modulo 2^16 are spread evenly, however many.
 STEP_NOISE = 40_503
-# What belongs to a parameter, and this rank's parts of tensors of its shape, of which the last is the gradient.
-Part = tuple[Any, tuple[Tensor, ...]]
+# What belongs to a parameter, and this rank's parts of tensors of its shape, flat, of which the last is the gradient.
+Part = tuple[Any, tuple[Tensor | Stored8Bit | StochasticBF16, ...]]
 
 
 class AdamW(torch.optim.Optimizer):
-    """AdamW (arXiv 1711.05101) on fp32 or bf16 parameters, plain or DTensor, with moments of `state_dtype`, fp32 or bf16.
+    """AdamW (arXiv 1711.05101) on fp32 or bf16 parameters, plain or DTensor, with moments of `state_dtype`: fp32, bf16, or
+    uint8 for 8 bits (arXiv 2110.02861) of the parameters in groups that have `stores_8bit`, and fp32 of others.
 
     torch's fused kernel computes a step, or with `foreach` one operator after another on lists of tensors.
 
     A step is computed in fp32. In bf16 the first moment is stored rounded to nearest, the second stochastically: its changes
     are smaller than the spacing of bf16 numbers, so with rounding to nearest it could not fall once beta2 is above 0.996. The
     noise depends on the step only, so that a resumed run draws the same.
+
+    `rounding_keys`: a key for each bf16 parameter that is rounded stochastically (stored.py).
 
     `found_inf`, set on the optimizer as for torch's fused ones (a scalar, 0 or 1, on the device of the parameters): where it
     is 1, a step leaves parameters and state as they are, bit by bit.
@@ -44,10 +49,11 @@ class AdamW(torch.optim.Optimizer):
         eps: float,
         state_dtype: torch.dtype = torch.float32,
         foreach: bool = False,
+        rounding_keys: Mapping[Tensor, int] = MappingProxyType({}),
         **defaults: Any,
     ) -> None:
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": 0.0, **defaults})
-        self.state_dtype, self.foreach = state_dtype, foreach
+        self.state_dtype, self.foreach, self.rounding_keys = state_dtype, foreach, rounding_keys
 
     def get_or_init_state(self, parameter: Tensor, group: dict[str, Any]) -> dict[str, Tensor]:
         """The state of a parameter of `group`, made of zeros where there is none yet."""
@@ -56,8 +62,13 @@ class AdamW(torch.optim.Optimizer):
             # On the device, which decides whether a step is skipped.
             state["step"] = torch.zeros((), device=parameter.device)
             for name in ("exp_avg", "exp_avg_sq"):
-                state[name] = torch.zeros_like(parameter, dtype=self.state_dtype)
+                state[name] = self.zero_state(parameter, group)
         return state
+
+    def zero_state(self, parameter: Tensor, group: dict[str, Any]) -> Tensor:
+        if self.state_dtype != torch.uint8:
+            return torch.zeros_like(parameter, dtype=self.state_dtype)
+        return zeros_8bit(parameter) if group["stores_8bit"] else torch.zeros_like(parameter, dtype=torch.float32)
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
@@ -73,16 +84,23 @@ class AdamW(torch.optim.Optimizer):
         """One step of `parameters`, which are of `group`, or none where `skip` is true."""
         update = _foreach_update if self.foreach else _fused_update
         parts = (self._part(parameter, self.get_or_init_state(parameter, group)) for parameter in parameters)
-        for counted, (values, first, second, gradients) in fp32_batches(parts):
+        for counted, (values, first, second, gradients) in fp32_batches(parts, skip):
             steps = [step.clone() for step in counted]
             update(values, gradients, first, second, steps, group, skip)
-            if self.state_dtype != torch.float32:
+            if self.state_dtype == torch.bfloat16:
                 stochastic_round_(second, steps[0])
         counters = [self.get_or_init_state(parameter, group)["step"] for parameter in parameters]
         torch._foreach_add_(counters, [(~skip).float()] * len(counters))
 
     def _part(self, parameter: Tensor, state: dict[str, Tensor]) -> Part:
-        return state["step"], local_parts(parameter, state["exp_avg"], state["exp_avg_sq"])
+        first, second = state["exp_avg"], state["exp_avg_sq"]
+        parts: tuple[Any, ...] = local_parts(parameter, first, second)
+        if first.dtype == torch.uint8:
+            moments = Stored8Bit.of(first, parameter, "int8"), Stored8Bit.of(second, parameter, "uint8")
+            parts = parts[0], *moments, parts[-1]
+        if parameter in self.rounding_keys:
+            parts = StochasticBF16.of(parameter, self.rounding_keys[parameter], state["step"]), *parts[1:]
+        return state["step"], parts
 
 
 def _fused_update(
@@ -140,33 +158,39 @@ def local_parts(parameter: Tensor, *states: Tensor) -> tuple[Tensor, ...]:
     return (*(local_tensor(each).view(-1) for each in (parameter, *states)), local_tensor(parameter.grad).reshape(-1))
 
 
-def fp32_batches(parts: Iterable[Part]) -> Iterator[tuple[list[Any], list[list[Tensor]]]]:
+def fp32_batches(parts: Iterable[Part], skip: Tensor | None = None) -> Iterator[tuple[list[Any], list[list[Tensor]]]]:
     """What an elementwise update computes with: of each part what belongs to it, and its tensors in fp32, a list for each kind.
 
-    Those in fp32 are the tensors themselves. Others are rounded back when the next batch is asked for, but not gradients. A
-    batch has at most MAX_CHUNK_NUMEL elements of a kind; larger parts are cut.
+    Those in fp32 are the tensors themselves. Others are rounded back when the next batch is asked for, but not gradients;
+    where `skip` is true, they keep their bits. A batch has at most MAX_CHUNK_NUMEL elements of a kind; larger
+    parts are cut, those in 8 bits between rows.
     """
     batch: list[Part] = []
     numel = 0
     for owned, tensors in parts:
-        for chunk in zip(*(tensor.split(MAX_CHUNK_NUMEL) for tensor in tensors), strict=True):
+        columns = next((each.columns for each in tensors if isinstance(each, Stored8Bit)), 1)
+        size = max(1, MAX_CHUNK_NUMEL // columns) * columns
+        for chunk in zip(*(tensor.split(size) for tensor in tensors), strict=True):
             if batch and numel + chunk[0].numel() > MAX_CHUNK_NUMEL:
-                yield from _in_fp32(batch)
+                yield from _in_fp32(batch, skip)
                 batch, numel = [], 0
             batch.append((owned, chunk))
             numel += chunk[0].numel()
     if batch:
-        yield from _in_fp32(batch)
+        yield from _in_fp32(batch, skip)
 
 
-def _in_fp32(batch: list[Part]) -> Iterator[tuple[list[Any], list[list[Tensor]]]]:
+def _in_fp32(batch: list[Part], skip: Tensor | None) -> Iterator[tuple[list[Any], list[list[Tensor]]]]:
     owned, tensors = zip(*batch, strict=True)
     stored = [*zip(*tensors, strict=True)]
     computed = [[tensor.float() for tensor in each] for each in stored]
     yield [*owned], computed
     # A tensor that was not updated has its 16-bit values again, and needs no rounding.
     for olds, news in zip(stored[:-1], computed, strict=False):
-        if olds[0].dtype != torch.float32:
+        if not isinstance(olds[0], Tensor):
+            for old, new in zip(olds, news, strict=True):
+                old.store(new, skip)
+        elif olds[0].dtype != torch.float32:
             torch._foreach_copy_(olds, news)
 
 

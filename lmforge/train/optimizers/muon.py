@@ -13,9 +13,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from lmforge.model.quantization.blocks import pack_rows, unpack_rows
 from lmforge.parallel.parallel_model import local_tensor
 from lmforge.parallel.precision import has_native_bf16
 from lmforge.train.optimizers.adamw import AdamW, assign_unless
+from lmforge.train.optimizers.stored import StochasticBF16
 
 # x → a·x + b·x³ + c·x⁵ on the singular values, five times: chosen by Keller Jordan for its slope at zero. It does not converge
 # to 1, but brings all values that are not tiny to between 0.7 and 1.2, which works as well.
@@ -42,7 +44,9 @@ class Muon(AdamW):
             return super().get_or_init_state(parameter, group)
         state = self.state[parameter]
         if not state:
-            state["momentum_buffer"] = torch.zeros_like(parameter, dtype=self.state_dtype)
+            state["momentum_buffer"] = self.zero_state(parameter, group)
+            if parameter in self.rounding_keys:
+                state["step"] = torch.zeros((), device=parameter.device)
         return state
 
     def update_group(self, parameters: list[Tensor], group: dict[str, Any], skip: Tensor) -> None:
@@ -56,25 +60,40 @@ class Muon(AdamW):
     def _update_matrices(
         self, matrices: list[Tensor], group: dict[str, Any], shard_group: dist.ProcessGroup | None, skip: Tensor
     ) -> None:
-        values = [local_tensor(matrix) for matrix in matrices]
+        weights = [local_tensor(matrix) for matrix in matrices]
         gradients = [local_tensor(matrix.grad).float() for matrix in matrices if matrix.grad is not None]
-        stored = [local_tensor(self.get_or_init_state(matrix, group)["momentum_buffer"]) for matrix in matrices]
-        sizes = [matrix.shape[-2:] for matrix in matrices]
+        states = [self.get_or_init_state(matrix, group) for matrix in matrices]
+        stored = [local_tensor(state["momentum_buffer"]) for state in states]
+        before = [momentum.float() for momentum in stored]
+        if in_8bit := stored[0].dtype == torch.uint8:
+            before = [unpack_rows(each, matrix.shape[-1], "int8") for each, matrix in zip(stored, matrices, strict=True)]
+        new_momenta = momenta = [*torch._foreach_lerp(before, gradients, 1 - group["momentum"])]
+        sizes, values = [matrix.shape[-2:] for matrix in matrices], weights
         if shard_group is not None:  # of stacks of experts each matrix is exchanged by itself
             sizes = [size for size, value in zip(sizes, values, strict=True) for _ in _unstacked([value])]
-            values, gradients, stored = _unstacked(values), _unstacked(gradients), _unstacked(stored)
-        momenta = torch._foreach_lerp([momentum.float() for momentum in stored], gradients, 1 - group["momentum"])
+            values, gradients, momenta = _unstacked(values), _unstacked(gradients), _unstacked(momenta)
         dtype = _compute_dtype(values[0].device)
         ahead = [update.to(dtype) for update in torch._foreach_lerp(gradients, momenta, group["momentum"])]
         if shard_group is None:
             updates = _orthogonalize_by_shape(ahead)
         else:
             updates = _orthogonalize_sharded(ahead, [rows for rows, _ in sizes], shard_group)
+        if self.rounding_keys:
+            values = [value.float() for value in values]
         decayed = torch._foreach_mul(values, 1 - group["lr"] * group["weight_decay"])
         for size, value, update in zip(sizes, decayed, updates, strict=True):
             value.add_(update, alpha=-group["lr"] * 0.2 * math.sqrt(max(size)))
-        assign_unless(skip, stored, momenta)
-        assign_unless(skip, values, decayed)
+        assign_unless(skip, stored, [pack_rows(each, "int8") for each in new_momenta] if in_8bit else new_momenta)
+        if not self.rounding_keys:
+            assign_unless(skip, values, decayed)
+            return
+        several = iter(decayed)
+        for matrix, weight, state in zip(matrices, weights, states, strict=True):
+            is_parted = shard_group is not None and weight.ndim == 3
+            new = torch.stack([next(several) for _ in weight]) if is_parted else next(several)
+            new = torch.where(skip, weight.float(), new)
+            StochasticBF16.of(matrix, self.rounding_keys[matrix], state["step"]).store(new.view(-1), skip)
+            state["step"] += (~skip).float()
 
 
 def orthogonalize(matrices: Tensor) -> Tensor:

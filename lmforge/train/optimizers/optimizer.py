@@ -11,12 +11,15 @@ from torch import Tensor, nn
 from lmforge import registry
 from lmforge.config.extend import entry_options
 from lmforge.config.sections import GroupOptions, OptimizerOptions
+from lmforge.data.order import derive_key
 from lmforge.errors import UserError
 from lmforge.model.layers import LanguageModel
 from lmforge.parallel.precision import DTYPES
 from lmforge.train.optimizers.adamw import AdamW
 from lmforge.train.optimizers.muon import Muon
 from lmforge.train.optimizers.sgd import SGD
+
+STATE_DTYPES = DTYPES | {"8bit": torch.uint8}
 
 
 def build_optimizer(
@@ -32,12 +35,16 @@ def build_optimizer(
     flat = any(len(shapes[name]) != parameter.ndim for name, parameter in model.named_parameters())
     entry = registry.get("optimizer", options.name)
     needs_matrices = bool(entry.facts.get("needs_matrices"))
-    if flat and (needs_matrices or options.state_dtype != "fp32"):
-        option = f"name = {options.name}" if needs_matrices else f"state_dtype = {options.state_dtype}"
+    if flat and (needs_matrices or options.state_dtype != "fp32" or options.stochastic_rounding):
+        option = f"state_dtype = {options.state_dtype}" if options.state_dtype != "fp32" else "stochastic_rounding"
+        option = f"name = {options.name}" if needs_matrices else option
         reason = "fsdp1 flattens the parameters, and this needs their shapes"
         raise UserError(f"optimizer.{option}: {reason}; use engine = fsdp2")
     groups = _parameter_groups(model, options, shapes, needs_matrices)
     optimizer: torch.optim.Optimizer = entry.build(groups, options, entry_options(options, entry))
+    if options.stochastic_rounding:
+        trained = {name: each for name, each in model.named_parameters() if each.requires_grad}
+        optimizer.rounding_keys = {each: derive_key(0, "rounding", name) for name, each in trained.items()}  # type: ignore[attr-defined]
     if not isinstance(optimizer, torch.optim.Optimizer):
         kind = type(optimizer).__name__
         raise UserError(f"{entry.origin}: optimizer {entry.name} returned {kind}, not a torch.optim.Optimizer")
@@ -52,13 +59,13 @@ def build_optimizer(
 def build_adamw(groups: list[dict[str, Any]], options: OptimizerOptions, own: None = None) -> torch.optim.Optimizer:
     common, foreach = _common_numbers(options), options.implementation == "foreach"
     if foreach or options.uses_state_dtype:  # so that it does not depend on the name that a plugin gives its optimizer
-        return AdamW(groups, state_dtype=DTYPES[options.state_dtype], foreach=foreach, **common)
+        return AdamW(groups, state_dtype=STATE_DTYPES[options.state_dtype], foreach=foreach, **common)
     return torch.optim.AdamW(groups, fused=True, **common)
 
 
 def build_muon(groups: list[dict[str, Any]], options: OptimizerOptions, own: None = None) -> torch.optim.Optimizer:
     momentum = 0.95 if options.momentum is None else options.momentum
-    return Muon(groups, momentum=momentum, state_dtype=DTYPES[options.state_dtype], **_common_numbers(options))
+    return Muon(groups, momentum=momentum, state_dtype=STATE_DTYPES[options.state_dtype], **_common_numbers(options))
 
 
 def build_sgd(groups: list[dict[str, Any]], options: OptimizerOptions, own: None = None) -> torch.optim.Optimizer:
@@ -89,6 +96,8 @@ def _parameter_groups(
             numbers |= chosen[name].model_dump(exclude={"pattern"}, exclude_none=True)
         if marks_matrices:
             numbers["orthogonal"] = id(parameter) in hidden
+        if options.state_dtype == "8bit":
+            numbers["stores_8bit"] = id(parameter) in hidden
         groups.setdefault(tuple(numbers.values()), {"params": [], **numbers})["params"].append(parameter)
     return list(groups.values())
 

@@ -203,7 +203,7 @@ def _choose_bound(first: ComparedRun, other: ComparedRun, differs: dict[str, lis
     if options["train.float8"] or first.options.get("align.method") == "grpo":
         what = "float8" if options["train.float8"] else "sampled completions"
         return None, f"there is no bound for {what} with another split ({_name_differences(differs, split)})"
-    keeps_bf16 = "bf16" in (options["train.master_dtype"], options["optimizer.state_dtype"])
+    keeps_bf16 = not {"bf16", "8bit"}.isdisjoint((options["train.master_dtype"], options["optimizer.state_dtype"]))
     optimizer, epsilon = options["optimizer.name"], options["optimizer.eps"]
     bound = bound_of_splits(first.dtype, first.device, optimizer, epsilon, keeps_bf16)
     return bound, f"{bound.reason} ({_name_differences(differs, split) if split else 'not --deterministic'})"
