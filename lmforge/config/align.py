@@ -1,6 +1,8 @@
 """The options of `lmforge align`: preferences, reward models and reinforcement learning from rewards."""
 
+import re
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
@@ -76,6 +78,16 @@ class RolloutOptions(Options):
     decode_batch_size: int = option(
         64, "completions that a rank decodes at once; fewer need a smaller KV cache, with the same results", **SEQUENCES
     )
+    engine: Literal["in-process", "lmforge", "vllm"] = option(
+        "in-process", "what samples: the trainer itself, or servers at engine_urls, lmforge serve --weight_updates or vLLM"
+    )
+    engine_urls: tuple[str, ...] = option((), "addresses of the servers, such as http://127.0.0.1:8000")
+    engine_timeout_seconds: float = option(
+        600.0, "time limit of a server for a completion or for new weights, in seconds; after it others do its work", **DURATION
+    )
+    weights_folder: Path | None = option(
+        None, "where servers read the policy's weights: a folder that they share (default: in memory, /dev/shm)"
+    )
     num_iterations: int = option(1, "optimizer steps on each set of completions", **COUNT)
     reward_functions: tuple[str, ...] = option(
         (),
@@ -128,6 +140,16 @@ class RolloutOptions(Options):
     drop_zero_std_groups: bool = option(True, "leave out groups whose rewards are all equal, whose advantages are 0")
     pass_threshold: float = option(1.0, "reward from which a completion counts as a pass, for pass@k", ge=-1e9, le=1e9)
     log_completions_every: int = option(1, "write every k-th set of completions to the run's folder completions", **COUNT)
+
+    def problems(self) -> Iterator[str]:
+        if self.engine == "in-process":
+            for name in {"engine_urls", "weights_folder"} & {*self.changed()}:
+                yield f"rollout.{name}: for servers; give rollout.engine = lmforge or vllm too, or leave it out"
+        elif not self.engine_urls:
+            yield f"rollout.engine = {self.engine}: give the servers' addresses in rollout.engine_urls"
+        for url in self.engine_urls:
+            if not re.fullmatch(r"https?://[^/?#\s]+/?", url):
+                yield f"rollout.engine_urls: {url}: expected http://HOST:PORT"
 
 
 # Options of alignment that only some methods read.
@@ -202,6 +224,10 @@ class AlignConfig(TunedConfig):
             )
         elif self.parallel.pipeline_parallel_degree > 1:
             yield "parallel.pipeline_parallel_degree: alignment computes losses of whole models; shard with fsdp2 instead"
+        if self.rollout.engine != "in-process" and self.lora.base_dtype:
+            yield f"lora.base_dtype: not with rollout.engine = {self.rollout.engine}, which gets whole weights; use in-process"
+        if self.rollout.engine != "in-process" and self.parallel.engine == "fsdp1":
+            yield f"rollout.engine = {self.rollout.engine}: not with parallel.engine = fsdp1; shard with fsdp2 instead"
         if method == "grpo" and reference == "precomputed":
             yield "align.reference = precomputed: grpo samples its completions while it trains; use copy"
         if method == "grpo" and (self.model.dropout or self.model.neftune_noise_alpha or self.lora.dropout):

@@ -43,6 +43,7 @@ from lmforge.serve.protocol import (
     no_such_model,
     parse_request,
 )
+from lmforge.serve.token_api import token_routes
 from lmforge.untrusted import cut, parse_json
 
 # How long a body may take to arrive; and how much of a body that is too large is read, in multiples of the limit, so that
@@ -51,8 +52,8 @@ BODY_TIMEOUT_SECONDS = 30
 MAX_DISCARDED_BODIES = 16
 
 
-def create_app(registry: ModelRegistry, max_body_bytes: int) -> Starlette:
-    """The routes, for the models of a registry."""
+def create_app(registry: ModelRegistry, max_body_bytes: int, weight_updates: bool = False) -> Starlette:
+    """The routes, for the models of a registry; with `weight_updates` also those of token_api.py."""
 
     async def health(request: Request) -> Response:
         running, waiting = registry.request_counts()
@@ -100,6 +101,7 @@ def create_app(registry: ModelRegistry, max_body_bytes: int) -> Starlette:
             Route("/v1/models/{name:path}", model),
             Route("/v1/completions", completions, methods=["POST"]),
             Route("/v1/chat/completions", chat, methods=["POST"]),
+            *(token_routes(registry, partial(read_json_body, max_bytes=max_body_bytes)) if weight_updates else []),
         ],
         exception_handlers=dict.fromkeys([ApiError, UserError, ClientDisconnect, 404, 405, Exception], _on_error),
     )

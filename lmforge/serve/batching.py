@@ -9,7 +9,7 @@ import threading
 import traceback
 from codecs import getincrementaldecoder
 from collections import deque
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import accumulate, repeat
@@ -25,12 +25,20 @@ MIN_LOGPROB = -9999.0
 
 @dataclass(eq=False)
 class QueuedRequest:
-    """One request in a batcher: where its tokens go, and its id in the engine, 0 before it runs."""
+    """One request in a batcher: where its tokens go, and its id in the engine, 0 before it runs; how many tokens it has, and
+    the versions of the weights that sampled them, each with its first token."""
 
     request: GenerationRequest
     choice_index: int
     token_queue: "asyncio.Queue[tuple[int, GeneratedToken | Exception]]"
     request_id: int = 0
+    num_tokens: int = 0
+    version_starts: list[tuple[str, int]] = field(default_factory=list)
+
+    def count_token(self, version: str) -> None:
+        if not self.version_starts or self.version_starts[-1][0] != version:
+            self.version_starts.append((version, self.num_tokens))
+        self.num_tokens += 1
 
 
 class ContinuousBatcher:
@@ -50,6 +58,10 @@ class ContinuousBatcher:
         self._running: dict[int, QueuedRequest] = {}
         self._cancelled: list[QueuedRequest] = []
         self.stopped = False
+        # What the weights are called: vLLM's name of those that a server begins with.
+        self.weight_version = "default"
+        self._paused = False
+        self._step_lock = threading.Lock()
         self._thread = threading.Thread(target=self._run, name="batcher")
         self._thread.start()
 
@@ -59,12 +71,12 @@ class ContinuousBatcher:
         with self._changed:
             return len(self._running), len(self._waiting)
 
-    def submit(self, requests: Sequence[QueuedRequest]) -> None:
-        """Queue requests, all or none. Raises QueueFull or EngineStopped."""
+    def submit(self, requests: Sequence[QueuedRequest], *, is_bounded: bool = True) -> None:
+        """Queue requests, all or none. Raises EngineStopped, or QueueFull if `is_bounded`."""
         with self._changed:
             if self.stopped:
                 raise EngineStopped
-            if len(self._running) + len(self._waiting) + len(requests) > self._max_requests:
+            if is_bounded and len(self._running) + len(self._waiting) + len(requests) > self._max_requests:
                 raise QueueFull
             self._waiting.extend(requests)
             self._changed.notify()
@@ -77,6 +89,21 @@ class ContinuousBatcher:
             else:
                 self._cancelled.append(request)
             self._changed.notify()
+
+    def pause(self) -> None:
+        """Begin no further step. Requests are kept, and new ones wait."""
+        with self._changed:
+            self._paused = True
+
+    def resume(self) -> None:
+        with self._changed:
+            self._paused = False
+            self._changed.notify()
+
+    def between_steps(self, function: Callable[[], None]) -> None:
+        """Call `function`, which may change the weights, while no step runs."""
+        with self._step_lock:
+            function()
 
     def stop(self) -> None:
         """Accept no more requests, and end the current ones with EngineStopped. The current step is finished first."""
@@ -92,7 +119,11 @@ class ContinuousBatcher:
         reason: Exception = EngineStopped()
         try:
             while self._admit_and_cancel():
-                events = [(self._running[token.request_id], token) for token in self._engine.step()]
+                with self._step_lock:
+                    version, tokens = self.weight_version, self._engine.step()
+                events = [(self._running[token.request_id], token) for token in tokens]
+                for queued, _ in events:
+                    queued.count_token(version)
                 with self._changed:
                     for _, token in events:
                         if token.finish_reason:
@@ -112,7 +143,7 @@ class ContinuousBatcher:
     def _admit_and_cancel(self) -> bool:
         """Wait for work, remove cancelled requests and admit waiting ones. Returns False once stopped."""
         with self._changed:
-            self._changed.wait_for(lambda: self._running or self._waiting or self.stopped)
+            self._changed.wait_for(lambda: self.stopped or (not self._paused and (self._running or self._waiting)))
             for each in self._cancelled:
                 if self._running.pop(each.request_id, None):
                     self._engine.cancel(each.request_id)

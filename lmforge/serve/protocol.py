@@ -209,7 +209,7 @@ def parse_request(request_type: type[RequestType], body: dict[str, Any]) -> Requ
     try:
         request = request_type.model_validate(fields)
     except ValidationError as problem:
-        raise _validation_error(request_type, problem) from None
+        raise validation_error(problem) from None
     for name, reason in _parts_without_effect(request):
         raise ApiError(400, f"{name}: {reason}", param=name, code="invalid_value")
     return request
@@ -245,7 +245,8 @@ def _parts_without_effect(request: BaseCompletionRequest) -> Iterator[tuple[str,
                 yield "messages", f"message {number}: type: not supported, got {quoted(kind)}"
 
 
-def _validation_error(request_type: type[BaseCompletionRequest], problem: ValidationError) -> ApiError:
+def validation_error(problem: ValidationError) -> ApiError:
+    """The error that names the parameter and what was expected."""
     error = problem.errors(include_url=False, include_input=False)[0]
     name, path = cut(str(error["loc"][0])), ".".join(cut(str(part)) for part in error["loc"])
     if error["type"] == "extra_forbidden":

@@ -25,6 +25,8 @@ from lmforge.untrusted import cut
 # How long connections may take to close once the server stops.
 SHUTDOWN_TIMEOUT_SECONDS = 5
 LISTEN_BACKLOG = 2048
+# Where requests need the key: the API, and the routes of a trainer.
+KEY_PATHS = ("/v1/", "/inference/", "/pause", "/resume", "/collective_rpc", "/reset_prefix_cache", "/update_weight", "/weight_")
 
 
 def is_loopback(host: str) -> bool:
@@ -55,7 +57,7 @@ class AuthMiddleware:
         host = re.sub(r":\d*$", "", headers.get("host", ""))  # IPv6 addresses are in brackets
         if self._loopback_hosts_only and not is_loopback(host.strip("[]")):
             return ApiError(403, f"Host {cut(host)!r} is not this machine; use http://localhost, or serve with --api_key")
-        if self._api_key is None or not scope["path"].startswith("/v1/"):
+        if self._api_key is None or not scope["path"].startswith(KEY_PATHS):
             return None
         scheme, _, key = headers.get("authorization", "").partition(" ")
         if scheme.lower() == "bearer" and secrets.compare_digest(key.strip().encode(), self._api_key.encode()):
@@ -76,14 +78,22 @@ def bind_socket(host: str, port: int) -> socket.socket:
     return bound
 
 
-def serve(registry: ModelRegistry, bound: socket.socket, host: str, api_key: str | None, max_body_bytes: int) -> None:
+def serve(
+    registry: ModelRegistry,
+    bound: socket.socket,
+    host: str,
+    api_key: str | None,
+    max_body_bytes: int,
+    weight_updates: bool = False,
+) -> None:
     """Serve on the socket until SIGTERM or SIGINT; a second signal does not wait for connections. Raises UserError.
 
     `host` is the address as the user wrote it. Once the first model is loaded, prints the server's URL and the models.
     """
     # Without a key, a web page could point its own host name at this machine and read the responses.
     loopback_only = api_key is None and is_loopback(host)
-    app = AuthMiddleware(create_app(registry, max_body_bytes), api_key=api_key, loopback_hosts_only=loopback_only)
+    routes = create_app(registry, max_body_bytes, weight_updates)
+    app = AuthMiddleware(routes, api_key=api_key, loopback_hosts_only=loopback_only)
     asyncio.run(_run_server(app, registry, bound, host))
 
 

@@ -85,5 +85,5 @@ def run_serve(options: ServeOptions) -> int:
     limits = ServingLimits(options.max_batch_size, options.max_queue, options.max_length, options.max_models)
     device, dtype = resolve_device_and_dtype(options.device, options.dtype)
     registry = ModelRegistry(options.models, limits, device, dtype, warn=partial(print, file=sys.stderr))
-    serve(registry, bound, options.host, key, options.max_body_bytes)
+    serve(registry, bound, options.host, key, options.max_body_bytes, options.weight_updates)
     return 0

@@ -1,3 +1,48 @@
 """Fixtures of the tests of training."""
 
+import json
+import os
+import random
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
 from tests.generate.conftest import byte_tokenizer, models, scripted  # noqa: F401 - fixtures
+from tests.serve.conftest import serving  # noqa: F401 - a fixture
+
+REWARDS = """\
+import os, signal
+from pathlib import Path
+
+def variety(prompts, completions):
+    return [len(set(text)) / 10 for text in completions]
+
+def variety_after_the_end_of_the_server(prompts, completions):
+    for file in Path(__file__).parent.glob("victim-*"):
+        os.kill(int(file.name.removeprefix("victim-")), signal.SIGKILL)
+        file.unlink()
+    return variety(prompts, completions)
+"""
+# As many as a server takes: other numbers of threads may change the last bits of a sum.
+THREADS = len(os.sched_getaffinity(0))
+
+
+@pytest.fixture
+def grpo(models: Path, tmp_path: Path) -> Callable[..., list[str]]:  # noqa: F811 - its fixture
+    """`grpo(name, *words)`: the command that trains the model `noise` from prompts of random letters."""
+    chance = random.Random(1)
+    prompts = ["".join(chance.choices("abcdefgh", k=chance.randint(2, 9))) for _ in range(100)]
+    (tmp_path / "prompts.jsonl").write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in prompts))
+    (tmp_path / "rewards.py").write_text(REWARDS)
+
+    def words(name: str, *more: object, steps: int = 2, reward: str = "variety") -> list[str]:
+        options = {"method": "grpo", "model.source": models / "noise", "data.files": tmp_path / "prompts.jsonl"}
+        options |= {"rollout.reward_functions": f"{tmp_path / 'rewards.py'}:{reward}", "rollout.num_generations": 4}
+        options |= {"rollout.max_completion_length": 12, "train.global_batch_size": 8, "data.sequence_length": 32}
+        options |= {"run.folder": tmp_path, "run.name": name, "train.steps": steps, "optimizer.lr": 2e-3}
+        options |= {"train.device": "cpu", "train.dtype": "fp32", "train.compile": "off", "train.threads": THREADS}
+        options |= {"log.every_steps": 1, "validation.every_steps": 5}
+        return ["align", *(str(word) for option, value in options.items() for word in (f"--{option}", value)), *map(str, more)]
+
+    return words

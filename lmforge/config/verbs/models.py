@@ -134,6 +134,9 @@ class ServeOptions(Options):
     )
     max_body_bytes: int = option(4 * 2**20, "largest request, in bytes", **BYTES)
     max_models: int = option(2, "models in memory at once; the least recently used one is unloaded for another", **COUNT)
+    weight_updates: bool = option(
+        False, "sample for a trainer (rollout.engine): ids in and out as in vLLM, and weights replaced by a folder's"
+    )
     device: Device = DEVICE
     dtype: DType = option("auto", "compute dtype")
     plugins: tuple[str, ...] = PLUGINS
@@ -141,6 +144,8 @@ class ServeOptions(Options):
     def problems(self) -> Iterator[str]:
         if not self.models:
             yield "--models: expected at least one"
+        if self.weight_updates and len(self.models) > 1:
+            yield "--weight_updates: a trainer replaces the weights of one model; serve that alone"
 
 
 class ExportOptions(Options):

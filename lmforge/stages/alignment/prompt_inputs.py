@@ -35,6 +35,7 @@ from lmforge.errors import UserError, prefix_errors
 from lmforge.generate.model_loading import check_reward_head
 from lmforge.parallel.dims import plan_batches
 from lmforge.rewards.functions import is_model_folder, load_reward_functions
+from lmforge.stages.alignment.rollout_server import check_servers
 from lmforge.stages.inputs import RunInputs, check_model
 from lmforge.stages.pretrained import download_pretrained, find_pretrained, open_tuned_model
 
@@ -186,6 +187,8 @@ def open_prompt_inputs(config: AlignConfig, world_size: int) -> RunInputs:
             f"rollout.max_completion_length = {options.max_completion_length}: leaves no room for a prompt in"
             f" data.sequence_length = {data.sequence_length}"
         )
+    if options.engine != "in-process":
+        check_servers(options, model_config, data.sequence_length)
     turns = _open_turns(options, tokenizer)
     prompts, validation_prompts, counts = _read_prompts(config, tokenizer, turns[1] if turns else None)
     if turns:

@@ -27,6 +27,7 @@ from lmforge.stages.alignment.completions import SampledCompletion
 from lmforge.stages.alignment.episodes import Episode, EpisodePlayer
 from lmforge.stages.alignment.prompt_inputs import PromptPacking, is_conversational, open_environment
 from lmforge.stages.alignment.reference import ReferenceModel, build_reference, with_extras
+from lmforge.stages.alignment.remote_sampling import RemoteSampler
 from lmforge.stages.alignment.rollout_batches import add_advantages, lay_out, split_micro_batches, trim_padding
 from lmforge.stages.alignment.sampling import InProcessSampler, SampleRequest, SamplingSettings, sample_all
 from lmforge.stages.alignment.scoring import CompletionScorer, completions_table_name, locate_completions
@@ -91,13 +92,21 @@ class Rollouts:
             frozenset(stop_token_ids),
             options.decode_batch_size,
         )
-        self._sampler = InProcessSampler(built.parallel_model, settings)
+        self._sampler = self._build_sampler(settings)
         self._loss_config = build_policy_loss_config(options)
         self._reference = None
         if self._loss_config.kl_estimator != "none":
             self._reference = build_reference(ctx, inputs, built, self._loss_config.temperature)
         if options.num_iterations > 1 and built.point.checkpoint_folder is not None:
             self._restore(built.point.checkpoint_folder)
+
+    def _build_sampler(self, settings: SamplingSettings) -> InProcessSampler | RemoteSampler:
+        model = self._built.parallel_model
+        if self._options.engine == "in-process":
+            return InProcessSampler(model, settings)
+        # The console prints on rank 0 only; other ranks print to their logs.
+        warn = self._ctx.console.warn if self._dist_ctx.is_rank0 else partial(print, flush=True)
+        return RemoteSampler(model, self._inputs.model_config, self._options, settings, self._ctx.run.path, warn)
 
     def batches(self, batch_index: int) -> list[Batch]:
         """This rank's micro-batches of a step. At the first step of a set its completions are sampled and scored."""
@@ -250,3 +259,4 @@ class Rollouts:
 
     def close(self) -> None:
         self._scorer.close()
+        self._sampler.close()

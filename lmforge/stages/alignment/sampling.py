@@ -73,6 +73,9 @@ class InProcessSampler:
                 engine = Engine(model, vocab_size=settings.vocab_size, max_batch_size=size, max_length=settings.max_length)
             yield _EngineSession(engine, settings, version, greedy)
 
+    def close(self) -> None:
+        """Does nothing, since there are no servers."""
+
 
 class _EngineSession:
     def __init__(self, engine: Engine | None, settings: SamplingSettings, version: int, greedy: bool) -> None:

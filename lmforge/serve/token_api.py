@@ -1,0 +1,208 @@
+"""The routes for a trainer, as vLLM's: ids in and out with log-probabilities and versions, and weights replaced in place.
+
+`lmforge serve --weight_updates` has them. Paths, fields and answers are those of vLLM's /inference/v1/generate and of its
+development mode; `starts_with` is an extension. Requests that run while weights are replaced go on, and keep the keys and
+values that the earlier weights computed.
+"""
+
+import asyncio
+from collections.abc import Callable
+from functools import partial
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+
+from lmforge.errors import UserError
+from lmforge.generate.engine import GeneratedToken, GenerationRequest
+from lmforge.generate.sampling import SamplingParams
+from lmforge.generate.weights_folder import verify_weights
+from lmforge.interop.config_json import to_config_json
+from lmforge.interop.weights import load_folder
+from lmforge.serve.batching import MIN_LOGPROB, ContinuousBatcher, QueuedRequest
+from lmforge.serve.model_registry import ModelRegistry
+from lmforge.serve.protocol import ApiError, TokenIds, validation_error
+from lmforge.untrusted import cut
+
+# How long the first of requests that start together waits for the others.
+GATHER_SECONDS = 30
+# Fields of config.json by which a trainer sees that the model is its own.
+DESCRIBED = ("model_type", "vocab_size", "hidden_size", "num_hidden_layers", "intermediate_size")
+ReadBody = Callable[[Request], Any]
+Body = TypeVar("Body", bound=BaseModel)
+
+
+class _Model(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+
+
+class TokenSampling(_Model):
+    """How tokens are sampled: vLLM's names and defaults. The log-probabilities are those of the distribution drawn from."""
+
+    temperature: float = Field(1.0, ge=0)
+    top_p: float = Field(1.0, gt=0, le=1)
+    top_k: int = Field(0, ge=-1)
+    min_p: float = Field(0.0, ge=0, le=1)
+    max_tokens: int = Field(16, ge=1)
+    seed: int = Field(0, ge=0, lt=2**64)
+    stop_token_ids: TokenIds = []
+    ignore_eos: bool = False
+    logprobs: Literal[0] | None = None
+    n: Literal[1] = 1
+
+
+class StartsWith(_Model):
+    """A request waits until all `count` of this `id` have come; then they are queued in the order of their `index`."""
+
+    id: str = Field(max_length=100)
+    count: int = Field(ge=1, le=1 << 16)
+    index: int = Field(ge=0)
+
+
+class GenerateRequest(_Model):
+    token_ids: TokenIds = Field(min_length=1)
+    sampling_params: TokenSampling
+    starts_with: StartsWith | None = None
+    stream: Literal[False] = False
+
+
+class NewVersion(_Model):
+    new_version: str = Field(max_length=200)
+
+
+class ReloadArguments(_Model):
+    weights_path: str
+
+
+class WorkerCall(_Model):
+    method: Literal["reload_weights"]
+    kwargs: ReloadArguments
+
+
+def token_routes(registry: ModelRegistry, read_body: ReadBody) -> list[Route]:
+    """The routes, for the first model of a registry."""
+    gathering: dict[str, dict[int, QueuedRequest]] = {}
+
+    async def parse(schema: type[Body], request: Request) -> Body:
+        body = {name: value for name, value in (await read_body(request)).items() if value is not None}
+        try:
+            return schema.model_validate(body)
+        except ValidationError as problem:
+            raise validation_error(problem) from None
+
+    async def batcher() -> ContinuousBatcher:
+        return (await registry.get(registry.default_model)).batcher
+
+    def release(batcher: ContinuousBatcher, id: str) -> None:
+        if requests := gathering.pop(id, None):
+            batcher.submit([requests[index] for index in sorted(requests)], is_bounded=False)
+
+    async def generate(request: Request) -> Response:
+        body = await parse(GenerateRequest, request)
+        served = await registry.get(registry.default_model)
+        params, vocab_size = body.sampling_params, served.loaded.tokenizer.vocab_size
+        if max(body.token_ids) >= vocab_size:
+            raise ApiError(400, f"token_ids: expected token ids below {vocab_size}", param="token_ids")
+        if (total := len(body.token_ids) + params.max_tokens) > served.max_length:
+            message = f"{total} tokens of prompt and answer, and this server was started with --max_length {served.max_length}"
+            raise ApiError(400, message, param="token_ids", code="context_length_exceeded")
+        stop_ids = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else served.loaded.text_stop_ids)
+        sampling = SamplingParams(params.temperature, max(0, params.top_k), params.top_p, params.min_p)
+        queue: asyncio.Queue[tuple[int, GeneratedToken | Exception]] = asyncio.Queue()
+        queued = QueuedRequest(GenerationRequest(body.token_ids, params.max_tokens, sampling, params.seed, stop_ids), 0, queue)
+        if (together := body.starts_with) is None:
+            served.batcher.submit([queued], is_bounded=False)
+        else:
+            waiting = gathering.setdefault(together.id, {})
+            waiting[together.index] = queued
+            if len(waiting) == together.count:
+                release(served.batcher, together.id)
+            elif len(waiting) == 1:
+                asyncio.get_running_loop().call_later(GATHER_SECONDS, release, served.batcher, together.id)
+        return JSONResponse({"choices": [await _choice(queued, request, served.batcher, params.logprobs is not None)]})
+
+    async def pause(request: Request) -> Response:
+        if (mode := request.query_params.get("mode")) != "keep":
+            raise ApiError(400, f"mode: {cut(mode or 'abort')} is not supported; use ?mode=keep", param="mode")
+        (await batcher()).pause()
+        return JSONResponse({"status": "paused"})
+
+    async def resume(request: Request) -> Response:
+        (await batcher()).resume()
+        return JSONResponse({"status": "resumed"})
+
+    async def call_workers(request: Request) -> Response:
+        folder = Path((await parse(WorkerCall, request)).kwargs.weights_path)
+        served = await registry.get(registry.default_model)
+
+        def load() -> None:
+            try:
+                verify_weights(folder)
+                load_folder(folder, served.loaded.model)
+            except OSError as problem:
+                raise UserError(f"{folder}: {problem.strerror}; is it a folder that this host sees?") from None
+
+        await asyncio.to_thread(served.batcher.between_steps, load)
+        return JSONResponse({"results": [None]})
+
+    async def update_version(request: Request) -> Response:
+        version = (await parse(NewVersion, request)).new_version
+        (await batcher()).weight_version = version
+        return JSONResponse({"success": True, "new_version": version})
+
+    async def weight_info(request: Request) -> Response:
+        served = await registry.get(registry.default_model)
+        config = to_config_json(served.loaded.config)
+        model = {name: config[name] for name in DESCRIBED if name in config}
+        return JSONResponse({"weight_version": served.batcher.weight_version, "model": model})
+
+    async def reset_prefix_cache(request: Request) -> Response:
+        """There is none."""
+        return JSONResponse({})
+
+    post = partial(Route, methods=["POST"])
+    return [
+        post("/inference/v1/generate", generate),
+        post("/pause", pause),
+        post("/resume", resume),
+        post("/collective_rpc", call_workers),
+        post("/reset_prefix_cache", reset_prefix_cache),
+        post("/update_weight_version", update_version),
+        Route("/weight_info", weight_info, methods=["GET"]),
+    ]
+
+
+async def _choice(queued: QueuedRequest, request: Request, batcher: ContinuousBatcher, with_logprobs: bool) -> dict[str, Any]:
+    """The answer of a request, once it has ended. It is cancelled when its client leaves."""
+    tokens: list[GeneratedToken] = []
+    gone = asyncio.ensure_future(request.receive())  # the body has been read: only a disconnect can come
+    try:
+        while not tokens or tokens[-1].finish_reason is None:
+            next_token = asyncio.ensure_future(queued.token_queue.get())
+            await asyncio.wait((next_token, gone), return_when=asyncio.FIRST_COMPLETED)
+            if not next_token.done():
+                next_token.cancel()
+                raise ClientDisconnect
+            _, token = next_token.result()
+            if isinstance(token, Exception):
+                raise token
+            tokens.append(token)
+    finally:
+        gone.cancel()
+        if not tokens or tokens[-1].finish_reason is None:
+            batcher.cancel(queued)
+    content = [{"token_id": each.token_id, "logprob": max(each.logprob, MIN_LOGPROB)} for each in tokens]
+    starts = [*queued.version_starts, ("", len(tokens))]
+    return {
+        "index": 0,
+        "token_ids": [each.token_id for each in tokens],
+        "finish_reason": tokens[-1].finish_reason,
+        "logprobs": {"content": content} if with_logprobs else None,
+        "weight_versions": [
+            {"version": version, "start": start, "end": end} for (version, start), (_, end) in pairwise(starts)
+        ],
+    }

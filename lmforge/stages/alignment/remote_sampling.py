@@ -1,0 +1,290 @@
+"""Sampling by servers: the policy's weights go to them as a folder, requests to those that confirmed the version.
+
+A server that fails is left out, and its requests go to others; it is taken back once it has the current weights. HTTP is in
+rollout_server.py.
+"""
+
+import os
+import shutil
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from queue import Empty, SimpleQueue
+from typing import Any
+from uuid import uuid4
+
+import torch
+import xxhash
+from torch import Tensor
+
+from lmforge.cluster.distributed import DistributedContext
+from lmforge.config.align import RolloutOptions
+from lmforge.errors import RunFailed
+from lmforge.generate.sampling import SamplingParams
+from lmforge.generate.weights_folder import write_weights
+from lmforge.model.config import ModelConfig
+from lmforge.model.init_weights import LORA_SUFFIXES, named_tensors
+from lmforge.model.lora import adapted_name, lora_delta
+from lmforge.parallel.parallel_model import ParallelModel, full_tensor
+from lmforge.stages.alignment.completions import SampledCompletion
+from lmforge.stages.alignment.rollout_server import RolloutServer, SampledTokens, ServerProblem, servers_of
+from lmforge.stages.alignment.sampling import SampleRequest, SamplingSession, SamplingSettings
+
+LORA_A = LORA_SUFFIXES[0]
+# Where a folder is in memory.
+MEMORY_FOLDER = Path("/dev/shm")
+# Requests that a rank has at one server. They wait there.
+MAX_IN_FLIGHT = 1024
+POLL_SECONDS = 1.0
+# How often, with the same weights, servers are used again after all of them have failed.
+MAX_TAKE_BACKS = 2
+
+
+class RemoteSampler:
+    """Samples by servers at `rollout.engine_urls`. Every rank has one, with the same servers."""
+
+    def __init__(
+        self,
+        parallel_model: ParallelModel,
+        config: ModelConfig,
+        options: RolloutOptions,
+        settings: SamplingSettings,
+        run_folder: Path,
+        warn: Callable[[str], None],
+    ) -> None:
+        """Every rank calls it."""
+        self._parallel_model, self._config, self._warn = parallel_model, config, warn
+        self._dist_ctx: DistributedContext = parallel_model.dist_ctx
+        self._servers = servers_of(options, settings)
+        self._settings, self._timeout_seconds = settings, options.engine_timeout_seconds
+        # The weights of an earlier attempt may have been others: no version has the name of one of them.
+        self._name = self._dist_ctx.broadcast(uuid4().hex[:8])
+        self._folder = _weights_folder(options.weights_folder, run_folder)
+        self._version: int | None = None
+        # The servers with the current weights, by index; the same on all ranks when a session begins.
+        self._confirmed: set[int] = set()
+        self._take_backs = 0
+        if self._dist_ctx.is_rank0:
+            _remove_weights(self._folder)
+
+    @contextmanager
+    def session(self, num_requests: int, version: int, *, greedy: bool = False) -> Iterator[SamplingSession]:
+        """As `InProcessSampler.session`. Raises RunFailed on all ranks where no server is left."""
+        self._publish(version)
+        with self._dist_ctx.raise_on_all():
+            yield _RemoteSession(self, version, self._settings.params(greedy))
+
+    def _publish(self, version: int) -> None:
+        """Give the weights as they are to all servers, also to those that were left out."""
+        folder = self._folder / f"step-{version:08d}"
+        if version != self._version:
+            self._write(folder)
+        before = self._confirmed if self._version is not None else set(range(len(self._servers)))
+        self._version, self._take_backs = version, 0
+        self._confirmed, problems = self._dist_ctx.decide_on_rank0(lambda: self._load_everywhere(folder))
+        if not self._confirmed:
+            raise RunFailed(f"rollout.engine_urls: no server has the current weights: {'; '.join(problems.values())}")
+        lost = [f"{problem}; it is left out until it has them" for index, problem in problems.items() if index in before]
+        back = [f"{self._servers[index].url}: has the current weights, and is used again" for index in self._confirmed - before]
+        for line in (*lost, *back) if self._dist_ctx.is_rank0 else ():
+            self._warn(line)
+
+    def _load_everywhere(self, folder: Path) -> tuple[set[int], dict[int, str]]:
+        """The servers that confirmed the current version, and what is wrong with the others. On rank 0."""
+
+        def load(server: RolloutServer) -> str | None:
+            try:
+                if server.version() != self.version_name:
+                    server.load(folder, self.version_name)
+            except ServerProblem as problem:
+                return str(problem)
+            return None
+
+        with ThreadPoolExecutor(len(self._servers)) as pool:
+            outcomes = dict(enumerate(pool.map(load, self._servers)))
+        _remove_weights(self._folder, keep=folder)
+        problems = {index: problem for index, problem in outcomes.items() if problem is not None}
+        return set(outcomes.keys() - problems.keys()), problems
+
+    @property
+    def version_name(self) -> str:
+        """What servers call the current weights."""
+        return f"{self._name}-{self._version}"
+
+    def _write(self, folder: Path) -> None:
+        """Write the weights, one tensor at a time: rank 0 says which one all ranks gather next."""
+        model = self._parallel_model.model
+        tensors = dict(named_tensors(model))
+        layers = [name.removesuffix(LORA_A) for name in tensors if name.endswith(LORA_A)]
+        layer_of = {adapted_name(layer): layer for layer in layers}
+
+        def gather(name: str) -> Tensor:
+            value = full_tensor(tensors[name].detach())
+            if (layer := layer_of.get(name)) is None:
+                return value
+            a, b = (full_tensor(tensors[layer + suffix].detach()) for suffix in LORA_SUFFIXES)
+            module: Any = model.get_submodule(layer)
+            return value + lora_delta(module.scaling, a, b, getattr(module, "transposed", False))
+
+        def gather_on_all(name: str) -> Tensor:
+            return gather(self._dist_ctx.broadcast(name))
+
+        with torch.no_grad(), self._dist_ctx.raise_on_all():
+            if self._dist_ctx.is_rank0:
+                try:
+                    write_weights(folder, _full_shapes(tensors), self._config, gather_on_all)
+                finally:
+                    self._dist_ctx.broadcast(None)
+            else:
+                while (name := self._dist_ctx.broadcast(None)) is not None:
+                    gather(name)
+
+    def choose(self, in_flight: dict[int, int]) -> int:
+        """The server with the fewest requests of this rank. Raises RunFailed where none has the current weights."""
+        if not self._confirmed and self._take_backs < MAX_TAKE_BACKS:
+            self._take_backs += 1
+            for index, server in enumerate(self._servers):
+                try:
+                    if server.version() == self.version_name:
+                        self._confirmed.add(index)
+                except ServerProblem:
+                    continue
+        if not self._confirmed:
+            raise RunFailed(
+                "rollout.engine_urls: no server is left that answers with the current weights; start one and resume"
+            )
+        return min(self._confirmed, key=lambda index: (in_flight.get(index, 0), index))
+
+    def leave_out(self, index: int, problem: str) -> None:
+        if index in self._confirmed:
+            self._confirmed.discard(index)
+            self._warn(f"{problem}; its requests go to others")
+
+    def server(self, index: int) -> RolloutServer:
+        return self._servers[index]
+
+    @property
+    def timeout_seconds(self) -> float:
+        return self._timeout_seconds
+
+    def close(self) -> None:
+        if self._dist_ctx.is_rank0:
+            _remove_weights(self._folder)
+
+
+class _RemoteSession:
+    """Requests at servers, each in a thread that waits for its answer."""
+
+    def __init__(self, sampler: RemoteSampler, version: int, params: SamplingParams) -> None:
+        self._sampler, self._version, self._params = sampler, version, params
+        self._waiting: list[SampleRequest] = []
+        # By a number of its own: the request, its server, and when it is given up.
+        self._running: dict[int, tuple[SampleRequest, int, float]] = {}
+        self._answers: SimpleQueue[tuple[int, SampledTokens | ServerProblem]] = SimpleQueue()
+        self._last_number = 0
+
+    @property
+    def num_unfinished(self) -> int:
+        return len(self._waiting) + len(self._running)
+
+    def add(self, request: SampleRequest) -> None:
+        self._waiting.append(request)
+
+    def step(self) -> list[tuple[SampleRequest, SampledCompletion]]:
+        self._send_waiting()
+        finished = []
+        for number, answer in self._arrived():
+            if number not in self._running:
+                continue  # it was given up
+            request, index, _ = self._running.pop(number)
+            completion = self._to_completion(answer)
+            if completion is None:
+                url = self._sampler.server(index).url
+                is_late = isinstance(answer, SampledTokens)
+                problem = f"{url}: answers with other weights than the current ones" if is_late else str(answer)
+                self._sampler.leave_out(index, problem)
+                self._waiting.append(request)
+            else:
+                finished.append((request, completion))
+        for number, (_, index, deadline) in [*self._running.items()]:
+            if time.monotonic() > deadline:
+                url, seconds = self._sampler.server(index).url, self._sampler.timeout_seconds
+                self._answers.put((number, ServerProblem(f"{url}: no answer within {seconds:g} s")))
+        return finished
+
+    def _send_waiting(self) -> None:
+        in_flight: dict[int, int] = {}
+        for _, index, _ in self._running.values():
+            in_flight[index] = in_flight.get(index, 0) + 1
+        chosen: list[tuple[SampleRequest, int]] = []
+        while self._waiting:
+            index = self._sampler.choose(in_flight)
+            if in_flight.get(index, 0) >= MAX_IN_FLIGHT:
+                break
+            in_flight[index] = in_flight.get(index, 0) + 1
+            chosen.append((self._waiting.pop(0), index))
+        # With all of them in its queue in order, a server decodes the same batches as a rank in its own process.
+        starts = {index: {"id": uuid4().hex, "count": 0} for _, index in chosen}
+        places = []
+        for _, index in chosen:
+            places.append(starts[index]["count"])
+            starts[index]["count"] = places[-1] + 1  # type: ignore[operator]
+        for (request, index), place in zip(chosen, places, strict=True):
+            self._send(request, index, {**starts[index], "index": place})
+
+    def _send(self, request: SampleRequest, index: int, starts_with: dict[str, Any]) -> None:
+        server, answers = self._sampler.server(index), self._answers
+        self._last_number += 1
+        number, params = self._last_number, self._params
+
+        def wait() -> None:
+            try:
+                answers.put((number, server.sample(request, params, starts_with if server.kind == "lmforge" else None)))
+            except ServerProblem as problem:
+                answers.put((number, problem))
+
+        self._running[number] = request, index, time.monotonic() + 1.5 * self._sampler.timeout_seconds
+        threading.Thread(target=wait, daemon=True, name="rollout request").start()
+
+    def _arrived(self) -> Iterator[tuple[int, SampledTokens | ServerProblem]]:
+        """What has come, after waiting a moment for the first."""
+        try:
+            if self._running:
+                yield self._answers.get(timeout=POLL_SECONDS)
+            while True:
+                yield self._answers.get_nowait()
+        except Empty:
+            return
+
+    def _to_completion(self, answer: SampledTokens | ServerProblem) -> SampledCompletion | None:
+        """None where a server failed, or its tokens are of other weights."""
+        if isinstance(answer, ServerProblem) or {*answer.versions} != {self._sampler.version_name}:
+            return None
+        versions = [self._version] * len(answer.token_ids)
+        return SampledCompletion(answer.token_ids, answer.logprobs, versions, answer.stopped)
+
+
+def _full_shapes(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The tensors of a model without adapters, with their full shapes, on the meta device."""
+    names = [name for name in tensors if not name.endswith(LORA_SUFFIXES)]
+    return {name: torch.empty(tensors[name].shape, dtype=tensors[name].dtype, device="meta") for name in names}
+
+
+def _weights_folder(given: Path | None, run_folder: Path) -> Path:
+    """Where a run's weights are: the folder that was given, memory, or the run's own folder."""
+    if given is not None or not os.access(MEMORY_FOLDER, os.W_OK):
+        return (given or run_folder).resolve() / f"weights-{run_folder.name}"
+    name = xxhash.xxh3_64_hexdigest(str(run_folder.resolve()).encode())
+    return MEMORY_FOLDER / f"lmforge-weights-{name}"
+
+
+def _remove_weights(folder: Path, keep: Path | None = None) -> None:
+    """Delete the folders of weights, of this attempt or of an earlier one that was killed."""
+    for path in folder.glob("*"):
+        if path != keep:
+            shutil.rmtree(path, ignore_errors=True)
+    if keep is None:
+        shutil.rmtree(folder, ignore_errors=True)

@@ -1,0 +1,225 @@
+"""One server that samples for a run: the calls of vLLM's interface for ids, versions and weights, each with a time-out.
+
+vLLM and `lmforge serve --weight_updates` have the same paths and fields. Which server gets which request is not here.
+"""
+
+import json
+import math
+import os
+import urllib.error
+import urllib.request
+from concurrent.futures import ThreadPoolExecutor
+from http.client import HTTPException
+from pathlib import Path
+from typing import Any, TypeVar
+
+from pydantic import BaseModel, Field
+
+from lmforge.config.align import RolloutOptions
+from lmforge.errors import UserError
+from lmforge.generate.sampling import SamplingParams
+from lmforge.interop.config_json import to_config_json
+from lmforge.model.config import ModelConfig
+from lmforge.stages.alignment.sampling import SampleRequest, SamplingSettings
+from lmforge.untrusted import MAX_LISTED, cut, parse_json, quoted
+
+API_KEY_VARIABLE = "LMFORGE_API_KEY"
+MAX_ANSWER_BYTES = 2**28
+# How long a server may take to say how it is. It answers at once, unless it hangs.
+ANSWER_SECONDS = 10.0
+# What each server needs, by the path that it lacks without it.
+FLAGS = {
+    "lmforge": {"": "start it with lmforge serve --weight_updates"},
+    "vllm": {
+        "/inference/v1/generate": "start it with vllm serve --enable-scale-out",
+        "": "start it with VLLM_SERVER_DEV_MODE=1 in its environment",
+    },
+}
+Content = TypeVar("Content")
+
+
+class ServerProblem(Exception):
+    """A server does not do what it was asked for: one line that names it. `status` is that of its answer, if it answered."""
+
+    def __init__(self, message: str, status: int | None = None) -> None:
+        super().__init__(message)
+        self.status = status
+
+
+class _Token(BaseModel):
+    token_id: int
+    logprob: float
+
+
+class _Logprobs(BaseModel):
+    content: list[_Token]
+
+
+class _VersionSpan(BaseModel):
+    version: str
+    start: int
+    end: int
+
+
+class _Choice(BaseModel):
+    token_ids: list[int] = Field(min_length=1)
+    finish_reason: str
+    logprobs: _Logprobs
+    weight_versions: list[_VersionSpan]
+
+
+class _Answer(BaseModel):
+    choices: list[_Choice] = Field(min_length=1, max_length=1)
+
+
+class _WeightInfo(BaseModel):
+    weight_version: str
+    model: dict[str, Any] = {}  # some fields of its config.json; vLLM says none
+
+
+class SampledTokens:
+    """What a server sampled: ids, their log-probabilities and the names of the versions of their weights, of one length."""
+
+    def __init__(self, choice: _Choice) -> None:
+        """Raises ValueError where the parts of the answer do not fit together."""
+        self.token_ids, self.stopped = choice.token_ids, choice.finish_reason == "stop"
+        self.logprobs = [token.logprob for token in choice.logprobs.content]
+        self.versions = [span.version for span in choice.weight_versions for _ in range(span.start, span.end)]
+        if choice.finish_reason not in ("stop", "length"):
+            raise ValueError(f"the request ended with {cut(choice.finish_reason)!r}")
+        if [token.token_id for token in choice.logprobs.content] != self.token_ids:
+            raise ValueError("its log-probabilities are of other ids")
+        if len(self.versions) != len(self.token_ids):
+            raise ValueError("tokens without a version")
+
+
+class RolloutServer:
+    """A server by its address. Every method raises ServerProblem where it does not answer in time, or not as expected."""
+
+    def __init__(self, url: str, kind: str, settings: SamplingSettings, timeout_seconds: float, api_key: str | None) -> None:
+        """`kind`: lmforge or vllm. `timeout_seconds`: of an answer with sampled tokens, and of loading weights."""
+        self.url, self.kind = url.rstrip("/"), kind
+        self._settings, self._timeout_seconds, self._api_key = settings, timeout_seconds, api_key
+        # The environment's proxies are for the internet.
+        self._opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+
+    def sample(
+        self, request: SampleRequest, sampling: SamplingParams, starts_with: dict[str, Any] | None = None
+    ) -> SampledTokens:
+        """The completion of a request. `starts_with`: see serve/token_api.py; for lmforge alone."""
+        params = {
+            "temperature": sampling.temperature,
+            "top_p": sampling.top_p,
+            "max_tokens": request.max_tokens,
+            # vLLM's are signed.
+            "seed": request.seed if self.kind == "lmforge" else request.seed % 2**63,
+            "stop_token_ids": sorted(self._settings.stop_token_ids),
+            "ignore_eos": True,  # it is one of the stop tokens
+            "logprobs": 0,  # those of the sampled tokens alone
+        }
+        body = {"token_ids": [*request.prompt_ids], "sampling_params": params} | (
+            {"starts_with": starts_with} if starts_with else {}
+        )
+        answer = self._call("/inference/v1/generate", _Answer, body, self._timeout_seconds)
+        try:
+            return SampledTokens(answer.choices[0])
+        except ValueError as problem:
+            raise ServerProblem(f"{self.url}: {problem}") from None
+
+    def version(self) -> str:
+        """What the server calls its weights."""
+        return self._call("/weight_info", _WeightInfo).weight_version
+
+    def load(self, folder: Path, version: str) -> None:
+        """Replace the server's weights by those of a folder, and keep requests in flight. Raises ServerProblem unless the
+        server then says that it has this version."""
+        self._call("/pause?mode=keep", dict[str, Any], {})
+        try:
+            reload = {"method": "reload_weights", "kwargs": {"weights_path": str(folder)}}
+            self._call("/collective_rpc", Any, reload, self._timeout_seconds)
+            self._call("/reset_prefix_cache", Any, {})
+            self._call("/update_weight_version", dict[str, Any], {"new_version": version})
+        finally:
+            self._call("/resume", dict[str, Any], {})
+        if (confirmed := self.version()) != version:
+            raise ServerProblem(f"{self.url}: says that its weights are {cut(confirmed)}, and was given {version}")
+
+    def check(self, config: ModelConfig) -> None:
+        """Raise ServerProblem where the server cannot serve a policy of this config, or not sequences of its length."""
+        info, expected = self._call("/weight_info", _WeightInfo), to_config_json(config)
+        for name, value in info.model.items():
+            if value != expected.get(name):
+                words = f"serves another model ({name} {quoted(value)}, the policy's is {quoted(expected.get(name))})"
+                raise ServerProblem(f"{self.url}: {words}; serve the one that the run begins from")
+        vocab_size = config.vocab_size
+        longest = SampleRequest(0, [vocab_size - 1] * (self._settings.max_length - 1), 1, 0)
+        # So cold that the likeliest token is certain.
+        cold = self.sample(longest, SamplingParams(0.01)).logprobs[0]
+        if self.kind == "vllm" and self._settings.params(False) != SamplingParams() and cold < math.log(0.9):
+            flag = "start it with vllm serve --logprobs-mode processed_logprobs"
+            raise ServerProblem(f"{self.url}: reports log-probabilities before temperature and top_p; {flag}")
+        try:
+            self.sample(SampleRequest(0, [vocab_size], 1, 0), SamplingParams())
+        except ServerProblem as problem:
+            if problem.status is None or problem.status >= 500:
+                raise
+        else:
+            raise ServerProblem(f"{self.url}: reads ids from {vocab_size} on, which the policy lacks; serve the policy's model")
+
+    def _call(
+        self, path: str, schema: type[Content] | Any, body: dict[str, Any] | None = None, timeout: float = ANSWER_SECONDS
+    ) -> Any:
+        headers = {"content-type": "application/json"} | ({"authorization": f"Bearer {self._api_key}"} if self._api_key else {})
+        content = None if body is None else json.dumps(body).encode()
+        try:
+            request = urllib.request.Request(self.url + path, content, headers)
+            with self._opener.open(request, timeout=timeout) as answer:
+                received = answer.read(MAX_ANSWER_BYTES + 1)
+        except urllib.error.HTTPError as problem:
+            with problem:
+                raise self._refusal(path, problem.code, problem.read(2**16)) from None
+        except (OSError, HTTPException, ValueError) as problem:
+            reason = getattr(problem, "reason", None) or problem
+            raise ServerProblem(
+                f"{self.url}: nothing answers ({cut(str(reason) or type(problem).__name__, MAX_LISTED)})"
+            ) from None
+        if schema is Any or not received.strip():
+            return None
+        try:
+            return parse_json(received, schema, f"{self.url}{path}", max_bytes=MAX_ANSWER_BYTES)
+        except UserError as problem:
+            raise ServerProblem(str(problem)) from None
+
+    def _refusal(self, path: str, status: int, content: bytes) -> ServerProblem:
+        route = path.partition("?")[0]
+        if status == 404:
+            flags = FLAGS[self.kind]
+            return ServerProblem(f"{self.url}: has no {route}; {flags.get(route, flags[''])}", status)
+        if status in (401, 403):
+            return ServerProblem(f"{self.url}: refuses the key; give the server's in LMFORGE_API_KEY", status)
+        try:
+            error = json.loads(content)["error"]
+            message = error["message"] if isinstance(error, dict) else error
+        except (ValueError, KeyError, TypeError):
+            message = content.decode("utf-8", "replace")
+        return ServerProblem(
+            f"{self.url}: {route}: {cut(' '.join(str(message).split()), MAX_LISTED)} (status {status})", status
+        )
+
+
+def check_servers(options: RolloutOptions, config: ModelConfig, sequence_length: int) -> None:
+    """Raise UserError where a server of a recipe does not answer, or cannot serve the policy."""
+    settings = SamplingSettings(options.temperature, options.top_p, config.vocab_size, sequence_length, frozenset(), 1)
+    servers = servers_of(options, settings)
+    with ThreadPoolExecutor(max(1, len(servers))) as pool:
+        for checked in [pool.submit(server.check, config) for server in servers]:
+            try:
+                checked.result()
+            except ServerProblem as problem:
+                raise UserError(f"rollout.engine_urls: {problem}") from None
+
+
+def servers_of(options: RolloutOptions, settings: SamplingSettings) -> list[RolloutServer]:
+    """The servers of a recipe."""
+    key, seconds = os.environ.get(API_KEY_VARIABLE), options.engine_timeout_seconds
+    return [RolloutServer(url, options.engine, settings, seconds, key) for url in options.engine_urls]
