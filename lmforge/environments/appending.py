@@ -9,6 +9,7 @@ import json
 from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
+from functools import cached_property
 from typing import Any
 
 from lmforge.data.chat.layout import encode_layouts
@@ -17,10 +18,12 @@ from lmforge.data.chat.templates import ChatTemplate
 from lmforge.data.chat.tool_calls import ToolCall, marker_ids, tool_call_format
 from lmforge.data.tokenizer import StreamDecoder, Tokenizer
 from lmforge.environments.environment import Message, tool_message
-from lmforge.errors import UserError
+from lmforge.errors import UserError, prefix_errors
+from lmforge.untrusted import cut
 
 # How many replies the longest conversations of the check have; of several kinds of replies, all sequences are tried.
 MAX_REPLIES, MAX_MIXED_REPLIES = 4, 3
+MAX_CALLS = 100  # in one answer: their ids have two digits
 THOUGHT = "<think>\nHm.\n</think>\n\n"
 
 
@@ -41,12 +44,18 @@ class TurnEncoder:
         self._thinks = "think" in template.jinja_source
         self._stop_ids = template.stop_ids
         self._tool_name = str(tools[0]["function"]["name"]) if tools else ""
+        self._reply_roles: list[str] = []
         self.turn_end_ids = frozenset[int]()
         self.can_call_twice = False
         if tools:
             with suppress(UserError):
                 self._split_last([_user(), *_calling(self._tool_name, 2)])
                 self.can_call_twice = True
+
+    @cached_property
+    def max_token_bytes(self) -> int:
+        """Of the text that one token stands for."""
+        return int(self._tokenizer.token_byte_lengths().max())
 
     @property
     def stop_token_ids(self) -> frozenset[int]:
@@ -63,7 +72,7 @@ class TurnEncoder:
         decoder = StreamDecoder(self._tokenizer, False, self._shown)
         text = "".join(map(decoder.feed, ids[:-1] if ended else ids)) + decoder.finish()
         content, calls = self._call_format.split(text) if self._call_format else (text, list[ToolCall]())
-        if not calls or not ended or (len(calls) > 1 and not self.can_call_twice):
+        if not calls or not ended or len(calls) > (MAX_CALLS if self.can_call_twice else 1):
             return {"role": "assistant", "content": text}
         return {
             "role": "assistant",
@@ -74,8 +83,13 @@ class TurnEncoder:
     def encode_reply(self, answer: Message, messages: Sequence[Message]) -> list[int]:
         """The ids of `messages`, which follow an answer that has ended, to where the next answer begins.
 
-        Raises UserError where the template does not take them.
+        Raises UserError where the template does not take them, or `check` has not proved it of messages such as these.
         """
+        for message in messages:
+            if message["role"] not in self._reply_roles:
+                raise UserError(f"replied as {cut(repr(message['role']))}; its reply_roles are {', '.join(self._reply_roles)}")
+            if not isinstance(message.get("content"), str) or message.keys() & {"tool_calls", "function_call"}:
+                raise UserError(f"replied with what is not text alone: {cut(repr(message))}")
         calls = [dict(call) for call in answer.get("tool_calls", ())]
         known = {tool["function"]["name"] for tool in self._tools or ()}
         for call in calls:  # what was sampled stays as it is: here only how many calls there are, and of what, counts
@@ -85,15 +99,22 @@ class TurnEncoder:
         _, _, reply = self._split_last([_user(), stands_for, *messages])
         return reply
 
-    def check(self, kinds: Sequence[str]) -> None:
+    def check(self, kinds: Sequence[str], max_turns: int = 2) -> None:
         """Raises UserError, with the shortest conversation that shows it, unless ids that were appended are those of the whole.
 
-        `kinds`: what an environment replies with, "tool", "user" or both.
+        `kinds`: what an environment replies with, "tool", "user" or both; without tools there is no "tool". If `max_turns` is 1
+        nothing is appended, and only calls need to be read.
         """
+        if any(kind not in ("tool", "user") for kind in kinds):
+            raise UserError(f"reply_roles: expected tool, user or both, got {cut(repr(kinds))}")
+        self._reply_roles = [kind for kind in kinds if kind == "user" or self._tools]
         replies = {"tool": [_calling(self._tool_name, 1)], "user": [[_answer(), _user()]]}
+        if max_turns == 1:
+            self._check_call()
+            return
         if self.can_call_twice:
             replies["tool"].append(_calling(self._tool_name, 2))
-        turns = [turn for kind in kinds for turn in replies[kind]]
+        turns = [turn for kind in self._reply_roles for turn in replies[kind]]
         waiting: deque[tuple[list[Message], list[int], str, int]] = deque()
         for begin in ([_user()], [{"role": "system", "content": "Help."}, _user()]):
             with suppress(UserError):  # a template that takes no system message says so of the data
@@ -107,6 +128,12 @@ class TurnEncoder:
                 whole = self._check_last(messages, ids, len(reply) + 1)
                 if count < longest:
                     waiting.append((messages, whole, thought, count + 1))
+
+    def _check_call(self) -> None:
+        if self._tools:
+            with prefix_errors("the end of a tool call cannot be found with this chat template"):
+                _, answer, _ = self._split_last([_user(), _calling(self._tool_name, 1)[0]])
+            self.turn_end_ids = frozenset(answer[-1:])
 
     def _check_last(self, messages: list[Message], before: list[int], size: int) -> list[int]:
         """The ids of a conversation. Raises UserError unless they are those `before`, the answer and its reply."""

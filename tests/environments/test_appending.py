@@ -83,6 +83,7 @@ def sampled(encoder: TurnEncoder, messages: list[Any]) -> list[int]:
     return encoder._split_last(messages)[1]
 
 
+WITH_TOOLS = [name for name, shape in SHAPES.items() if "tool" in sum(shape.kinds + shape.refused, ())]
 CHECKED = [(name, kinds) for name, shape in SHAPES.items() for kinds in shape.kinds]
 REFUSED = [(name, kinds) for name, shape in SHAPES.items() for kinds in shape.refused]
 
@@ -139,6 +140,23 @@ def test_a_template_that_writes_turns_otherwise_later_is_refused(tmp_path: Path,
     assert str(refused.value).partition("shortest conversation: ")[2].count("assistant") == 1
 
 
+@pytest.mark.parametrize("name", WITH_TOOLS)
+def test_the_call_of_an_only_answer_is_read_with_every_template_that_knows_tools(tmp_path: Path, name: str) -> None:
+    encoder, draw = TurnEncoder(Tokenizer.open(saved(tmp_path / "tokenizer", name)), TOOLS), fresh_random()
+    encoder.check(("tool", "user"), max_turns=1)
+    said = answer(draw, encoder, True, 0)
+    ids = sampled(encoder, [{"role": "user", "content": "a"}, said])
+    assert ids[-1] in encoder.turn_end_ids
+    assert encoder.read_answer(ids, 0, ended=True)["tool_calls"] == said["tool_calls"]
+
+
+def test_roles_that_no_reply_can_have_are_refused_and_without_tools_nobody_need_answer_one(tmp_path: Path) -> None:
+    encoder = TurnEncoder(Tokenizer.open(saved(tmp_path / "tokenizer", "Gemma")), [])
+    encoder.check(("tool", "user"))
+    with pytest.raises(UserError, match=r"reply_roles: expected tool, user or both, got \('user', 'assistant'\)"):
+        encoder.check(("user", "assistant"))
+
+
 @pytest.mark.parametrize("name", ["Gemma", "Phi"])
 def test_a_template_without_tools_is_refused_for_an_environment_with_tools(tmp_path: Path, name: str) -> None:
     with pytest.raises(UserError, match="tool"):
@@ -149,10 +167,11 @@ def test_lmforges_own_template_passes_and_a_malformed_call_is_content(byte_token
     encoder = TurnEncoder(byte_tokenizer, TOOLS)
     encoder.check(("tool", "user"))
     assert encoder.can_call_twice
-    malformed = '<tool_call>\n{"name": "add", "arguments": {"a": }}\n</tool_call>'
-    ids = byte_tokenizer.encode(malformed)
     end = sorted(encoder.turn_end_ids)[0]
-    assert encoder.read_answer([*ids, end], 0, ended=True) == {"role": "assistant", "content": malformed}
+    for arguments in ('{"a": }', r'{"a": "\ud800"}', '{"a": 1e999}'):
+        malformed = f'<tool_call>\n{{"name": "add", "arguments": {arguments}}}\n</tool_call>'
+        ids = byte_tokenizer.encode(malformed)
+        assert encoder.read_answer([*ids, end], 0, ended=True) == {"role": "assistant", "content": malformed}
     # A call that was cut is none.
     right = byte_tokenizer.encode('<tool_call>\n{"name": "add", "arguments": {}}\n</tool_call>')
     assert "tool_calls" in encoder.read_answer([*right, end], 0, ended=True)

@@ -58,7 +58,7 @@ class Talk(Environment):
 
     def reset(self, limit, **row):
         self.left = limit
-        return [{"role": "user", "content": "Hello."}]
+        return [{"role": "user", "content": "Hello.", "note": "\\ud800"}]
 
     def step(self, message):
         self.left -= 1
@@ -72,6 +72,15 @@ def look(word: str) -> str:
         word: what
     '''
     return word
+
+
+class Says(Environment):
+    def reset(self, reply, **row):
+        self.reply = reply
+        return row["prompt"]
+
+    def step(self, message):
+        return Reply(self.reply, reward=1.0)
 
 
 def lengths(prompts, completions, environments):
@@ -98,8 +107,9 @@ def caller(scripted: Callable[..., LanguageModel], byte_tokenizer: Tokenizer, tm
 def player(folder: Path, name: str, **bounds: int) -> Iterator[tuple[EpisodePlayer, TurnEncoder]]:
     with EnvironmentPool(f"{folder}/own.py:{name}", processes=2, log=lambda line: None) as pool:
         encoder = TurnEncoder(Tokenizer.open(folder / "tokenizer"), pool.tools)
-        encoder.check(pool.reply_roles)
-        yield EpisodePlayer(pool, encoder, **{"max_turns": 3, "max_tokens": 60, "max_length": 600, **bounds}), encoder
+        given = {"max_turns": 3, "max_tokens": 60, "max_length": 600, **bounds}
+        encoder.check(pool.reply_roles, given["max_turns"])
+        yield EpisodePlayer(pool, encoder, **given), encoder
 
 
 def play(
@@ -143,14 +153,16 @@ def test_only_sampled_tokens_are_labels_and_the_sequence_is_the_whole_conversati
 
 
 def test_episodes_do_not_depend_on_others_and_one_that_fails_is_left_out(caller: Path, model: LanguageModel) -> None:
-    rows = [{"limit": 9}, {"limit": -1}, {"limit": 2}, {"limit": 9}, {"limit": 9}, {"limit": 9, "said": "!" * 600}]
+    rows = [{"limit": 9}, {"limit": -1}, {"limit": 2}, {"limit": 9}, {"limit": 9}, {"limit": 9, "said": "!" * 560}]
+    rows.append({"limit": 9, "said": "\ud800"})
     with player(caller, "Tool") as (playing, encoder):
-        episodes = play(playing, encoder, model, rows, seeds=list(range(6)))
+        episodes = play(playing, encoder, model, rows, seeds=list(range(7)))
         [alone] = play(playing, encoder, model, rows[3:4], seeds=[3])
-    assert [bool(episode.error) for episode in episodes] == [False, True, True, False, False, True]
+    assert [bool(episode.error) for episode in episodes] == [False, True, True, False, False, True, True]
     assert "a bad row" in episodes[1].error
     assert "broken" in episodes[2].error
     assert "leave no room" in episodes[5].error
+    assert "half of a surrogate pair" in episodes[6].error
     assert episodes[3].completion == alone.completion
     assert not episodes[1].completion.tokens
 
@@ -165,6 +177,51 @@ def test_an_episode_ends_where_no_answer_fits_any_more_and_counts_as_truncated(c
     with player(caller, "Tool", max_tokens=4) as (playing, encoder):
         [episode] = play(playing, encoder, model, [{"limit": 9}])
     assert episode.turns == [{"role": "assistant", "content": "[go("}]
+
+
+USER = {"role": "user", "content": "Go"}
+UNUSABLE = [
+    ([USER, {"role": "assistant", "content": "I do."}, USER], "replied as 'assistant'; its reply_roles are user"),
+    ([{"role": "assistant", "content": "I do."}], "replied as 'assistant'"),
+    # Without tools there is nothing for them to answer.
+    ([{"role": "tool", "content": "1"}], "replied as 'tool'"),
+    ([{"role": "user"}], "replied with what is not text alone"),
+    ([{"role": "user", "content": [{"type": "text", "text": "Go"}]}], "replied with what is not text alone"),
+    ([{**USER, "tool_calls": [{"name": "go"}]}], "replied with what is not text alone"),
+    ([{**USER, "thinking": "Hm."}], "leaves out the reasoning"),
+    ([{"role": "user", "content": "\ud800"}], "half of a surrogate pair"),
+    ([{"role": "user", "content": "y" * 10**7}], "said 10,000,000 characters, more than a sequence of 600 tokens can hold"),
+]
+
+
+def test_a_reply_that_the_check_has_not_proved_or_that_is_no_text_ends_its_episode(caller: Path, model: LanguageModel) -> None:
+    with player(caller, "Says") as (playing, encoder):
+        usable, *episodes = play(
+            playing, encoder, model, [{"reply": reply} for reply in ([USER], *(said for said, _ in UNUSABLE))]
+        )
+    assert not usable.error
+    assert [turn["role"] for turn in usable.turns] == ["assistant", "user"] * 2 + ["assistant"]
+    for episode, (_, problem) in zip(episodes, UNUSABLE, strict=True):
+        assert problem in episode.error
+        assert "\n" not in episode.error
+        assert [turn["role"] for turn in episode.turns] == ["assistant"]
+
+
+def test_the_call_of_an_only_answer_is_made(caller: Path, model: LanguageModel) -> None:
+    with player(caller, "Tool", max_turns=1) as (playing, encoder):
+        [episode] = play(playing, encoder, model, [{"limit": 1}])
+    assert [list(turn) for turn in episode.turns] == [["role", "content", "tool_calls"]]
+    assert "broken" in episode.error
+
+
+def test_calls_that_json_cannot_hold_or_too_many_of_them_are_content(caller: Path) -> None:
+    tokenizer = Tokenizer.open(caller / "tokenizer")
+    with player(caller, "Tool") as (_, encoder):
+        end = sorted(encoder.turn_end_ids)
+        for text in ('[go(x="\\ud800")]', "[go(x=1e999)]", f"[{'go(), ' * 100}go()]"):
+            assert encoder.read_answer([*tokenizer.encode(text), *end], 0, ended=True) == {"role": "assistant", "content": text}
+        full = encoder.read_answer([*tokenizer.encode(f"[{'go(), ' * 99}go()]"), *end], 999, ended=True)
+    assert {len(call["id"]) for call in full["tool_calls"]} == {9}
 
 
 def aligned(folder: Path, place: Path, **more: Any) -> tuple[int, list[dict[str, Any]]]:
@@ -188,7 +245,7 @@ def test_a_run_with_an_environment_of_ones_own_learns_from_its_rewards(caller: P
     assert len(lines) == 4
     for line in lines:
         answers = [turn for turn in line["turns"] if turn["role"] == "assistant"]
-        assert line["prompt"] == [{"role": "user", "content": "Hello."}]
+        assert line["prompt"] == [{"role": "user", "content": "Hello.", "note": "\ud800"}]
         assert [turn["content"] for turn in line["turns"] if turn["role"] == "user"] == ["Again."] * (len(answers) - 1)
         assert len(answers) in (2, 3)
         assert line["parts"] == {f"{file}:Talk": pytest.approx(0.6 * len(answers)), f"{file}:lengths": len(line["turns"])}

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from lmforge.data.chat.messages import check_encodable
 from lmforge.data.chat.template_probe import PROBE_TOOLS
 from lmforge.data.chat.templates import ChatTemplate, build_layouts, one_layout
 from lmforge.data.tokenizer import Tokenizer
@@ -80,8 +81,7 @@ def tool_call_format(template: ChatTemplate) -> ToolCallFormat:
             parts.append(names[part[0]] * part[1])
         else:
             parts.append("".join(text for text, is_scored in part if is_scored))
-    *said, _ = filter(None, parts)  # without the token that ends the turn
-    answer = "".join(said)
+    answer = "".join(list(filter(None, parts))[:-1])  # without the token that ends the turn
     known = (each for each in FORMATS if each.split(answer)[1] == [probe])
     if found := next(known, None):
         return found
@@ -116,7 +116,12 @@ def _call(value: Any, *keys: str) -> ToolCall:
     if isinstance(value, dict) and isinstance(name := value.get("name"), str) and name:
         arguments: Any = next((value[key] for key in keys if key in value), {})
         if isinstance(arguments, dict):
-            return ToolCall(name, json.dumps(arguments, ensure_ascii=False))
+            try:  # neither half of a surrogate pair nor a number that is not finite, which no JSON holds
+                return ToolCall(
+                    check_encodable(name), check_encodable(json.dumps(arguments, ensure_ascii=False, allow_nan=False))
+                )
+            except (UserError, TypeError, ValueError) as problem:
+                raise UnreadableCall from problem
     raise UnreadableCall
 
 

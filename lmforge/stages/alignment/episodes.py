@@ -5,7 +5,8 @@ are only appended. What an environment is, and its processes, are in environment
 """
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from lmforge.data.chat.preferences import TokenizedPrompt
@@ -13,6 +14,7 @@ from lmforge.data.order import derive_key
 from lmforge.environments.appending import TurnEncoder
 from lmforge.environments.environment import Message
 from lmforge.environments.process import EnvironmentPool, EpisodeReply
+from lmforge.errors import UserError
 from lmforge.stages.alignment.completions import SampledCompletion
 from lmforge.stages.alignment.sampling import SampleRequest, SamplingSession, sample_all
 
@@ -52,7 +54,7 @@ class EpisodePlayer:
         session: SamplingSession,
         on_step: Callable[[], None],
     ) -> list[Episode]:
-        """An episode for each prompt. Raises UserError where the environment says what the chat template does not take."""
+        """An episode for each prompt. One in which the environment says what the template does not take ends with an error."""
         begun = self._pool.reset([{**prompt.columns, "prompt": prompt.prompt} for prompt in prompts])
         episodes = self._begin(prompts, begun)
         playing = [at for at, episode in enumerate(episodes) if not episode.error]
@@ -78,19 +80,37 @@ class EpisodePlayer:
         encoded: dict[str, list[int]] = {}
         episodes = []
         for prompt, reply in zip(prompts, begun, strict=True):
-            if reply.error:
-                episodes.append(Episode(prompt.tokens.tolist(), prompt.prompt, error=reply.error))  # type: ignore[arg-type]
-                continue
-            key = json.dumps(reply.messages)
-            if key not in encoded:
-                encoded[key] = self._encoder.encode_prompt(reply.messages)
-            episode = Episode(encoded[key], reply.messages)
-            if len(episode.prompt_ids) + self._max_tokens > self._max_length:
-                # It is left out, as prompts of the data that are too long are.
-                episode.prompt_ids = prompt.tokens.tolist()
-                episode.error = f"its first messages are {len(encoded[key])} tokens, which leave no room for a completion"
+            # An episode that fails has the prompt of the data, and is left out.
+            episode = Episode(prompt.tokens.tolist(), prompt.prompt, error=reply.error)  # type: ignore[arg-type]
+            with self._ends_on_error(episode):
+                if not reply.error:
+                    episode = Episode(self._encode_first(reply.messages, encoded), reply.messages)
             episodes.append(episode)
         return episodes
+
+    def _encode_first(self, messages: Sequence[Message], encoded: dict[str, list[int]]) -> list[int]:
+        """The ids of first messages, which may be `encoded` already. Raises UserError."""
+        if (key := json.dumps(messages)) not in encoded:
+            encoded[key] = self._encoder.encode_prompt(self._bounded(messages))
+        if len(encoded[key]) + self._max_tokens > self._max_length:
+            raise UserError(f"its first messages are {len(encoded[key])} tokens, which leave no room for a completion")
+        return encoded[key]
+
+    def _bounded(self, messages: Sequence[Message]) -> Sequence[Message]:
+        """The messages. Raises UserError, before the template takes its time, for more than any sequence could hold."""
+        size = sum(len(str(message.get("content"))) for message in messages)
+        if size > self._max_length * self._encoder.max_token_bytes:
+            raise UserError(f"said {size:,} characters, more than a sequence of {self._max_length:,} tokens can hold")
+        return messages
+
+    @staticmethod
+    @contextmanager
+    def _ends_on_error(episode: Episode) -> Iterator[None]:
+        """What the environment said cannot be used: that is the end of the episode, and not of the run."""
+        try:
+            yield
+        except UserError as problem:
+            episode.error = str(problem)
 
     def _add_answers(
         self, episodes: Sequence[Episode], sampled: Mapping[int, SampledCompletion], turn: int
@@ -111,7 +131,11 @@ class EpisodePlayer:
             return False
         if completion.tokens[-1] not in self._encoder.turn_end_ids or not completion.stopped:
             return False  # it was cut, or ended as no turn ends that others follow
-        given = self._encoder.encode_reply(answer, reply.messages)
+        given = list[int]()
+        with self._ends_on_error(episode):
+            given = self._encoder.encode_reply(answer, self._bounded(reply.messages))
+        if episode.error:
+            return False
         if len(completion.tokens) + len(given) >= self._max_tokens:
             completion.stopped = False  # the end is missing
             return False

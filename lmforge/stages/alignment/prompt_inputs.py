@@ -106,8 +106,7 @@ def _open_turns(options: RolloutOptions, tokenizer: Tokenizer) -> tuple[TurnEnco
         return None
     with pool, prefix_errors("rollout.environment"):
         encoder = TurnEncoder(tokenizer, pool.tools)
-        if options.max_turns > 1:
-            encoder.check(pool.reply_roles)
+        encoder.check(pool.reply_roles, options.max_turns)
         return encoder, pool.tools
 
 

@@ -101,7 +101,8 @@ class CompletionScorer:
         if table is not None:
             path = completions_path(self._ctx.run.path, table, self._ctx.dist_ctx.rank_info.rank)
             path.parent.mkdir(exist_ok=True)
-            with open(path, "w", encoding="utf-8") as file:
+            # Half of a surrogate pair, which UTF-8 cannot encode, becomes JSON's own escape of it.
+            with open(path, "w", encoding="utf-8", errors="backslashreplace") as file:
                 for index, (prompt, text, completion) in enumerate(zip(prompts, texts, completions, strict=True)):
                     record = {
                         "prompt": prompt.prompt,
