@@ -364,10 +364,12 @@ def destroy_distributed() -> None:
     if dist.is_initialized():
         release_standby(dist.get_rank())
         dist.destroy_process_group()
-        if tensors := sys.modules.get("torch.distributed.tensor"):
+        if "torch.distributed.tensor" in sys.modules:
             # Results are kept by the shape of their mesh: a later run of this process would be given groups that are gone.
-            tensors.DTensor._op_dispatcher.sharding_propagator.propagate_op_sharding.cache_clear()
-            torch._C._clear_DTensor_sharding_propagator_cache()
+            from torch.distributed.tensor import _redistribute, debug
+
+            debug._clear_sharding_prop_cache()
+            _redistribute._gen_transform_infos.cache_clear()
 
 
 # The store outlives the groups: it still answers when another rank has died and every collective fails.

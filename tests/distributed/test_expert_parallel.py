@@ -7,7 +7,7 @@ import pytest
 
 from lmforge.bench.parity import weights_difference
 from lmforge.runs import Run
-from tests.distributed.conftest import HERE, Recipe, losses, run_cases, weights
+from tests.distributed.conftest import HERE, Recipe, assert_agree, losses, run_cases, weights
 from tests.preloaded import on_ranks
 from tests.seeds import fresh_seed
 
@@ -31,11 +31,17 @@ LEGS: list[tuple[int, list[str]]] = [
 
 
 @pytest.fixture(scope="module")
-def runs(recipe: Recipe, tmp_path_factory: pytest.TempPathFactory) -> list[Run]:
-    """A run of one process, and runs that have one, two and three legs."""
+def whole(recipe: Recipe, tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """A run of one process."""
     folder = tmp_path_factory.mktemp("experts")
     run_cases(1, [recipe(folder, "whole", *MIXTURE)], folder)
-    runs = [Run(folder / "whole")]
+    return Run(folder / "whole")
+
+
+@pytest.fixture(scope="module")
+def runs(whole: Run, recipe: Recipe) -> list[Run]:
+    """That run, and runs that have one, two and three legs."""
+    folder, runs = whole.path.parent, [whole]
     for number, (ranks, options) in enumerate(LEGS):
         run = Run(folder / f"leg-{number}")
         if number:
@@ -57,6 +63,29 @@ def test_a_run_in_legs_with_other_expert_parallel_degrees_is_the_run_of_one_proc
     tensors = weights(leg)
     for name, tensor in weights(whole).items():
         assert weights_difference(name, tensors[name], tensor) <= 2e-6, name
+
+
+@pytest.mark.slow
+@pytest.mark.needs("a C++ compiler")
+@pytest.mark.parametrize("split", [{"expert": 2}, {"expert": 2, "context": 2}], ids=["experts", "context"])
+def test_compiled_blocks_that_are_recomputed_while_samples_are_decoded_are_the_run_of_one_process(
+    split: dict[str, int], whole: Run, recipe: Recipe, tmp_path: Path
+) -> None:
+    options = [*degrees(**split), "--train.compile", "on", "--parallel.activation_checkpointing", "selective-ops"]
+    run_cases(2, [recipe(tmp_path, "compiled", *MIXTURE, *options, "--sample.every_steps", "2")], tmp_path)
+    assert_agree(Run(tmp_path / "compiled"), whole)
+
+
+@pytest.mark.slow
+def test_a_run_does_not_meet_the_groups_of_one_before_it_in_the_same_processes(
+    whole: Run, recipe: Recipe, tmp_path: Path
+) -> None:
+    hybrid = ["--parallel.sharding", "hybrid-full-shard", "--parallel.shard_degree", "2"]
+    cases = {"hybrid": [*degrees(expert=2), *hybrid], "context": degrees(expert=2, context=2), "all": degrees(expert=4)}
+    words = [recipe(tmp_path, name, *MIXTURE, *more, "--sample.every_steps", "3") for name, more in cases.items()]
+    run_cases(4, words, tmp_path)
+    for name in cases:
+        assert_agree(Run(tmp_path / name), whole)
 
 
 def test_tokens_go_to_the_ranks_of_their_experts_and_back_even_if_some_ranks_get_none(tmp_path: Path) -> None:
