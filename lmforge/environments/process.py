@@ -4,7 +4,6 @@ Each process has several episodes and answers one request at a time. A call that
 episode; if that does not help, its process is killed, which ends those that it has.
 """
 
-import sys
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
@@ -40,7 +39,6 @@ class EnvironmentPool(AbstractContextManager["EnvironmentPool"]):
         *,
         processes: int = 1,
         timeout_seconds: float = 60.0,
-        log: Callable[[str], None] = lambda line: print(line, file=sys.stderr, flush=True),
         heartbeat: Callable[[], None] = lambda: None,
     ) -> None:
         """`spec`: FILE.py:CLASS, FILE.py:FUNCTION, or a name that is registered. `timeout_seconds` is for one call of it.
@@ -51,7 +49,7 @@ class EnvironmentPool(AbstractContextManager["EnvironmentPool"]):
         if (colon or spec.endswith(".py")) and not (file.endswith(".py") and name):
             raise UserError(f"environment {spec}: expected FILE.py:CLASS, FILE.py:FUNCTION, or a registered name")
         plugins = [] if file else files_of([registry.get("environment", spec)])
-        self.spec, self._timeout_seconds, self._log, self._heartbeat = spec, timeout_seconds, log, heartbeat
+        self.spec, self._timeout_seconds, self._heartbeat = spec, timeout_seconds, heartbeat
         self._functions: dict[str, tuple[str, str]] = {}
         self._first = {"plugins": plugins, "functions": self._functions, "timeout_seconds": timeout_seconds}
         self._workers: list[JsonLineProcess | None] = [None] * processes
@@ -59,7 +57,6 @@ class EnvironmentPool(AbstractContextManager["EnvironmentPool"]):
         # Of episodes that have ended by a failure, why.
         self._failed: dict[int, str] = {}
         self._num_episodes = 0
-        self._logged: set[str] = set()
         # A row begins an episode, with all its columns.
         self.required_columns: dict[str, list[str]] = {spec: []}
         self.accepted_columns: dict[str, list[str] | None] = {spec: None}
@@ -131,15 +128,17 @@ class EnvironmentPool(AbstractContextManager["EnvironmentPool"]):
             result = response[spec]
             if "user_error" in result:
                 raise UserError(f"reward {spec}: {result['user_error']}")
-            if "error" in result or not isinstance(result["rewards"], list) or len(result["rewards"]) != len(mine):
+            if "error" in result or not isinstance(result["rewards"], list):
                 return FunctionResult(**result)
+            if (count := len(result["rewards"])) != len(mine):
+                raise UserError(f"reward {spec}: returned {count} rewards for {len(mine)} completions")
             for number, reward in zip(mine, result["rewards"], strict=True):
                 rewards[number] = reward
         return FunctionResult(rewards)
 
     @property
     def failed_episodes(self) -> dict[int, str]:
-        """Why episodes failed, by their number."""
+        """Why episodes failed since they were begun, by their number."""
         return dict(self._failed)
 
     def _episodes_of(self, worker: int) -> Iterable[int]:
@@ -169,7 +168,6 @@ class EnvironmentPool(AbstractContextManager["EnvironmentPool"]):
                 raise UserError(f"environment {self.spec}: {answer['user_error']}")
             if "error" in answer:
                 self._failed.setdefault(number, answer["error"])
-                self._log_failure(answer)
                 del answers[number]
         return answers
 
@@ -191,11 +189,6 @@ class EnvironmentPool(AbstractContextManager["EnvironmentPool"]):
         for number in self._episodes_of(worker):
             self._failed.setdefault(number, response["error"])
         return response
-
-    def _log_failure(self, answer: dict[str, Any]) -> None:
-        if answer["error_type"] not in self._logged:
-            self._logged.add(answer["error_type"])
-            self._log(f"environment {self.spec}: {answer['error']}: this ends an episode; more of this kind are only counted")
 
     def _start(self, worker: int) -> dict[str, Any]:
         process = self._workers[worker] = JsonLineProcess(python_command("lmforge.environments.server", self.spec))

@@ -193,6 +193,10 @@ class RankLog:
             os.dup2(self._file.fileno(), descriptor)
         sys.stdout = sys.stderr = self._file
 
+    def write(self, line: str) -> None:
+        """A line that is in the log alone."""
+        self._file.write(f"{line}\n")
+
     def write_failure(self, problem: BaseException, progress: str) -> None:
         """Write that this rank failed at `progress`, with the traceback, and whether another rank caused it.
 

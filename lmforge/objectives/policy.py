@@ -211,11 +211,12 @@ class PolicyObjective:
         return total, metrics
 
 
-def completion_metric_names(num_generations: int) -> tuple[str, ...]:
-    """Metrics of a completion: its reward, whether it has none, the fraction of reward functions that failed on it, pass@k of
-    its group, its length, and whether it was truncated."""
+def completion_metric_names(num_generations: int, with_environment: bool = False) -> tuple[str, ...]:
+    """Metrics of a completion: its reward, whether it has none, the fraction of reward functions that failed on it, whether its
+    environment did, pass@k of its group, its length, and whether it was truncated."""
     passes = [f"pass@{k}" for k in pass_sizes(num_generations)]
-    return ("reward", "no_reward", "reward_failures", *passes, "pass@n", "completion_tokens", "truncated")
+    failures = ("reward_failures", *(["environment_failures"] if with_environment else []))
+    return ("reward", "no_reward", *failures, *passes, "pass@n", "completion_tokens", "truncated")
 
 
 def pass_sizes(num_generations: int) -> list[int]:

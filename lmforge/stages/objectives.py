@@ -77,5 +77,5 @@ def build_reward_model_objective(config: AlignConfig, options: None = None) -> O
 
 def build_policy_objective(config: AlignConfig, options: None = None) -> PolicyObjective:
     """The objective of grpo."""
-    names = completion_metric_names(config.rollout.num_generations)
+    names = completion_metric_names(config.rollout.num_generations, config.rollout.environment is not None)
     return PolicyObjective(build_policy_loss_config(config.rollout), names)

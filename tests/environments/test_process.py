@@ -159,7 +159,7 @@ def file(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def counters(file: Path) -> Iterator[EnvironmentPool]:
-    with EnvironmentPool(f"{file}:Counter", processes=2, timeout_seconds=1.0, log=lambda line: None) as pool:
+    with EnvironmentPool(f"{file}:Counter", processes=2, timeout_seconds=1.0) as pool:
         yield pool
 
 
@@ -257,7 +257,7 @@ def test_a_process_that_is_lost_ends_its_episodes_and_is_started_again(counters:
 
 
 def test_the_fuller_protocol_says_messages_rewards_and_the_end(file: Path) -> None:
-    with EnvironmentPool(f"{file}:Guess", timeout_seconds=5.0, log=lambda line: None) as pool:
+    with EnvironmentPool(f"{file}:Guess", timeout_seconds=5.0) as pool:
         assert pool.tools == []
         assert pool.reply_roles == ["user"]
         begun = pool.reset([{"prompt": [{"role": "user", "content": "Go"}], "secret": secret} for secret in (5, 7, 5)])
@@ -315,9 +315,8 @@ def test_an_unknown_name_and_a_missing_file_are_refused() -> None:
 
 
 def test_an_environment_whose_reset_fails_says_so(file: Path) -> None:
-    logged: list[str] = []
-    with closing(EnvironmentPool(f"{file}:ResetRaises", log=logged.append)) as pool:
+    with closing(EnvironmentPool(f"{file}:ResetRaises")) as pool:
         first, second = pool.reset([{"prompt": [{"role": "user", "content": "?"}]}] * 2)
         assert first.error == second.error
         assert first.error.startswith("RuntimeError: no connection")
-        assert len(logged) == 1
+        assert pool.failed_episodes == {0: first.error, 1: first.error}

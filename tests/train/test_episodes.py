@@ -21,6 +21,7 @@ from lmforge.model.layers import LanguageModel
 from lmforge.stages.alignment.episodes import EpisodePlayer
 from lmforge.stages.alignment.rollout_batches import lay_out
 from lmforge.stages.alignment.sampling import SamplingSettings, _EngineSession
+from tests.conftest import Command
 
 # Calls as Python writes them, so that a model that knows one successor of each byte can write one.
 TEMPLATE = """{% if tools %}{{ tools | tojson }}{% endif %}{% for m in messages %}{% if m.role == 'assistant' %}
@@ -31,7 +32,17 @@ TEMPLATE = """{% if tools %}{{ tools | tojson }}{% endif %}{% for m in messages 
 {%- else %}{{ '<|' + ('user' if m.role == 'tool' else m.role) + '|>' + m.content + '<|end|>' }}{% endif %}{% endfor %}
 {%- if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"""
 FILE = """
+import os
 from lmforge import Environment, Reply
+
+
+class DiesElsewhere(Environment):
+    reply_roles = ["user"]
+
+    def step(self, message):
+        if os.environ.get("RANK") == "1":
+            os._exit(1)
+        return Reply([{"role": "user", "content": "Again."}])
 
 
 class Tool:
@@ -105,7 +116,7 @@ def caller(scripted: Callable[..., LanguageModel], byte_tokenizer: Tokenizer, tm
 
 @contextmanager
 def player(folder: Path, name: str, **bounds: int) -> Iterator[tuple[EpisodePlayer, TurnEncoder]]:
-    with EnvironmentPool(f"{folder}/own.py:{name}", processes=2, log=lambda line: None) as pool:
+    with EnvironmentPool(f"{folder}/own.py:{name}", processes=2) as pool:
         encoder = TurnEncoder(Tokenizer.open(folder / "tokenizer"), pool.tools)
         given = {"max_turns": 3, "max_tokens": 60, "max_length": 600, **bounds}
         encoder.check(pool.reply_roles, given["max_turns"])
@@ -224,15 +235,20 @@ def test_calls_that_json_cannot_hold_or_too_many_of_them_are_content(caller: Pat
     assert {len(call["id"]) for call in full["tool_calls"]} == {9}
 
 
-def aligned(folder: Path, place: Path, **more: Any) -> tuple[int, list[dict[str, Any]]]:
-    """The status of one step of GRPO, and the lines of its table."""
+def step_of_grpo(folder: Path, place: Path, **more: Any) -> list[str]:
+    """The command of one step."""
     rows = [{"prompt": "Go", "limit": 2}, {"limit": 3}] * 4
     (place / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     options = {"method": "grpo", "model.source": folder / "model", "data.files": place / "prompts.jsonl", "train.steps": 1}
     options |= {"rollout.num_generations": 2, "rollout.max_completion_length": 60, "train.global_batch_size": 4}
     options |= {"run.folder": place, "run.name": "run", "data.sequence_length": 600, "train.device": "cpu"}
     options |= {"train.dtype": "fp32", "train.compile": "off", "train.threads": 1, "rollout.temperature": 0.1, **more}
-    status = command(["align", *(str(word) for name, value in options.items() for word in (f"--{name}", value))])
+    return ["align", *(str(word) for name, value in options.items() for word in (f"--{name}", value))]
+
+
+def aligned(folder: Path, place: Path, **more: Any) -> tuple[int, list[dict[str, Any]]]:
+    """The status of one step of GRPO, and the lines of its table."""
+    status = command(step_of_grpo(folder, place, **more))
     tables = sorted((place / "run" / "completions").glob("set-*.jsonl"))
     return status, [json.loads(line) for table in tables for line in table.read_text().splitlines()]
 
@@ -251,6 +267,20 @@ def test_a_run_with_an_environment_of_ones_own_learns_from_its_rewards(caller: P
         assert line["parts"] == {f"{file}:Talk": pytest.approx(0.6 * len(answers)), f"{file}:lengths": len(line["turns"])}
         assert line["reward"] == pytest.approx(0.6 * len(answers) + 0.5 * len(line["turns"]))
         assert line["completion"].startswith("assistant: [go()]\nuser: Again.\n")
+
+
+def test_failures_on_another_rank_and_a_set_without_rewards_are_said_and_counted(
+    caller: Path, tmp_path: Path, lmforge: Command
+) -> None:
+    done = lmforge(*step_of_grpo(caller, tmp_path, **{"rollout.environment": f"{caller}/own.py:DiesElsewhere"}), ranks=2)
+    assert done.returncode == 0, done.stderr
+    [failed] = [line for line in done.stderr.splitlines() if "DiesElsewhere: rank 1: an episode of step 0 failed: " in line]
+    assert "its process died" in failed
+    assert "step 0: none of 4 completions has a reward" in done.stderr
+    logs = [(tmp_path / "run" / "logs" / "attempt-1" / f"rank-{rank}.log").read_text() for rank in range(2)]
+    assert [log.count("DiesElsewhere: step 0: episode ") for log in logs] == [0, 2]
+    [record] = map(json.loads, (tmp_path / "run" / "metrics.jsonl").read_text().splitlines())
+    assert (record["environment_failures"], record["no_reward"], record["reward_failures"]) == (0.5, 1.0, 0.0)
 
 
 REFUSED = [

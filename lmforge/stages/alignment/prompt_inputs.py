@@ -88,7 +88,7 @@ def _check_prompts_and_rewards(config: AlignConfig) -> None:
 
 
 def open_environment(options: RolloutOptions, **reporting: Any) -> EnvironmentPool | None:
-    """The environment of a recipe, if it names one. `reporting`: the `log` and `heartbeat` of an EnvironmentPool."""
+    """The environment of a recipe, if it names one. `reporting`: the `heartbeat` of an EnvironmentPool."""
     if options.environment is None:
         return None
     return EnvironmentPool(
@@ -112,7 +112,7 @@ def _open_turns(options: RolloutOptions, tokenizer: Tokenizer) -> tuple[TurnEnco
 
 def _check_first_episode(options: RolloutOptions, prompt: TokenizedPrompt, encoder: TurnEncoder) -> None:
     """Raises UserError where the environment does not begin an episode with a row of the data."""
-    pool = open_environment(options, log=lambda line: None)
+    pool = open_environment(options)
     assert pool is not None
     with pool, prefix_errors(f"rollout.environment: {pool.spec}: the first episode"):
         [begun] = pool.reset([{**prompt.columns, "prompt": prompt.prompt}])

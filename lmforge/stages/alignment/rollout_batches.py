@@ -4,7 +4,7 @@ Where completions and rewards come from is not known here.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -49,18 +49,18 @@ def add_advantages(
     batch: Batch,
     completions: Sequence[SampledCompletion],
     rewards: Tensor,
-    failed: Tensor,
+    failures: Mapping[str, Tensor],
     options: RolloutOptions,
     loss_config: PolicyLossConfig,
 ) -> Batch:
     """The laid out completions with advantages and metrics; those that are not learned from have no labels.
 
-    rewards: fp64 [completions], NaN where there is none, groups one after another. failed: fp32 [completions], the fraction of
-    reward functions that failed. With the extra "reference_logprobs" of the batch, k1 is taken off the rewards.
+    rewards: fp64 [completions], NaN where there is none, groups one after another. failures: metrics of what
+    failed, fp32 [completions]. With the extra "reference_logprobs" of the batch, k1 is taken off the rewards.
     """
     num_generations = options.num_generations
     groups = rewards.view(-1, num_generations)
-    metrics = _completion_metrics(groups, failed, completions, options.pass_threshold)
+    metrics = _completion_metrics(groups, failures, completions, options.pass_threshold)
     # Computed from the rewards without the KL penalty, with which equally good completions would differ.
     differs = has_nonzero_std(groups)
     assert batch.extras is not None
@@ -80,7 +80,7 @@ def add_advantages(
 
 
 def _completion_metrics(
-    rewards: Tensor, failed: Tensor, completions: Sequence[SampledCompletion], pass_threshold: float
+    rewards: Tensor, failures: Mapping[str, Tensor], completions: Sequence[SampledCompletion], pass_threshold: float
 ) -> dict[str, Tensor]:
     """Metrics of each completion, fp32 [completions], by name, from rewards [groups, num_generations]."""
     known, passed = ~rewards.isnan(), rewards >= pass_threshold
@@ -90,7 +90,7 @@ def _completion_metrics(
     return {
         "reward": rewards.float().flatten(),
         "no_reward": rewards.isnan().float().flatten(),
-        "reward_failures": failed,
+        **failures,
         "completion_tokens": torch.tensor([float(completion.num_sampled) for completion in completions]),
         "truncated": torch.tensor([float(not completion.stopped) for completion in completions]),
         **{name: torch.where(known, values[:, None], math.nan).float().flatten() for name, values in passes.items()},

@@ -69,7 +69,7 @@ class Rollouts:
         self._set: Batch | None = None
         prompts = [*packing.prompts, *packing.validation_prompts]
         with ctx.dist_ctx.raise_on_all():
-            pool = open_environment(options, log=ctx.console.warn, heartbeat=partial(ctx.watch.set_phase, "environment"))
+            pool = open_environment(options, heartbeat=partial(ctx.watch.set_phase, "environment"))
         self._scorer = CompletionScorer(ctx, options, tokenizer, prompts, built.dtype, pool)
         self._player = None
         stop_token_ids = inputs.model_config.end_token_ids | {tokenizer.eos_token_id}  # as in `generate` and `chat`
@@ -135,11 +135,11 @@ class Rollouts:
                 seeds += [derive_key(seed, "rollout", sample, number) for number in range(num_generations)]
         prompts, completions, episodes = self._sample(prompts, seeds, step)
         table = completions_table_name(set_index, options)
-        rewards, failed = self._scorer.score(table, prompts, completions, step, episodes)
+        rewards, failures = self._scorer.score(table, prompts, completions, step, episodes)
         batch = lay_out([prompt.tokens.tolist() for prompt in prompts], completions, self._batch_plan.sequence_length)
         if self._reference is not None:
             batch = with_extras(batch, reference_logprobs=self._reference_logprobs(batch, self._reference))
-        return add_advantages(batch, completions, rewards, failed, options, self._loss_config)
+        return add_advantages(batch, completions, rewards, failures, options, self._loss_config)
 
     def _reference_logprobs(self, batch: Batch, reference: ReferenceModel) -> Tensor:
         logprobs = list[Tensor]()
@@ -239,7 +239,11 @@ class Rollouts:
 
     def _restore(self, folder: Path) -> None:
         """Load the set of a checkpoint, which may be of another number of ranks."""
-        names = ["old_logprobs", "advantages", *completion_metric_names(self._options.num_generations)]
+        names = [
+            "old_logprobs",
+            "advantages",
+            *completion_metric_names(self._options.num_generations, self._player is not None),
+        ]
         names += [] if self._reference is None else ["reference_logprobs"]
         size = self._options.num_iterations, self._batch_plan.global_batch_size, self._batch_plan.sequence_length
         dtypes = BATCH_TENSORS | dict.fromkeys(names, torch.float32)

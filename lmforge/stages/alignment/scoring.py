@@ -28,6 +28,8 @@ from lmforge.stages.alignment.prompt_inputs import reward_options
 from lmforge.stages.attempt import RunContext
 
 SCORING_BATCH_SIZE = 16
+# Messages of failing environments on the console, of one set and rank and of the run.
+MAX_FAILURES_SHOWN = 5
 
 
 class CompletionScorer:
@@ -43,7 +45,9 @@ class CompletionScorer:
         environment: EnvironmentPool | None = None,
     ) -> None:
         """`prompts`: all of the run, so that functions are always called with the same columns. Every rank calls it."""
-        self._ctx, self._tokenizer = ctx, tokenizer
+        self._ctx, self._tokenizer, self._environment = ctx, tokenizer, environment
+        self._shown_failures: set[str] = set()
+        self._warned_of_no_reward = False
         self._columns = sorted({name for prompt in prompts for name in prompt.columns})
         heartbeat, device = partial(ctx.watch.set_phase, "reward"), ctx.dist_ctx.device
         with ctx.dist_ctx.raise_on_all():
@@ -66,18 +70,40 @@ class CompletionScorer:
         completions: Sequence[SampledCompletion],
         step: int,
         episodes: Sequence[Episode] | None = None,
-    ) -> tuple[Tensor, Tensor]:
-        """Rewards, fp64 [completions], NaN where there is none, and the fraction of functions that failed, fp32 [completions].
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """Rewards, fp64 [completions], NaN where there is none, and metrics of what failed, fp32 [completions]: the fraction of
+        functions, and with `episodes` whether its environment did.
 
         Functions are given completions as text, and those of `episodes`, which these prompts and completions are, as messages.
-        An episode that has failed has no reward. Writes the table called `table`, one JSON object per line, and announces it to
-        trackers, unless that is None. Every rank calls it, with completions of its own.
+        An episode that has failed has no reward, and is a line in this rank's log. Writes the table called `table`, one JSON
+        object per line, and announces it to trackers, unless that is None. Every rank calls it, with completions of its own.
         """
         with self._ctx.dist_ctx.raise_on_all():
-            scores = self._score(table, prompts, completions, episodes)
+            rewards, failures = self._score(table, prompts, completions, episodes)
+        self._report(rewards, step, [episode.error for episode in episodes or ()])
         if table is not None and prompts:
             self._ctx.events.add("completions", step, table=table)
-        return scores
+        return rewards, failures
+
+    def _report(self, rewards: Tensor, step: int, errors: Sequence[str]) -> None:
+        """Say which episodes failed, and that no completion of any rank has a reward. Every rank calls it."""
+        console = self._ctx.console
+        what = f"environment {self._environment.spec if self._environment else ''}"
+        for number, error in enumerate(errors):
+            if error:
+                self._ctx.log.write(f"{what}: step {step}: episode {number} failed: {error}")
+        first = list(filter(None, dict.fromkeys(errors)))[:MAX_FAILURES_SHOWN]
+        gathered = self._ctx.dist_ctx.all_gather((len(rewards), int(rewards.isnan().sum()), first))
+        for rank, (_, _, failures) in enumerate(gathered):
+            for error in failures:
+                if error not in self._shown_failures and len(self._shown_failures) < MAX_FAILURES_SHOWN:
+                    self._shown_failures.add(error)
+                    all_of_them = "every failure is in the log of its rank and counted in environment_failures"
+                    console.warn(f"{what}: rank {rank}: an episode of step {step} failed: {error}; {all_of_them}")
+        count, without = (sum(each[at] for each in gathered) for at in range(2))  # type: ignore[misc]
+        if count and count == without and not self._warned_of_no_reward:
+            self._warned_of_no_reward = True
+            console.warn(f"step {step}: none of {count:,} completions has a reward: nothing is learned from them")
 
     def _score(
         self,
@@ -85,16 +111,18 @@ class CompletionScorer:
         prompts: Sequence[TokenizedPrompt],
         completions: Sequence[SampledCompletion],
         episodes: Sequence[Episode] | None,
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[Tensor, dict[str, Tensor]]:
         if not prompts:
-            return torch.zeros(0, dtype=torch.float64), torch.zeros(0)
+            return torch.zeros(0, dtype=torch.float64), {}
         texts = [self._tokenizer.decode(completion.tokens) for completion in completions]
         columns = {name: [prompt.columns.get(name) for prompt in prompts] for name in self._columns}
         given = texts if episodes is None else [episode.turns for episode in episodes]
         scores = self._functions([prompt.prompt for prompt in prompts], given, columns)
         rewards = [math.nan if reward is None else reward for reward in scores.rewards]
         told: list[dict[str, Any]] = [{} for _ in texts]
-        if episodes is not None:
+        if episodes is not None and self._environment is not None:
+            for number, error in self._environment.failed_episodes.items():  # some while their rewards were asked for
+                episodes[number].error = episodes[number].error or error
             texts = [episode.describe() for episode in episodes]
             told = [{"turns": each.turns} | ({"error": each.error} if each.error else {}) for each in episodes]
             rewards = [math.nan if each.error else reward for each, reward in zip(episodes, rewards, strict=True)]
@@ -115,7 +143,10 @@ class CompletionScorer:
                     }
                     file.write(json.dumps(record, ensure_ascii=False) + "\n")
         failed = sum(count > 0 for count in scores.failures.values()) / len(scores.failures)
-        return torch.tensor(rewards, dtype=torch.float64), torch.full((len(completions),), failed)
+        failures = {"reward_failures": torch.full((len(completions),), failed)}
+        if episodes is not None:
+            failures["environment_failures"] = torch.tensor([float(bool(each.error)) for each in episodes])
+        return torch.tensor(rewards, dtype=torch.float64), failures
 
     def close(self) -> None:
         """End the processes of the functions."""
