@@ -3,6 +3,7 @@
 import ast
 import operator
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 from lmforge.rewards.sandbox import Sandbox
@@ -74,9 +75,6 @@ def _bounded(value: Any) -> int | float:
 class PythonTool:
     """A tool that runs programs in the sandbox of the reward `python_code`, each by itself."""
 
-    def __init__(self) -> None:
-        self._sandbox: Sandbox | None = None
-
     def reset(self, **row: Any) -> None:
         """Nothing is kept between programs."""
 
@@ -89,14 +87,13 @@ class PythonTool:
         Returns:
             What it printed, and its error if it raised one.
         """
-        if self._sandbox is None:
-            self._sandbox = Sandbox()
-        result = self._sandbox.run(code, seconds=PYTHON_SECONDS)
+        result = _sandbox().run(code, seconds=PYTHON_SECONDS)
         output = result.output[:MAX_OUTPUT_CHARACTERS]
         problem = {"done": "", "exit": "", "time": f"no end in {PYTHON_SECONDS:g} seconds"}.get(result.status, result.error)
         return "\n".join(filter(None, [output.rstrip("\n"), problem or ("" if result.status == "done" else result.status)]))
 
-    def close(self) -> None:
-        """End the sandbox."""
-        if self._sandbox is not None:
-            self._sandbox.close()
+
+@cache
+def _sandbox() -> Sandbox:
+    """The one sandbox of this process, whose episodes take turns; it ends with the process."""
+    return Sandbox()

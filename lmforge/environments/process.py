@@ -10,12 +10,15 @@ from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
+import xxhash
+
 from lmforge import registry
 from lmforge.environments.environment import Message
 from lmforge.errors import UserError
 from lmforge.foreign_code import HEARTBEAT_CALL_SECONDS, JsonLineProcess, ProcessLost, python_command
 from lmforge.plugins import files_of
 from lmforge.rewards.functions import GRACE_SECONDS, IMPORT_TIMEOUT_SECONDS, FunctionResult
+from lmforge.untrusted import expand_home
 
 
 class EpisodeReply(NamedTuple):
@@ -24,6 +27,12 @@ class EpisodeReply(NamedTuple):
     messages: Sequence[Message] = ()
     done: bool = False
     error: str = ""
+
+
+def identify(spec: str) -> list[str]:
+    """What makes an environment another one: its name, and what its file holds, wherever that is. Raises OSError."""
+    file, _, name = spec.rpartition(":")
+    return [name, xxhash.xxh3_128_hexdigest(expand_home(file).read_bytes())] if file else [name]
 
 
 class EnvironmentPool(AbstractContextManager["EnvironmentPool"]):

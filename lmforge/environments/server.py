@@ -119,18 +119,13 @@ def _open_environment(spec: str, first: dict[str, Any]) -> tuple[dict[str, Any],
     with prefix_errors(f"environment {spec}"), _time_limit(first["timeout_seconds"]):
         try:
             environment = _build(found)
-            tools = environment.tool_schemas()
+            description = _describe(environment, getattr(found, "__name__", spec))
         except _TooLong:
             raise UserError(f"not made in {first['timeout_seconds']:g} seconds") from None
         except UserError:
             raise
         except BaseException as error:
             raise UserError(describe_exception(error)) from None
-    description = {
-        "tools": tools,
-        "reply_roles": list(environment.reply_roles),
-        "gives_rewards": environment.gives_rewards,
-    }
     return description, _Episodes(partial(_build, found), first["timeout_seconds"], functions).answer
 
 
@@ -139,6 +134,32 @@ def _build(found: Any) -> Environment:
         return ToolEnvironment([found])
     instance = found()
     return instance if isinstance(instance, Environment) else ToolEnvironment.of_instance(instance)
+
+
+def _describe(environment: Environment, name: str) -> dict[str, Any]:
+    """What an environment declares. Raises UserError, which names the field, where it is not as Environment says."""
+    roles, declared = environment.reply_roles, environment.tools
+    if not isinstance(roles, list | tuple) or not roles or not {*map(str, roles)} <= {"tool", "user"}:
+        raise UserError(f'{name}.reply_roles: expected a list of "tool", "user" or both, got {roles!r:.100}')
+    if not isinstance(declared, list | tuple):
+        raise UserError(f"{name}.tools: expected a list of functions and schemas, got {declared!r:.100}")
+    if wrong := [tool for tool in declared if not (callable(tool) or isinstance(tool, dict))]:
+        raise UserError(f"{name}.tools: expected functions and schemas, got {wrong[0]!r:.100}")
+    tools = environment.tool_schemas()
+    names = list[str]()
+    for tool in tools:
+        function = tool.get("function")
+        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+            form = '{"type": "function", "function": {"name": …}}'
+            raise UserError(f"{name}.tools: expected schemas {form}, got {tool!r:.100}")
+        try:
+            json.dumps(tool)
+        except (TypeError, ValueError, RecursionError) as problem:
+            raise UserError(f"{name}.tools: the schema of {function['name']} is not JSON: {problem}") from None
+        names.append(function["name"])
+    if len(set(names)) < len(names):
+        raise UserError(f"{name}.tools: two tools have one name: {', '.join(names)}")
+    return {"tools": tools, "reply_roles": list(roles), "gives_rewards": bool(environment.gives_rewards)}
 
 
 def _checked(messages: Any) -> list[dict[str, Any]]:

@@ -34,6 +34,8 @@ DATA_OPTIONS = (
     "align.method",
     "rollout.num_generations",
     "rollout.max_completion_length",
+    "rollout.environment ",
+    "rollout.max_turns ",
     "rollout.num_iterations",
     "train.seed",
 )

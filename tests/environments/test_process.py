@@ -144,6 +144,30 @@ class Raises:
         pass
 
 
+class RolesAreText(Environment):
+    reply_roles = "user"
+
+
+class RolesAreWrong(Environment):
+    reply_roles = ["assistant"]
+
+
+class ToolsAreNames(Environment):
+    tools = ["add"]
+
+
+class ToolsAreBare(Environment):
+    tools = [{"name": "add", "parameters": {}}]
+
+
+class ToolsAreNotJson(Environment):
+    tools = [{"type": "function", "function": {"name": "add", "parameters": {1, 2}}}]
+
+
+class ToolsAreTwice(Environment):
+    tools = [add, add]
+
+
 class ResetRaises:
     def reset(self):
         raise RuntimeError("no connection")
@@ -284,16 +308,27 @@ def test_a_function_is_a_tool_and_what_is_built_in_is_named(file: Path) -> None:
     ]
     for spec in dict.fromkeys(spec for spec, *_ in asked):
         with EnvironmentPool(spec, timeout_seconds=30.0) as pool:
-            pool.reset([row])
+            pool.reset([row] * 2)
             assert not pool.gives_rewards
             for _, said, result in (each for each in asked if each[0] == spec):
-                assert contents(pool.step({0: said})[0].messages) == [result]
+                assert [contents(each.messages) for each in pool.step({0: said, 1: said}).values()] == [[result]] * 2
+            if spec == "python":  # one sandbox serves all episodes of a process
+                [worker] = pool._workers
+                assert worker is not None
+                pid = worker._process.pid
+                assert len(Path(f"/proc/{pid}/task/{pid}/children").read_text().split()) == 1
 
 
 REFUSED = [
     ("NoHints", "parameter 'x' has no type hint, such as x: str"),
     ("NoReset", "has no method reset"),
     ("Raises", "RuntimeError: no connection"),
+    ("RolesAreText", 'RolesAreText.reply_roles: expected a list of "tool", "user" or both, got .user.'),
+    ("RolesAreWrong", "RolesAreWrong.reply_roles: expected a list of"),
+    ("ToolsAreNames", "ToolsAreNames.tools: expected functions and schemas, got 'add'"),
+    ("ToolsAreBare", "ToolsAreBare.tools: expected schemas "),
+    ("ToolsAreNotJson", "ToolsAreNotJson.tools: the schema of add is not JSON: "),
+    ("ToolsAreTwice", "ToolsAreTwice.tools: two tools have one name: add, add"),
     ("Nowhere", "no class or function 'Nowhere': there are Counter, Guess, "),
     ("", "expected FILE.py:CLASS"),
 ]

@@ -30,7 +30,7 @@ from lmforge.data.sources.records import (
 )
 from lmforge.data.tokenizer import Tokenizer
 from lmforge.environments.appending import TurnEncoder
-from lmforge.environments.process import EnvironmentPool
+from lmforge.environments.process import EnvironmentPool, identify
 from lmforge.errors import UserError, prefix_errors
 from lmforge.generate.model_loading import check_reward_head
 from lmforge.parallel.dims import plan_batches
@@ -205,7 +205,7 @@ def open_prompt_inputs(config: AlignConfig, world_size: int) -> RunInputs:
     fixed += [data.apply_chat_template, *data.fields]
     fixed += [] if data.validation_files else [data.validation_ratio]
     fixed += ["parsed"] if data.parse_special_tokens else []
-    fixed += [options.environment, options.max_turns] if turns else []
+    fixed += [*identify(options.environment), options.max_turns] if options.environment else []
     content = json.dumps([hash_files(data.files), fixed], sort_keys=True)
     dataset = PackedDataset(
         PromptPacking(prompts, validation_prompts, turns[0] if turns else None),

@@ -89,6 +89,8 @@ class CompletionScorer:
         """Say which episodes failed, and that no completion of any rank has a reward. Every rank calls it."""
         console = self._ctx.console
         what = f"environment {self._environment.spec if self._environment else ''}"
+        # What an environment says may have halves of surrogate pairs, which logs do not take.
+        errors = [error.encode("utf-8", "backslashreplace").decode() for error in errors]
         for number, error in enumerate(errors):
             if error:
                 self._ctx.log.write(f"{what}: step {step}: episode {number} failed: {error}")
