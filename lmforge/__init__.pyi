@@ -6,6 +6,7 @@ from lmforge.config.options import Options, option
 from lmforge.data.batch import Batch
 from lmforge.data.labels import IGNORE_INDEX
 from lmforge.data.prepare.prepare import prepare as prepare_data
+from lmforge.environments.environment import Environment, Reply
 from lmforge.errors import RunFailed, UserError
 from lmforge.library.custom_loop import build_optimizer, open_batches, open_data, parallelize
 from lmforge.library.models import (
@@ -26,8 +27,10 @@ __version__: str
 __all__ = [
     "IGNORE_INDEX",
     "Batch",
+    "Environment",
     "Objective",
     "Options",
+    "Reply",
     "RunFailed",
     "UserError",
     "__version__",

@@ -243,7 +243,7 @@ def compare(folder: Path) -> str | None:
     except Exception as problem:  # whatever a family's own checks raise: nothing to compare with
         return f"transformers: {problem}"
     assert not report["missing_keys"], report
-    rows = one_document(2, 40, ours.config.vocab_size, ours)
+    rows = one_document(2, 40, ours.config.vocab_size, ours.model)
     try:
         with torch.no_grad():
             wanted = theirs(rows.tokens).logits
