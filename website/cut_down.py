@@ -50,6 +50,8 @@ def shortened(line: str) -> str:
     chosen = {**FEW_STEPS, **shape, **alone, "train.steps": 6 if "--train.steps" in words else 4}
     if "grpo" in words:  # whole groups of answers
         chosen |= {"train.global_batch_size": 8, "rollout.max_completion_length": 16}
+    if "--rollout.environment" in words:  # prompts with the tools' schemas, and what they return
+        chosen |= {"data.sequence_length": 768, "rollout.max_completion_length": 64}
     if "bench" in words:
         chosen |= {"bench.steps": 1, "bench.warmup_steps": 1}
     if "--calibrate" in words:
