@@ -120,6 +120,8 @@ class ContinuousBatcher:
         try:
             while self._admit_and_cancel():
                 with self._step_lock:
+                    if self._paused:  # meanwhile: the weights may be new, and their name that of the earlier ones
+                        continue
                     version, tokens = self.weight_version, self._engine.step()
                 events = [(self._running[token.request_id], token) for token in tokens]
                 for queued, _ in events:

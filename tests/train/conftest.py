@@ -12,7 +12,7 @@ from tests.generate.conftest import byte_tokenizer, models, scripted  # noqa: F4
 from tests.serve.conftest import serving  # noqa: F401 - a fixture
 
 REWARDS = """\
-import os, signal
+import os, signal, time
 from pathlib import Path
 
 def variety(prompts, completions):
@@ -23,6 +23,16 @@ def variety_after_the_end_of_the_server(prompts, completions):
         os.kill(int(file.name.removeprefix("victim-")), signal.SIGKILL)
         file.unlink()
     return variety(prompts, completions)
+
+def variety_while_a_server_is_restarted(prompts, completions):
+    # The first call ends the server, the third waits until it is there again.
+    folder = Path(__file__).parent
+    calls = folder / "calls"
+    number = int(calls.read_text()) + 1 if calls.exists() else 1
+    calls.write_text(str(number))
+    while number == 3 and not (folder / "restarted").exists():
+        time.sleep(0.02)
+    return variety_after_the_end_of_the_server(prompts, completions)
 """
 # As many as a server takes: other numbers of threads may change the last bits of a sum.
 THREADS = len(os.sched_getaffinity(0))

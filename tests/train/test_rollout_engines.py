@@ -8,6 +8,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -18,7 +19,7 @@ import torch
 
 from lmforge.cli import run as command
 from lmforge.generate.model_loading import load_model
-from tests.conftest import Refusal
+from tests.conftest import Command, Refusal, only_line
 from tests.preloaded import preloaded
 from tests.serve.conftest import Server
 
@@ -35,7 +36,7 @@ def by(*urls: str, engine: str = "lmforge") -> list[str]:
 def numbers(run: Path) -> list[dict[str, Any]]:
     records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     names = ("step", "loss", "reward", "ratio", "entropy", "grad_norm", "val/reward")
-    return [{name: record.get(name) for name in names} for record in records]
+    return [{name: record[name] for name in names if record.get(name) is not None} for record in records]
 
 
 def weights(run: Path) -> dict[str, torch.Tensor]:
@@ -51,6 +52,38 @@ def test_twenty_steps_sampled_by_a_server_equal_those_in_process_bit_for_bit(
     assert numbers(tmp_path / "inside") == numbers(tmp_path / "outside")
     theirs = weights(tmp_path / "outside")
     assert all(torch.equal(tensor, theirs[name]) for name, tensor in weights(tmp_path / "inside").items())
+
+
+@pytest.mark.parametrize("engine", ["ddp", "fsdp2"])
+def test_two_ranks_that_share_servers_learn_what_one_process_does(
+    engine: str,
+    grpo: Callable[..., list[str]],
+    rollout_server: Server,
+    serving: Callable[..., Server],
+    models: Path,
+    lmforge: Command,
+    tmp_path: Path,
+) -> None:
+    second = serving(models / "noise", "--weight_updates", "--max_batch_size", 8, "--max_length", 32)
+    even = ["--optimizer.eps", 1e-3]  # a step that follows the size of the gradient, also where it is all rounding
+    assert command(grpo("inside", *even, steps=5)) == 0
+    words = grpo("outside", *even, *by(rollout_server.url, second.url), "--parallel.engine", engine, steps=5)
+    done = lmforge(*words, ranks=2)
+    assert done.returncode == 0, done.stdout + done.stderr
+    for inside, outside in zip(numbers(tmp_path / "inside"), numbers(tmp_path / "outside"), strict=True):
+        assert outside == pytest.approx(inside, rel=2e-6, abs=2e-6)
+    theirs = weights(tmp_path / "outside")
+    for name, tensor in weights(tmp_path / "inside").items():
+        assert torch.allclose(tensor, theirs[name], rtol=0, atol=1e-5), name
+
+
+def test_adapters_are_merged_into_the_weights_that_servers_get(
+    grpo: Callable[..., list[str]], rollout_server: Server, tmp_path: Path
+) -> None:
+    assert command(grpo("inside", "--lora.rank", 4, steps=5)) == 0
+    assert command(grpo("outside", "--lora.rank", 4, *by(rollout_server.url), steps=5)) == 0
+    for inside, outside in zip(numbers(tmp_path / "inside"), numbers(tmp_path / "outside"), strict=True):
+        assert outside == pytest.approx(inside, rel=1e-5, abs=1e-5)
 
 
 # --- servers that fail ------------------------------------------------------------------------------------------------
@@ -130,29 +163,53 @@ def test_requests_of_a_server_that_fails_go_to_others(
 def test_a_run_ends_with_one_line_when_no_server_is_left(
     grpo: Callable[..., list[str]], models: Path, tmp_path: Path, refused: Refusal
 ) -> None:
-    words = (
-        "serve",
-        models / "noise",
-        "--weight_updates",
-        "--max_length",
-        32,
-        "--port",
-        0,
-        "--device",
-        "cpu",
-        "--dtype",
-        "fp32",
-    )
-    (tmp_path / "server").mkdir()
-    process = preloaded().start(words, tmp_path / "server")
+    server = started(models / "noise", tmp_path)
+    (tmp_path / f"victim-{server.process.pid}").touch()
+    line = refused(*grpo("run", *by(server.url), steps=3, reward="variety_after_the_end_of_the_server"), status=1)
+    assert f"rollout.engine_urls: no server has the current weights: {server.url}: nothing answers" in line
+    assert server.process.wait(timeout=60) != 0
+
+
+def test_a_server_that_is_restarted_during_a_run_is_used_again_with_the_weights_of_its_step(
+    grpo: Callable[..., list[str]], rollout_server: Server, models: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert command(grpo("inside", steps=5)) == 0
+    victim = started(models / "noise", tmp_path)
+    (tmp_path / f"victim-{victim.process.pid}").touch()
+
+    def restart() -> Server:
+        victim.process.wait(timeout=120)
+        again = started(models / "noise", tmp_path, port=int(victim.url.rpartition(":")[2]))
+        (tmp_path / "restarted").touch()
+        return again
+
+    with ThreadPoolExecutor(1) as pool:
+        restarting = pool.submit(restart)
+        words = grpo("run", *by(rollout_server.url, victim.url), steps=5, reward="variety_while_a_server_is_restarted")
+        assert command(words) == 0
+        again = restarting.result()
+    printed = "".join(capfd.readouterr())
+    assert re.search(f"{victim.url}: nothing answers .*; it is left out until it has them", printed)
+    assert f"{victim.url}: has the current weights, and is used again" in printed
+    # Its first weights are those of the first step: had it answered with them, rewards and ratios would be others.
+    for inside, record in zip(numbers(tmp_path / "inside"), numbers(tmp_path / "run"), strict=True):
+        assert record == pytest.approx(inside, rel=1e-4, abs=1e-5)
+    status, answer = again.ask("/weight_info")
+    assert (status, answer["weight_version"].rpartition("-")[2]) == (200, "5")
+    again.process.kill()
+    assert again.process.wait(timeout=60) != 0
+
+
+def started(model: Path, folder: Path, port: int = 0) -> Server:
+    """A server that a test ends itself."""
+    words = ("serve", model, "--weight_updates", "--max_length", 32, "--port", port, "--device", "cpu", "--dtype", "fp32")
+    folder /= f"server-{port}"
+    folder.mkdir()
+    process = preloaded().start(words, folder)
     while "\n" not in (printed := process.out.read_text()):
         assert process.poll() is None, process.errors.read_text()
         time.sleep(0.02)
-    url = printed.split()[0]
-    (tmp_path / f"victim-{process.pid}").touch()
-    line = refused(*grpo("run", *by(url), steps=3, reward="variety_after_the_end_of_the_server"), status=1)
-    assert f"rollout.engine_urls: no server has the current weights: {url}: nothing answers" in line
-    assert process.wait(timeout=60) != 0
+    return Server(printed.split()[0], process)
 
 
 # --- bad input --------------------------------------------------------------------------------------------------------
@@ -177,3 +234,12 @@ def test_options_of_servers_need_an_engine_and_addresses(grpo: Callable[..., lis
     assert "rollout.engine_urls: for servers" in refused(*grpo("run", "--rollout.engine_urls", "http://127.0.0.1:1"))
     assert "give the servers' addresses in rollout.engine_urls" in refused(*grpo("run", "--rollout.engine", "vllm"))
     assert "expected http://HOST:PORT" in refused(*grpo("run", *by("127.0.0.1:8000")))
+
+
+def test_on_several_ranks_one_line_says_what_a_server_lacks_and_no_rank_waits(
+    grpo: Callable[..., list[str]], rollout_server: Server, lmforge: Command
+) -> None:
+    nowhere = "http://127.0.0.1:1"
+    done = lmforge(*grpo("nowhere", *by(rollout_server.url, nowhere)), ranks=2)
+    assert done.returncode == 2
+    assert f"rollout.engine_urls: {nowhere}: nothing answers" in only_line(done.stderr)
