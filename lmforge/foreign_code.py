@@ -5,6 +5,7 @@ run. They exchange lines of JSON with it: requests on their standard input, resp
 a generated program is in `rewards/confinement.py`.
 """
 
+import ctypes
 import importlib.util
 import json
 import os
@@ -28,6 +29,11 @@ HEARTBEAT_CALL_SECONDS = 1.0
 # The limit of one response: rewards of a batch, or the output of a program, are far smaller.
 MAX_RESPONSE_BYTES = 64 << 20
 MAX_LAST_WORDS = 200
+# A file may import torch and open a model.
+IMPORT_TIMEOUT_SECONDS = 300.0
+PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
+# What a server started gets SIGTERM, and after this time SIGKILL.
+TERM_SECONDS = 5.0
 
 
 def import_file(path: Path, module_name: str, what: str) -> ModuleType:
@@ -80,6 +86,83 @@ def encode_line(message: object, default: Callable[[Any], str] | None = None) ->
     An escape takes up to three times the bytes of its character, of which a line may have only so many.
     """
     return json.dumps(message, default=default, ensure_ascii=False).encode("utf-8", "surrogatepass") + b"\n"
+
+
+def start_server(
+    module: str, argument: str, first: object, what: str, closing_seconds: float = 0.0
+) -> tuple["JsonLineProcess", dict[str, Any]]:
+    """A process in which a module serves (rewards/function_server.py), and its response to the first request.
+
+    `closing_seconds`: how long it may take to end by itself. Raises UserError, which begins with `what`.
+    """
+    grace = closing_seconds + 2 * TERM_SECONDS  # its supervisor's time, and some to be scheduled
+    process = JsonLineProcess(python_command(module, argument), close_grace_seconds=grace)
+    try:
+        description = process.request(first, IMPORT_TIMEOUT_SECONDS)
+    except ProcessLost:
+        raise UserError(f"{what}: its process died while it was opened") from None
+    except TimeoutError:
+        raise UserError(f"{what}: opening it took more than {IMPORT_TIMEOUT_SECONDS:g} seconds") from None
+    if "user_error" in description:
+        process.close()
+        raise UserError(description["user_error"])
+    return process, description
+
+
+def supervise(closing_seconds: float) -> None:
+    """Go on in a child of this process, which from now on only waits: when the child ends, or `closing_seconds` after standard
+    input was closed, it ends the child and all that was started there, in whatever session.
+
+    Call it before there are threads.
+    """
+    libc = ctypes.CDLL(None)
+    # Processes whose parent has ended become children of this one.
+    libc.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    pid = os.fork()
+    if pid == 0:
+        libc.prctl(PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
+        return
+    # Whoever reads the child's output learns at once that it has ended.
+    os.dup2(2, 1)
+    poll, child = select.poll(), os.pidfd_open(pid)
+    poll.register(child, select.POLLIN)
+    poll.register(0, 0)  # only for the end of the input, which the child reads
+    if child not in dict(poll.poll()):
+        poll.unregister(0)
+        poll.poll(1000 * closing_seconds)
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+    _end_descendants()
+    os._exit(0)
+
+
+def _end_descendants() -> None:
+    """SIGTERM for all processes below this one, then SIGKILL, until there are none."""
+    deadline, terminated = time.monotonic() + TERM_SECONDS, set[int]()
+    while descendants := _descendants(os.getpid()):
+        for pid in descendants:
+            with suppress(ProcessLookupError):
+                if time.monotonic() >= deadline:
+                    os.kill(pid, signal.SIGKILL)
+                elif pid not in terminated:
+                    terminated.add(pid)
+                    os.kill(pid, signal.SIGTERM)
+        with suppress(ChildProcessError):
+            while os.waitpid(-1, os.WNOHANG)[0]:
+                pass
+        time.sleep(0.01)
+
+
+def _descendants(pid: int) -> list[int]:
+    children: dict[int, list[int]] = {}
+    for status in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError):  # it has ended
+            parent = int(status.read_bytes().rpartition(b")")[2].split()[1])
+            children.setdefault(parent, []).append(int(status.parent.name))
+    found = [pid]
+    for each in found:
+        found += children.get(each, [])
+    return found[1:]
 
 
 class ProcessLost(Exception):

@@ -19,6 +19,10 @@ Message = dict[str, Any]
 RESERVED_METHODS = ("reset", "get_reward", "close")
 
 
+class WrongReturn(TypeError):
+    """What a method of an environment returned, against its contract."""
+
+
 class Reply(NamedTuple):
     """What an environment answers: the next messages, a reward for the answer, and whether this was the end."""
 
@@ -28,7 +32,8 @@ class Reply(NamedTuple):
 
 
 class Environment:
-    """A task of several turns. One instance has one episode at a time, and one after another, each begun by `reset`.
+    """A task of several turns. One instance has one episode at a time, and one after another, each begun by `reset`. With a
+    `close` of its own it has one episode only.
 
     tools: functions, or schemas as OpenAI's API has them, that the model is offered. reply_roles: of the messages that `step`
     answers, "tool" or "user". The reward of an episode is the sum of those of its replies.
@@ -47,7 +52,12 @@ class Environment:
         raise NotImplementedError
 
     def close(self) -> None:
-        """End what the instance has opened."""
+        """End what the instance has opened. It is called at the end of its episode, of one that failed too."""
+
+    @property
+    def has_close(self) -> bool:
+        """Whether there is something to close, after which the instance is not used again."""
+        return type(self).close is not Environment.close
 
     def tool_schemas(self) -> list[dict[str, Any]]:
         """The tools that the model is shown. Raises UserError where a function has no schema."""
@@ -82,7 +92,7 @@ class ToolEnvironment(Environment):
         messages = list(row["prompt"])
         observation = None if self.instance is None else _call_with_columns(self.instance.reset, row)
         if observation is not None and not isinstance(observation, str):
-            raise TypeError(f"reset returned {type(observation).__name__}, not text or None")
+            raise WrongReturn(f"reset returned {type(observation).__name__}, not text or None")
         if observation:
             messages[-1] = {**messages[-1], "content": messages[-1]["content"] + observation}
         return messages
@@ -110,9 +120,13 @@ class ToolEnvironment(Environment):
         reward = self.instance.get_reward()
         return asyncio.run(reward) if inspect.iscoroutine(reward) else reward
 
+    @property
+    def has_close(self) -> bool:
+        return callable(getattr(self.instance, "close", None))
+
     def close(self) -> None:
-        if callable(close := getattr(self.instance, "close", None)):
-            close()
+        if inspect.iscoroutine(closing := self.instance.close()):
+            asyncio.run(closing)
 
 
 def tool_message(call: Message, content: str) -> Message:

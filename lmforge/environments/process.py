@@ -5,6 +5,7 @@ episode; if that does not help, its process is killed, which ends those that it 
 """
 
 import threading
+import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
 from contextlib import AbstractContextManager
@@ -15,10 +16,13 @@ import xxhash
 from lmforge import registry
 from lmforge.environments.environment import Message
 from lmforge.errors import UserError
-from lmforge.foreign_code import HEARTBEAT_CALL_SECONDS, JsonLineProcess, ProcessLost, python_command
+from lmforge.foreign_code import HEARTBEAT_CALL_SECONDS, IMPORT_TIMEOUT_SECONDS, JsonLineProcess, ProcessLost, start_server
 from lmforge.plugins import files_of
-from lmforge.rewards.functions import GRACE_SECONDS, IMPORT_TIMEOUT_SECONDS, FunctionResult
+from lmforge.rewards.functions import GRACE_SECONDS, FunctionResult
 from lmforge.untrusted import expand_home
+
+# For `close` of all environments of a process that ends.
+CLOSING_SECONDS = 5.0
 
 
 class EpisodeReply(NamedTuple):
@@ -36,56 +40,71 @@ def identify(spec: str) -> list[str]:
 
 
 class EnvironmentPool(AbstractContextManager["EnvironmentPool"]):
-    """An opened environment with episodes, numbered from 0. Use it in a `with`, or close it. It is a RewardWorker.
+    """An environment with episodes, numbered from 0. Use it in a `with`, or close it. It is a RewardWorker.
 
-    tools: schemas of what the model may call. reply_roles: "tool", "user" or both. gives_rewards: whether episodes have a
-    reward without a reward function.
+    Its processes are started when they are needed; they end with the object, or with this process. heartbeat: called every
+    second while environments work.
     """
 
-    def __init__(
-        self,
-        spec: str,
-        *,
-        processes: int = 1,
-        timeout_seconds: float = 60.0,
-        heartbeat: Callable[[], None] = lambda: None,
-    ) -> None:
+    def __init__(self, spec: str, *, processes: int = 1, timeout_seconds: float = 60.0) -> None:
         """`spec`: FILE.py:CLASS, FILE.py:FUNCTION, or a name that is registered. `timeout_seconds` is for one call of it.
 
-        Raises UserError where it cannot be used.
+        Raises UserError where it is not of this form. What needs its process raises UserError where it cannot be used.
         """
         file, colon, name = spec.rpartition(":")
         if (colon or spec.endswith(".py")) and not (file.endswith(".py") and name):
             raise UserError(f"environment {spec}: expected FILE.py:CLASS, FILE.py:FUNCTION, or a registered name")
         plugins = [] if file else files_of([registry.get("environment", spec)])
-        self.spec, self._timeout_seconds, self._heartbeat = spec, timeout_seconds, heartbeat
+        self.spec, self._timeout_seconds = spec, timeout_seconds
+        self.heartbeat: Callable[[], None] = lambda: None
         self._functions: dict[str, tuple[str, str]] = {}
         self._first = {"plugins": plugins, "functions": self._functions, "timeout_seconds": timeout_seconds}
         self._workers: list[JsonLineProcess | None] = [None] * processes
         self._threads = ThreadPoolExecutor(processes)
+        self.close = weakref.finalize(self, _close, self._workers, self._threads)
+        self._description: dict[str, Any] = {}
         # Of episodes that have ended by a failure, why.
         self._failed: dict[int, str] = {}
-        self._num_episodes = 0
+        self._num_episodes, self._ended = 0, True
         # A row begins an episode, with all its columns.
         self.required_columns: dict[str, list[str]] = {spec: []}
         self.accepted_columns: dict[str, list[str] | None] = {spec: None}
-        description = self._start(0)
-        self.tools: list[dict[str, Any]] = description["tools"]
-        self.reply_roles: list[str] = description["reply_roles"]
-        self.gives_rewards: bool = description["gives_rewards"]
+
+    def _declared(self, name: str) -> Any:
+        if not self._description:
+            self._start(0)
+        return self._description[name]
+
+    @property
+    def tools(self) -> list[dict[str, Any]]:
+        """The schemas of what the model may call."""
+        return list(self._declared("tools"))
+
+    @property
+    def reply_roles(self) -> list[str]:
+        """ "tool", "user" or both."""
+        return list(self._declared("reply_roles"))
+
+    @property
+    def gives_rewards(self) -> bool:
+        """Whether episodes have a reward without a reward function."""
+        return bool(self._declared("gives_rewards"))
 
     def add_functions(self, functions: Mapping[str, tuple[str, str]], accepted: Mapping[str, list[str] | None]) -> None:
         """Reward functions that are given `environments`: (file, name) of each, and the columns that it is given. They run
-        where these are. Raises UserError where a file cannot be imported there."""
+        where these are. Raises UserError where a file cannot be imported there, if there is a process."""
         self._functions.update(functions)
         self.accepted_columns |= accepted
         self.required_columns |= {spec: [] for spec in functions}
-        self._stop_workers()
-        self._start(0)
+        for process in filter(None, self._workers):
+            response = process.request({"call": "import", "functions": functions}, IMPORT_TIMEOUT_SECONDS)
+            if "user_error" in response:
+                raise UserError(response["user_error"])
 
     def reset(self, rows: Sequence[dict[str, Any]]) -> list[EpisodeReply]:
         """Begin an episode for each row, and end those before. Returns the first messages of each."""
-        self._failed, self._num_episodes = {}, len(rows)
+        self.end_episodes()
+        self._failed, self._num_episodes, self._ended = {}, len(rows), False
         return self._ask({number: {"call": "reset", "row": row} for number, row in enumerate(rows)})
 
     def step(self, answers: Mapping[int, Message]) -> dict[int, EpisodeReply]:
@@ -103,8 +122,17 @@ class EnvironmentPool(AbstractContextManager["EnvironmentPool"]):
             for number in requests
         ]
 
+    def end_episodes(self) -> None:
+        """Close what the episodes have opened."""
+        running = [number for at, process in enumerate(self._workers) if process for number in self._episodes_of(at)]
+        if not self._ended:
+            failed, self._failed = self._failed, dict(self._failed)  # one that fails while it is closed has its reward
+            self._request({number: {"call": "end", "episode": number} for number in running})
+            self._failed, self._ended = failed, True
+
     def score(self, request: dict[str, Any], timeout_seconds: float) -> dict[str, FunctionResult]:
-        """The rewards of all episodes: of the environment itself, under its name, and of functions that take environments."""
+        """The rewards of all episodes, which it ends: of the environment itself, under its name, and of functions that take
+        environments."""
         results = {}
         if self.gives_rewards:
             answers = self._request({number: {"call": "reward", "episode": number} for number in range(self._num_episodes)})
@@ -112,6 +140,7 @@ class EnvironmentPool(AbstractContextManager["EnvironmentPool"]):
             results[self.spec] = FunctionResult(rewards)
         for spec in self._functions:
             results[spec] = self._call_function(spec, request, timeout_seconds)
+        self.end_episodes()
         return results
 
     def _call_function(self, spec: str, request: dict[str, Any], timeout_seconds: float) -> FunctionResult:
@@ -167,7 +196,7 @@ class EnvironmentPool(AbstractContextManager["EnvironmentPool"]):
         try:
             while pending:
                 done, pending = wait(pending, HEARTBEAT_CALL_SECONDS, FIRST_COMPLETED)
-                self._heartbeat()
+                self.heartbeat()
                 for each in done:
                     each.result()
         finally:
@@ -199,29 +228,18 @@ class EnvironmentPool(AbstractContextManager["EnvironmentPool"]):
             self._failed.setdefault(number, response["error"])
         return response
 
-    def _start(self, worker: int) -> dict[str, Any]:
-        process = self._workers[worker] = JsonLineProcess(python_command("lmforge.environments.server", self.spec))
-        try:
-            description = process.request(self._first, IMPORT_TIMEOUT_SECONDS)
-        except ProcessLost:
-            raise UserError(f"environment {self.spec}: its process died while it was opened") from None
-        except TimeoutError:
-            raise UserError(f"environment {self.spec}: opening it took more than {IMPORT_TIMEOUT_SECONDS:g} seconds") from None
-        if "user_error" in description:
-            self.close()
-            raise UserError(description["user_error"])
-        return description
-
-    def _stop_workers(self) -> None:
-        for at, process in enumerate(self._workers):
-            if process is not None:
-                process.close()
-            self._workers[at] = None
-
-    def close(self) -> None:
-        """Kill the processes, even while an environment works."""
-        self._stop_workers()
-        self._threads.shutdown(wait=False, cancel_futures=True)
+    def _start(self, worker: int) -> None:
+        module, what = "lmforge.environments.server", f"environment {self.spec}"
+        self._workers[worker], self._description = start_server(module, self.spec, self._first, what, CLOSING_SECONDS)
 
     def __exit__(self, *exc_info: object) -> None:
         self.close()
+
+
+def _close(workers: list[JsonLineProcess | None], threads: ThreadPoolExecutor) -> None:
+    """End the processes, even while an environment works."""
+    for at, process in enumerate(workers):
+        if process is not None:
+            process.close()
+        workers[at] = None
+    threads.shutdown(wait=False, cancel_futures=True)

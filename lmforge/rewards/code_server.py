@@ -111,7 +111,8 @@ def _redirect_descriptors(output: int, report: int, failure: int) -> None:
 
 def _confine(job: dict[str, Any], folder: str, parent: int, landlock: bool) -> None:
     """Permanently give up all rights except to `folder`."""
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_DFL)
     os.setsid()
     os.chdir(folder)
     if os.geteuid() == 0:
@@ -318,7 +319,9 @@ def main() -> None:
     gc.collect()
     gc.freeze()
     os.environ.clear()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    # It ends when its input is closed, and deletes what was written.
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
     confinement.set_visible(False)  # a program of the same user could read its requests
     landlock = confinement.landlock_version() > 0
     probe = {"code": _PROBE, "checks": [], "seconds": 20.0, "memory_mib": 256}

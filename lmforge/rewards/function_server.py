@@ -6,9 +6,12 @@ import json
 import math
 import os
 import queue
+import signal
 import sys
 import threading
+import time
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from types import ModuleType
 from typing import Any
@@ -16,7 +19,7 @@ from typing import Any
 from lmforge import registry
 from lmforge.config import builtin_names as builtin_names
 from lmforge.errors import UserError
-from lmforge.foreign_code import describe_exception, error_location, import_file
+from lmforge.foreign_code import describe_exception, error_location, import_file, supervise
 from lmforge.plugins import load_plugins
 from lmforge.rewards.functions import REGISTERED, RESERVED_NAMES
 from lmforge.untrusted import expand_home
@@ -31,12 +34,18 @@ def main() -> None:
     serve_requests(_open_functions)
 
 
-def serve_requests(open_served: Callable[[str, Any], tuple[dict[str, Any], Callable[[Any], Any]]]) -> None:
-    """Answer requests, lines of JSON, until the input closes.
+def serve_requests(
+    open_served: Callable[[str, Any], tuple[dict[str, Any], Callable[[Any], Any]]],
+    close: Callable[[], None] = lambda: None,
+    closing_seconds: float = 0.0,
+) -> None:
+    """Answer requests, lines of JSON, until the input closes. Then all processes that were started here are ended.
 
     `open_served(first argument, first request)` returns the response to that request, and what answers the others. A UserError
-    that it raises is the response {"user_error": …}, and the end.
+    that it raises is the response {"user_error": …}, and the end. When the input closes, `close` has `closing_seconds`; a
+    request that is being answered gets a KeyboardInterrupt.
     """
+    supervise(closing_seconds)
     # What functions print goes to standard error, and standard input is empty for them. Processes that they start do not
     # inherit these two descriptors, or they would keep the trainer waiting.
     request_fd, responses = os.dup(0), open(os.dup(1), "w", encoding="utf-8")  # noqa: SIM115 (open as long as the process)
@@ -44,15 +53,28 @@ def serve_requests(open_served: Callable[[str, Any], tuple[dict[str, Any], Calla
     os.dup2(2, 1)
     sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
     requests: queue.SimpleQueue[bytes] = queue.SimpleQueue()
-    threading.Thread(target=_listen, args=(request_fd, requests), daemon=True).start()
-    try:
-        description, answer = open_served(sys.argv[1], json.loads(requests.get()))
-    except UserError as error:
-        print(json.dumps({"user_error": str(error)}), file=responses, flush=True)
-        return
-    print(json.dumps(description), file=responses, flush=True)
-    while True:
-        print(json.dumps(answer(json.loads(requests.get()))), file=responses, flush=True)
+    idle = threading.Event()
+    threading.Thread(target=_listen, args=(request_fd, requests, idle, closing_seconds), daemon=True).start()
+
+    def respond(response: dict[str, Any]) -> None:
+        print(json.dumps(response), file=responses, flush=True)
+
+    with suppress(BrokenPipeError, KeyboardInterrupt):
+        try:
+            description, answer = open_served(sys.argv[1], json.loads(requests.get()))
+        except UserError as error:
+            respond({"user_error": str(error)})
+            return
+        respond(description)
+        while True:
+            idle.set()
+            request = requests.get()
+            idle.clear()
+            if not request:
+                break
+            respond(answer(json.loads(request)))
+    close()
+    os._exit(0)
 
 
 def _open_functions(file: str, first: Any) -> tuple[dict[str, Any], Callable[[Any], Any]]:
@@ -106,11 +128,17 @@ class RewardFunction:
         return given
 
 
-def _listen(request_fd: int, requests: "queue.SimpleQueue[bytes]") -> None:
-    """Queue the requests. When the input closes, end at once, even while a function runs."""
+def _listen(request_fd: int, requests: "queue.SimpleQueue[bytes]", idle: threading.Event, closing_seconds: float) -> None:
+    """Queue the requests. When the input closes, the process ends in `closing_seconds`, even while a function runs."""
     with open(request_fd, "rb") as lines:
         for line in lines:
             requests.put(line)
+    if closing_seconds:
+        requests.put(b"")
+        main_thread = threading.main_thread().ident
+        if main_thread and not idle.is_set():
+            signal.pthread_kill(main_thread, signal.SIGINT)
+        time.sleep(closing_seconds)
     os._exit(0)
 
 

@@ -17,7 +17,7 @@ from typing import Any, Protocol
 
 from lmforge import registry
 from lmforge.errors import UserError
-from lmforge.foreign_code import JsonLineProcess, ProcessLost, python_command
+from lmforge.foreign_code import ProcessLost, start_server
 from lmforge.plugins import files_of
 from lmforge.untrusted import cut, list_names
 
@@ -25,8 +25,6 @@ from lmforge.untrusted import cut, list_names
 REGISTERED = "registered names"
 # Names of the arguments besides columns.
 RESERVED_NAMES = ("prompts", "completions", "reward_timeout_seconds")
-# A file may import torch and open a model.
-IMPORT_TIMEOUT_SECONDS = 300.0
 # Additional time after the time-out, for a cancelled async function to report it.
 GRACE_SECONDS = 5.0
 
@@ -73,11 +71,8 @@ class RewardWorker(Protocol):
 
 
 class EnvironmentRewards(RewardWorker, Protocol):
-    """An environment (environments/process.py), whose episodes have rewards: of itself if it `gives_rewards`, under the name
-    `spec`, and of the functions that it is given because they take `environments`."""
-
-    spec: str
-    gives_rewards: bool
+    """An environment (environments/process.py), whose episodes have rewards: of itself, under its name, and of the functions
+    that it is given because they take `environments`."""
 
     def add_functions(self, functions: Mapping[str, tuple[str, str]], accepted: Mapping[str, list[str] | None]) -> None:
         """Functions by their specs: (file, name), and the columns that each is given."""
@@ -108,14 +103,14 @@ class RewardFunctions(AbstractContextManager["RewardFunctions"]):
             if len(entries) != count:
                 raise ValueError(f"{count} prompts, but {len(entries)} of {name}")
         by_function: dict[str, list[float | None]] = {}
-        failures = dict.fromkeys(self._weights, 0)
+        failures: dict[str, int] = {}
         for worker in self._workers:
             accepted = {name: list(column) for name, column in columns.items() if _functions_accepting(worker, name)}
             request = {"prompts": list(prompts), "completions": list(completions), "columns": accepted}
             for spec, result in worker.score(request, self._timeout_seconds).items():
+                failures[spec] = count if result.error else 0
                 if result.error:
                     self._log_failure(spec, result, count)
-                    failures[spec] = count
                     by_function[spec] = [None] * count
                 else:
                     by_function[spec] = _validated_rewards(spec, result.rewards, count)
@@ -158,7 +153,8 @@ class RewardFunctions(AbstractContextManager["RewardFunctions"]):
             self._log(f"reward {spec}: {result.error}: {counted}")
 
     def _weighted_sum(self, index: int, by_function: dict[str, list[float | None]]) -> float | None:
-        returned = [(self._weights[spec], rewards[index]) for spec, rewards in by_function.items()]
+        # An environment's own rewards have no weight.
+        returned = [(self._weights.get(spec, 1.0), rewards[index]) for spec, rewards in by_function.items()]
         known = [weight * reward for weight, reward in returned if reward is not None]
         return sum(known) if known else None
 
@@ -220,11 +216,8 @@ def load_reward_functions(
             assert open_reward_model is not None
             workers.append(opened.enter_context(closing(open_reward_model(spec))))
         opened.pop_all()
-    weighted = dict(zip(specs, weights, strict=True))
-    if environment is not None:
-        workers.append(environment)
-        weighted |= {environment.spec: 1.0} if environment.gives_rewards else {}
-    return RewardFunctions(workers, weighted, timeout_seconds, log)
+    workers += [] if environment is None else [environment]
+    return RewardFunctions(workers, dict(zip(specs, weights, strict=True)), timeout_seconds, log)
 
 
 def is_model_folder(spec: str) -> bool:
@@ -297,16 +290,8 @@ class _RewardProcess:
         return taken
 
     def _start(self) -> None:
-        self._process = JsonLineProcess(python_command("lmforge.rewards.function_server", self._file))
-        try:
-            description = self._process.request(self._request, IMPORT_TIMEOUT_SECONDS)
-        except ProcessLost:
-            raise UserError(f"reward {self._file}: its process died while the file was imported") from None
-        except TimeoutError:
-            raise UserError(f"reward {self._file}: importing it took more than {IMPORT_TIMEOUT_SECONDS:g} seconds") from None
-        if "user_error" in description:
-            self.close()
-            raise UserError(description["user_error"])
+        what = f"reward {self._file}"
+        self._process, description = start_server("lmforge.rewards.function_server", self._file, self._request, what)
         self.required_columns: dict[str, list[str]] = description["required_columns"]
         self.accepted_columns: dict[str, list[str] | None] = description["accepted_columns"]
         self._call_groups = description["call_groups"]

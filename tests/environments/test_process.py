@@ -6,6 +6,7 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from lmforge.environments.environment import tool_message
@@ -14,7 +15,7 @@ from lmforge.errors import UserError
 from lmforge.rewards.functions import load_reward_functions
 
 FILE = '''
-import os, time, sys, asyncio, random
+import os, time, subprocess, sys, asyncio, random
 from lmforge import Environment, Reply
 
 
@@ -171,6 +172,47 @@ class ToolsAreTwice(Environment):
 class ResetRaises:
     def reset(self):
         raise RuntimeError("no connection")
+
+
+class Returns(Environment):
+    def reset(self, first=None, **row):
+        return row["prompt"] if first is None else first[0]
+
+    def step(self, message):
+        return Reply(reward=eval(message["content"]))
+
+
+class Rewards:
+    def reset(self, reward=None, **row):
+        self.reward = reward
+
+    def get_reward(self):
+        return eval(self.reward)
+
+
+class Closes(Environment):
+    """Writes down what is opened and closed, and leaves a process in a session of its own."""
+
+    def reset(self, log, name, **row):
+        self.log, self.name = log, name
+        self.write("opened")
+        self.child = subprocess.Popen(["sleep", "1234.5"], start_new_session=True)
+        self.write(self.child.pid)
+        return row["prompt"]
+
+    def step(self, message):
+        if message["content"] == "exit":
+            os._exit(1)
+        return Reply([{"role": "user", "content": "on"}], reward=1 / float(message["content"]))
+
+    def close(self):
+        self.write("closed")
+        if self.name == "forever":
+            time.sleep(1000)
+
+    def write(self, what):
+        with open(self.log, "a") as file:
+            print(what, self.name, file=file)
 '''
 
 
@@ -329,7 +371,7 @@ REFUSED = [
     ("ToolsAreBare", "ToolsAreBare.tools: expected schemas "),
     ("ToolsAreNotJson", "ToolsAreNotJson.tools: the schema of add is not JSON: "),
     ("ToolsAreTwice", "ToolsAreTwice.tools: two tools have one name: add, add"),
-    ("Nowhere", "no class or function 'Nowhere': there are Counter, Guess, "),
+    ("Nowhere", "no class or function 'Nowhere': there are Closes, Counter, Guess, "),
     ("", "expected FILE.py:CLASS"),
 ]
 
@@ -337,7 +379,7 @@ REFUSED = [
 @pytest.mark.parametrize(("name", "problem"), REFUSED)
 def test_what_is_no_environment_is_refused_in_one_line(file: Path, name: str, problem: str) -> None:
     with pytest.raises(UserError, match=problem) as refused:
-        EnvironmentPool(f"{file}:{name}")
+        EnvironmentPool(f"{file}:{name}").tools  # noqa: B018
     assert "\n" not in str(refused.value)
     assert str(refused.value).startswith(f"environment {file}:{name}: ")
 
@@ -346,7 +388,7 @@ def test_an_unknown_name_and_a_missing_file_are_refused() -> None:
     with pytest.raises(UserError, match=r"rollout\.environment: expected calculator or python, got .calculater.; did you"):
         EnvironmentPool("calculater")
     with pytest.raises(UserError, match=r"environment .*nowhere\.py: no such file"):
-        EnvironmentPool("nowhere.py:Class")
+        EnvironmentPool("nowhere.py:Class").tools  # noqa: B018
 
 
 def test_an_environment_whose_reset_fails_says_so(file: Path) -> None:
@@ -355,3 +397,69 @@ def test_an_environment_whose_reset_fails_says_so(file: Path) -> None:
         assert first.error == second.error
         assert first.error.startswith("RuntimeError: no connection")
         assert pool.failed_episodes == {0: first.error, 1: first.error}
+
+
+WRONG_REWARDS = [
+    ("float('nan')", "nan, not a finite number"),
+    ("float('inf')", "inf, not a finite number"),
+    ("'good'", "'good', not a finite number"),
+    ("[1.0]", "[1.0], not a finite number"),
+]
+
+
+@pytest.mark.parametrize(("reward", "problem"), WRONG_REWARDS)
+def test_a_reward_that_is_no_finite_number_fails_its_episode_alone(file: Path, reward: str, problem: str) -> None:
+    said = [{"role": "assistant", "content": each} for each in (reward, "0.5")]
+    row = {"prompt": [{"role": "user", "content": "?"}]}
+    for name, method in (("Returns", "step"), ("Rewards", "get_reward")):
+        with EnvironmentPool(f"{file}:{name}") as pool:
+            pool.reset([{**row, "reward": each["content"]} for each in said])
+            pool.step(dict(enumerate(said)))
+            assert pool.score(REQUEST, 5.0)[pool.spec].rewards == [None, 0.5]
+            assert pool.failed_episodes == {0: f"{method} returned the reward {problem}"}
+
+
+def test_a_reset_that_returns_no_messages_says_so(file: Path) -> None:
+    rows = [{"prompt": [{"role": "user", "content": "?"}], "first": first} for first in ([None], ["Go"], [[]], [["Go"]])]
+    with EnvironmentPool(f"{file}:Returns") as pool:
+        assert [each.error for each in pool.reset(rows)] == [
+            "reset returned NoneType, not a list of messages",
+            "reset returned str, not a list of messages",
+            "reset returned no messages",
+            "reset returned 'Go', not a message with role and content",
+        ]
+
+
+def closing_rows(log: Path, *names: str) -> list[dict[str, Any]]:
+    return [{"prompt": [{"role": "user", "content": "?"}], "log": str(log), "name": name} for name in names]
+
+
+def test_every_episode_that_was_begun_is_closed_once_whatever_became_of_it(file: Path, tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    with EnvironmentPool(f"{file}:Closes", timeout_seconds=1.0) as pool:
+        pool.reset(closing_rows(log, "scored", "failed", "forever"))
+        replies = pool.step({at: {"role": "assistant", "content": str(1 - at % 2)} for at in range(3)})
+        assert "ZeroDivisionError" in replies[1].error
+        assert "closed failed" in log.read_text()
+        assert pool.score(REQUEST, 5.0)[pool.spec].rewards == [1.0, None, 1.0]
+        assert pool.failed_episodes.keys() == {1}
+        pool.reset(closing_rows(log, "left"))
+        pool.reset(closing_rows(log, "last"))
+        assert "closed left" in log.read_text()
+        assert "closed last" not in log.read_text()
+    lines = log.read_text().splitlines()
+    for name in ("scored", "failed", "forever", "left", "last"):
+        assert [line.split()[0] for line in lines if line.endswith(f"ed {name}")] == ["opened", "closed"]
+
+
+@pytest.mark.parametrize("ends_itself", [False, True])
+def test_what_an_environment_started_in_a_session_of_its_own_ends_with_its_process(
+    file: Path, tmp_path: Path, ends_itself: bool
+) -> None:
+    with EnvironmentPool(f"{file}:Closes") as pool:
+        pool.reset(closing_rows(tmp_path / "log", "one"))
+        child = int((tmp_path / "log").read_text().splitlines()[1].split()[0])
+        assert psutil.pid_exists(child)
+        if ends_itself:
+            assert "its process died" in pool.step({0: {"role": "assistant", "content": "exit"}})[0].error
+    assert not psutil.pid_exists(child)

@@ -15,7 +15,7 @@ from lmforge.rewards.builtin import _extract_code as extract_code
 from lmforge.rewards.functions import load_reward_functions
 
 FUNCTIONS = """
-import asyncio, os, sys, time
+import asyncio, os, subprocess, sys, time
 from lmforge.errors import UserError
 
 def timed(prompts, completions, reward_timeout_seconds):
@@ -64,6 +64,9 @@ def dies(prompts, completions):
 
 def never(prompts, completions):
     os.system("sleep 1234.5")
+
+def starts(prompts, completions):
+    return [float(subprocess.Popen(["sleep", "1234.5"], start_new_session=True).pid)]
 
 def spins(prompts, completions):
     while True:
@@ -132,6 +135,13 @@ def test_rewards_are_weighted_and_summed_without_none(named: Callable[[str], str
 def test_a_completion_that_no_function_scores_has_no_reward(named: Callable[[str], str]) -> None:
     with load_reward_functions([named("right")]) as rewards:
         assert rewards(PROMPTS, COMPLETIONS, {"answer": ["2", "4", ""]}).rewards == [1.0, 0.0, None]
+
+
+def test_what_a_function_started_in_a_session_of_its_own_ends_with_its_process(named: Callable[[str], str]) -> None:
+    with load_reward_functions([named("starts")]) as rewards:
+        [child] = rewards(["a"], ["b"], {}).rewards
+        assert psutil.pid_exists(int(child or 0))
+    assert not psutil.pid_exists(int(child or 0))
 
 
 def test_async_functions_run_at_the_same_time(named: Callable[[str], str]) -> None:

@@ -35,6 +35,10 @@ FILE = """
 import os
 from lmforge import Environment, Reply
 
+if __name__ == "environment":
+    with open(__file__ + ".opened", "a") as file:
+        print(os.getpid(), file=file)
+
 
 class DiesElsewhere(Environment):
     reply_roles = ["user"]
@@ -267,6 +271,14 @@ def test_a_run_with_an_environment_of_ones_own_learns_from_its_rewards(caller: P
         assert line["parts"] == {f"{file}:Talk": pytest.approx(0.6 * len(answers)), f"{file}:lengths": len(line["turns"])}
         assert line["reward"] == pytest.approx(0.6 * len(answers) + 0.5 * len(line["turns"]))
         assert line["completion"].startswith("assistant: [go()]\nuser: Again.\n")
+
+
+def test_a_run_opens_its_environment_once(caller: Path, tmp_path: Path) -> None:
+    opened = caller / "own.py.opened"
+    opened.unlink(missing_ok=True)
+    of_run = {"rollout.environment": f"{caller}/own.py:Talk", "rollout.reward_functions": f"{caller}/own.py:lengths"}
+    status, _ = aligned(caller, tmp_path, **of_run, **{"rollout.environment_processes": 1})
+    assert (status, len(opened.read_text().splitlines())) == (0, 1)
 
 
 def test_failures_on_another_rank_and_a_set_without_rewards_are_said_and_counted(

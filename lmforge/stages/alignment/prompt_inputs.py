@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import chain, compress
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import xxhash
@@ -40,13 +40,20 @@ from lmforge.stages.inputs import RunInputs, check_model
 from lmforge.stages.pretrained import download_pretrained, find_pretrained, open_tuned_model
 
 
+class Turns(NamedTuple):
+    """An opened environment, and how turns with it become ids."""
+
+    pool: EnvironmentPool
+    encoder: TurnEncoder
+
+
 @dataclass(frozen=True)
 class PromptPacking(Packing):
     """One prompt in each sequence, without labels, so that a PackedDataset gives the order of the prompts."""
 
     prompts: Sequence[TokenizedPrompt]
     validation_prompts: Sequence[TokenizedPrompt]
-    turn_encoder: TurnEncoder | None = None  # where there is an environment
+    turns: Turns | None = None  # where there is an environment
 
     @property
     def num_sequences(self) -> int:
@@ -72,10 +79,8 @@ def _check_prompts_and_rewards(config: AlignConfig) -> None:
         with prefix_errors("rollout.reward_functions"):
             check_reward_head(find_pretrained(Path(spec)).resolve_model_config(ModelOptions()), Path(spec), reward_model=True)
     functions = [spec for spec in config.rollout.reward_functions if spec not in models]
-    environment = open_environment(config.rollout)
+    environment = _name_environment(config.rollout)
     with load_reward_functions(functions, options=reward_options(config.rollout), environment=environment) as rewards:
-        if environment and not (environment.gives_rewards or config.rollout.reward_functions):
-            raise UserError(f"rollout.reward_functions: name one: {environment.spec} gives no reward itself (get_reward)")
         for files in filter(None, (_files_of(config, "train"), _files_of(config, "validation"))):
             names, unusable = set[str](), UnusableRecords(config.data.skip_invalid)
             records = chain.from_iterable(read_prompt_columns(path, config.data.renamed, unusable) for path in files)
@@ -87,38 +92,36 @@ def _check_prompts_and_rewards(config: AlignConfig) -> None:
                 rewards.check_columns(sorted(names))
 
 
-def open_environment(options: RolloutOptions, **reporting: Any) -> EnvironmentPool | None:
-    """The environment of a recipe, if it names one. `reporting`: the `heartbeat` of an EnvironmentPool."""
+def _name_environment(options: RolloutOptions) -> EnvironmentPool | None:
+    """The environment of a recipe, if it names one. It is not opened yet."""
     if options.environment is None:
         return None
-    return EnvironmentPool(
-        options.environment,
-        processes=options.environment_processes,
-        timeout_seconds=options.environment_timeout_seconds,
-        **reporting,
-    )
+    processes, timeout_seconds = options.environment_processes, options.environment_timeout_seconds
+    return EnvironmentPool(options.environment, processes=processes, timeout_seconds=timeout_seconds)
 
 
-def _open_turns(options: RolloutOptions, tokenizer: Tokenizer) -> tuple[TurnEncoder, list[Any]] | None:
-    """How turns with the environment become ids, and its tools. Raises UserError unless the chat template takes them."""
-    pool = open_environment(options)
+def _open_turns(options: RolloutOptions, tokenizer: Tokenizer) -> Turns | None:
+    """The environment, and how turns with it become ids. Raises UserError unless it has rewards, and the chat template takes
+    the turns."""
+    pool = _name_environment(options)
     if pool is None:
         return None
-    with pool, prefix_errors("rollout.environment"):
+    with prefix_errors("rollout.environment"):
         encoder = TurnEncoder(tokenizer, pool.tools)
         encoder.check(pool.reply_roles, options.max_turns)
-        return encoder, pool.tools
+    if not (pool.gives_rewards or options.reward_functions):
+        raise UserError(f"rollout.reward_functions: name one: {pool.spec} gives no reward itself (get_reward)")
+    return Turns(pool, encoder)
 
 
-def _check_first_episode(options: RolloutOptions, prompt: TokenizedPrompt, encoder: TurnEncoder) -> None:
+def _check_first_episode(turns: Turns, prompt: TokenizedPrompt) -> None:
     """Raises UserError where the environment does not begin an episode with a row of the data."""
-    pool = open_environment(options)
-    assert pool is not None
-    with pool, prefix_errors(f"rollout.environment: {pool.spec}: the first episode"):
-        [begun] = pool.reset([{**prompt.columns, "prompt": prompt.prompt}])
+    with prefix_errors(f"rollout.environment: {turns.pool.spec}: the first episode"):
+        [begun] = turns.pool.reset([{**prompt.columns, "prompt": prompt.prompt}])
         if begun.error:
             raise UserError(f"fails: {begun.error}")
-        encoder.encode_prompt(begun.messages)
+        turns.encoder.encode_prompt(begun.messages)
+    turns.pool.end_episodes()
 
 
 def reward_options(rollout: RolloutOptions) -> dict[str, str]:
@@ -189,9 +192,9 @@ def open_prompt_inputs(config: AlignConfig, world_size: int) -> RunInputs:
     if options.engine != "in-process":
         check_servers(options, model_config, data.sequence_length)
     turns = _open_turns(options, tokenizer)
-    prompts, validation_prompts, counts = _read_prompts(config, tokenizer, turns[1] if turns else None)
+    prompts, validation_prompts, counts = _read_prompts(config, tokenizer, turns.pool.tools if turns else None)
     if turns:
-        _check_first_episode(options, (prompts or validation_prompts)[0], turns[0])
+        _check_first_episode(turns, (prompts or validation_prompts)[0])
     if is_conversational([*prompts, *validation_prompts]):
         # Only its stop token is checked: completions are trained on as sampled, without the template.
         ChatTemplate.from_tokenizer(tokenizer).check_stop_token()
@@ -208,7 +211,7 @@ def open_prompt_inputs(config: AlignConfig, world_size: int) -> RunInputs:
     fixed += [*identify(options.environment), options.max_turns] if options.environment else []
     content = json.dumps([hash_files(data.files), fixed], sort_keys=True)
     dataset = PackedDataset(
-        PromptPacking(prompts, validation_prompts, turns[0] if turns else None),
+        PromptPacking(prompts, validation_prompts, turns),
         name="prompts",
         location=", ".join(map(str, data.files)),
         plan=["prompts", xxhash.xxh3_128_hexdigest(content.encode())],

@@ -25,7 +25,7 @@ from lmforge.errors import UserError
 from lmforge.objectives.policy import build_policy_loss_config, completion_metric_names
 from lmforge.stages.alignment.completions import SampledCompletion
 from lmforge.stages.alignment.episodes import Episode, EpisodePlayer
-from lmforge.stages.alignment.prompt_inputs import PromptPacking, is_conversational, open_environment
+from lmforge.stages.alignment.prompt_inputs import PromptPacking, is_conversational
 from lmforge.stages.alignment.reference import ReferenceModel, build_reference, with_extras
 from lmforge.stages.alignment.remote_sampling import RemoteSampler
 from lmforge.stages.alignment.rollout_batches import add_advantages, lay_out, split_micro_batches, trim_padding
@@ -68,18 +68,18 @@ class Rollouts:
         self._set_index: int | None = None
         self._set: Batch | None = None
         prompts = [*packing.prompts, *packing.validation_prompts]
-        with ctx.dist_ctx.raise_on_all():
-            pool = open_environment(options, heartbeat=partial(ctx.watch.set_phase, "environment"))
-        self._scorer = CompletionScorer(ctx, options, tokenizer, prompts, built.dtype, pool)
+        turns = packing.turns
+        self._scorer = CompletionScorer(ctx, options, tokenizer, prompts, built.dtype, turns.pool if turns else None)
         self._player = None
         stop_token_ids = inputs.model_config.end_token_ids | {tokenizer.eos_token_id}  # as in `generate` and `chat`
         if is_conversational(prompts):
             stop_token_ids |= ChatTemplate.from_tokenizer(tokenizer).stop_ids
-        if pool is not None and packing.turn_encoder is not None:
-            stop_token_ids |= packing.turn_encoder.stop_token_ids
+        if turns is not None:
+            stop_token_ids |= turns.encoder.stop_token_ids
+            turns.pool.heartbeat = partial(ctx.watch.set_phase, "environment")
             self._player = EpisodePlayer(
-                pool,
-                packing.turn_encoder,
+                turns.pool,
+                turns.encoder,
                 max_turns=options.max_turns,
                 max_tokens=options.max_completion_length,
                 max_length=self._batch_plan.sequence_length,
