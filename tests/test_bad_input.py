@@ -990,6 +990,10 @@ INTERLEAVED = "--parallel.pipeline_parallel_degree 2 --launch.processes 2 --para
             "--parallel.engine ddp --parallel.tensor_parallel_degree 2 --launch.processes 2",
             "has none of these; use engine = fsdp2",
         ),
+        (
+            "--parallel.activation_offload --parallel.activation_checkpointing selective-ops",
+            "selective-ops keeps what it saves on the device; use none or full",
+        ),
         ("--parallel.engine ddp --parallel.cpu_offload --launch.processes 2", "ddp keeps everything on its device"),
         (
             "--model.preset nano-moe --parallel.engine ddp --parallel.expert_parallel_degree 2 --launch.processes 2",

@@ -285,6 +285,7 @@ def strategy_cases(world_size: int, compile_model: bool, dtype: torch.dtype = to
         fsdp2("fsdp2, 2 micro-batches reduced once", 2, reduce_every_micro_batch=False),
         fsdp2("fsdp2 grad-shard, 2 micro-batches", 2, sharding="grad-shard"),
         fsdp2("fsdp2, CPU offload", cpu_offload=True),
+        fsdp2("fsdp2, activation offload, 2 micro-batches", 2, activation_offload=True),
         fsdp2("fsdp2, prefetch 2, embedding not wrapped", prefetch_blocks=2, wrap_embedding=False),
     ]
     if world_size > 1:

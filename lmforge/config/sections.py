@@ -195,6 +195,9 @@ class ParallelOptions(Options):
         + ", ".join(f"{mode.summary} ({name})" for name, mode in CHECKPOINTING_MODES.items() if name != "none"),
     )
     activation_checkpointing_every: int = option(2, "the k of activation_checkpointing = selective-blocks", **COUNT)
+    activation_offload: bool = option(
+        False, "keep what blocks need for their backward pass in host memory, and copy it back one block ahead"
+    )
     cpu_offload: bool = option(False, "keep parameters, gradients and optimizer states in host memory (fsdp1, fsdp2)")
     wrap_embedding: bool = option(True, "shard an untied input embedding as its own FSDP unit (fsdp1, fsdp2)")
     prefetch_blocks: int = option(0, "fsdp2: blocks gathered ahead in forward and backward; 0 leaves it to torch", **COUNT_OR_0)

@@ -177,6 +177,7 @@ class LanguageModel(nn.Module):
     # Strength of the noise that NEFTune adds to embeddings (token_rng.py), where a batch has rng keys.
     neftune_noise_alpha: float = 0.0
     balance: Any = None  # mixture.balance.Balance, of a model with mixtures of experts
+    activation_offload: Any = None  # parallel.activation_offload.ActivationOffload
     lora_config: Any = None  # lora.LoraConfig of a model with adapters
     # With tensor parallel, hidden states are a part of the sequence: (which one, of how many).
     sequence_parallel_shard: tuple[int, int] = (0, 1)
@@ -269,10 +270,16 @@ class LanguageModel(nn.Module):
         # Attention has masks; a mixture balances and counts the tokens that are none of padding.
         part, parts = self.sequence_parallel_shard
         of_mixture = {"is_token": document_ids.chunk(parts, 1)[part] >= 0} if self.config.num_experts else {}
-        for layer in range(len(blocks)) if layer_indices is None else layer_indices:
+        indices = [*range(len(blocks))] if layer_indices is None else [*layer_indices]
+        for layer in indices:
             layer_cache = None if cache is None else cache[layer]
             layer_rng = None if token_rng is None else token_rng.for_block(layer)
-            hidden = blocks[layer](hidden, rotary[ropes[layer]], masks[windows[layer]], layer_cache, layer_rng, **of_mixture)
+            inputs = rotary[ropes[layer]], masks[windows[layer]], layer_cache, layer_rng
+            if self.activation_offload is None:
+                hidden = blocks[layer](hidden, *inputs, **of_mixture)
+                continue
+            with self.activation_offload.saving(blocks[layer], layer == indices[0], inputs):
+                hidden = blocks[layer](hidden, *inputs, **of_mixture)
         return hidden
 
     def incremental_decoder(self, batch_size: int, max_length: int, *, device: torch.device, dtype: torch.dtype) -> Any:

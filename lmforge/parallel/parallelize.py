@@ -11,6 +11,7 @@ from lmforge.config.sections import ParallelOptions
 from lmforge.model.attention import ContextParallel
 from lmforge.model.layers import LanguageModel
 from lmforge.parallel.activation_checkpointing import apply_activation_checkpointing
+from lmforge.parallel.activation_offload import ActivationOffload
 from lmforge.parallel.ddp import DDPModel
 from lmforge.parallel.dims import CONTEXT, TENSOR, ParallelDims, parallel_dims
 from lmforge.parallel.expert_parallel import apply_expert_parallel
@@ -72,6 +73,8 @@ def parallelize(
         if model.balance is not None:
             model.balance.groups += (model.context_parallel.group,)
     apply_activation_checkpointing(model, options.activation_checkpointing, options.activation_checkpointing_every)
+    if options.activation_offload:
+        model.activation_offload = ActivationOffload(dist_ctx.device)
     if compile_model:
         _compile(model, dist_ctx.device)
     device = torch.device("cpu") if engine == "fsdp1" or options.cpu_offload else dist_ctx.device

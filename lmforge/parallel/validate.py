@@ -127,13 +127,23 @@ def check_neftune(options: ParallelOptions) -> None:
 
 
 def check_parallel(options: ParallelOptions, config: ModelConfig, plan: BatchPlan) -> None:
-    """Raise UserError with a way out, where tensor, context or pipeline parallelism does not fit model or batch."""
+    """Raise UserError with a way out, where the options do not fit model or batch."""
     if config.implementation == "transformers" and options.model_parallel_size > 1:
         raise UserError(f"{_DEGREES}: not with model.implementation = transformers")
+    if options.activation_offload:
+        _check_activation_offload(config, options.activation_checkpointing)
     _check_expert_parallel(config, options.expert_parallel_degree)
     _check_context_parallel(plan.sequence_length, options.context_parallel_degree)
     _check_tensor_parallel(config, options.tensor_parallel_degree, plan.sequence_length // options.context_parallel_degree)
     _check_pipeline_parallel(config, options.pipeline_parallel_degree, options.stages_per_rank, plan)
+
+
+def _check_activation_offload(config: ModelConfig, checkpointing: str) -> None:
+    if config.implementation == "transformers":
+        raise UserError("parallel.activation_offload: not with model.implementation = transformers; checkpoint them instead")
+    if CHECKPOINTING_MODES[checkpointing].keeps_operators:
+        mode = f"parallel.activation_checkpointing = {checkpointing}"
+        raise UserError(f"parallel.activation_offload: {mode} keeps what it saves on the device; use none or full")
 
 
 def _check_expert_parallel(config: ModelConfig, degree: int) -> None:

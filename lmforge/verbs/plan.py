@@ -33,6 +33,7 @@ from lmforge.plan.planning import (
 )
 from lmforge.plan.prediction.predict import Prediction, RunCost, can_reduce_once, peak_memory, run_cost
 from lmforge.plan.prediction.search import Candidate, SearchResult, search, suggest_what_fits, why_slower
+from lmforge.plan.prediction.simulator import COMPUTE, HOST_COPIES, NETWORK
 from lmforge.terminal.cells import page_console
 from lmforge.untrusted import describe_os_error
 from lmforge.verbs.show.describe import find_vocab_size, resolve_model
@@ -47,6 +48,7 @@ CHOICES = (
     "pipeline_parallel_degree",
     "expert_parallel_degree",
     "activation_checkpointing",
+    "activation_offload",
     "cpu_offload",
 )
 # Characters of the picture of a step.
@@ -117,13 +119,12 @@ def run_plan(config: AnyPlanConfig) -> int:
 
 
 def _host_bytes(prediction: Prediction, cost: RunCost) -> float:
-    """What offload keeps on a host: master weights, gradients and optimizer states of its ranks."""
-    step_config = prediction.step_config
-    if not step_config.options.cpu_offload:
-        return 0.0
-    gradients = step_config.parameters.trained * DTYPE_BYTES[step_config.master_dtype]
-    ranks = step_config.shards * step_config.tensor * step_config.pipeline
-    return (cost.checkpoint_bytes + gradients) / ranks * min(step_config.gpus_per_host, step_config.world_size)
+    """What offload keeps on a host: activations, or master weights, gradients and optimizer states, of its ranks."""
+    step_config, of_a_rank = prediction.step_config, prediction.offloaded_bytes
+    if step_config.options.cpu_offload:
+        gradients = step_config.parameters.trained * DTYPE_BYTES[step_config.master_dtype]
+        of_a_rank += (cost.checkpoint_bytes + gradients) / (step_config.shards * step_config.tensor * step_config.pipeline)
+    return of_a_rank * min(step_config.gpus_per_host, step_config.world_size)
 
 
 def _memory_table(prediction: Prediction) -> Table:
@@ -142,7 +143,7 @@ def _time_table(prediction: Prediction) -> Table:
     table = Table("what", *numbers, title="time of a step", title_justify="left")
     waits = {"(exposed communication)": prediction.exposed_seconds, "(pipeline bubble)": prediction.bubble_seconds}
     waits["(waiting for the host)"] = prediction.host_seconds
-    parts = {name: seconds for name, seconds in prediction.seconds.items() if name not in ("compute", "network")}
+    parts = {name: seconds for name, seconds in prediction.seconds.items() if name not in (COMPUTE, NETWORK, HOST_COPIES)}
     for name, seconds in [*sorted(parts.items(), key=lambda item: -item[1]), *waits.items()]:
         if seconds > 0:
             table.add_row(name, f"{1e3 * seconds:,.1f}", f"{seconds / prediction.step_seconds:.0%}")

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from lmforge.bench.parity import SMALL_MODEL, ParityData
 from lmforge.checkpoint.async_save import _HostStaging
@@ -83,6 +84,32 @@ def test_offloaded_weights_train_as_those_on_the_gpu(
         for offload in ("false", "true")
     }
     assert results["true"] == pytest.approx(results["false"], rel=1e-4)
+
+
+def test_offloaded_activations_give_the_same_gradients_and_free_the_gpu(gpu_device: torch.device) -> None:
+    """In page-locked memory and on a stream of its own, of a model whose activations are most of the memory."""
+    config = replace(SMALL_MODEL, num_hidden_layers=8, hidden_size=256, intermediate_size=1024, num_attention_heads=4)
+    batch = ParityData(sequences=16, sequence_length=1024).batch(0, config.vocab_size).to(gpu_device)
+    gradients, peaks = dict[bool, dict[str, Tensor]](), dict[bool, int]()
+    for offload in (False, True):
+        model = parallelize(
+            init_weights(build_model(config, gpu_device), 0),
+            NextTokenObjective().loss,
+            dist_ctx=DistributedContext(RankInfo(), gpu_device, None),
+            dtype=torch.bfloat16,
+            options=ParallelOptions(activation_offload=offload),
+        )
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        model.forward_backward([batch[:8], batch[8:]], torch.tensor(9.0, device=gpu_device), lambda phase: None)
+        peaks[offload] = torch.cuda.max_memory_allocated() - before
+        gradients[offload] = {name: each.grad.cpu() for name, each in model.model.named_parameters() if each.grad is not None}
+        del model
+    for name, expected in gradients[False].items():  # attention sums in any order
+        difference = (gradients[True][name] - expected).norm()
+        assert difference <= 1e-2 * expected.norm(), name
+    assert peaks[True] < 0.6 * peaks[False], peaks
 
 
 def small_model(device: torch.device, config: ModelConfig = SMALL_MODEL, **options: Any) -> ParallelModel:

@@ -305,6 +305,35 @@ def test_what_offload_keeps_on_a_host_is_part_of_the_verdict(capfd: pytest.Captu
     assert re.fullmatch(r"it takes 6,\d{3}\.\d GiB of host memory on each host, .*, which has 2,048\.0 GiB; .*", one["advice"])
 
 
+def test_offloaded_activations_are_of_two_blocks_on_the_gpu_and_of_all_on_the_host() -> None:
+    base = step_config_of(gpus=64)
+    layers = base.model.num_hidden_layers
+    for mode in ("none", "full"):
+        kept, moved = (
+            prediction_of(base.with_options(activation_checkpointing=mode, activation_offload=offload))
+            for offload in (False, True)
+        )
+        of_a_block = moved.offloaded_bytes / layers
+        assert kept.memory["activations"] == pytest.approx(layers * of_a_block, rel=0.1)
+        assert of_a_block < moved.memory["activations"] < 2.2 * of_a_block
+        copies = 2 * moved.offloaded_bytes / (data_sheets().gpu("h100-80").pcie_gb_s * 1e9)
+        assert copies < moved.seconds["copies of activations"] < 1.5 * copies
+        # Copies of inputs are hidden, those of all activations are not.
+        assert (moved.step_seconds > 1.2 * kept.step_seconds) == (mode == "none")
+
+
+def test_a_search_tries_to_offload_activations_on_gpus_alone() -> None:
+    tried = {
+        on_gpu: {
+            each.options.activation_checkpointing
+            for each in candidates(step_config_of("124m", sequence_length=512, on_gpu=on_gpu), 8, False)
+            if each.options.activation_offload
+        }
+        for on_gpu in (True, False)
+    }
+    assert tried == {True: {"none", "full"}, False: set()}
+
+
 def test_a_plan_that_does_not_fit_says_what_would(capfd: pytest.CaptureFixture[str]) -> None:
     words = [RECIPE, "--gpus", 128, "--gpu_type", "a100-40"]
     planned = plan_json(capfd, *words)

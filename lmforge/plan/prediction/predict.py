@@ -11,7 +11,7 @@ from lmforge.plan.hardware import GB, GPU, data_sheets
 from lmforge.plan.memory import checkpoint_bytes
 from lmforge.plan.prediction.program import Stage, StepProgram
 from lmforge.plan.prediction.rates import COLLECTIVE_SMS, CONSTANTS, Rates, make_group
-from lmforge.plan.prediction.simulator import COMPUTE, NETWORK, Simulation, simulate
+from lmforge.plan.prediction.simulator import COMPUTE, HOST_COPIES, NETWORK, Simulation, simulate
 from lmforge.plan.prediction.step_config import StepConfig
 
 # torch's allocator with expandable segments: pages of 2 MiB, and holes between blocks. An estimate: not measured here.
@@ -38,8 +38,8 @@ class Prediction:
     """The requirements of a step. memory: bytes by kind at the peak of the fullest rank, of live tensors; `peak_at` says where
     in the step that is. live_bytes, reserved_bytes, device_bytes: of live tensors, with what the allocator keeps, and with
     context and libraries. step_seconds; seconds: by kind of operation, overlapping ones too; exposed_seconds: exposed
-    communication. timeline: (operation, live bytes) in order of issue. calibrated_fraction: of the time of all operations, what
-    comes from measured constants.
+    communication and copies of activations. timeline: (operation, live bytes) in order of issue. offloaded_bytes: activations
+    in host memory. calibrated_fraction: of the time of all operations, what comes from measured constants.
     """
 
     step_config: StepConfig
@@ -55,6 +55,7 @@ class Prediction:
     host_seconds: float
     timeline: list[tuple[str, float]]
     mfu: float
+    offloaded_bytes: float = 0.0
     calibrated_fraction: float = 0.0
 
     @property
@@ -79,8 +80,8 @@ class Prediction:
     @property
     def parts(self) -> dict[str, float]:
         """Seconds of the device by kind, including waiting."""
-        network = ("all-gather", "reduce-scatter", "all-reduce", COMPUTE, NETWORK)
-        parts = {name: seconds for name, seconds in self.seconds.items() if name not in network}
+        beside = ("all-gather", "reduce-scatter", "all-reduce", "copies of activations", COMPUTE, NETWORK, HOST_COPIES)
+        parts = {name: seconds for name, seconds in self.seconds.items() if name not in beside}
         parts |= {"exposed communication": self.exposed_seconds, "pipeline bubble": self.bubble_seconds}
         return parts | {"waiting for the host": self.host_seconds}
 
@@ -136,16 +137,24 @@ def predict(step_config: StepConfig, gpu: GPU, rates: Rates) -> Prediction:
         slowest.host_bound,
         simulation.timeline,
         mfu,
+        _offloaded_bytes(step_config, rates, stages),
         _calibrated_fraction(busy, rates),
     )
 
 
 def _calibrated_fraction(busy: dict[str, float], rates: Rates) -> float:
     """The fraction of the seconds of operations whose constants were measured."""
-    kinds = {name: seconds for name, seconds in busy.items() if name not in (COMPUTE, NETWORK)}
+    kinds = {name: seconds for name, seconds in busy.items() if name not in (COMPUTE, NETWORK, HOST_COPIES)}
     measured = {kind for name in rates.calibrated for kind in CONSTANTS[name]}
     total = sum(kinds.values())
     return sum(seconds for kind, seconds in kinds.items() if kind in measured) / total if total else 0.0
+
+
+def _offloaded_bytes(step_config: StepConfig, rates: Rates, stages: Sequence[Stage]) -> float:
+    """The most activations that a rank has in host memory."""
+    if not step_config.offloads_activations:
+        return 0.0
+    return max(stage.in_flight * StepProgram(step_config, rates, stage).saved_bytes for stage in stages)
 
 
 def peak_memory(step_config: StepConfig) -> dict[str, float]:

@@ -14,7 +14,7 @@ from lmforge.model.quantization.blocks import CHUNK_NUMEL
 from lmforge.plan.memory import DTYPE_BYTES, ParameterCounts, optimizer_state_bytes
 from lmforge.plan.prediction.costs import BlockCost, Parts, count_block, count_head, embedded_bytes, is_checkpointed, mask_bytes
 from lmforge.plan.prediction.rates import HOST_OPTIMIZER_BYTES, LAUNCH_SECONDS, UNIT_SECONDS, Group, Rates, make_group
-from lmforge.plan.prediction.simulator import COMPUTE, NETWORK, Operation
+from lmforge.plan.prediction.simulator import COMPUTE, HOST_COPIES, NETWORK, Operation
 from lmforge.plan.prediction.step_config import StepConfig
 from lmforge.plan.traces import ModelShapes, Shapes, model_shapes
 
@@ -113,6 +113,8 @@ class StepProgram:
         self._reduction: tuple[int, ...] = ()
         self._reduced_units: set[str] = set()
         self._last_compute: tuple[int, ...] = ()
+        # Activations that are on their way to the host: when they are there, and their bytes.
+        self._leaving: tuple[tuple[int, ...], float] | None = None
 
     def _unit(self, name: str, trained: Shapes, frozen: Shapes = (), quantized: Shapes = ()) -> Unit:
         """A unit of tensors with these (rows, columns). FSDP1 puts them into one flat tensor, which needs no padding."""
@@ -159,10 +161,14 @@ class StepProgram:
             held = {}
         if step_config.options.engine == "ddp":
             held["gradients"] = self.trained * self.master_bytes  # DDP's buckets, of which gradients are views
-        kept = sum(cost.saved_bytes for cost in self.costs)
-        if self.stage.in_flight > 1:
-            held["activations of other micro-batches"] = (self.stage.in_flight - 1) * kept
+        if self.stage.in_flight > 1 and not step_config.offloads_activations:
+            held["activations of other micro-batches"] = (self.stage.in_flight - 1) * self.saved_bytes
         return held
+
+    @property
+    def saved_bytes(self) -> float:
+        """What the blocks keep of a micro-batch for its backward pass, on the device or, with activation offload, the host."""
+        return sum(cost.saved_bytes for cost in self.costs)
 
     # --- one step ----------------------------------------------------------------------------------------------------------
 
@@ -266,8 +272,24 @@ class StepProgram:
                       free=freed[0])  # fmt: skip
             for more in freed[1:]:
                 self._add(f"forward, free experts of {unit.name}", free=more)
+            if step_config.offloads_activations:
+                self._copy_out(unit, cost)
         if self.stage.has_head:
             self._head_forward()
+
+    def _copy_out(self, unit: Unit, cost: BlockCost) -> None:
+        """Copy a block's activations to the host beside the next block, and free those of the block before."""
+        copied = self._add(f"copy activations of {unit.name} out", HOST_COPIES, after=self._last_compute,
+                           seconds=cost.saved_bytes / self.rates.host_copy, kind="copies of activations")  # fmt: skip
+        if self._leaving is not None:
+            copied_before, nbytes = self._leaving
+            self._add("free activations", after=copied_before, free={"activations": nbytes})
+        self._leaving = copied, float(cost.saved_bytes)
+
+    def _copy_in(self, unit: Unit, cost: BlockCost) -> tuple[int, ...]:
+        return self._add(f"copy activations of {unit.name} in", HOST_COPIES, after=self._last_compute,
+                         seconds=cost.saved_bytes / self.rates.host_copy, kind="copies of activations",
+                         allocate={"activations": float(cost.saved_bytes)})  # fmt: skip
 
     def _with_experts(self, unit: Unit) -> list[Unit]:
         return [unit, *([self.experts[unit.name]] if unit.name in self.experts else [])]
@@ -306,6 +328,7 @@ class StepProgram:
         if self.stage.has_head:
             self._head_backward(is_first, is_last)
         pairs = list(zip(self.units, self.costs, strict=True))
+        self._leaving, copied = None, tuple[int, ...]()  # those of the last block are still on the device
         for number in range(len(pairs) - 1, -1, -1):
             unit, cost = pairs[number]
             for each in self._with_experts(unit):
@@ -313,6 +336,10 @@ class StepProgram:
                 self._wait(each, in_forward=False)
             for each in self._with_experts(pairs[number - 1][0]) if number else ():
                 self._gather(each, after=self._after_copy(in_forward=False))
+            if copied:
+                self._add(f"wait for activations of {unit.name}", after=copied)
+            if number and self.step_config.offloads_activations:
+                copied = self._copy_in(*pairs[number - 1])
             self._block_backward(unit, cost)
             for each in reversed(self._with_experts(unit)):
                 self._reduce(each, is_first=is_first, is_last=is_last)

@@ -13,7 +13,7 @@ from functools import cache, partial
 from itertools import chain, product
 from typing import Any
 
-from lmforge.config.activation_checkpointing import CHECKPOINTING_MODES, FullCheckpointing
+from lmforge.config.activation_checkpointing import CHECKPOINTING_MODES, FullCheckpointing, NoCheckpointing
 from lmforge.config.batch_plan import BatchPlan, divisors
 from lmforge.config.verbs.plan import FINALISTS
 from lmforge.errors import UserError, format_bytes
@@ -29,7 +29,7 @@ SHARDINGS = ("full-shard", "grad-shard", "hybrid-full-shard", "hybrid-grad-shard
 FEW_BLOCKS = (2, 4)
 MAX_DEGREE, MAX_MICRO_BATCH = 16, 64
 # The options that advice may change.
-CHANGED = ("engine", "sharding", "activation_checkpointing", "cpu_offload", "reduce_every_micro_batch")
+CHANGED = ("engine", "sharding", "activation_checkpointing", "activation_offload", "cpu_offload", "reduce_every_micro_batch")
 
 
 @dataclass(frozen=True)
@@ -99,11 +99,18 @@ def candidates(base: StepConfig, global_batch_size: int, float8: bool) -> Iterat
         for engine, sharding, offload in _engines(base, tensor * context * pipeline):
             chosen: dict[str, Any] = {"engine": engine, "sharding": sharding, "cpu_offload": offload, **fixed}
             experts = _expert_degrees(base) if engine == "fsdp2" else [1]
-            for degree, checkpointing, size in product(experts, CHECKPOINTING_MODES, reversed(sizes)):
-                changes = {"expert_parallel_degree": degree, "activation_checkpointing": checkpointing}
+            for degree, savings, size in product(experts, _savings(base), reversed(sizes)):
+                changes = {"expert_parallel_degree": degree, **savings}
                 step_config = base.with_options(**chosen, **changes)
                 for eight in (False, True) if float8 and tensor == 1 else (False,):
                     yield replace(step_config, micro_batch_size=size, accumulation=local // size, float8=eight)
+
+
+def _savings(base: StepConfig) -> list[dict[str, Any]]:
+    """What to do with activations: recompute more or less of them, and keep the rest on the device or the host."""
+    kept = [{"activation_checkpointing": mode, "activation_offload": False} for mode in CHECKPOINTING_MODES]
+    modes = (NoCheckpointing.name, FullCheckpointing.name) if base.on_gpu else ()
+    return kept + [{"activation_checkpointing": mode, "activation_offload": True} for mode in modes]
 
 
 def _expert_degrees(base: StepConfig) -> list[int]:
@@ -243,9 +250,10 @@ def _is_allowed(step_config: StepConfig) -> bool:
 
 
 def _alternatives(current: StepConfig) -> list[list[StepConfig]]:
-    """StepConfigs that need less memory: recompute more, reduce more often, shard more, offload."""
+    """StepConfigs that need less memory: recompute, offload activations, reduce more often, shard more, offload weights."""
     sharded = current.fully_sharded()
     recompute = [current.with_options(activation_checkpointing=mode) for mode in CHECKPOINTING_MODES]
+    hosted = [current.with_options(activation_offload=True)] if current.on_gpu else []
     reshard = []
     if current.world_size > 1:
         sharding = (current.options.sharding or "full-shard").replace("grad-shard", "full-shard")
@@ -253,7 +261,7 @@ def _alternatives(current: StepConfig) -> list[list[StepConfig]]:
     offload = [(current if current.is_fsdp else sharded).with_options(cpu_offload=True)] if current.on_gpu else []
     reduces_once = current.is_fsdp and not current.options.reduce_every_micro_batch
     reduce = [current.with_options(reduce_every_micro_batch=True)] * reduces_once
-    return [recompute, reduce, reshard, offload]
+    return [recompute, hosted, reduce, reshard, offload]
 
 
 def _describe_changes(current: StepConfig, suggested: StepConfig) -> str:

@@ -9,7 +9,7 @@ pool ever was.
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-COMPUTE, NETWORK = "compute", "network"
+COMPUTE, NETWORK, HOST_COPIES = "compute", "network", "host copies"
 # Whose buffers are allocated on streams of their own.
 POOLS = {"gather buffers": "gather", "reduce buffers": "reduce", "gradients": "reduce"}
 

@@ -59,7 +59,12 @@ class StepConfig:
         degrees = {"tensor": self.tensor, "context": self.context, "pipeline": self.pipeline, "experts": self.expert}
         words += [f"{name} {degree}" for name, degree in degrees.items() if degree > 1]
         words += [f"checkpointing {options.activation_checkpointing}", f"micro-batch {self.micro_batch_size}"]
-        return ", ".join(words + ["offload"] * options.cpu_offload + ["float8"] * self.float8)
+        return ", ".join(
+            words
+            + ["offload"] * options.cpu_offload
+            + ["activations offloaded"] * options.activation_offload
+            + ["float8"] * self.float8
+        )
 
     def with_options(self, **changes: Any) -> "StepConfig":
         return replace(self, options=self.options.model_copy(update=changes))
@@ -80,6 +85,11 @@ class StepConfig:
     @property
     def checkpointing(self) -> NoCheckpointing:
         return CHECKPOINTING_MODES[self.options.activation_checkpointing]
+
+    @property
+    def offloads_activations(self) -> bool:
+        """Whether activations leave the device: on a CPU its memory is the host's."""
+        return self.options.activation_offload and self.on_gpu
 
     def traced_model(self, *, sparse: bool) -> TracedModel:
         """The part of the model on a rank, with a block that is a mixture or not, whose trace serves every depth."""
