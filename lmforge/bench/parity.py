@@ -323,6 +323,8 @@ def _model_parallel_cases(world_size: int) -> list[ParityCase]:
         ]
     if world_size == 2:
         cases.append(fsdp2("tensor 2, checkpointing full, 2 micro-batches", 2, **full, **tensor))
+        cases.append(fsdp2("tensor 2, activation offload", activation_offload=True, **tensor))
+        cases.append(fsdp2("pipeline 2, activation offload, 4 micro-batches", 4, activation_offload=True, **full, **pipeline))
     if world_size % 4 == 0:
         cases += [
             fsdp2("tensor 2 × context 2", **tensor, **context),

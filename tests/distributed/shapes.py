@@ -100,7 +100,7 @@ CASES_OF_SHAPES = (
     "fsdp2, CPU offload",
 )
 CASES_OF_SPLIT_SHAPES = {
-    "split qwen3": ("tensor 2", "context 2", "pipeline 2, inter"),
+    "split qwen3": ("tensor 2", "context 2", "pipeline 2, activation", "pipeline 2, inter"),
     "split tied": ("tensor 2", "context 2"),
     "split gpt2": ("context 2", "pipeline 2, 4"),
     "mixture": (*CASES_OF_SHAPES, "fsdp2, checkpointing full", "tensor 2", "context 2", "pipeline 2, inter"),
@@ -117,6 +117,7 @@ SAMPLE: dict[int, dict[str, tuple[str, ...]]] = {
             "fsdp1, checkpointing full",
             "fsdp2 no-shard",
             "fsdp2, CPU offload",
+            "fsdp2, activation offload, 2 micro-batches",
             "fsdp2, checkpointing selective-blocks",
             "fsdp2, 2 micro-batches reduced once",
             "fsdp2 grad-shard, 2 micro-batches",
@@ -127,7 +128,12 @@ SAMPLE: dict[int, dict[str, tuple[str, ...]]] = {
         "tied": ("ddp", "fsdp2 hybrid-full-shard, groups of 1"),
         "qwen3": ("fsdp1 full-shard", "fsdp2, checkpointing selective-ops"),
         "gpt2": ("fsdp2 full-shard",),
-        "split qwen3": ("tensor 2", "pipeline 2, interleaved, 4 micro-batches"),
+        "split qwen3": (
+            "tensor 2",
+            "tensor 2, activation offload",
+            "pipeline 2, activation offload, 4 micro-batches",
+            "pipeline 2, interleaved, 4 micro-batches",
+        ),
         "split tied": ("context 2",),
         "split gpt2": ("pipeline 2, 4 micro-batches",),
         "olmo2": ("tensor 2", "fsdp1 full-shard"),

@@ -87,6 +87,7 @@ def test_experts_that_ranks_do_not_divide_are_sharded_over_all_of_them(trials: S
             for size in (2, 4)
             for case in strategy_cases(size, False)
             if case.options.model_parallel_size == 1 or case.name == "tensor 2"
+            if not case.options.activation_offload  # on a CPU the host's copies are counted too
         ],
         shape="llama",
     ),
