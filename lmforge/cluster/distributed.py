@@ -366,9 +366,12 @@ def destroy_distributed() -> None:
         dist.destroy_process_group()
         if "torch.distributed.tensor" in sys.modules:
             # Results are kept by the shape of their mesh: a later run of this process would be given groups that are gone.
-            from torch.distributed.tensor import _redistribute, debug
+            # Private to torch; checked with 2.11 and 2.13.0. torch.distributed.tensor.debug has it too, but its import takes a
+            # second.
+            from torch.distributed.tensor import DTensor, _redistribute
 
-            debug._clear_sharding_prop_cache()
+            DTensor._op_dispatcher.sharding_propagator.propagate_op_sharding.cache_clear()
+            torch._C._clear_DTensor_sharding_propagator_cache()
             _redistribute._gen_transform_infos.cache_clear()
 
 

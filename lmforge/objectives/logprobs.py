@@ -8,7 +8,6 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from lmforge.data.batch import Batch
@@ -16,7 +15,7 @@ from lmforge.data.labels import IGNORE_INDEX
 from lmforge.model.attention import ContextParallel
 from lmforge.model.layers import PLAIN_HEAD, HeadOptions, LanguageModel
 from lmforge.objectives.language import HeadGradients, head_chunks, loss_dtype
-from lmforge.objectives.sharded_head import Scoring, ShardedHead
+from lmforge.objectives.sharded_head import Scoring, ShardedHead, sum_over_ranks
 
 
 class _ChunkedLogprobs(torch.autograd.Function):
@@ -117,21 +116,7 @@ def document_sums(values: Tensor, document_ids: Tensor, context_parallel: Contex
     ranks = 1 if context_parallel is None else context_parallel.group.size()
     values = torch.where(document_ids >= 0, values, 0)
     sums = values.new_zeros(len(values), values.shape[1] * ranks).scatter_add(1, document_ids.clamp(min=0).long(), values)
-    return sums if context_parallel is None else _SumOfParts.apply(sums, context_parallel.group)
-
-
-class _SumOfParts(torch.autograd.Function):
-    """The sum over ranks, which all go on with alike: its gradient is the same on all of them, and is not summed again."""
-
-    @staticmethod
-    def forward(ctx: Any, part: Tensor, group: dist.ProcessGroup) -> Tensor:
-        total = part.clone()
-        dist.all_reduce(total, group=group)
-        return total
-
-    @staticmethod
-    def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor, None]:
-        return upstream[0], None
+    return sums if context_parallel is None else sum_over_ranks(sums, context_parallel.group)
 
 
 def document_label_counts(labels: Tensor, document_ids: Tensor, context_parallel: ContextParallel | None = None) -> Tensor:

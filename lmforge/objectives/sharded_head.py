@@ -94,7 +94,7 @@ class ShardedHead:
 
     def sum_over_tokens(self, local_sum: Tensor) -> Tensor:
         """The sum over all tokens, the same on every rank, from the sum over this rank's tokens."""
-        return local_sum if self.sequence_group is None else _SumOverTokens.apply(local_sum, self.sequence_group)
+        return local_sum if self.sequence_group is None else sum_over_ranks(local_sum, self.sequence_group)
 
     def gather_tokens(self, values: Tensor) -> Tensor:
         """Values of all tokens [sequences, length], the same on every rank, from those of this rank's tokens [tokens]."""
@@ -102,9 +102,13 @@ class ShardedHead:
         return values if self.sequence_group is None else _GatherTokens.apply(values, self.sequence_group)
 
 
-class _SumOverTokens(torch.autograd.Function):
-    """All-reduce. Every rank continues with the same sum, so its gradient is already the full one for each rank's part."""
+def sum_over_ranks(local_sum: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """The sum over ranks, with which all must go on alike: its gradient is the same on all of them, and is not summed again."""
+    total: Tensor = _SumOverRanks.apply(local_sum, group)
+    return total
 
+
+class _SumOverRanks(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, local_sum: Tensor, group: dist.ProcessGroup) -> Tensor:
         total = local_sum.clone()

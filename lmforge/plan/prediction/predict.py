@@ -9,10 +9,11 @@ from lmforge.config.verbs.plan import PlanOptions
 from lmforge.model.flops import adapted_flops_per_token, flops_per_token
 from lmforge.plan.hardware import GB, GPU, data_sheets
 from lmforge.plan.memory import checkpoint_bytes
-from lmforge.plan.prediction.program import Stage, StepProgram
+from lmforge.plan.prediction.program import StepProgram
 from lmforge.plan.prediction.rates import COLLECTIVE_SMS, CONSTANTS, Rates, make_group
 from lmforge.plan.prediction.simulator import COMPUTE, HOST_COPIES, NETWORK, Simulation, simulate
 from lmforge.plan.prediction.step_config import StepConfig
+from lmforge.plan.prediction.units import Stage
 
 # torch's allocator with expandable segments: pages of 2 MiB, and holes between blocks. An estimate: not measured here.
 ROUNDING_FRACTION = 0.03

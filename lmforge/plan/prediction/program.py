@@ -6,17 +6,16 @@ the backward pass the unit before is gathered while this one computes, and a uni
 reduce-scatter. FSDP1 does the same with one flat tensor.
 """
 
-from dataclasses import dataclass, replace
 from itertools import zip_longest
 from typing import Any
 
 from lmforge.model.quantization.blocks import CHUNK_NUMEL
 from lmforge.plan.memory import DTYPE_BYTES, ParameterCounts, optimizer_state_bytes
 from lmforge.plan.prediction.costs import BlockCost, Parts, count_block, count_head, embedded_bytes, is_checkpointed, mask_bytes
-from lmforge.plan.prediction.rates import HOST_OPTIMIZER_BYTES, LAUNCH_SECONDS, UNIT_SECONDS, Group, Rates, make_group
+from lmforge.plan.prediction.rates import HOST_OPTIMIZER_BYTES, LAUNCH_SECONDS, UNIT_SECONDS, Rates, make_group
 from lmforge.plan.prediction.simulator import COMPUTE, HOST_COPIES, NETWORK, Operation
 from lmforge.plan.prediction.step_config import StepConfig
-from lmforge.plan.traces import ModelShapes, Shapes, model_shapes
+from lmforge.plan.prediction.units import Stage, Unit, rank_units
 
 FP32 = 4
 # Bytes of a number while it is dequantized: its codes, their indices, and fp32.
@@ -25,31 +24,6 @@ DEQUANTIZE_BYTES = 6.5
 EAGER_KERNELS, COMPILED_KERNELS = 60, 20
 # Arrays [tokens, width] and [tokens, intermediate_size] that the backward pass of half a block holds besides what was kept.
 BACKWARD_WIDE, BACKWARD_STREAM = 2.0, 3.0
-
-
-@dataclass(frozen=True)
-class Stage:
-    """The part of the model on a rank: all of it, or a pipeline's. `in_flight` micro-batches wait for their backward pass."""
-
-    blocks: int
-    has_embedding: bool = True
-    has_head: bool = True
-    in_flight: int = 1
-
-
-@dataclass(frozen=True)
-class Unit:
-    """A unit that FSDP gathers and reduces: the rank's parameters before sharding, the same with the rows that FSDP2 pads so
-    that tensors divide by the ranks, and the trained ones of both. group: the ranks that it is sharded over. quantized: the
-    padded bytes of matrices in 4 or 8 bits, which are not among the parameters."""
-
-    name: str
-    parameters: int
-    padded: int
-    trained: int
-    padded_trained: int
-    group: Group
-    quantized: int = 0
 
 
 class StepProgram:
@@ -74,36 +48,15 @@ class StepProgram:
         kinds = [(*layer, is_checkpointed(step_config, number)) for number, layer in enumerate(layers, start=1)]
         costs = {kind: count_block(step_config, rates, *kind) for kind in set(kinds)}
         self.costs = [costs[kind] for kind in kinds]
-        of_blocks = {sparse: model_shapes(step_config.traced_model(sparse=sparse)) for _, sparse in set(layers)}
-        shapes = next(iter(of_blocks.values()))  # which differ in their blocks alone
-        self.tied = model.tie_word_embeddings and stage.has_embedding and stage.has_head
-        # A tied embedding, or one that is not a separate unit, is gathered with the last norm for the whole step.
-        self.in_root = self.tied or (stage.has_embedding and not options.wrap_embedding)
-
-        def outer(name: str, shapes: Shapes) -> Unit:
-            """A unit outside of the blocks, which is frozen beside adapters."""
-            return self._unit(name, shapes) if step_config.trains_all else self._unit(name, (), shapes)
-
-        self.root = outer("root", (*(shapes.tables if self.in_root else ()), *shapes.rest))
-        self.embedding = outer("embedding", shapes.tables if stage.has_embedding and not self.in_root else ())
-        own_head = shapes.head if stage.has_head and not self.tied else ()
-        self.head = self._unit("head", own_head) if step_config.trains_head else outer("head", own_head)
+        self.units = units = rank_units(step_config, stage, [sparse for _, sparse in layers])
         if stage.has_head:
-            self.head_cost = count_head(step_config, rates, sum(rows * columns for rows, columns in shapes.head))
-        blocks = {sparse: self._unit("", each.trained, each.frozen, each.quantized) for sparse, each in of_blocks.items()}
+            self.head_cost = count_head(step_config, rates, units.head_parameters)
         # A product with a quantized matrix has it in full, and what computes it.
-        widest = max(each.widest for each in of_blocks.values())
-        self.dequantized_bytes = float(widest * self.number_bytes + min(widest, CHUNK_NUMEL) * DEQUANTIZE_BYTES)
-        self.units = [replace(blocks[sparse], name=f"block {number}") for number, (_, sparse) in enumerate(layers, start=1)]
-        # Of a block by its name: experts that expert parallelism splits are a unit of their own.
-        self.experts: dict[str, Unit] = {}
-        if step_config.expert > 1 and True in of_blocks:
-            self._split_experts(of_blocks[True], [unit for unit, (_, sparse) in zip(self.units, layers, strict=True) if sparse])
-        every_unit = (self.embedding, *self.units, *self.experts.values(), self.head, self.root)
+        self.dequantized_bytes = float(units.widest * self.number_bytes + min(units.widest, CHUNK_NUMEL) * DEQUANTIZE_BYTES)
         # Of a rank.
-        self.parameters = sum(each.padded / each.group.size for each in every_unit)
-        self.trained = sum(each.padded_trained / each.group.size for each in every_unit)
-        self.quantized_bytes = sum(each.quantized / each.group.size for each in every_unit)
+        self.parameters = sum(each.padded / each.group.size for each in units.all)
+        self.trained = sum(each.padded_trained / each.group.size for each in units.all)
+        self.quantized_bytes = sum(each.quantized / each.group.size for each in units.all)
         self.starts: list[int] = []  # of each micro-batch, in `operations`
         self._gathered: set[str] = set()
         self._gathering: dict[str, tuple[int, ...]] = {}
@@ -116,42 +69,12 @@ class StepProgram:
         # Activations that are on their way to the host: when they are there, and their bytes.
         self._leaving: tuple[tuple[int, ...], float] | None = None
 
-    def _unit(self, name: str, trained: Shapes, frozen: Shapes = (), quantized: Shapes = ()) -> Unit:
-        """A unit of tensors with these (rows, columns). FSDP1 puts them into one flat tensor, which needs no padding."""
-        shards = 1 if self.step_config.options.engine == "fsdp1" else self.step_config.shards
-
-        def counts(shapes: Shapes) -> tuple[int, int]:
-            padded = sum(-(-rows // shards) * shards * columns for rows, columns in shapes)
-            return sum(rows * columns for rows, columns in shapes), padded
-
-        (count, padded), (others, padded_others) = counts(trained), counts(frozen)
-        return Unit(name, count + others, padded + padded_others, count, padded, self.shard_group, counts(quantized)[1])
-
-    def _split_experts(self, shapes: ModelShapes, sparse: list[Unit]) -> None:
-        """Part the experts from the units of sparse blocks. FSDP shards each one by rows, which rarely need padding."""
-        ranks = self.step_config.expert
-
-        def part(of_block: Shapes, experts: Shapes) -> tuple[Shapes, int]:
-            others = [*of_block]
-            for each in experts:
-                others.remove(each)
-            return tuple(others), sum(rows * columns for rows, columns in experts) // ranks
-
-        (others, trained), (frozen, kept) = part(shapes.trained, shapes.experts), part(shapes.frozen, shapes.frozen_experts)
-        left = self.step_config.shards * self.step_config.tensor // ranks
-        group = make_group(left, ranks, self.step_config.gpus_per_host)
-        rest = self._unit("", others, frozen)
-        for unit in sparse:
-            self.units[self.units.index(unit)] = replace(rest, name=unit.name)
-            name = f"experts of {unit.name}"
-            self.experts[unit.name] = Unit(name, trained + kept, trained + kept, trained, trained, group)
-
     # --- between steps ---------------------------------------------------------------------------------------------------
 
     def held(self) -> dict[str, float]:
         """Bytes by kind that a rank keeps between steps."""
         step_config = self.step_config
-        matrices = sum(each.trained / each.group.size for each in (*self.units, *self.experts.values()))
+        matrices = sum(each.trained / each.group.size for each in (*self.units.blocks, *self.units.experts.values()))
         counts = ParameterCounts(round(self.parameters), round(self.trained), round(matrices))
         held = {"weights": self.parameters * self.master_bytes + self.quantized_bytes}
         held["optimizer states"] = float(optimizer_state_bytes(step_config.optimizer, step_config.master_dtype, counts))
@@ -175,7 +98,7 @@ class StepProgram:
     def build(self, micro_batches: int) -> list[Operation]:
         step_config = self.step_config
         if not step_config.is_fsdp and self.number_bytes < self.master_bytes:
-            matrices = sum(each.parameters for each in self.units)
+            matrices = sum(each.parameters for each in self.units.blocks)
             seconds = matrices * (self.number_bytes + self.master_bytes) / self.rates.memory
             copies = {"working weights": matrices * self.number_bytes}
             self._add("working weights", allocate=copies, seconds=seconds, kind="element-wise")
@@ -250,23 +173,23 @@ class StepProgram:
 
     def _forward(self) -> None:
         step_config, residual = self.step_config, self.residual_bytes
-        self._gather(self.root, after=())
-        self._wait(self.root, in_forward=True)
+        self._gather(self.units.root, after=())
+        self._wait(self.units.root, in_forward=True)
         if self.stage.has_embedding:
-            self._gather(self.embedding, after=())
-            self._wait(self.embedding, in_forward=True)
+            self._gather(self.units.embedding, after=())
+            self._wait(self.units.embedding, in_forward=True)
             self._add("forward, embedding", kind="element-wise",
                       seconds=self.rates.element_wise_seconds(3 * residual, residual),
                       allocate={"activations": embedded_bytes(step_config)},
                       transient={"temporary": 3.0 * mask_bytes(step_config)},
-                      free=self._free(self.embedding) if self.reshards else {})  # fmt: skip
-        for unit, cost in zip(self.units, self.costs, strict=True):
-            for each in self._with_experts(unit):
+                      free=self._free(self.units.embedding) if self.reshards else {})  # fmt: skip
+        for unit, cost in zip(self.units.blocks, self.costs, strict=True):
+            for each in self.units.with_experts(unit):
                 self._gather(each, after=self._after_copy(in_forward=True))
                 self._wait(each, in_forward=True)
             self._issue(f"forward, {unit.name}", cost.forward)
             copies = 3.0 if cost.recomputed_bytes else 1.0
-            freed = [self._free(each) if self.reshards else {} for each in self._with_experts(unit)]
+            freed = [self._free(each) if self.reshards else {} for each in self.units.with_experts(unit)]
             self._add(f"forward, {unit.name}", allocate={"activations": float(cost.saved_bytes)},
                       transient={"temporary": copies * cost.widest_bytes + cost.dispatch_bytes + self.dequantized_bytes},
                       free=freed[0])  # fmt: skip
@@ -291,12 +214,9 @@ class StepProgram:
                          seconds=cost.saved_bytes / self.rates.host_copy, kind="copies of activations",
                          allocate={"activations": float(cost.saved_bytes)})  # fmt: skip
 
-    def _with_experts(self, unit: Unit) -> list[Unit]:
-        return [unit, *([self.experts[unit.name]] if unit.name in self.experts else [])]
-
     def _score_by_reference(self) -> None:
         """The forward pass of the reference, which is distributed like the policy and keeps nothing."""
-        for unit, cost in zip(self.units, self.costs, strict=True):
+        for unit, cost in zip(self.units.blocks, self.costs, strict=True):
             gathered, after = dict[str, float](), tuple[int, ...]()
             if self.step_config.is_fsdp:
                 gathered = {"gathered weights": float(unit.padded * self.number_bytes)}
@@ -317,8 +237,8 @@ class StepProgram:
 
     def _head_forward(self) -> None:
         cost = self.head_cost
-        self._gather(self.head, after=self._after_copy(in_forward=True))
-        self._wait(self.head, in_forward=True)
+        self._gather(self.units.head, after=self._after_copy(in_forward=True))
+        self._wait(self.units.head, in_forward=True)
         self._add("forward, head and loss", seconds=cost.product_seconds, kind="head and loss",
                   allocate={"activations": cost.norm_bytes, "loss": cost.loss_bytes},
                   transient={"loss": cost.forward_transient}, host_seconds=self.launch_seconds)  # fmt: skip
@@ -327,28 +247,29 @@ class StepProgram:
     def _backward(self, *, is_first: bool, is_last: bool) -> None:
         if self.stage.has_head:
             self._head_backward(is_first, is_last)
-        pairs = list(zip(self.units, self.costs, strict=True))
+        pairs = list(zip(self.units.blocks, self.costs, strict=True))
         self._leaving, copied = None, tuple[int, ...]()  # those of the last block are still on the device
         for number in range(len(pairs) - 1, -1, -1):
             unit, cost = pairs[number]
-            for each in self._with_experts(unit):
+            for each in self.units.with_experts(unit):
                 self._gather(each, after=self._after_copy(in_forward=False))
                 self._wait(each, in_forward=False)
-            for each in self._with_experts(pairs[number - 1][0]) if number else ():
+            for each in self.units.with_experts(pairs[number - 1][0]) if number else ():
                 self._gather(each, after=self._after_copy(in_forward=False))
             if copied:
                 self._add(f"wait for activations of {unit.name}", after=copied)
             if number and self.step_config.offloads_activations:
                 copied = self._copy_in(*pairs[number - 1])
             self._block_backward(unit, cost)
-            for each in reversed(self._with_experts(unit)):
+            for each in reversed(self.units.with_experts(unit)):
                 self._reduce(each, is_first=is_first, is_last=is_last)
         if self.stage.has_embedding:
             seconds = self.rates.element_wise_seconds(4 * self.residual_bytes, self.residual_bytes)
-            self._add("backward, embedding", kind="element-wise", seconds=seconds, allocate=self._unreduced(self.embedding),
+            self._add("backward, embedding", kind="element-wise", seconds=seconds,
+                      allocate=self._unreduced(self.units.embedding),
                       free={"activations": embedded_bytes(self.step_config)})  # fmt: skip
-            self._reduce(self.embedding, is_first=is_first, is_last=is_last)
-        self._reduce(self.root, is_first=is_first, is_last=is_last)
+            self._reduce(self.units.embedding, is_first=is_first, is_last=is_last)
+        self._reduce(self.units.root, is_first=is_first, is_last=is_last)
 
     def _unreduced(self, unit: Unit) -> dict[str, float]:
         """A unit's gradients before they are reduced: in the compute dtype under FSDP."""
@@ -358,10 +279,10 @@ class StepProgram:
         cost = self.head_cost
         self._add("backward, head and loss", seconds=cost.backward_seconds, kind="head and loss",
                   transient={"loss": cost.backward_transient},
-                  allocate=self._unreduced(self.root if self.tied else self.head),
+                  allocate=self._unreduced(self.units.root if self.units.tied else self.units.head),
                   free={"loss": cost.loss_bytes, "activations": cost.norm_bytes},
                   host_seconds=self.launch_seconds)  # fmt: skip
-        self._reduce(self.head, is_first=is_first, is_last=is_last)
+        self._reduce(self.units.head, is_first=is_first, is_last=is_last)
 
     def _block_backward(self, unit: Unit, cost: BlockCost) -> None:
         name = f"backward, {unit.name}"
@@ -371,7 +292,7 @@ class StepProgram:
         feed_forward = (3 if self.step_config.compiled else 4) * cost.widest_bytes + 2 * cost.input_bytes
         total = cost.saved_bytes + cost.recomputed_bytes
         part = min(0.9, feed_forward / total) if total else 0.5
-        parts = [self._unreduced(each) for each in self._with_experts(unit)]
+        parts = [self._unreduced(each) for each in self.units.with_experts(unit)]
         half = {kind: 0.5 * sum(each[kind] for each in parts) for kind in parts[0]}
         stream = BACKWARD_STREAM * cost.input_bytes
         busy = stream + cost.dispatch_bytes + self.dequantized_bytes
@@ -393,9 +314,9 @@ class StepProgram:
         if not unit.parameters:
             return
         unreduced = self._unreduced(unit)
-        if unit is self.root and self.in_root and not self.tied:
+        if unit is self.units.root and self.units.in_root and not self.units.tied:
             self._add("backward, root", allocate=unreduced)
-        elif unit is self.root and not self.tied:
+        elif unit is self.units.root and not self.units.tied:
             unreduced = {}
         freed = unreduced | (self._free(unit) if self.reshards or is_last else {})
         new = {} if unit.name in self._reduced_units else {"gradients": float(unit.padded_trained * self.master_bytes)}

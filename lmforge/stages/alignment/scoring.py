@@ -102,7 +102,8 @@ class CompletionScorer:
                     self._shown_failures.add(error)
                     all_of_them = "every failure is in the log of its rank and counted in environment_failures"
                     console.warn(f"{what}: rank {rank}: an episode of step {step} failed: {error}; {all_of_them}")
-        count, without = (sum(each[at] for each in gathered) for at in range(2))  # type: ignore[misc]
+        count = sum(num_rewards for num_rewards, _, _ in gathered)
+        without = sum(num_missing for _, num_missing, _ in gathered)
         if count and count == without and not self._warned_of_no_reward:
             self._warned_of_no_reward = True
             console.warn(f"step {step}: none of {count:,} completions has a reward: nothing is learned from them")
@@ -121,12 +122,12 @@ class CompletionScorer:
         given = texts if episodes is None else [episode.turns for episode in episodes]
         scores = self._functions([prompt.prompt for prompt in prompts], given, columns)
         rewards = [math.nan if reward is None else reward for reward in scores.rewards]
-        told: list[dict[str, Any]] = [{} for _ in texts]
+        of_episodes: list[dict[str, Any]] = [{} for _ in texts]
         if episodes is not None and self._environment is not None:
             for number, error in self._environment.failed_episodes.items():  # some while their rewards were asked for
                 episodes[number].error = episodes[number].error or error
             texts = [episode.describe() for episode in episodes]
-            told = [{"turns": each.turns} | ({"error": each.error} if each.error else {}) for each in episodes]
+            of_episodes = [{"turns": each.turns} | ({"error": each.error} if each.error else {}) for each in episodes]
             rewards = [math.nan if each.error else reward for each, reward in zip(episodes, rewards, strict=True)]
         if table is not None:
             path = completions_path(self._ctx.run.path, table, self._ctx.dist_ctx.rank_info.rank)
@@ -141,7 +142,7 @@ class CompletionScorer:
                         "parts": {name: rewards[index] for name, rewards in scores.by_function.items()},
                         "tokens": len(completion.tokens),
                         "ended": completion.stopped,
-                        **told[index],
+                        **of_episodes[index],
                     }
                     file.write(json.dumps(record, ensure_ascii=False) + "\n")
         failed = sum(count > 0 for count in scores.failures.values()) / len(scores.failures)
