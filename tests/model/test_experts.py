@@ -47,7 +47,7 @@ def test_each_expert_multiplies_its_own_rows_whatever_the_widths(
     sizes: tuple[int, int, int], dtype: torch.dtype, draw: random.Random
 ) -> None:
     experts, outputs, inputs = sizes
-    counts = [draw.choice([0, 1, 4, 9]) for _ in range(experts - 1)] + [5]
+    counts = [draw.choice([0, 1, 4, 9, 40]) for _ in range(experts - 1)] + [5]
     ends = torch.tensor(counts).cumsum(0).int()
     rows = torch.randn(sum(counts), inputs, dtype=dtype, requires_grad=True)
     weight = torch.randn(experts, outputs, inputs, dtype=dtype, requires_grad=True)
@@ -66,6 +66,20 @@ def test_each_expert_multiplies_its_own_rows_whatever_the_widths(
     for each in (found, compiled(rows, weight, ends)):
         torch.testing.assert_close(each, wanted, **tolerance)
     torch.testing.assert_close(gradients, torch.autograd.grad(wanted, (rows, weight), upstream), **tolerance)
+
+
+def test_on_a_cpu_numbers_of_rows_return_in_products_of_16_bits_since_each_new_one_needs_new_code(draw: random.Random) -> None:
+    experts, width, rows = 4, 8, 1024
+    shapes, weight = set(), torch.randn(experts, width, width, dtype=torch.bfloat16, requires_grad=True)
+    for _ in range(30):
+        counts = torch.tensor(draw.choices(range(experts), k=rows)).bincount(minlength=experts)
+        inputs = torch.randn(rows, width, dtype=torch.bfloat16, requires_grad=True)
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], record_shapes=True) as profile:
+            grouped_linear(inputs, weight, counts.cumsum(0).int()).sum().backward()
+        products = [str(event.input_shapes) for event in profile.events() if event.name == "aten::mm"]
+        assert len(products) == 3 * experts
+        shapes |= set(products)
+    assert len(shapes) < 30  # of 360
 
 
 @pytest.mark.parametrize("scores", ["drawn", "equal"])

@@ -1,9 +1,12 @@
 """The matrix products of stacked experts: each expert multiplies its own rows, in one kernel.
 
 torch's `grouped_mm` with what it lacks (torch 2.13): a rule of shapes in every dtype, so that blocks compile as one graph and
-are traced without data; widths whose rows are no multiples of 16 bytes, which are padded here; and its FLOPs.
+are traced without data; widths whose rows are no multiples of 16 bytes, which are padded here; and its FLOPs. On a CPU, where
+it is a loop over experts too, the loop is here: oneDNN generates code for each new number of rows, and the numbers of rows of
+experts are new in every step. So products in 16 bits take a few rows more, up to a number that returns.
 """
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -21,9 +24,15 @@ def multiply_groups(rows: Tensor, weight: Tensor, ends: Tensor, transposed: bool
     weight [experts, outputs, inputs], or [experts, inputs, outputs] if `transposed`; both of one dtype. ends int32 [experts]:
     the number of rows up to and with those of each expert; the last is the number of rows.
     """
-    if rows.dtype == torch.float64:
+    if _is_looped(rows):
         matrices = weight if transposed else weight.transpose(1, 2)
-        return torch.cat([each @ matrix for each, matrix in zip(_split(rows, ends), matrices, strict=True)])
+        out = rows.new_empty(len(rows), matrices.shape[2])
+        for matrix, (start, end, window) in zip(matrices, _windows(rows, ends), strict=True):
+            if window.start == start:  # what it writes below its rows, the next experts write again
+                torch.mm(rows[window], matrix, out=out[window])
+            else:
+                out[start:end] = (rows[window] @ matrix)[start - window.start : end - window.start]
+        return out
     outputs = weight.shape[2 if transposed else 1]
     padded = _pad(weight, rows=True)
     right = padded if transposed else padded.transpose(1, 2)
@@ -33,8 +42,15 @@ def multiply_groups(rows: Tensor, weight: Tensor, ends: Tensor, transposed: bool
 @torch.library.custom_op("lmforge::sum_outer_products", mutates_args=())
 def sum_outer_products(left: Tensor, right: Tensor, ends: Tensor) -> Tensor:
     """leftᵀ right of the rows of each expert: [experts, left's width, right's width]; `ends` as in `multiply_groups`."""
-    if left.dtype == torch.float64:
-        return torch.stack([a.t() @ b for a, b in zip(_split(left, ends), _split(right, ends), strict=True)])
+    if _is_looped(left):
+        out = left.new_empty(len(ends), left.shape[1], right.shape[1])
+        for product, (start, end, window) in zip(out, _windows(left, ends), strict=True):
+            own = right[window]
+            if own.shape[0] != end - start:  # rows of other experts count nothing
+                own = torch.zeros_like(own)
+                own[start - window.start : end - window.start] = right[start:end]
+            torch.mm(left[window].t(), own, out=product)
+        return out
     product = grouped_mm(_pad(left).t(), _pad(right), offs=ends)
     return product[:, : left.shape[1], : right.shape[1]].contiguous()
 
@@ -45,9 +61,22 @@ def grouped_linear(rows: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
     return result
 
 
-def _split(rows: Tensor, ends: Tensor) -> tuple[Tensor, ...]:
-    """The rows of each expert. The kernel has no fp64, which only tests compute in."""
-    return rows.tensor_split(ends[:-1].cpu().long())
+def _is_looped(rows: Tensor) -> bool:
+    """The kernel has no fp64, which only tests compute in."""
+    return rows.device.type == "cpu" or rows.dtype == torch.float64
+
+
+def _windows(rows: Tensor, ends: Tensor) -> Iterator[tuple[int, int, slice]]:
+    """Of each expert where its rows start and end, and the rows that its product takes: in 16 bits a multiple of some number,
+    an eighth of an expert's average, with rows of other experts below or, at the end, above."""
+    average = len(rows) // len(ends)
+    multiple = 1 << max(4, (average // 8).bit_length() - 1) if rows.itemsize == 2 else 1
+    start = 0
+    for end in ends.tolist():
+        size = min(-(-(end - start) // multiple) * multiple, len(rows))
+        first = min(start, len(rows) - size)
+        yield start, end, slice(first, first + size)
+        start = end
 
 
 def _pad(matrix: Tensor, rows: bool = False) -> Tensor:
