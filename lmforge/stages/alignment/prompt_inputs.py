@@ -79,7 +79,7 @@ def _check_prompts_and_rewards(config: AlignConfig) -> None:
         with prefix_errors("rollout.reward_functions"):
             check_reward_head(find_pretrained(Path(spec)).resolve_model_config(ModelOptions()), Path(spec), reward_model=True)
     functions = [spec for spec in config.rollout.reward_functions if spec not in models]
-    environment = _name_environment(config.rollout)
+    environment = name_environment(config.rollout)
     with load_reward_functions(functions, options=reward_options(config.rollout), environment=environment) as rewards:
         for files in filter(None, (_files_of(config, "train"), _files_of(config, "validation"))):
             names, unusable = set[str](), UnusableRecords(config.data.skip_invalid)
@@ -92,7 +92,7 @@ def _check_prompts_and_rewards(config: AlignConfig) -> None:
                 rewards.check_columns(sorted(names))
 
 
-def _name_environment(options: RolloutOptions) -> EnvironmentPool | None:
+def name_environment(options: RolloutOptions) -> EnvironmentPool | None:
     """The environment of a recipe, if it names one. It is not opened yet."""
     if options.environment is None:
         return None
@@ -103,7 +103,7 @@ def _name_environment(options: RolloutOptions) -> EnvironmentPool | None:
 def _open_turns(options: RolloutOptions, tokenizer: Tokenizer) -> Turns | None:
     """The environment, and how turns with it become ids. Raises UserError unless it has rewards, and the chat template takes
     the turns."""
-    pool = _name_environment(options)
+    pool = name_environment(options)
     if pool is None:
         return None
     with prefix_errors("rollout.environment"):

@@ -9,7 +9,7 @@ import time
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import torch
@@ -19,18 +19,16 @@ from lmforge import checkpoint
 from lmforge.config.align import AlignConfig
 from lmforge.data.batch import Batch, Extras
 from lmforge.data.chat.preferences import TokenizedPrompt
-from lmforge.data.chat.templates import ChatTemplate
 from lmforge.data.order import derive_key
 from lmforge.errors import UserError
 from lmforge.objectives.policy import build_policy_loss_config, completion_metric_names
-from lmforge.stages.alignment.completions import SampledCompletion
-from lmforge.stages.alignment.episodes import Episode, EpisodePlayer
-from lmforge.stages.alignment.prompt_inputs import PromptPacking, is_conversational
+from lmforge.stages.alignment.prompt_inputs import PromptPacking
 from lmforge.stages.alignment.reference import ReferenceModel, build_reference, with_extras
 from lmforge.stages.alignment.remote_sampling import RemoteSampler
 from lmforge.stages.alignment.rollout_batches import add_advantages, lay_out, split_micro_batches, trim_padding
-from lmforge.stages.alignment.sampling import InProcessSampler, SampleRequest, SamplingSettings, sample_all
-from lmforge.stages.alignment.scoring import CompletionScorer, completions_table_name, locate_completions
+from lmforge.stages.alignment.rollout_worker import RolloutWorker, SampledSet
+from lmforge.stages.alignment.sampling import InProcessSampler, SamplingSettings
+from lmforge.stages.alignment.scoring import completions_table_name, locate_completions
 from lmforge.stages.attempt import RunContext
 from lmforge.stages.build_model import BuiltModel
 from lmforge.stages.inputs import RunInputs
@@ -67,29 +65,13 @@ class Rollouts:
         # This rank's part of the set: the completions of `num_iterations` steps, one in each sequence.
         self._set_index: int | None = None
         self._set: Batch | None = None
-        prompts = [*packing.prompts, *packing.validation_prompts]
-        turns = packing.turns
-        self._scorer = CompletionScorer(ctx, options, tokenizer, prompts, built.dtype, turns.pool if turns else None)
-        self._player = None
-        stop_token_ids = inputs.model_config.end_token_ids | {tokenizer.eos_token_id}  # as in `generate` and `chat`
-        if is_conversational(prompts):
-            stop_token_ids |= ChatTemplate.from_tokenizer(tokenizer).stop_ids
-        if turns is not None:
-            stop_token_ids |= turns.encoder.stop_token_ids
-            turns.pool.heartbeat = partial(ctx.watch.set_phase, "environment")
-            self._player = EpisodePlayer(
-                turns.pool,
-                turns.encoder,
-                max_turns=options.max_turns,
-                max_tokens=options.max_completion_length,
-                max_length=self._batch_plan.sequence_length,
-            )
+        self._worker = RolloutWorker(ctx, inputs, built.dtype)
         settings = SamplingSettings(
             options.temperature,
             options.top_p,
             tokenizer.vocab_size,
             self._batch_plan.sequence_length,
-            frozenset(stop_token_ids),
+            self._worker.stop_token_ids,
             options.decode_batch_size,
         )
         self._sampler = self._build_sampler(settings)
@@ -123,6 +105,18 @@ class Rollouts:
         return split_micro_batches(batch, self._batch_plan.local_batch_size, self._batch_plan.micro_batch_size)
 
     def _make_set(self, set_index: int, step: int) -> Batch:
+        prompts, seeds = self._prompts_and_seeds(set_index)
+        sampled = self._sample(prompts, seeds, step, completions_table_name(set_index, self._options))
+        assert sampled.rewards is not None
+        assert sampled.failures is not None
+        prompt_ids = [prompt.tokens.tolist() for prompt in sampled.prompts]
+        batch = lay_out(prompt_ids, sampled.completions, self._batch_plan.sequence_length)
+        if self._reference is not None:
+            batch = with_extras(batch, reference_logprobs=self._reference_logprobs(batch, self._reference))
+        return add_advantages(batch, sampled.completions, sampled.rewards, sampled.failures, self._options, self._loss_config)
+
+    def _prompts_and_seeds(self, set_index: int) -> tuple[list[TokenizedPrompt], list[int]]:
+        """Those of each completion of this rank's part of a set, which depend on nothing else."""
         options, num_generations = self._options, self._options.num_generations
         # The prompts of a step are those of all ranks, in the order of the ranks.
         order, seed = self.dataset, self._ctx.config.train.seed
@@ -133,13 +127,7 @@ class Rollouts:
             for sample, index in enumerate(order.indices(first, first + self._local_groups), start=first):
                 prompts += [self._packing.prompts[index]] * num_generations
                 seeds += [derive_key(seed, "rollout", sample, number) for number in range(num_generations)]
-        prompts, completions, episodes = self._sample(prompts, seeds, step)
-        table = completions_table_name(set_index, options)
-        rewards, failures = self._scorer.score(table, prompts, completions, step, episodes)
-        batch = lay_out([prompt.tokens.tolist() for prompt in prompts], completions, self._batch_plan.sequence_length)
-        if self._reference is not None:
-            batch = with_extras(batch, reference_logprobs=self._reference_logprobs(batch, self._reference))
-        return add_advantages(batch, completions, rewards, failures, options, self._loss_config)
+        return prompts, seeds
 
     def _reference_logprobs(self, batch: Batch, reference: ReferenceModel) -> Tensor:
         logprobs = list[Tensor]()
@@ -152,49 +140,24 @@ class Rollouts:
         return torch.cat(logprobs)
 
     def _sample(
-        self, prompts: Sequence[TokenizedPrompt], seeds: Sequence[int], step: int, greedy: bool = False
-    ) -> tuple[list[TokenizedPrompt], list[SampledCompletion], list[Episode] | None]:
-        """Completions by the policy as it is now, and the prompts that they follow; with an environment, of its episodes.
-
-        Every rank calls it, with prompts of its own.
-        """
-        if self._player is not None:
-            return self._play(self._player, prompts, seeds, step, greedy)
-        requests = [
-            SampleRequest(key, prompt.tokens.tolist(), self._options.max_completion_length, seed)
-            for key, (prompt, seed) in enumerate(zip(prompts, seeds, strict=True))
-        ]
-        version = step + self._built.detector.batch_offset
-        with self._sampler.session(len(requests), version, greedy=greedy) as session:
-            return list(prompts), sample_all(session, requests, lambda: self._ctx.watch.set_phase("sample", step)), None
-
-    def _play(
-        self, player: EpisodePlayer, prompts: Sequence[TokenizedPrompt], seeds: Sequence[int], step: int, greedy: bool
-    ) -> tuple[list[TokenizedPrompt], list[SampledCompletion], list[Episode]]:
-        """Raises UserError, on every rank, where the environment failed in all episodes."""
-        on_step = partial(self._ctx.watch.set_phase, "sample", step)
-        episodes, problem = list[Episode](), None
-        with self._sampler.session(len(prompts), step + self._built.detector.batch_offset, greedy=greedy) as session:
+        self, prompts: Sequence[TokenizedPrompt], seeds: Sequence[int], step: int, table: str | None, greedy: bool = False
+    ) -> SampledSet:
+        """Completions by the policy as it is now, and their rewards. Every rank calls it, with prompts of its own."""
+        version, on_step = step + self._built.detector.batch_offset, partial(self._ctx.watch.set_phase, "sample", step)
+        sampled, problem = SampledSet([], []), None
+        with self._sampler.session(len(prompts), version, greedy=greedy) as session:
             try:
-                episodes = player.play(prompts, seeds, session, on_step)
+                sampled = self._worker.sample(prompts, seeds, session, on_step)
             except UserError as error:  # other ranks wait at the end of the session
                 problem = error
         with self._dist_ctx.raise_on_all():
             if problem is not None:
                 raise problem
-        failed = [episode.error for episode in episodes if episode.error]
-        counts = torch.tensor([len(failed), len(episodes)], dtype=torch.float64, device=self._dist_ctx.device)
-        num_failed, num_episodes = self._dist_ctx.all_reduce_sum(counts).tolist()
+        self._worker.check_episodes(sampled, step)
         with self._dist_ctx.raise_on_all():
-            if failed and num_failed == num_episodes:
-                raise UserError(
-                    f"rollout.environment: {self._options.environment}: all episodes of step {step} failed: {failed[0]}"
-                )
-        played = [
-            TokenizedPrompt(np.array(episode.prompt_ids, np.int32), cast("list[Any]", episode.messages), prompt.columns)
-            for prompt, episode in zip(prompts, episodes, strict=True)
-        ]
-        return played, [episode.completion for episode in episodes], episodes
+            self._worker.score(sampled, table)
+        self._worker.report(sampled, step, table)
+        return sampled
 
     def validate(self, step: int) -> dict[str, float]:
         """Mean reward and pass rate of greedy completions of validation prompts. Every rank calls it, for its part of them."""
@@ -205,8 +168,8 @@ class Rollouts:
         # Evenly spaced.
         chosen = [prompts[index * len(prompts) // count] for index in range(count)]
         local = chosen[self._rank :: self._world_size]
-        local, completions, episodes = self._sample(local, [0] * len(local), step, greedy=True)
-        rewards, _ = self._scorer.score(f"step-{step:06d}-validation", local, completions, step, episodes)
+        rewards = self._sample(local, [0] * len(local), step, f"step-{step:06d}-validation", greedy=True).rewards
+        assert rewards is not None
         known = rewards[~rewards.isnan()]
         passed = (known >= self._options.pass_threshold).double().sum()
         sums = torch.stack([known.sum(), passed, torch.tensor(float(len(known)), dtype=torch.float64)])
@@ -242,7 +205,7 @@ class Rollouts:
         names = [
             "old_logprobs",
             "advantages",
-            *completion_metric_names(self._options.num_generations, self._player is not None),
+            *completion_metric_names(self._options.num_generations, self._options.environment is not None),
         ]
         names += [] if self._reference is None else ["reference_logprobs"]
         size = self._options.num_iterations, self._batch_plan.global_batch_size, self._batch_plan.sequence_length
@@ -262,5 +225,5 @@ class Rollouts:
         self._set = Batch(**tensors, extras=Extras(**local))
 
     def close(self) -> None:
-        self._scorer.close()
+        self._worker.close()
         self._sampler.close()

@@ -63,34 +63,16 @@ class CompletionScorer:
                 environment=environment,
             )
 
-    def score(
-        self,
-        table: str | None,
-        prompts: Sequence[TokenizedPrompt],
-        completions: Sequence[SampledCompletion],
-        step: int,
-        episodes: Sequence[Episode] | None = None,
-    ) -> tuple[Tensor, dict[str, Tensor]]:
-        """Rewards, fp64 [completions], NaN where there is none, and metrics of what failed, fp32 [completions]: the fraction of
-        functions, and with `episodes` whether its environment did.
+    def report(self, table: str | None, step: int, rewards: Tensor, episodes: Sequence[Episode] | None = None) -> None:
+        """Say which episodes failed, and that no completion of any rank has a reward; announce the table that `score` wrote to
+        trackers. Every rank calls it.
 
-        Functions are given completions as text, and those of `episodes`, which these prompts and completions are, as messages.
-        An episode that has failed has no reward, and is a line in this rank's log. Writes the table called `table`, one JSON
-        object per line, and announces it to trackers, unless that is None. Every rank calls it, with completions of its own.
+        An episode that has failed has no reward, and is a line in this rank's log.
         """
-        with self._ctx.dist_ctx.raise_on_all():
-            rewards, failures = self._score(table, prompts, completions, episodes)
-        self._report(rewards, step, [episode.error for episode in episodes or ()])
-        if table is not None and prompts:
-            self._ctx.events.add("completions", step, table=table)
-        return rewards, failures
-
-    def _report(self, rewards: Tensor, step: int, errors: Sequence[str]) -> None:
-        """Say which episodes failed, and that no completion of any rank has a reward. Every rank calls it."""
         console = self._ctx.console
         what = f"environment {self._environment.spec if self._environment else ''}"
         # What an environment says may have halves of surrogate pairs, which logs do not take.
-        errors = [error.encode("utf-8", "backslashreplace").decode() for error in errors]
+        errors = [episode.error.encode("utf-8", "backslashreplace").decode() for episode in episodes or ()]
         for number, error in enumerate(errors):
             if error:
                 self._ctx.log.write(f"{what}: step {step}: episode {number} failed: {error}")
@@ -107,14 +89,22 @@ class CompletionScorer:
         if count and count == without and not self._warned_of_no_reward:
             self._warned_of_no_reward = True
             console.warn(f"step {step}: none of {count:,} completions has a reward: nothing is learned from them")
+        if table is not None and len(rewards):
+            self._ctx.events.add("completions", step, table=table)
 
-    def _score(
+    def score(
         self,
         table: str | None,
         prompts: Sequence[TokenizedPrompt],
         completions: Sequence[SampledCompletion],
-        episodes: Sequence[Episode] | None,
+        episodes: Sequence[Episode] | None = None,
     ) -> tuple[Tensor, dict[str, Tensor]]:
+        """Rewards, fp64 [completions], NaN where there is none, and metrics of what failed, fp32 [completions]: the fraction of
+        functions, and with `episodes` whether its environment did.
+
+        Functions are given completions as text, and those of `episodes`, which these prompts and completions are, as messages.
+        Writes the table called `table`, one JSON object per line, unless that is None.
+        """
         if not prompts:
             return torch.zeros(0, dtype=torch.float64), {}
         texts = [self._tokenizer.decode(completion.tokens) for completion in completions]
