@@ -7,6 +7,7 @@
       experts.jsonl      of a mixture of experts: the tokens of each
       report.html        all of it, to look at          bad/               the samples of skipped steps
       checkpoints/step-00000100/, unless they are kept elsewhere
+      rollouts/          sets of completions that were sampled ahead
       launch/            recipe, code, scripts and output of `lmforge launch`
 
 Of a checkpoint only the name is here; its manifest is in `manifests.py`. No torch here: it is quick.
@@ -46,7 +47,18 @@ MANIFEST = "manifest.json"
 MAX_PATH_QUOTED = 200  # characters of a path in a message
 # The entries of a run's directory besides the lock.
 RUN_FILES = ("recipe.toml", "environment.json", "metrics.jsonl", "events.jsonl", "experts.jsonl", "report.html")
-RUN_FOLDERS = ("logs", "health", "checkpoints", "bad", COMPLETIONS_FOLDER, "tensorboard", "trackers", "profile", "launch")
+RUN_FOLDERS = (
+    "logs",
+    "health",
+    "checkpoints",
+    "bad",
+    COMPLETIONS_FOLDER,
+    "rollouts",
+    "tensorboard",
+    "trackers",
+    "profile",
+    "launch",
+)
 MAX_HOLDER_CHARACTERS = 200
 CHECKPOINT_FOLDER_HINT = "check the folder or address and the right to write there, or choose another --checkpoint.folder"
 

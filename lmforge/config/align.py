@@ -88,6 +88,12 @@ class RolloutOptions(Options):
     weights_folder: Path | None = option(
         None, "where servers read the policy's weights: a folder that they share (default: in memory, /dev/shm)"
     )
+    max_staleness: int = option(
+        0,
+        "with servers: sample while earlier completions are learned from, with weights at most this many steps old; 0 waits",
+        ge=0,
+        le=1000,
+    )
     num_iterations: int = option(1, "optimizer steps on each set of completions", **COUNT)
     reward_functions: tuple[str, ...] = option(
         (),
@@ -145,6 +151,11 @@ class RolloutOptions(Options):
         if self.engine == "in-process":
             for name in {"engine_urls", "weights_folder"} & {*self.changed()}:
                 yield f"rollout.{name}: for servers; give rollout.engine = lmforge or vllm too, or leave it out"
+            if self.max_staleness:
+                yield (
+                    "rollout.max_staleness: a trainer that samples itself cannot train meanwhile; give rollout.engine = lmforge"
+                    " or vllm, or leave it out"
+                )
         elif not self.engine_urls:
             yield f"rollout.engine = {self.engine}: give the servers' addresses in rollout.engine_urls"
         for url in self.engine_urls:

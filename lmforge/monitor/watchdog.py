@@ -86,8 +86,10 @@ class Watchdog:
         self._thread.start()
 
     def set_phase(self, phase: str, step: int | None = None) -> None:
-        """Say what this rank does from now on, at the same step unless one is given. docs/watching.md lists the phases."""
-        self._heartbeat.set_phase(phase, self._heartbeat.current.step if step is None else step)
+        """Say what this rank does from now on, at the same step unless one is given. docs/watching.md lists the phases. Does
+        nothing in threads that work beside the training."""
+        if threading.get_ident() == self._training_thread:
+            self._heartbeat.set_phase(phase, self._heartbeat.current.step if step is None else step)
 
     def follow_compilation(self) -> None:
         """From now on the phase is `compiling` while torch compiles. Imports torch's compiler."""

@@ -211,6 +211,10 @@ class PolicyObjective:
         return total, metrics
 
 
+# Metrics of a completion that was sampled ahead: how many versions its tokens are behind, and how long its step waited.
+STALENESS_METRICS = ("staleness", "staleness/max", "generation_wait_seconds")
+
+
 def completion_metric_names(num_generations: int, with_environment: bool = False) -> tuple[str, ...]:
     """Metrics of a completion: its reward, whether it has none, the fraction of reward functions that failed on it, whether its
     environment did, pass@k of its group, its length, and whether it was truncated."""

@@ -142,6 +142,7 @@ def token_routes(registry: ModelRegistry, read_body: ReadBody) -> list[Route]:
         def load() -> None:
             try:
                 verify_weights(folder)
+                served.batcher.weight_version = "being replaced"  # this call may come late, after a name was given
                 load_folder(folder, served.loaded.model)
             except OSError as problem:
                 raise UserError(f"{folder}: {problem.strerror}; is it a folder that this host sees?") from None

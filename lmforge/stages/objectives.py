@@ -17,7 +17,7 @@ from lmforge.config.tuning import SftConfig
 from lmforge.errors import UserError
 from lmforge.objectives.language import NextTokenObjective
 from lmforge.objectives.objective import Objective
-from lmforge.objectives.policy import PolicyObjective, build_policy_loss_config, completion_metric_names
+from lmforge.objectives.policy import STALENESS_METRICS, PolicyObjective, build_policy_loss_config, completion_metric_names
 from lmforge.objectives.preference import KTOObjective, PreferenceObjective, RewardModelObjective, dpo, orpo, simpo
 
 
@@ -78,4 +78,5 @@ def build_reward_model_objective(config: AlignConfig, options: None = None) -> O
 def build_policy_objective(config: AlignConfig, options: None = None) -> PolicyObjective:
     """The objective of grpo."""
     names = completion_metric_names(config.rollout.num_generations, config.rollout.environment is not None)
+    names += STALENESS_METRICS if config.rollout.max_staleness else ()
     return PolicyObjective(build_policy_loss_config(config.rollout), names)

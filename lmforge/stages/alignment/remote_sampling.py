@@ -8,12 +8,12 @@ import os
 import shutil
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from queue import Empty, SimpleQueue
-from typing import Any
+from typing import Any, Protocol
 from uuid import uuid4
 
 import torch
@@ -56,41 +56,41 @@ class RemoteSampler:
         warn: Callable[[str], None],
     ) -> None:
         """Every rank calls it."""
-        self._parallel_model, self._config, self._warn = parallel_model, config, warn
-        self._dist_ctx: DistributedContext = parallel_model.dist_ctx
-        self._servers = servers_of(options, settings)
-        self._settings, self._timeout_seconds = settings, options.engine_timeout_seconds
+        self._parallel_model, self._config, self.warn = parallel_model, config, warn
+        self.dist_ctx: DistributedContext = parallel_model.dist_ctx
+        self.servers = servers_of(options, settings)
+        self.settings, self.timeout_seconds = settings, options.engine_timeout_seconds
         # The weights of an earlier attempt may have been others: no version has the name of one of them.
-        self._name = self._dist_ctx.broadcast(uuid4().hex[:8])
+        self._name = self.dist_ctx.broadcast(uuid4().hex[:8])
         self._folder = _weights_folder(options.weights_folder, run_folder)
         self._version: int | None = None
         # The servers with the current weights, by index; the same on all ranks when a session begins.
         self._confirmed: set[int] = set()
         self._take_backs = 0
-        if self._dist_ctx.is_rank0:
+        if self.dist_ctx.is_rank0:
             _remove_weights(self._folder)
 
     @contextmanager
     def session(self, num_requests: int, version: int, *, greedy: bool = False) -> Iterator[SamplingSession]:
         """As `InProcessSampler.session`. Raises RunFailed on all ranks where no server is left."""
         self._publish(version)
-        with self._dist_ctx.raise_on_all():
-            yield _RemoteSession(self, version, self._settings.params(greedy))
+        with self.dist_ctx.raise_on_all():
+            yield RemoteSession(self, self.settings.params(greedy))
 
     def _publish(self, version: int) -> None:
         """Give the weights as they are to all servers, also to those that were left out."""
-        folder = self._folder / f"step-{version:08d}"
+        folder = self.folder_of(version)
         if version != self._version:
-            self._write(folder)
-        before = self._confirmed if self._version is not None else set(range(len(self._servers)))
+            self.write(version)
+        before = self._confirmed if self._version is not None else set(range(len(self.servers)))
         self._version, self._take_backs = version, 0
-        self._confirmed, problems = self._dist_ctx.decide_on_rank0(lambda: self._load_everywhere(folder))
+        self._confirmed, problems = self.dist_ctx.decide_on_rank0(lambda: self._load_everywhere(folder))
         if not self._confirmed:
             raise RunFailed(f"rollout.engine_urls: no server has the current weights: {'; '.join(problems.values())}")
         lost = [f"{problem}; it is left out until it has them" for index, problem in problems.items() if index in before]
-        back = [f"{self._servers[index].url}: has the current weights, and is used again" for index in self._confirmed - before]
-        for line in (*lost, *back) if self._dist_ctx.is_rank0 else ():
-            self._warn(line)
+        back = [f"{self.servers[index].url}: has the current weights, and is used again" for index in self._confirmed - before]
+        for line in (*lost, *back) if self.dist_ctx.is_rank0 else ():
+            self.warn(line)
 
     def _load_everywhere(self, folder: Path) -> tuple[set[int], dict[int, str]]:
         """The servers that confirmed the current version, and what is wrong with the others. On rank 0."""
@@ -103,19 +103,38 @@ class RemoteSampler:
                 return str(problem)
             return None
 
-        with ThreadPoolExecutor(len(self._servers)) as pool:
-            outcomes = dict(enumerate(pool.map(load, self._servers)))
-        _remove_weights(self._folder, keep=folder)
+        with ThreadPoolExecutor(len(self.servers)) as pool:
+            outcomes = dict(enumerate(pool.map(load, self.servers)))
+        _remove_weights(self._folder, keep=[folder])
         problems = {index: problem for index, problem in outcomes.items() if problem is not None}
         return set(outcomes.keys() - problems.keys()), problems
 
     @property
     def version_name(self) -> str:
         """What servers call the current weights."""
-        return f"{self._name}-{self._version}"
+        return self.name_of(self._version)
 
-    def _write(self, folder: Path) -> None:
-        """Write the weights, one tensor at a time: rank 0 says which one all ranks gather next."""
+    def name_of(self, version: int | None) -> str:
+        """What servers call the weights of a version."""
+        return f"{self._name}-{version}"
+
+    def version_of(self, name: str) -> int | None:
+        """The version that servers call so; None for weights that are not of this attempt at the run."""
+        attempt, _, version = name.rpartition("-")
+        return int(version) if attempt == self._name and version.isdecimal() else None
+
+    def folder_of(self, version: int) -> Path:
+        return self._folder / f"step-{version:08d}"
+
+    def remove_weights(self, keep: Collection[Path]) -> None:
+        """Delete the folders of weights but some."""
+        if self.dist_ctx.is_rank0:
+            _remove_weights(self._folder, keep)
+
+    def write(self, version: int) -> Path:
+        """Write the weights as they are, one tensor at a time: rank 0 says which one all ranks gather next. Returns the
+        folder. Every rank calls it."""
+        folder = self.folder_of(version)
         model = self._parallel_model.model
         tensors = dict(named_tensors(model))
         layers = [name.removesuffix(LORA_A) for name in tensors if name.endswith(LORA_A)]
@@ -130,23 +149,24 @@ class RemoteSampler:
             return value + lora_delta(module.scaling, a, b, getattr(module, "transposed", False))
 
         def gather_on_all(name: str) -> Tensor:
-            return gather(self._dist_ctx.broadcast(name))
+            return gather(self.dist_ctx.broadcast(name))
 
-        with torch.no_grad(), self._dist_ctx.raise_on_all():
-            if self._dist_ctx.is_rank0:
+        with torch.no_grad(), self.dist_ctx.raise_on_all():
+            if self.dist_ctx.is_rank0:
                 try:
                     write_weights(folder, _full_shapes(tensors), self._config, gather_on_all)
                 finally:
-                    self._dist_ctx.broadcast(None)
+                    self.dist_ctx.broadcast(None)
             else:
-                while (name := self._dist_ctx.broadcast(None)) is not None:
+                while (name := self.dist_ctx.broadcast(None)) is not None:
                     gather(name)
+        return folder
 
     def choose(self, in_flight: dict[int, int]) -> int:
         """The server with the fewest requests of this rank. Raises RunFailed where none has the current weights."""
         if not self._confirmed and self._take_backs < MAX_TAKE_BACKS:
             self._take_backs += 1
-            for index, server in enumerate(self._servers):
+            for index, server in enumerate(self.servers):
                 try:
                     if server.version() == self.version_name:
                         self._confirmed.add(index)
@@ -161,25 +181,44 @@ class RemoteSampler:
     def leave_out(self, index: int, problem: str) -> None:
         if index in self._confirmed:
             self._confirmed.discard(index)
-            self._warn(f"{problem}; its requests go to others")
+            self.warn(f"{problem}; its requests go to others")
 
     def server(self, index: int) -> RolloutServer:
-        return self._servers[index]
+        return self.servers[index]
 
-    @property
-    def timeout_seconds(self) -> float:
-        return self._timeout_seconds
+    def read_versions(self, names: Sequence[str]) -> list[int] | None:
+        """The versions that a server named, or None where one of them is not that of the current weights."""
+        assert self._version is not None
+        return [self._version] * len(names) if {*names} == {self.version_name} else None
 
     def close(self) -> None:
-        if self._dist_ctx.is_rank0:
+        if self.dist_ctx.is_rank0:
             _remove_weights(self._folder)
 
 
-class _RemoteSession:
+class SessionServers(Protocol):
+    """The servers of a session, by index: which of them get requests, and which versions of weights their answers may have."""
+
+    @property
+    def timeout_seconds(self) -> float: ...
+
+    def server(self, index: int) -> RolloutServer: ...
+
+    def choose(self, in_flight: dict[int, int]) -> int | None:
+        """The one that gets the next request; None where none can take it now. Raises RunFailed where none is left."""
+
+    def leave_out(self, index: int, problem: str) -> None:
+        """An answer could not be used."""
+
+    def read_versions(self, names: Sequence[str]) -> list[int] | None:
+        """The versions of tokens by what a server calls them, or None where one of them may not be used."""
+
+
+class RemoteSession:
     """Requests at servers, each in a thread that waits for its answer."""
 
-    def __init__(self, sampler: RemoteSampler, version: int, params: SamplingParams) -> None:
-        self._sampler, self._version, self._params = sampler, version, params
+    def __init__(self, servers: SessionServers, params: SamplingParams) -> None:
+        self._servers, self._params = servers, params
         self._waiting: list[SampleRequest] = []
         # By a number of its own: the request, its server, and when it is given up.
         self._running: dict[int, tuple[SampleRequest, int, float]] = {}
@@ -202,16 +241,16 @@ class _RemoteSession:
             request, index, _ = self._running.pop(number)
             completion = self._to_completion(answer)
             if completion is None:
-                url = self._sampler.server(index).url
+                url = self._servers.server(index).url
                 is_late = isinstance(answer, SampledTokens)
-                problem = f"{url}: answers with other weights than the current ones" if is_late else str(answer)
-                self._sampler.leave_out(index, problem)
+                problem = f"{url}: answers with other weights than it was given" if is_late else str(answer)
+                self._servers.leave_out(index, problem)
                 self._waiting.append(request)
             else:
                 finished.append((request, completion))
         for number, (_, index, deadline) in [*self._running.items()]:
             if time.monotonic() > deadline:
-                url, seconds = self._sampler.server(index).url, self._sampler.timeout_seconds
+                url, seconds = self._servers.server(index).url, self._servers.timeout_seconds
                 self._answers.put((number, ServerProblem(f"{url}: no answer within {seconds:g} s")))
         return finished
 
@@ -221,22 +260,22 @@ class _RemoteSession:
             in_flight[index] = in_flight.get(index, 0) + 1
         chosen: list[tuple[SampleRequest, int]] = []
         while self._waiting:
-            index = self._sampler.choose(in_flight)
-            if in_flight.get(index, 0) >= MAX_IN_FLIGHT:
+            place = self._servers.choose(in_flight)
+            if place is None or in_flight.get(place, 0) >= MAX_IN_FLIGHT:
                 break
-            in_flight[index] = in_flight.get(index, 0) + 1
-            chosen.append((self._waiting.pop(0), index))
+            in_flight[place] = in_flight.get(place, 0) + 1
+            chosen.append((self._waiting.pop(0), place))
         # With all of them in its queue in order, a server decodes the same batches as a rank in its own process.
         starts = {index: {"id": uuid4().hex, "count": 0} for _, index in chosen}
         places = []
         for _, index in chosen:
             places.append(starts[index]["count"])
             starts[index]["count"] = places[-1] + 1  # type: ignore[operator]
-        for (request, index), place in zip(chosen, places, strict=True):
-            self._send(request, index, {**starts[index], "index": place})
+        for (request, index), at in zip(chosen, places, strict=True):
+            self._send(request, index, {**starts[index], "index": at})
 
     def _send(self, request: SampleRequest, index: int, starts_with: dict[str, Any]) -> None:
-        server, answers = self._sampler.server(index), self._answers
+        server, answers = self._servers.server(index), self._answers
         self._last_number += 1
         number, params = self._last_number, self._params
 
@@ -246,7 +285,7 @@ class _RemoteSession:
             except ServerProblem as problem:
                 answers.put((number, problem))
 
-        self._running[number] = request, index, time.monotonic() + 1.5 * self._sampler.timeout_seconds
+        self._running[number] = request, index, time.monotonic() + 1.5 * self._servers.timeout_seconds
         threading.Thread(target=wait, daemon=True, name="rollout request").start()
 
     def _arrived(self) -> Iterator[tuple[int, SampledTokens | ServerProblem]]:
@@ -261,9 +300,9 @@ class _RemoteSession:
 
     def _to_completion(self, answer: SampledTokens | ServerProblem) -> SampledCompletion | None:
         """None where a server failed, or its tokens are of other weights."""
-        if isinstance(answer, ServerProblem) or {*answer.versions} != {self._sampler.version_name}:
+        versions = None if isinstance(answer, ServerProblem) else self._servers.read_versions(answer.versions)
+        if isinstance(answer, ServerProblem) or versions is None:
             return None
-        versions = [self._version] * len(answer.token_ids)
         return SampledCompletion(answer.token_ids, answer.logprobs, versions, answer.stopped)
 
 
@@ -281,10 +320,10 @@ def _weights_folder(given: Path | None, run_folder: Path) -> Path:
     return MEMORY_FOLDER / f"lmforge-weights-{name}"
 
 
-def _remove_weights(folder: Path, keep: Path | None = None) -> None:
+def _remove_weights(folder: Path, keep: Collection[Path] = ()) -> None:
     """Delete the folders of weights, of this attempt or of an earlier one that was killed."""
     for path in folder.glob("*"):
-        if path != keep:
+        if path not in keep:
             shutil.rmtree(path, ignore_errors=True)
-    if keep is None:
+    if not keep:
         shutil.rmtree(folder, ignore_errors=True)

@@ -28,13 +28,19 @@ from lmforge.stages.alignment.completions import NOT_SAMPLED, SampledCompletion
 from lmforge.stages.alignment.reference import with_extras
 
 
-def lay_out(prompts: Sequence[Sequence[int]], completions: Sequence[SampledCompletion], sequence_length: int) -> Batch:
+def lay_out(
+    prompts: Sequence[Sequence[int]],
+    completions: Sequence[SampledCompletion],
+    sequence_length: int,
+    with_versions: bool = False,
+) -> Batch:
     """A sequence for each completion, after the ids of its prompt; sampled tokens are labels, given ones are not.
 
-    With the extra "old_logprobs", 0 where there is no label.
+    With the extra "old_logprobs", 0 where there is no label, and if it is asked for "versions", NOT_SAMPLED there.
     """
     sequences = PackedSequences.empty(len(prompts), sequence_length)
     old_logprobs = torch.zeros(len(prompts), sequence_length)
+    versions = torch.full((len(prompts), sequence_length), float(NOT_SAMPLED))
     for index, (sequence, prompt, completion) in enumerate(zip(sequences, prompts, completions, strict=True)):
         tokens = [*prompt, *completion.tokens]
         sequence.put_document(tokens[:-1])
@@ -42,7 +48,26 @@ def lay_out(prompts: Sequence[Sequence[int]], completions: Sequence[SampledCompl
         sampled = np.array(completion.versions) != NOT_SAMPLED
         sequence.labels[labels] = np.where(sampled, completion.tokens, IGNORE_INDEX)
         old_logprobs[index, labels] = torch.tensor(completion.logprobs)
-    return with_extras(Batch.from_sequences(sequences), old_logprobs=old_logprobs)
+        versions[index, labels] = torch.tensor(completion.versions, dtype=torch.float32)
+    extras = {"versions": versions} if with_versions else {}
+    return with_extras(Batch.from_sequences(sequences), old_logprobs=old_logprobs, **extras)
+
+
+def add_staleness(batch: Batch, version: int, wait_seconds: float) -> Batch:
+    """A batch with the extra "versions" at its use by weights of a version: instead of it, the metrics of each completion."""
+    assert batch.extras is not None
+    versions = batch.extra("versions")
+    learned = (versions != NOT_SAMPLED) & (batch.labels != IGNORE_INDEX)
+    behind = torch.where(learned, version - versions, 0.0)
+    count = learned.sum(1)
+    values = {
+        "staleness": behind.sum(1) / count,  # NaN, which is not counted, where nothing is learned
+        "staleness/max": torch.where(count > 0, behind.amax(1), math.nan),
+        "generation_wait_seconds": torch.full(count.shape, wait_seconds),
+    }
+    extras = {name: each for name, each in batch.extras.tensors.items() if name != "versions"}
+    extras |= {name: each[:, None].expand(batch.tokens.shape) for name, each in values.items()}
+    return replace(batch, extras=Extras(**extras))
 
 
 def add_advantages(

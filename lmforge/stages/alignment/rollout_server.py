@@ -135,6 +135,8 @@ class RolloutServer:
         server then says that it has this version."""
         self._call("/pause?mode=keep", dict[str, Any], {})
         try:
+            # Where the rest fails, no token has the name of weights that it may not be of.
+            self._call("/update_weight_version", dict[str, Any], {"new_version": "being replaced"})
             reload = {"method": "reload_weights", "kwargs": {"weights_path": str(folder)}}
             self._call("/collective_rpc", Any, reload, self._timeout_seconds)
             self._call("/reset_prefix_cache", Any, {})

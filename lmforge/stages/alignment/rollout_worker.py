@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from lmforge.cluster.distributed import use_device_in_thread
 from lmforge.config.align import AlignConfig
 from lmforge.data.chat.preferences import TokenizedPrompt
 from lmforge.data.chat.templates import ChatTemplate
@@ -74,6 +75,7 @@ class RolloutWorker:
         self, prompts: Sequence[TokenizedPrompt], seeds: Sequence[int], session: SamplingSession, on_step: Callable[[], None]
     ) -> SampledSet:
         """A completion of each prompt, without rewards. Raises UserError where the environment cannot be used."""
+        use_device_in_thread(self._dist_ctx.device)  # for reward models
         if self._player is None:
             requests = [
                 SampleRequest(key, prompt.tokens.tolist(), self._max_tokens, seed)

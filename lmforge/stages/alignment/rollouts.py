@@ -2,13 +2,16 @@
 
 A set of completions serves `num_iterations` optimizer steps. Its prompts and the seed of each completion depend only on the
 index of the set, so ranks and restarts change only the last bits of sums. The completions of a prompt are a group, which stays
-on one rank. A checkpoint between the steps of a set holds the set.
+on one rank. A checkpoint between the steps of a set holds the set. With `max_staleness` sets are sampled while others are
+learned from (sampling_ahead.py, async_sampling.py), and kept in a journal (journal.py).
 """
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any
 
 import numpy as np
@@ -22,19 +25,19 @@ from lmforge.data.chat.preferences import TokenizedPrompt
 from lmforge.data.order import derive_key
 from lmforge.errors import UserError
 from lmforge.objectives.policy import build_policy_loss_config, completion_metric_names
+from lmforge.stages.alignment.async_sampling import AsyncSampler
+from lmforge.stages.alignment.journal import SEQUENCE_TENSORS, RolloutJournal, open_journal
 from lmforge.stages.alignment.prompt_inputs import PromptPacking
 from lmforge.stages.alignment.reference import ReferenceModel, build_reference, with_extras
 from lmforge.stages.alignment.remote_sampling import RemoteSampler
-from lmforge.stages.alignment.rollout_batches import add_advantages, lay_out, split_micro_batches, trim_padding
+from lmforge.stages.alignment.rollout_batches import add_advantages, add_staleness, lay_out, split_micro_batches, trim_padding
 from lmforge.stages.alignment.rollout_worker import RolloutWorker, SampledSet
 from lmforge.stages.alignment.sampling import InProcessSampler, SamplingSettings
+from lmforge.stages.alignment.sampling_ahead import SamplingAhead
 from lmforge.stages.alignment.scoring import completions_table_name, locate_completions
 from lmforge.stages.attempt import RunContext
 from lmforge.stages.build_model import BuiltModel
 from lmforge.stages.inputs import RunInputs
-
-# Tensors of a batch in a checkpoint.
-BATCH_TENSORS = {"tokens": torch.int64, "labels": torch.int64, "positions": torch.int64, "document_ids": torch.int32}
 
 
 class Rollouts:
@@ -65,13 +68,22 @@ class Rollouts:
         # This rank's part of the set: the completions of `num_iterations` steps, one in each sequence.
         self._set_index: int | None = None
         self._set: Batch | None = None
-        self._worker = RolloutWorker(ctx, inputs, built.dtype)
+        self._batch_offset = built.detector.batch_offset
+        self._ahead: SamplingAhead[SampledSet] | None = None
+        self._journal: RolloutJournal | None = None
+        if options.max_staleness:
+            self._ahead = SamplingAhead(self._sample_ahead, self._publish, options.max_staleness, options.num_iterations)
+            self._journal = open_journal(ctx, ctx.config, inputs, first_batch=built.point.step + self._batch_offset)
+        self._workers = [RolloutWorker(ctx, inputs, built.dtype) for _ in range(self._ahead.most_at_once if self._ahead else 1)]
+        self._free_workers: SimpleQueue[RolloutWorker] = SimpleQueue()
+        for worker in self._workers:
+            self._free_workers.put(worker)
         settings = SamplingSettings(
             options.temperature,
             options.top_p,
             tokenizer.vocab_size,
             self._batch_plan.sequence_length,
-            self._worker.stop_token_ids,
+            self._workers[0].stop_token_ids,
             options.decode_batch_size,
         )
         self._sampler = self._build_sampler(settings)
@@ -79,38 +91,69 @@ class Rollouts:
         self._reference = None
         if self._loss_config.kl_estimator != "none":
             self._reference = build_reference(ctx, inputs, built, self._loss_config.temperature)
-        if options.num_iterations > 1 and built.point.checkpoint_folder is not None:
+        if options.num_iterations > 1 and built.point.checkpoint_folder is not None and self._journal is None:
             self._restore(built.point.checkpoint_folder)
 
-    def _build_sampler(self, settings: SamplingSettings) -> InProcessSampler | RemoteSampler:
+    def _build_sampler(self, settings: SamplingSettings) -> InProcessSampler | RemoteSampler | AsyncSampler:
         model = self._built.parallel_model
         if self._options.engine == "in-process":
             return InProcessSampler(model, settings)
-        # The console prints on rank 0 only; other ranks print to their logs.
-        warn = self._ctx.console.warn if self._dist_ctx.is_rank0 else partial(print, flush=True)
-        return RemoteSampler(model, self._inputs.model_config, self._options, settings, self._ctx.run.path, warn)
+        remote = RemoteSampler(
+            model, self._inputs.model_config, self._options, settings, self._ctx.run.path, self._warn_on_rank
+        )
+        return AsyncSampler(remote) if self._options.max_staleness else remote
+
+    def _warn_on_rank(self, line: str) -> None:
+        """The console prints on rank 0 only; other ranks print to their logs."""
+        if self._dist_ctx.is_rank0:
+            self._ctx.console.warn(line)
+        else:
+            print(line, flush=True)
 
     def batches(self, batch_index: int) -> list[Batch]:
         """This rank's micro-batches of a step. At the first step of a set its completions are sampled and scored."""
         began = time.perf_counter()
         set_index, iteration = divmod(batch_index, self._options.num_iterations)
+        if self._ahead is not None:
+            self._begin_sets(self._ahead, batch_index)
         if self._set is None or self._set_index != set_index:
             step = batch_index - self._built.detector.batch_offset
             self._set, self._set_index = self._make_set(set_index, step), set_index
-        self.data_wait_seconds += time.perf_counter() - began
+        seconds = time.perf_counter() - began
+        self.data_wait_seconds += seconds
         local = self._set[iteration * self._local_batch_size : (iteration + 1) * self._local_batch_size]
+        if self._ahead is not None:
+            local = add_staleness(local, batch_index, seconds)
         return [trim_padding(batch).to(self._dist_ctx.device) for batch in self._micro_batches(local)]
 
     def _micro_batches(self, batch: Batch) -> list[Batch]:
         return split_micro_batches(batch, self._batch_plan.local_batch_size, self._batch_plan.micro_batch_size)
 
     def _make_set(self, set_index: int, step: int) -> Batch:
-        prompts, seeds = self._prompts_and_seeds(set_index)
-        sampled = self._sample(prompts, seeds, step, completions_table_name(set_index, self._options))
+        if self._journal is not None and set_index in self._journal:
+            with self._dist_ctx.raise_on_all():
+                first = self._first_group * self._options.num_generations
+                return self._journal.read(set_index, first, self._local_batch_size)
+        table = completions_table_name(set_index, self._options)
+        if self._ahead is None:
+            prompts, seeds = self._prompts_and_seeds(set_index)
+            sampled = self._sample(prompts, seeds, step, table)
+        else:
+            with self._dist_ctx.raise_on_all():
+                sampled = self._ahead.take(set_index, partial(self._ctx.watch.set_phase, "sample", step))
+            self._workers[0].check_episodes(sampled, step)
+            self._workers[0].report(sampled, step, table)
+        batch = self._to_batch(sampled)
+        if self._journal is not None:
+            with self._dist_ctx.raise_on_all():
+                self._journal.write(set_index, batch)
+        return batch
+
+    def _to_batch(self, sampled: SampledSet) -> Batch:
         assert sampled.rewards is not None
         assert sampled.failures is not None
         prompt_ids = [prompt.tokens.tolist() for prompt in sampled.prompts]
-        batch = lay_out(prompt_ids, sampled.completions, self._batch_plan.sequence_length)
+        batch = lay_out(prompt_ids, sampled.completions, self._batch_plan.sequence_length, self._ahead is not None)
         if self._reference is not None:
             batch = with_extras(batch, reference_logprobs=self._reference_logprobs(batch, self._reference))
         return add_advantages(batch, sampled.completions, sampled.rewards, sampled.failures, self._options, self._loss_config)
@@ -145,18 +188,51 @@ class Rollouts:
         """Completions by the policy as it is now, and their rewards. Every rank calls it, with prompts of its own."""
         version, on_step = step + self._built.detector.batch_offset, partial(self._ctx.watch.set_phase, "sample", step)
         sampled, problem = SampledSet([], []), None
-        with self._sampler.session(len(prompts), version, greedy=greedy) as session:
-            try:
-                sampled = self._worker.sample(prompts, seeds, session, on_step)
-            except UserError as error:  # other ranks wait at the end of the session
-                problem = error
-        with self._dist_ctx.raise_on_all():
-            if problem is not None:
-                raise problem
-        self._worker.check_episodes(sampled, step)
-        with self._dist_ctx.raise_on_all():
-            self._worker.score(sampled, table)
-        self._worker.report(sampled, step, table)
+        with self._free_worker() as worker:
+            with self._sampler.session(len(prompts), version, greedy=greedy) as session:
+                try:
+                    sampled = worker.sample(prompts, seeds, session, on_step)
+                except UserError as error:  # other ranks wait at the end of the session
+                    problem = error
+            with self._dist_ctx.raise_on_all():
+                if problem is not None:
+                    raise problem
+            worker.check_episodes(sampled, step)
+            with self._dist_ctx.raise_on_all():
+                worker.score(sampled, table)
+        self._workers[0].report(sampled, step, table)
+        return sampled
+
+    @contextmanager
+    def _free_worker(self) -> Iterator[RolloutWorker]:
+        worker = self._free_workers.get()
+        try:
+            yield worker
+        finally:
+            self._free_workers.put(worker)
+
+    # --- sampling ahead ----------------------------------------------------------------------------------------------
+
+    def _begin_sets(self, ahead: SamplingAhead[SampledSet], batch_index: int) -> None:
+        """Publish the weights and begin the sets that may begin before this step. Every rank calls it."""
+        offset = self._built.detector.batch_offset
+        if offset != self._batch_offset:  # the run has rolled back: later weights do not exist any more
+            ahead.abandon()
+            self._batch_offset = offset
+        assert self._journal is not None
+        ahead.advance(batch_index, self._ctx.config.train.steps + offset, self._journal)
+
+    def _publish(self, version: int) -> None:
+        assert isinstance(self._sampler, AsyncSampler)
+        self._sampler.publish(version)
+
+    def _sample_ahead(self, set_index: int, first_version: int, on_step: Callable[[], None]) -> SampledSet:
+        """A set of this rank, sampled and scored in a thread. No rank waits for another one."""
+        assert isinstance(self._sampler, AsyncSampler)
+        prompts, seeds = self._prompts_and_seeds(set_index)
+        with self._free_worker() as worker:
+            sampled = worker.sample(prompts, seeds, self._sampler.session_from(first_version), on_step)
+            worker.score(sampled, completions_table_name(set_index, self._options))
         return sampled
 
     def validate(self, step: int) -> dict[str, float]:
@@ -186,10 +262,14 @@ class Rollouts:
     def state_dict(self) -> dict[str, Tensor]:
         """The current set of all ranks, each tensor [num_iterations, global batch size, …].
 
-        Empty where a set serves one step only: a run that resumes samples a new one. Every rank calls it.
+        Empty where a set serves one step only: a run that resumes samples a new one. Empty too where there is a journal, from
+        which what no checkpoint needs any more is deleted. Every rank calls it.
         """
         iterations = self._options.num_iterations
-        if iterations == 1:
+        if self._journal is not None:
+            kept = self._ctx.run.checkpoint_steps() if self._dist_ctx.is_rank0 else []
+            self._journal.prune(min(kept, default=0) // iterations)
+        if iterations == 1 or self._journal is not None:
             return {}
         assert self._set is not None
         assert self._set.extras is not None
@@ -209,7 +289,7 @@ class Rollouts:
         ]
         names += [] if self._reference is None else ["reference_logprobs"]
         size = self._options.num_iterations, self._batch_plan.global_batch_size, self._batch_plan.sequence_length
-        dtypes = BATCH_TENSORS | dict.fromkeys(names, torch.float32)
+        dtypes = SEQUENCE_TENSORS | dict.fromkeys(names, torch.float32)
         state = {**{name: torch.zeros(size, dtype=dtype) for name, dtype in dtypes.items()}, "set": torch.tensor(0)}
         try:
             with self._dist_ctx.raise_on_all(), torch.no_grad():
@@ -221,9 +301,12 @@ class Rollouts:
         first = self._first_group * self._options.num_generations
         self._set_index = int(state.pop("set"))
         local = {name: tensor[:, first : first + self._local_batch_size].flatten(0, 1) for name, tensor in state.items()}
-        tensors = {name: local.pop(name) for name in BATCH_TENSORS}
+        tensors = {name: local.pop(name) for name in SEQUENCE_TENSORS}
         self._set = Batch(**tensors, extras=Extras(**local))
 
     def close(self) -> None:
-        self._worker.close()
+        if self._ahead is not None:
+            self._ahead.close()
+        for worker in self._workers:
+            worker.close()
         self._sampler.close()
