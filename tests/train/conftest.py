@@ -12,7 +12,7 @@ from tests.generate.conftest import byte_tokenizer, models, scripted  # noqa: F4
 from tests.serve.conftest import serving  # noqa: F401 - a fixture
 
 REWARDS = """\
-import os, signal, time
+import json, os, signal, time
 from pathlib import Path
 
 def variety(prompts, completions):
@@ -33,6 +33,17 @@ def variety_while_a_server_is_restarted(prompts, completions):
     while number == 3 and not (folder / "restarted").exists():
         time.sleep(0.02)
     return variety_after_the_end_of_the_server(prompts, completions)
+
+def variety_until_the_end_of_the_trainer(prompts, completions):
+    # The call whose number is in the file "end-at" ends the run.
+    folder = Path(__file__).parent
+    (folder / "calls").mkdir(exist_ok=True)
+    (folder / "calls" / str(time.time_ns())).touch()
+    end = folder / "end-at"
+    if end.exists() and len(list((folder / "calls").iterdir())) >= int(end.read_text()):
+        end.unlink()
+        os.kill(json.loads((folder / "run" / "health" / "rank-0.json").read_text())["process"], signal.SIGKILL)
+    return variety(prompts, completions)
 """
 # As many as a server takes: other numbers of threads may change the last bits of a sum.
 THREADS = len(os.sched_getaffinity(0))

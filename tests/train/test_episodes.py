@@ -22,6 +22,7 @@ from lmforge.stages.alignment.episodes import EpisodePlayer
 from lmforge.stages.alignment.rollout_batches import lay_out
 from lmforge.stages.alignment.sampling import SamplingSettings, _EngineSession
 from tests.conftest import Command
+from tests.serve.conftest import Server
 
 # Calls as Python writes them, so that a model that knows one successor of each byte can write one.
 TEMPLATE = """{% if tools %}{{ tools | tojson }}{% endif %}{% for m in messages %}{% if m.role == 'assistant' %}
@@ -279,6 +280,20 @@ def test_a_run_opens_its_environment_once(caller: Path, tmp_path: Path) -> None:
     of_run = {"rollout.environment": f"{caller}/own.py:Talk", "rollout.reward_functions": f"{caller}/own.py:lengths"}
     status, _ = aligned(caller, tmp_path, **of_run, **{"rollout.environment_processes": 1})
     assert (status, len(opened.read_text().splitlines())) == (0, 1)
+
+
+@pytest.mark.slow
+def test_episodes_of_several_sets_are_played_at_a_time(caller: Path, serving: Callable[..., Server], tmp_path: Path) -> None:
+    server = serving(caller / "model", "--weight_updates", "--max_batch_size", 8, "--max_length", 600)
+    file = caller / "own.py"
+    more = {"rollout.environment": f"{file}:Talk", "rollout.reward_functions": f"{file}:lengths", "train.steps": 4}
+    more |= {"rollout.engine": "lmforge", "rollout.engine_urls": server.url, "rollout.max_staleness": 2}
+    status, lines = aligned(caller, tmp_path, **more)
+    assert status == 0
+    assert len(lines) == 4 * 4
+    for line in lines:
+        assert line["parts"][f"{file}:lengths"] == len(line["turns"])
+        assert "error" not in line
 
 
 def test_failures_on_another_rank_and_a_set_without_rewards_are_said_and_counted(

@@ -74,7 +74,8 @@ class Rollouts:
         if options.max_staleness:
             self._ahead = SamplingAhead(self._sample_ahead, self._publish, options.max_staleness, options.num_iterations)
             self._journal = open_journal(ctx, ctx.config, inputs, first_batch=built.point.step + self._batch_offset)
-        self._workers = [RolloutWorker(ctx, inputs, built.dtype) for _ in range(self._ahead.most_at_once if self._ahead else 1)]
+        num_workers = self._ahead.most_at_once if self._ahead else 1
+        self._workers = [RolloutWorker(ctx, inputs, built.dtype, another=number > 0) for number in range(num_workers)]
         self._free_workers: SimpleQueue[RolloutWorker] = SimpleQueue()
         for worker in self._workers:
             self._free_workers.put(worker)

@@ -1,0 +1,140 @@
+"""Completions that are sampled while earlier ones are learned from: order, versions, and what a restart does."""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from lmforge.cli import run as command
+from lmforge.generate.model_loading import load_model
+from tests.conftest import Command, Refusal
+from tests.serve.conftest import Server
+
+STEPS = 8
+
+
+@pytest.fixture(scope="module")
+def rollout_server(serving: Callable[..., Server], models: Path) -> Server:
+    return serving(models / "noise", "--weight_updates", "--max_batch_size", 8, "--max_length", 32)
+
+
+@pytest.fixture
+def ahead(grpo: Callable[..., list[str]], rollout_server: Server) -> Callable[..., list[str]]:
+    """`ahead(name, staleness, *words)`: the command with a server, and a checkpoint after every two steps."""
+
+    def words(name: str, staleness: int, *more: object, steps: int = STEPS, reward: str = "variety") -> list[str]:
+        options = {"rollout.engine": "lmforge", "rollout.engine_urls": rollout_server.url, "rollout.max_staleness": staleness}
+        options |= {"checkpoint.every_steps": 2, "checkpoint.keep_last": 20, "validation.every_steps": 100}
+        return grpo(
+            name, *(word for pair in options.items() for word in (f"--{pair[0]}", pair[1])), *more, steps=steps, reward=reward
+        )
+
+    return words
+
+
+def weights(run: Path) -> dict[str, torch.Tensor]:
+    return load_model(run, torch.device("cpu"), torch.float32).model.state_dict()
+
+
+def equal(one: Path, other: Path) -> bool:
+    theirs = weights(other)
+    return all(torch.equal(tensor, theirs[name]) for name, tensor in weights(one).items())
+
+
+def prompts_by_set(run: Path) -> dict[str, list[str]]:
+    tables = sorted((run / "completions").glob("set-*"))
+    return {table.name: [json.loads(line)["prompt"] for line in table.read_text().splitlines()] for table in tables}
+
+
+def versions_of(file: Path) -> list[int]:
+    """Those of each token of a set in the journal that was sampled."""
+    versions = load_file(file)["versions"]
+    return [int(each) for each in versions.flatten().tolist() if each >= 0]
+
+
+@pytest.mark.parametrize("staleness", [pytest.param(1, marks=pytest.mark.slow), 2])
+def test_groups_are_learned_once_in_the_order_of_the_data_from_tokens_that_are_not_older_than_allowed(
+    staleness: int, ahead: Callable[..., list[str]], grpo: Callable[..., list[str]], tmp_path: Path
+) -> None:
+    assert command(grpo("inside", steps=STEPS)) == 0
+    assert command(ahead("run", staleness, "--checkpoint.every_steps", 100)) == 0
+    assert prompts_by_set(tmp_path / "run") == prompts_by_set(tmp_path / "inside")
+    journal = sorted((tmp_path / "run" / "rollouts").iterdir())
+    assert [file.name for file in journal] == [f"set-{number:06d}-rank-0-of-1.safetensors" for number in range(STEPS)]
+    for number, file in enumerate(journal):
+        assert max(0, number - staleness) <= min(versions_of(file))
+        assert max(versions_of(file)) <= number
+    records = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    for number, (file, record) in enumerate(zip(journal, records, strict=True)):
+        assert record["staleness/max"] <= number - min(versions_of(file))
+        assert 0 <= record["staleness"] <= staleness
+        assert record["generation_wait_seconds"] > 0
+    assert max(record["staleness/max"] for record in records) == staleness
+
+
+def test_a_run_that_is_killed_resumes_as_its_journal_says_and_asks_for_no_set_twice(
+    ahead: Callable[..., list[str]], lmforge: Command, rollout_server: Server, tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+    words = ahead("run", 2, reward="variety_until_the_end_of_the_trainer")
+    (tmp_path / "end-at").write_text("6")
+    assert lmforge(*words).returncode == -9
+    before = {file.name: file.read_bytes() for file in (run / "rollouts").iterdir()}
+    assert 1 <= len(before) < STEPS
+    assert command(words) == 0
+    after = {file.name: file.read_bytes() for file in (run / "rollouts").iterdir()}
+    assert {name: content for name, content in after.items() if name in before}.items() <= before.items()
+    # From the first checkpoint again: the journal has all, and nothing is rewarded.
+    shutil.copytree(run, tmp_path / "again" / "run")
+    for folder in (tmp_path / "again" / "run" / "checkpoints").iterdir():
+        if int(folder.name.removeprefix("step-")) > 2:
+            shutil.rmtree(folder)
+    shutil.rmtree(tmp_path / "again" / "run" / "completions")
+    assert command([*words, "--run.folder", str(tmp_path / "again")]) == 0
+    [sampled] = (tmp_path / "again" / "run" / "completions").iterdir()
+    assert sampled.name == f"step-{STEPS:06d}-validation-rank-0.jsonl"
+    assert equal(tmp_path / "again" / "run", run)
+
+
+@pytest.mark.slow
+def test_a_journal_is_read_on_other_numbers_of_ranks(ahead: Callable[..., list[str]], lmforge: Command, tmp_path: Path) -> None:
+    even = ["--optimizer.eps", 1e-3, "--rollout.num_iterations", 2]
+    done = lmforge(*ahead("run", 1, *even, "--parallel.engine", "ddp", steps=6), ranks=2)
+    assert done.returncode == 0, done.stdout + done.stderr
+    shutil.copytree(tmp_path / "run", tmp_path / "again" / "run")
+    for folder in (tmp_path / "again" / "run" / "checkpoints").iterdir():
+        if folder.name != "step-00000002":
+            shutil.rmtree(folder)
+    files = {file.name for file in (tmp_path / "run" / "rollouts").iterdir()}
+    words = ahead("run", 1, *even, "--run.folder", tmp_path / "again", "--rollout.engine_timeout_seconds", 60, steps=6)
+    assert command(words) == 0
+    assert {file.name for file in (tmp_path / "again" / "run" / "rollouts").iterdir()} <= files
+    theirs = weights(tmp_path / "run")
+    for name, tensor in weights(tmp_path / "again" / "run").items():
+        assert torch.allclose(tensor, theirs[name], rtol=0, atol=1e-5), name
+
+
+@pytest.mark.slow
+def test_sets_that_are_damaged_or_of_other_options_are_sampled_again_with_one_line(
+    ahead: Callable[..., list[str]], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert command(ahead("run", 1, steps=4)) == 0
+    run = tmp_path / "run"
+    shutil.rmtree(run / "checkpoints" / "step-00000004")
+    [damaged] = (run / "rollouts").glob("set-000003-*")
+    damaged.write_bytes(damaged.read_bytes()[:-1] + b"!")
+    capfd.readouterr()
+    assert command(ahead("run", 1, steps=4)) == 0
+    assert f"{damaged}: damaged (checksum); what is missing is sampled again" in "".join(capfd.readouterr())
+    shutil.rmtree(run / "checkpoints" / "step-00000004")
+    assert command(ahead("run", 2, steps=4)) == 0
+    assert "of another run, or of other options or data" in "".join(capfd.readouterr())
+
+
+def test_a_trainer_that_samples_itself_does_not_sample_ahead(grpo: Callable[..., list[str]], refused: Refusal) -> None:
+    line = refused(*grpo("run", "--rollout.max_staleness", 1))
+    assert "rollout.max_staleness: a trainer that samples itself cannot train meanwhile; give rollout.engine" in line
