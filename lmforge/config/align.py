@@ -122,6 +122,17 @@ class RolloutOptions(Options):
     )
     epsilon: float | None = option(None, "ratios are clipped below 1 - epsilon", **FRACTION)
     epsilon_high: float | None = option(None, "ratios are clipped above 1 + epsilon_high", **SCALE_OR_0)
+    importance_sampling_mode: Literal["none", "token_truncate", "token_mask", "sequence_truncate", "sequence_mask"] = option(
+        "none",
+        "correct for what sampled with other probabilities than the trainer's: weigh tokens or completions by their ratio,"
+        " bounded (truncate) or 0 outside of the bounds (mask); ratios are then to the policy when a set begins, not to what"
+        " sampled it (TRL: vllm_importance_sampling_mode)",
+    )
+    importance_sampling_clip_max: float | None = option(3.0, "largest weight of importance_sampling_mode", **SCALE)
+    importance_sampling_clip_min: float | None = option(None, "least weight of importance_sampling_mode", **SCALE)
+    off_policy_mask_threshold: float | None = option(
+        None, "completions worse than their group do not count if they were likelier when sampled, in nats per token", **SCALE
+    )
     loss_aggregation: Literal["sequence", "token", "constant"] | None = option(
         None,
         "mean over sequences of token means (TRL's loss_type grpo), mean over all tokens (dapo), or sum over a constant"
@@ -158,6 +169,12 @@ class RolloutOptions(Options):
                 )
         elif not self.engine_urls:
             yield f"rollout.engine = {self.engine}: give the servers' addresses in rollout.engine_urls"
+        low, high = self.importance_sampling_clip_min, self.importance_sampling_clip_max
+        if self.importance_sampling_mode == "none":
+            for name in {"importance_sampling_clip_min", "importance_sampling_clip_max"} & {*self.changed()}:
+                yield f"rollout.{name}: needs rollout.importance_sampling_mode, such as token_truncate"
+        elif low is not None and high is not None and low >= high:
+            yield f"rollout.importance_sampling_clip_min = {low:g}: must be below importance_sampling_clip_max = {high:g}"
         for url in self.engine_urls:
             if not re.fullmatch(r"https?://[^/?#\s]+/?", url):
                 yield f"rollout.engine_urls: {url}: expected http://HOST:PORT"

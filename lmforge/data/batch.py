@@ -10,7 +10,9 @@ from lmforge.data.packing import PackedSequences
 
 # The minimum size of a sequence's document starts, so that most batches have the same size.
 MIN_DOCUMENT_STARTS = 8
-# The metrics of a batch by name, as (sum, count), so that any reduction over batches and ranks is exact.
+# The metrics of a batch by name, as (sum, count), so that any reduction over batches and ranks is exact; those whose names end
+# with MAXIMUM as (largest, count), of numbers that are not negative.
+MAXIMUM = "/max"
 Metrics = dict[str, tuple[torch.Tensor, torch.Tensor]]
 
 
@@ -19,6 +21,8 @@ class Extras:
 
     reference_logprobs  the label's log-probability under the reference model
     old_logprobs        the label's log-probability when it was sampled
+    proximal_logprobs   the label's log-probability under the policy when the set was first used
+    reused              1: the set was used before
     advantages          the advantage of the completion that the token belongs to
     kto_labels          1 in a desirable completion, 0 in an undesirable one
     margins             by how much the chosen completion is better, in both completions of a pair

@@ -2,9 +2,10 @@
 and RLOO are presets. It does not depend on the origin of completions and rewards.
 
 In a batch each document is a prompt with a sampled completion, and only the completion has labels. Extras: "advantages",
-constant in a completion; "old_logprobs", the log-probability of each label when it was sampled; "reference_logprobs", that
-under the reference model, where the KL divergence from it is part of the loss; "truncated", 1 in truncated completions, where
-they are masked.
+constant in a completion; "old_logprobs", the log-probability of each label when it was sampled; "proximal_logprobs", that under
+the policy when the set was first used, where the loss corrects for the difference and the set is used more than once;
+"reference_logprobs", that under the reference model, where the KL divergence from it is part of the loss; "truncated", 1 in
+truncated completions, where they are masked; "reused", if the set was used before.
 """
 
 import math
@@ -17,7 +18,7 @@ import torch
 from torch import Tensor
 
 from lmforge.config.align import RolloutOptions
-from lmforge.data.batch import Batch, Metrics
+from lmforge.data.batch import MAXIMUM, Batch, Metrics
 from lmforge.data.labels import IGNORE_INDEX
 from lmforge.errors import UserError
 from lmforge.model.layers import LanguageModel
@@ -26,6 +27,8 @@ from lmforge.objectives.objective import apply_head
 
 # TRL's, so that the advantages of a group with almost no spread stay as small.
 STD_EPSILON = 1e-4
+# TRL's names. |log-probability of the trainer − of what sampled|, at the first use of a set.
+MEAN_DIFFERENCE, LARGEST_DIFFERENCE = "sampling_logp_difference/mean", "sampling_logp_difference/max"
 
 
 @dataclass(frozen=True)
@@ -54,6 +57,14 @@ class PolicyLossConfig:
                                divergence off policy too (arXiv 2512.02556)
     mask_truncated_completions completions that were cut at max_completion_length are neither learned from nor counted
     temperature                what logits are divided by, in sampling and in the loss
+    importance_sampling_mode   corrects for what sampled with other probabilities than the trainer's, by a kernel or by older
+                               weights: losses are multiplied by the ratio of the policy when a set is first used (the proximal
+                               policy) to what sampled it, and the ratios above are to the proximal policy (decoupled PPO, arXiv
+                               2505.24298). That ratio, of a token or product over the completion (`token_…`, `sequence_…`), is
+                               bounded by importance_sampling_clip_min and …_clip_max (`…_truncate`), or 0 outside of them
+                               (`…_mask`). `none`: ratios are to what sampled (TRL: vllm_importance_sampling_correction = False)
+    off_policy_mask_threshold  completions with a negative advantage do not contribute where the mean over tokens of log
+                               (what sampled ÷ policy) is larger (arXiv 2512.02556)
     """
 
     importance_sampling_level: str = "token"
@@ -68,6 +79,10 @@ class PolicyLossConfig:
     use_bias_correction_kl: bool = False
     mask_truncated_completions: bool = False
     temperature: float = 1.0
+    importance_sampling_mode: str = "none"
+    importance_sampling_clip_min: float | None = None
+    importance_sampling_clip_max: float | None = None
+    off_policy_mask_threshold: float | None = None
 
 
 # By `rollout.loss_type`: what the switches are where the recipe does not set them.
@@ -176,7 +191,10 @@ class PolicyObjective:
         logprobs, entropy = apply_head(model, batch, head_fn)
         scored, lengths = labels != IGNORE_INDEX, document_label_counts(labels, document_ids)
         old_logprobs, advantages = batch.extra("old_logprobs"), batch.extra("advantages")
-        log_ratio = torch.where(scored, logprobs - old_logprobs, 0.0)
+        extras = batch.extras.tensors if batch.extras else {}
+        proximal = extras.get("proximal_logprobs", logprobs.detach())
+        corrects = config.importance_sampling_mode != "none"
+        log_ratio = torch.where(scored, logprobs - (proximal if corrects else old_logprobs), 0.0)
         if config.importance_sampling_level != "token":
             by_document = document_sums(log_ratio, document_ids)
             if config.importance_sampling_level == "sequence":
@@ -185,13 +203,25 @@ class PolicyObjective:
         ratio = log_ratio.exp()
         clipped = ratio.clamp(1 - config.epsilon, 1 + config.epsilon_high)
         losses = -torch.minimum(ratio * advantages, clipped * advantages)
+        difference = torch.where(scored, proximal - old_logprobs, 0.0)
         values = {
             "ratio": ratio,
             "clip/low": ((ratio < 1 - config.epsilon) & (advantages < 0)).float(),
             "clip/high": ((ratio > 1 + config.epsilon_high) & (advantages > 0)).float(),
             "entropy": entropy,
         }
-        if config.kl_estimator == "k1" and batch.extras is not None and "reference_logprobs" in batch.extras.tensors:
+        if "reused" not in extras or "proximal_logprobs" in extras:
+            values[MEAN_DIFFERENCE] = difference.abs()
+        if corrects:
+            values["importance_sampling_ratio"] = self._importance_weights(difference, document_ids)
+            losses = losses * values["importance_sampling_ratio"]
+        if config.off_policy_mask_threshold is not None:
+            divergence = document_sums(torch.where(scored, old_logprobs - logprobs.detach(), 0.0), document_ids)
+            divergence = broadcast_to_tokens(divergence / lengths.clamp(min=1), document_ids)
+            is_far = divergence > config.off_policy_mask_threshold
+            values["off_policy_masked"] = (is_far & (advantages < 0)).float()
+            losses = losses * (1 - values["off_policy_masked"])
+        if config.kl_estimator == "k1" and "reference_logprobs" in extras:
             # Already subtracted from the rewards.
             values["kl"] = old_logprobs - batch.extra("reference_logprobs")
         if config.kl_estimator in ("k2", "k3"):
@@ -203,12 +233,28 @@ class PolicyObjective:
             losses = losses / broadcast_to_tokens(lengths, document_ids).clamp(min=1)
         total, count = torch.where(scored, losses, 0.0).sum(), scored.sum().float()
         metrics = {name: (torch.where(scored, value.detach(), 0.0).sum(), count) for name, value in values.items()}
+        if MEAN_DIFFERENCE in values:
+            metrics[LARGEST_DIFFERENCE] = values[MEAN_DIFFERENCE].amax(), count
         metrics["loss"] = total.detach(), self.num_items(batch)
         for name in self._metric_names:
             extra = batch.extra(name)[:, 0]
             known = ~extra.isnan()
-            metrics[name] = torch.where(known, extra, 0.0).sum(), known.sum().float()
+            counted = torch.where(known, extra, 0.0)
+            metrics[name] = counted.amax() if name.endswith(MAXIMUM) else counted.sum(), known.sum().float()
         return total, metrics
+
+    def _importance_weights(self, log_ratio: Tensor, document_ids: Tensor) -> Tensor:
+        """By what losses are multiplied: the bounded ratio of the proximal policy to what sampled, [sequences, length].
+
+        `log_ratio`: that of each token, 0 where there is no label.
+        """
+        config = self._config
+        level, _, bound = config.importance_sampling_mode.partition("_")
+        if level == "sequence":
+            log_ratio = broadcast_to_tokens(document_sums(log_ratio, document_ids), document_ids)
+        ratio, low, high = log_ratio.exp(), config.importance_sampling_clip_min, config.importance_sampling_clip_max
+        bounded = ratio if low is None and high is None else ratio.clamp(low, high)
+        return bounded if bound == "truncate" else torch.where(bounded == ratio, ratio, 0.0)
 
 
 # Metrics of a completion that was sampled ahead: how many versions its tokens are behind, and how long its step waited.

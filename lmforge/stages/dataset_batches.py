@@ -65,6 +65,10 @@ class DatasetBatches:
     def batches(self, batch_index: int) -> list[Batch]:
         return [self._add_extras(batch) for batch in self._loader.batches(batch_index)]
 
+    def warning(self, step: int, record: dict[str, Any]) -> str | None:
+        """None: nothing is checked."""
+        return None
+
     def describe(self, batch_index: int) -> tuple[dict[str, Any], str | None]:
         """The samples of a batch, and a hash of what they depend on, which `lmforge show data` compares with its data."""
         first, after = (index * self.global_batch_size for index in (batch_index, batch_index + 1))

@@ -121,6 +121,8 @@ class Observers(LoopCallbacks):
                 self._experts_file.write(counts)
             for line in lines:
                 self._ctx.console.warn(line)
+        if warning := self._batches.warning(step, record):
+            self._ctx.console.warn(warning)
         pipeline_rank = self._built.parallel_model.pipeline_rank
         for line in self._ctx.watch.check_step_times(step, record["step_seconds"], pipeline_rank):
             self._ctx.console.info(line)

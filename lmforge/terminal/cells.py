@@ -26,6 +26,7 @@ METRIC_WORDS = {
     "reward": "reward {:.2f}",
     "pass@1": "pass {:.2f}",
     "kl": "KL {:.2f}",
+    "sampling_logp_difference/mean": "sampling off by {:.1e}",
     "lr": "lr {:.2e}",
     "grad_norm": "grad {:.2f}",
     "tokens_per_second": "{:,.0f} tok/s",

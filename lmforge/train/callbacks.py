@@ -30,6 +30,9 @@ class BatchSource(Protocol):
     def validate(self, step: int) -> dict[str, float]:
         """Metrics on validation data, by the names they have in metrics.jsonl; empty where there is none."""
 
+    def warning(self, step: int, record: dict[str, Any]) -> str | None:
+        """One line about what the metrics of a log step say is wrong with the batches; None if nothing is."""
+
     def describe(self, batch_index: int) -> tuple[dict[str, Any], str | None]:
         """What a batch was made of: fields for the file of a bad step, and text for the message where the file is not
         enough."""

@@ -9,14 +9,14 @@ import torch
 
 from lmforge.cluster.distributed import DistributedContext
 from lmforge.cluster.memory import peak_resident_bytes
-from lmforge.data.batch import Batch, Metrics
+from lmforge.data.batch import MAXIMUM, Batch, Metrics
 from lmforge.parallel.parallel_model import ParallelModel
 from lmforge.parallel.precision import compiled_graph_count
 from lmforge.train.callbacks import BatchSource
 
 
 class MetricsAccumulator:
-    """Sums of metrics since the last log step, on the device as (sum, count) pairs: adding to them never waits."""
+    """Sums (or the largest) of metrics since the last log step, on the device as pairs with counts: adding never waits."""
 
     def __init__(self, dist_ctx: DistributedContext) -> None:
         self._dist_ctx = dist_ctx
@@ -28,23 +28,34 @@ class MetricsAccumulator:
             total = torch.stack([part.detach().double() for part in pair])
             if skip_if is not None:
                 total = torch.where(skip_if, 0.0, total)
-            self._sums[name] = self._sums[name] + total if name in self._sums else total
+            if name in self._sums:
+                before = self._sums[name]
+                largest = torch.maximum(before, total)
+                total = before + total
+                if name.endswith(MAXIMUM):
+                    total = torch.stack([largest[0], total[1]])
+            self._sums[name] = total
 
     def reset(self) -> None:
         """Discard what was added since the last log step."""
         self._sums = {}
 
     def reduce_and_reset(self) -> dict[str, float]:
-        """The mean of each metric over all ranks and micro-batches since the last call; the host waits.
+        """The mean, or the largest, of each metric over all ranks and micro-batches since the last call; the host waits.
 
         Metrics that were never counted are omitted.
         """
         if not self._sums:
             return {}
         names = sorted(self._sums)
-        table = self._dist_ctx.all_reduce_sum(torch.stack([self._sums[name] for name in names])).tolist()
+        local = torch.stack([self._sums[name] for name in names])
+        values = self._dist_ctx.all_reduce_sum(local.clone())
+        means = dict(zip(names, (values[:, 0] / values[:, 1]).tolist(), strict=True))
+        if any(name.endswith(MAXIMUM) for name in names):
+            largest = zip(*self._dist_ctx.all_gather(local[:, 0].tolist()), strict=True)
+            means |= {name: max(each) for name, each in zip(names, largest, strict=True) if name.endswith(MAXIMUM)}
         self.reset()
-        return {name: total / count for name, (total, count) in zip(names, table, strict=True) if count}
+        return {name: means[name] for name, count in zip(names, values[:, 1].tolist(), strict=True) if count}
 
 
 class Throughput:

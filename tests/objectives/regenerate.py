@@ -31,6 +31,18 @@ VECTORS = Path(__file__).parent / "vectors"
 COMMON = {"use_cpu": True, "bf16": False, "fp16": False, "report_to": "none", "gradient_checkpointing": False}
 PAIRS, EVEN_PAIRS = pairs(), pairs(prompt=(1, 1), chosen=(8, 8))
 ADVANTAGES = [1.2, -0.7, 0.4, -1.5, 0.9, -0.3, 0.0, 0.6]
+CORRECTED: dict[str, dict[str, Any]] = {
+    "token_truncate": {"vllm_importance_sampling_clip_max": 1.15, "vllm_importance_sampling_clip_min": 0.9},
+    "token_mask": {"loss_type": "dapo", "vllm_importance_sampling_clip_max": 1.2, "vllm_importance_sampling_clip_min": 0.8},
+    "sequence_truncate": {"loss_type": "dr_grpo", "vllm_importance_sampling_clip_max": 1.2},
+    "sequence_mask": {"importance_sampling_level": "sequence", "vllm_importance_sampling_clip_max": 1.5},
+    "proximal token_truncate": {"epsilon": 0.1, "epsilon_high": 0.1, "vllm_importance_sampling_clip_max": 1.2},
+    "proximal sequence_mask": {"loss_type": "bnpo", "beta": 0.04, "use_bias_correction_kl": True},
+    "token_truncate off-policy": {"off_policy_mask_threshold": 0.02},
+}
+for _name, _options in CORRECTED.items():
+    _options["vllm_importance_sampling_mode"] = next(word for word in _name.split() if "_" in word)
+    _options["loss_type"] = _options.get("loss_type", "grpo")
 REWARDS = [1.0, 0.0, 0.5, 2.0, 0.25, None, 0.75, 1.0]
 
 
@@ -219,6 +231,48 @@ def policy(recorder: Recorder, folder: str) -> None:
     recorder.record("rloo", trainer, {**inputs, "old_logps": old})
 
 
+def corrected(recorder: Recorder, folder: str) -> None:
+    """What another model sampled; with "proximal", of a set that a third model was the first to use."""
+    prompts = [pair["prompt"] for pair in PAIRS for _ in range(2)]
+    completions = [pair[side] for pair in PAIRS for side in ("chosen", "rejected")]
+    texts = [words(completion) for completion in completions]
+    data = Dataset.from_dict({"prompt": [words(pair["prompt"]) for pair in PAIRS for _ in range(2)]})
+    for name, options in CORRECTED.items():
+        pinned = {
+            "beta": 0.0, "epsilon": 0.2, "epsilon_high": 0.2, "importance_sampling_level": "token", "temperature": 1.0,
+            "top_entropy_quantile": 1.0, "mask_truncated_completions": False, "num_generations": 4, "num_iterations": 1,
+            "use_bias_correction_kl": False, "delta": None, "scale_rewards": "group", "steps_per_generation": 1,
+            "off_policy_mask_threshold": None, "vllm_importance_sampling_clip_max": 3.0,
+            "vllm_importance_sampling_clip_min": None, "per_device_train_batch_size": 8, "gradient_accumulation_steps": 1,
+            "max_completion_length": 16,
+        }  # fmt: skip
+        config = trl.GRPOConfig(folder, **{**pinned, **options}, **COMMON)
+        opened = LlamaForCausalLM.from_pretrained(f"{folder}/model")
+        trainer = trl.GRPOTrainer(opened, reward, config, train_dataset=data, processing_class=tokenizer())
+        trainer.use_vllm = True
+        ids = [torch.tensor([prompt + completion]) for prompt, completion in zip(prompts, completions, strict=True)]
+        older = fused(model(0.004, 2), trainer)
+        with torch.no_grad():
+            sampled = [
+                trainer._get_per_token_logps_and_entropies(older, each, torch.ones_like(each), len(completion))[0][0].tolist()
+                for each, completion in zip(ids, completions, strict=True)
+            ]
+        made = (prompts, completions, None, texts, sampled, {}, None, None)
+        trainer._generate = lambda _, made=made: made
+        current = copy.deepcopy(trainer.model.state_dict())
+        if name.startswith("proximal"):
+            trainer.model.load_state_dict(fused(model(0.002, 3), trainer).state_dict())
+        if trainer.ref_model is not None:
+            trainer.ref_model.load_state_dict(fused(model(0.02, 1), trainer).state_dict())
+        trainer.model.train()
+        inputs = trainer._generate_and_score_completions([{"prompt": text} for text in data["prompt"]])
+        trainer.model.load_state_dict(current)
+        recorder.record(name, trainer, {**inputs, "advantages": torch.tensor(ADVANTAGES)})
+        measured = trainer._metrics["train"]
+        for key in ("sampling_logp_difference/mean", "sampling_logp_difference/max", "importance_sampling_ratio/mean"):
+            recorder.losses[name][key] = measured[f"sampling/{key}"][0]
+
+
 def reward(completions: list[str], **columns: Any) -> list[float | None]:
     return REWARDS[: len(completions)]
 
@@ -262,7 +316,7 @@ def advantages(recorder: Recorder, folder: str) -> None:
 def main() -> None:
     recorder = Recorder()
     with tempfile.TemporaryDirectory() as folder:
-        for record in (sft, dpo, kto, without_reference, rewards, policy, advantages):
+        for record in (sft, dpo, kto, without_reference, rewards, policy, corrected, advantages):
             record(recorder, folder)
     VECTORS.mkdir(exist_ok=True)
     versions = {library.__name__: library.__version__ for library in (torch, transformers, trl)}

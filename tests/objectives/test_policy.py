@@ -12,7 +12,9 @@ from torch import Tensor
 from lmforge.data.batch import Batch, Metrics
 from lmforge.model.layers import LanguageModel
 from lmforge.objectives.policy import (
+    LARGEST_DIFFERENCE,
     LOSS_TYPE_PRESETS,
+    MEAN_DIFFERENCE,
     PolicyLossConfig,
     PolicyObjective,
     compute_advantages,
@@ -54,6 +56,27 @@ IN_TRL = {
     ),
     "rloo": PolicyLossConfig(importance_sampling_level="product", loss_aggregation="sequence"),
 }
+CORRECTED_IN_TRL = {
+    "token_truncate": PolicyLossConfig(
+        loss_aggregation="sequence", importance_sampling_clip_max=1.15, importance_sampling_clip_min=0.9
+    ),
+    "token_mask": PolicyLossConfig(importance_sampling_clip_max=1.2, importance_sampling_clip_min=0.8),
+    "sequence_truncate": PolicyLossConfig(
+        loss_aggregation="constant", max_completion_length=16, importance_sampling_clip_max=1.2
+    ),
+    "sequence_mask": PolicyLossConfig(
+        loss_aggregation="sequence", importance_sampling_level="sequence", importance_sampling_clip_max=1.5
+    ),
+    "proximal token_truncate": PolicyLossConfig(
+        loss_aggregation="sequence", epsilon=0.1, epsilon_high=0.1, importance_sampling_clip_max=1.2
+    ),
+    "proximal sequence_mask": PolicyLossConfig(
+        kl_estimator="k3", beta=0.04, use_bias_correction_kl=True, importance_sampling_clip_max=3.0
+    ),
+    "token_truncate off-policy": PolicyLossConfig(
+        loss_aggregation="sequence", importance_sampling_clip_max=3.0, off_policy_mask_threshold=0.02
+    ),
+}
 # All presets, and combinations that no preset has.
 CONFIGS = {
     **LOSS_TYPE_PRESETS,
@@ -70,6 +93,16 @@ CONFIGS = {
     ),
     "product by constant": PolicyLossConfig(
         importance_sampling_level="product", loss_aggregation="constant", max_completion_length=3, epsilon=0.1, epsilon_high=0.1
+    ),
+    "masked sequences": PolicyLossConfig(
+        importance_sampling_mode="sequence_mask", importance_sampling_clip_max=1.5, off_policy_mask_threshold=0.05
+    ),
+    "truncated tokens, product": PolicyLossConfig(
+        importance_sampling_level="product",
+        importance_sampling_mode="token_truncate",
+        importance_sampling_clip_max=1.1,
+        importance_sampling_clip_min=0.9,
+        epsilon=0.01,
     ),
 }
 
@@ -99,6 +132,36 @@ def test_losses_and_gradients_are_those_of_trl(name: str) -> None:
         assert metrics["clip/high"] == pytest.approx(theirs["clip_ratio/high_mean"], rel=1e-5)
     if config.kl_estimator != "none":
         assert metrics["kl"] == pytest.approx(theirs["kl"], rel=1e-5)
+
+
+@pytest.mark.parametrize("name", CORRECTED_IN_TRL)
+def test_losses_and_gradients_with_importance_weights_are_those_of_trl(name: str) -> None:
+    mode = next(word for word in name.split() if "_" in word)
+    config = replace(CORRECTED_IN_TRL[name], importance_sampling_mode=mode)
+    completions = [Document(pair["prompt"], pair[side]) for pair in tiny.pairs() for side in ("chosen", "rejected")]
+    batch = packed([completions[:3], completions[3:]])
+    batch = with_extras(
+        batch,
+        advantages=[ADVANTAGES[:3], ADVANTAGES[3:]],
+        old_logprobs=logprobs_under(tiny_model(0.004, 2), batch),
+        reference_logprobs=logprobs_under(tiny_model(0.02, 1), batch),
+    )
+    if name.startswith("proximal"):
+        batch = with_extras(batch, proximal_logprobs=logprobs_under(tiny_model(0.002, 3), batch))
+    objective = PolicyObjective(config)
+
+    def loss(model: LanguageModel) -> tuple[Tensor, Tensor, Metrics]:
+        total, metrics = objective.loss(model, batch)
+        return total, objective.num_items(batch), metrics
+
+    metrics = assert_as_trl(name, loss)
+    theirs = trl()[0][name]
+    total, count = metrics[MEAN_DIFFERENCE]
+    assert float(total / count) == pytest.approx(theirs[MEAN_DIFFERENCE], rel=1e-5)
+    assert float(metrics[LARGEST_DIFFERENCE][0]) == pytest.approx(theirs[LARGEST_DIFFERENCE], rel=1e-5)
+    if mode.startswith("token"):  # TRL's mean over sequences is not weighted by their tokens
+        total, count = metrics["importance_sampling_ratio"]
+        assert float(total / count) == pytest.approx(theirs["importance_sampling_ratio/mean"], rel=1e-5)
 
 
 @pytest.mark.parametrize("name", ["group none", "group bessel", "leave-one-out none"])
@@ -153,6 +216,16 @@ def test_the_kl_penalty_is_subtracted_from_rewards_with_k1_only() -> None:
     assert subtract_kl_penalty(rewards, old, reference, LOSS_TYPE_PRESETS["grpo"]) is rewards
 
 
+def importance_weight(config: PolicyLossConfig, logs: Sequence[float]) -> float:
+    ratio = math.exp(sum(logs))
+    low, high = config.importance_sampling_clip_min or 0.0, config.importance_sampling_clip_max or math.inf
+    if config.importance_sampling_mode == "none":
+        return 1.0
+    if config.importance_sampling_mode.endswith("mask"):
+        return ratio if low <= ratio <= high else 0.0
+    return min(max(ratio, low), high)
+
+
 def plain_sum(
     config: PolicyLossConfig, model: LanguageModel, documents: Sequence[Document], extras: Sequence[dict[str, Any]]
 ) -> tuple[Tensor, float]:
@@ -163,17 +236,25 @@ def plain_sum(
             continue
         logprobs = plain(model, one, config.temperature)
         size, advantage = len(logprobs), extra["advantages"]
-        logs = [now - before for now, before in zip(logprobs, extra["old_logprobs"], strict=True)]
+        apart = [float(now.detach() - before) for now, before in zip(logprobs, extra["old_logprobs"], strict=True)]
+        corrects = config.importance_sampling_mode != "none"
+        logs = [
+            now - (now.detach() if corrects else before) for now, before in zip(logprobs, extra["old_logprobs"], strict=True)
+        ]
+        weights = [importance_weight(config, [log] if "token" in config.importance_sampling_mode else apart) for log in apart]
+        threshold = config.off_policy_mask_threshold
+        if threshold is not None and advantage < 0 and -sum(apart) / size > threshold:
+            weights = [0.0] * size
         if config.importance_sampling_level != "token":
             logs = [sum(logs) / (size if config.importance_sampling_level == "sequence" else 1)] * size  # type: ignore[list-item]
         losses = []
-        for log, logprob, reference in zip(logs, logprobs, extra["reference_logprobs"], strict=True):
+        for log, weight_of_loss, logprob, reference in zip(logs, weights, logprobs, extra["reference_logprobs"], strict=True):
             ratio = log.exp()
             clipped = min(max(float(ratio), 1 - config.epsilon), 1 + config.epsilon_high)
             loss = -ratio * advantage if float(ratio) * advantage <= clipped * advantage else torch.tensor(-clipped * advantage)
             further = reference - logprob
             divergence = {"k2": further**2 / 2, "k3": further.exp() - 1 - further}.get(config.kl_estimator, torch.zeros(()))
-            losses.append(loss + config.beta * divergence * (ratio if config.use_bias_correction_kl else 1))
+            losses.append(loss * weight_of_loss + config.beta * divergence * (ratio if config.use_bias_correction_kl else 1))
         total = total + sum(losses) / (size if config.loss_aggregation == "sequence" else 1)  # type: ignore[operator]
         weight += {"sequence": 1, "token": size, "constant": config.max_completion_length}[config.loss_aggregation]
     return total, weight

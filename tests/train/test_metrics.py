@@ -42,6 +42,14 @@ def test_the_mean_is_of_all_counts_and_not_of_means() -> None:
     assert meter.reduce_and_reset() == pytest.approx({"loss": expected, "twice": 2 * expected}, rel=1e-12)
 
 
+def test_a_maximum_is_of_all_that_were_counted() -> None:
+    meter = MetricsAccumulator(ALONE)
+    for value in (0.25, 3.0, 0.5):
+        meter.add({"gap/max": (torch.tensor(value), torch.tensor(4.0)), "loss": (torch.tensor(value), torch.tensor(1.0))})
+    meter.add({"gap/max": (torch.tensor(9.0), torch.tensor(4.0))}, skip_if=torch.tensor(True))
+    assert meter.reduce_and_reset() == {"gap/max": 3.0, "loss": 1.25}
+
+
 def test_reading_resets_sums_and_metrics_that_were_never_counted_are_omitted() -> None:
     meter = MetricsAccumulator(ALONE)
     assert meter.reduce_and_reset() == {}

@@ -117,6 +117,11 @@ def faulty(url: str, fault: str) -> Iterator[str]:
                 spoiled = json.loads(content)
                 spoiled["choices"][0]["weight_versions"][0]["version"] = "default"
                 content = json.dumps(spoiled).encode()
+            if spoils and fault == "shifts":
+                spoiled = json.loads(content)
+                for token in spoiled["choices"][0]["logprobs"]["content"]:
+                    token["logprob"] -= 1.0
+                content = json.dumps(spoiled).encode()
             with suppress(OSError):  # the client has left
                 self.send_response(status)
                 self.send_header("content-length", str(len(content)))
@@ -127,7 +132,11 @@ def faulty(url: str, fault: str) -> Iterator[str]:
             """Nothing."""
 
     released = threading.Event()
-    server: socketserver.BaseServer = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+
+    class Proxy(ThreadingHTTPServer):
+        request_queue_size = 64  # all requests of a set come at once
+
+    server: socketserver.BaseServer = Proxy(("127.0.0.1", 0), Handler)
     thread = threading.Thread(target=server.serve_forever)
     thread.start()
     try:
@@ -158,6 +167,30 @@ def test_requests_of_a_server_that_fails_go_to_others(
     assert len(numbers(tmp_path / "run")) == 2
     for table in (tmp_path / "run" / "completions").glob("set-*"):
         assert len(table.read_text().splitlines()) == 8  # none is missing, and none is there twice
+
+
+def test_a_server_with_other_probabilities_is_warned_of_and_corrected_for(
+    grpo: Callable[..., list[str]], rollout_server: Server, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    corrects = ["--rollout.importance_sampling_mode", "token_truncate", "--rollout.importance_sampling_clip_max", 2.5]
+    with faulty(rollout_server.url, "shifts") as url:
+        assert command(grpo("run", *by(url), *corrects, "--rollout.num_iterations", 2, steps=3)) == 0
+    assert capfd.readouterr().err.count("differ from the trainer's by 1.00 nats on average") == 1
+    for record in map(json.loads, (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()):
+        # e to the 1 is more than 2.5. The second step of a set has the probabilities of its first.
+        assert record["importance_sampling_ratio"] == 2.5
+        assert record["sampling_logp_difference/mean"] == pytest.approx(1.0, abs=1e-5)
+        assert record["sampling_logp_difference/max"] == pytest.approx(1.0, abs=1e-4)
+        assert (record["ratio"] == pytest.approx(1.0, abs=1e-5)) == (record["step"] != 2)
+
+
+def test_the_difference_of_trainer_and_sampling_is_measured_at_the_first_use_of_a_set(
+    grpo: Callable[..., list[str]], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert command(grpo("run", "--rollout.num_iterations", 2, steps=3)) == 0
+    records = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert [record.get("sampling_logp_difference/max", 1.0) < 1e-4 for record in records] == [True, False, True]
+    assert "sampling off by" in "".join(capfd.readouterr())
 
 
 def test_a_run_ends_with_one_line_when_no_server_is_left(

@@ -10,6 +10,7 @@ const CHARTS = [
   ["Loss", ["loss", "val/loss"]], ["Bits per byte", ["val/bits_per_byte"]], ["Reward", ["reward", "val/reward"]],
   ["Learning rate", ["lr"]], ["Gradient norm", ["grad_norm"]], ["Tokens per second", ["tokens_per_second"]],
   ["MFU", ["mfu"]], ["Memory, GiB", ["memory_gib"]], ["KL to the reference", ["kl"]], ["Entropy", ["entropy"]],
+  ["Log-probability, trainer − sampling", ["sampling_logp_difference/mean", "sampling_logp_difference/max"]],
   ["Completion length, tokens", ["completion_tokens", "tokens/chosen", "tokens/rejected"]],
   ["Preferred", ["rewards/accuracy", "val/rewards/accuracy"]],
 ];

@@ -136,7 +136,7 @@ def _padding_like(batch: Batch, num_sequences: int) -> Batch:
     empty = Batch.from_sequences(sequences)
     if batch.extras is None:
         return empty
-    learned_from = ("old_logprobs", "reference_logprobs", "advantages")
+    learned_from = ("old_logprobs", "proximal_logprobs", "reference_logprobs", "advantages")
     fill = {name: 0.0 if name in learned_from else math.nan for name in batch.extras.tensors}
     shape = (num_sequences, batch.sequence_length)
     return replace(empty, extras=Extras(**{name: torch.full(shape, value) for name, value in fill.items()}))

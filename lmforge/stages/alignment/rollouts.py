@@ -6,6 +6,7 @@ on one rank. A checkpoint between the steps of a set holds the set. With `max_st
 learned from (sampling_ahead.py, async_sampling.py), and kept in a journal (journal.py).
 """
 
+import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -24,7 +25,7 @@ from lmforge.data.batch import Batch, Extras
 from lmforge.data.chat.preferences import TokenizedPrompt
 from lmforge.data.order import derive_key
 from lmforge.errors import UserError
-from lmforge.objectives.policy import build_policy_loss_config, completion_metric_names
+from lmforge.objectives.policy import MEAN_DIFFERENCE, build_policy_loss_config, completion_metric_names
 from lmforge.stages.alignment.async_sampling import AsyncSampler
 from lmforge.stages.alignment.journal import SEQUENCE_TENSORS, RolloutJournal, open_journal
 from lmforge.stages.alignment.prompt_inputs import PromptPacking
@@ -38,6 +39,9 @@ from lmforge.stages.alignment.scoring import completions_table_name, locate_comp
 from lmforge.stages.attempt import RunContext
 from lmforge.stages.build_model import BuiltModel
 from lmforge.stages.inputs import RunInputs
+
+# Mean |log-probability of the trainer − of what sampled|, in nats. bf16 kernels differ by some 0.01, other weights by more.
+MAX_MEAN_DIFFERENCE = 0.1
 
 
 class Rollouts:
@@ -68,6 +72,7 @@ class Rollouts:
         # This rank's part of the set: the completions of `num_iterations` steps, one in each sequence.
         self._set_index: int | None = None
         self._set: Batch | None = None
+        self._warned_of_difference = options.max_staleness > 0  # then other weights have sampled
         self._batch_offset = built.detector.batch_offset
         self._ahead: SamplingAhead[SampledSet] | None = None
         self._journal: RolloutJournal | None = None
@@ -89,6 +94,9 @@ class Rollouts:
         )
         self._sampler = self._build_sampler(settings)
         self._loss_config = build_policy_loss_config(options)
+        self._proximal = None
+        if self._loss_config.importance_sampling_mode != "none" and options.num_iterations > 1:
+            self._proximal = ReferenceModel(built.parallel_model, temperature=options.temperature)
         self._reference = None
         if self._loss_config.kl_estimator != "none":
             self._reference = build_reference(ctx, inputs, built, self._loss_config.temperature)
@@ -125,6 +133,8 @@ class Rollouts:
         local = self._set[iteration * self._local_batch_size : (iteration + 1) * self._local_batch_size]
         if self._ahead is not None:
             local = add_staleness(local, batch_index, seconds)
+        if iteration:
+            local = with_extras(local, reused=torch.ones(local.tokens.shape))
         return [trim_padding(batch).to(self._dist_ctx.device) for batch in self._micro_batches(local)]
 
     def _micro_batches(self, batch: Batch) -> list[Batch]:
@@ -155,8 +165,8 @@ class Rollouts:
         assert sampled.failures is not None
         prompt_ids = [prompt.tokens.tolist() for prompt in sampled.prompts]
         batch = lay_out(prompt_ids, sampled.completions, self._batch_plan.sequence_length, self._ahead is not None)
-        if self._reference is not None:
-            batch = with_extras(batch, reference_logprobs=self._reference_logprobs(batch, self._reference))
+        models = {"reference_logprobs": self._reference, "proximal_logprobs": self._proximal}
+        batch = with_extras(batch, **{name: self._logprobs(batch, model) for name, model in models.items() if model})
         return add_advantages(batch, sampled.completions, sampled.rewards, sampled.failures, self._options, self._loss_config)
 
     def _prompts_and_seeds(self, set_index: int) -> tuple[list[TokenizedPrompt], list[int]]:
@@ -173,13 +183,14 @@ class Rollouts:
                 seeds += [derive_key(seed, "rollout", sample, number) for number in range(num_generations)]
         return prompts, seeds
 
-    def _reference_logprobs(self, batch: Batch, reference: ReferenceModel) -> Tensor:
+    def _logprobs(self, batch: Batch, model: ReferenceModel) -> Tensor:
+        """log p of each label under a model that all ranks share. Every rank calls it, with as many completions."""
         logprobs = list[Tensor]()
         # In parts of one step each, the same number on all ranks.
         for start in range(0, batch.batch_size, self._local_batch_size):
             of_step = batch[start : start + self._local_batch_size]
             parts = [part.to(self._dist_ctx.device) for part in self._micro_batches(of_step)]
-            computed = torch.cat([reference.logprobs(part).cpu() for part in parts])
+            computed = torch.cat([model.logprobs(part).cpu() for part in parts])
             logprobs.append(computed.float()[: of_step.batch_size])
         return torch.cat(logprobs)
 
@@ -253,6 +264,17 @@ class Rollouts:
         reward, passes, num_known = self._dist_ctx.all_reduce_sum(sums.to(self._dist_ctx.device)).tolist()
         return {"val/reward": reward / num_known, "val/pass@1": passes / num_known} if num_known else {}
 
+    def warning(self, step: int, record: dict[str, Any]) -> str | None:
+        """Says once that what samples computes something else than the trainer. A nucleus alone makes its tokens likelier."""
+        difference = record.get(MEAN_DIFFERENCE, 0.0)
+        if self._warned_of_difference or difference <= MAX_MEAN_DIFFERENCE - math.log(self._options.top_p):
+            return None
+        self._warned_of_difference = True
+        return (
+            f"step {step}: log-probabilities of sampled tokens differ from the trainer's by {difference:.2f}"
+            f" nats on average ({MEAN_DIFFERENCE}): what samples does not compute this model; check its dtype and options"
+        )
+
     def describe(self, batch_index: int) -> tuple[dict[str, Any], str | None]:
         """Where the completions of a batch are."""
         record = locate_completions(batch_index, self._options, self._world_size)
@@ -289,6 +311,7 @@ class Rollouts:
             *completion_metric_names(self._options.num_generations, self._options.environment is not None),
         ]
         names += [] if self._reference is None else ["reference_logprobs"]
+        names += [] if self._proximal is None else ["proximal_logprobs"]
         size = self._options.num_iterations, self._batch_plan.global_batch_size, self._batch_plan.sequence_length
         dtypes = SEQUENCE_TENSORS | dict.fromkeys(names, torch.float32)
         state = {**{name: torch.zeros(size, dtype=dtype) for name, dtype in dtypes.items()}, "set": torch.tensor(0)}
