@@ -195,6 +195,10 @@ class DistributedContext:
         with self.raise_on_all():
             result.result()
 
+    def run_on_rank0(self, fn: Callable[[], object]) -> None:
+        """As `run_once_per_host`, on rank 0 alone."""
+        self._run_while_others_wait(fn, self.is_rank0)
+
     def decide_on_rank0(self, fn: Callable[[], T]) -> T:
         """Call `fn` on rank 0. Every rank returns its result, or raises its exception."""
         result: Any = None

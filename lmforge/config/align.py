@@ -15,6 +15,15 @@ from lmforge.errors import UserError
 
 Method = Literal["dpo", "kto", "orpo", "simpo", "reward", "grpo"]
 
+SERVER_PATTERN = re.compile(r"(?:([\w.@\[\]%][\w.@:\[\]%-]*):)?(cpu|cuda(?::[0-9]+)?)")
+
+
+def split_server(name: str) -> tuple[str | None, str]:
+    """The host of an item of `rollout.engine_start`, None for this one, and its device."""
+    match = SERVER_PATTERN.fullmatch(name)
+    assert match
+    return match[1], match[2]
+
 
 class AlignDataOptions(ExampleOptions):
     """Files of pairs ({prompt, chosen, rejected}; reward takes a margin too), of unpaired preferences
@@ -81,9 +90,14 @@ class RolloutOptions(Options):
     engine: Literal["in-process", "lmforge", "vllm"] = option(
         "in-process", "what samples: the trainer itself, or servers at engine_urls, lmforge serve --weight_updates or vLLM"
     )
-    engine_urls: tuple[str, ...] = option((), "addresses of the servers, such as http://127.0.0.1:8000")
+    engine_urls: tuple[str, ...] = option((), "addresses of servers that run already, such as http://127.0.0.1:8000")
+    engine_start: tuple[str, ...] = option(
+        (), "servers that the run starts and ends: the device of each, as cuda:1, or host and device, as node2:cuda:0 (by ssh)"
+    )
     engine_timeout_seconds: float = option(
-        600.0, "time limit of a server for a completion or for new weights, in seconds; after it others do its work", **DURATION
+        600.0,
+        "time limit of a server for a completion, new weights or its start, in seconds; others do its work then",
+        **DURATION,
     )
     weights_folder: Path | None = option(
         None, "where servers read the policy's weights: a folder that they share (default: in memory, /dev/shm)"
@@ -160,15 +174,21 @@ class RolloutOptions(Options):
 
     def problems(self) -> Iterator[str]:
         if self.engine == "in-process":
-            for name in {"engine_urls", "weights_folder"} & {*self.changed()}:
+            for name in sorted({"engine_urls", "engine_start", "weights_folder"} & {*self.changed()}):
                 yield f"rollout.{name}: for servers; give rollout.engine = lmforge or vllm too, or leave it out"
             if self.max_staleness:
                 yield (
                     "rollout.max_staleness: a trainer that samples itself cannot train meanwhile; give rollout.engine = lmforge"
                     " or vllm, or leave it out"
                 )
-        elif not self.engine_urls:
-            yield f"rollout.engine = {self.engine}: give the servers' addresses in rollout.engine_urls"
+        elif bool(self.engine_urls) == bool(self.engine_start):
+            yield (
+                f"rollout.engine = {self.engine}: give the servers' addresses in rollout.engine_urls, or the devices of servers"
+                " that the run shall start in rollout.engine_start"
+            )
+        for name in self.engine_start:
+            if not SERVER_PATTERN.fullmatch(name):
+                yield f"rollout.engine_start: {name}: expected cpu or cuda:NUMBER, or a host before it, as node2:cuda:0"
         low, high = self.importance_sampling_clip_min, self.importance_sampling_clip_max
         if self.importance_sampling_mode == "none":
             for name in {"importance_sampling_clip_min", "importance_sampling_clip_max"} & {*self.changed()}:

@@ -1,8 +1,12 @@
 """Rollouts sampled by `lmforge serve`: the same numbers as in process, servers that fail, and mistakes that are refused."""
 
 import json
+import os
 import re
+import shutil
+import socket
 import socketserver
+import sys
 import threading
 import time
 import urllib.error
@@ -19,6 +23,7 @@ import torch
 
 from lmforge.cli import run as command
 from lmforge.generate.model_loading import load_model
+from tests.cluster.laboratory import Laboratory
 from tests.conftest import Command, Refusal, only_line
 from tests.preloaded import preloaded
 from tests.serve.conftest import Server
@@ -27,6 +32,9 @@ from tests.serve.conftest import Server
 @pytest.fixture(scope="module")
 def rollout_server(serving: Callable[..., Server], models: Path) -> Server:
     return serving(models / "noise", "--weight_updates", "--max_batch_size", 8, "--max_length", 32)
+
+
+STARTED = ["--rollout.engine", "lmforge", "--rollout.engine_start"]
 
 
 def by(*urls: str, engine: str = "lmforge") -> list[str]:
@@ -54,7 +62,7 @@ def test_twenty_steps_sampled_by_a_server_equal_those_in_process_bit_for_bit(
     assert all(torch.equal(tensor, theirs[name]) for name, tensor in weights(tmp_path / "inside").items())
 
 
-@pytest.mark.parametrize("engine", ["ddp", "fsdp2"])
+@pytest.mark.parametrize("engine", [pytest.param("ddp", marks=pytest.mark.slow), "fsdp2"])
 def test_two_ranks_that_share_servers_learn_what_one_process_does(
     engine: str,
     grpo: Callable[..., list[str]],
@@ -245,6 +253,107 @@ def started(model: Path, folder: Path, port: int = 0) -> Server:
     return Server(printed.split()[0], process)
 
 
+# --- servers that the run starts ---------------------------------------------------------------------------------------
+
+
+def addresses(run: Path) -> list[tuple[str, int]]:
+    """Where the servers were that a run has started."""
+    texts = [path.read_text() for path in sorted((run / "logs").glob("server-*.log"))]
+    return [(host, int(port)) for text in texts for host, port in re.findall(r"^lmforge-server (\S+) (\d+)$", text, re.M)]
+
+
+def listens(address: tuple[str, int]) -> bool:
+    with suppress(OSError), socket.create_connection(address, timeout=5):
+        return True
+    return False
+
+
+@pytest.mark.slow  # interpreters start
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_servers_that_a_run_starts_sample_for_it_and_end_with_it(
+    ranks: int, grpo: Callable[..., list[str]], lmforge: Command, tmp_path: Path
+) -> None:
+    even = ["--optimizer.eps", 1e-3]
+    assert command(grpo("inside", *even, steps=5)) == 0
+    done = lmforge(*grpo("outside", *even, *STARTED, "cpu", "cpu", steps=5), ranks=ranks)
+    assert done.returncode == 0, done.stdout + done.stderr
+    for inside, outside in zip(numbers(tmp_path / "inside"), numbers(tmp_path / "outside"), strict=True):
+        assert outside == pytest.approx(inside, rel=2e-6, abs=2e-6)
+    assert len(addresses(tmp_path / "outside")) == 2
+    assert not any(map(listens, addresses(tmp_path / "outside")))
+
+
+@pytest.mark.slow
+def test_servers_that_a_run_starts_end_when_it_is_killed(grpo: Callable[..., list[str]], tmp_path: Path) -> None:
+    (tmp_path / "output").mkdir()
+    process = preloaded().start(grpo("run", *STARTED, "cpu", steps=100_000), tmp_path / "output")
+    metrics = tmp_path / "run" / "metrics.jsonl"
+    while not metrics.exists() or not metrics.read_text():
+        assert process.poll() is None, process.errors.read_text()
+        time.sleep(0.05)
+    [address] = addresses(tmp_path / "run")
+    assert listens(address)
+    process.kill()
+    while listens(address):  # the time of the test bounds it
+        time.sleep(0.05)
+
+
+def test_a_server_that_does_not_come_up_is_a_line_with_the_end_of_its_log(
+    grpo: Callable[..., list[str]], refused: Refusal, tmp_path: Path
+) -> None:
+    line = refused(*grpo("run", "--rollout.engine", "vllm", "--rollout.engine_start", "cpu"), status=1)
+    log = tmp_path / "run" / "logs" / "server-0.log"
+    assert line.startswith("rollout.engine_start: cpu: ended with status 127 before it answered: ")
+    assert f"vllm: command not found; its log is {log}; " in line
+    assert "vllm: command not found" in log.read_text()
+
+
+@pytest.fixture
+def ssh_folder(laboratory: Laboratory, tmp_path: Path) -> Path:
+    """A folder with an `ssh` that knows the hosts of the laboratory."""
+    folder = tmp_path / "bin"
+    folder.mkdir()
+    (folder / "ssh").write_text(f'#!/bin/sh\nexec {shutil.which("ssh")} -F {laboratory.ssh_config} "$@"\n')
+    (folder / "ssh").chmod(0o755)
+    return folder
+
+
+@pytest.mark.slow
+def test_servers_on_other_hosts_sample_for_a_run_and_end_with_it_when_it_is_killed_too(
+    grpo: Callable[..., list[str]], laboratory: Laboratory, ssh_folder: Path, tmp_path: Path
+) -> None:
+    assert command(grpo("inside", steps=2)) == 0
+    path = f"{ssh_folder}{os.pathsep}{os.environ['PATH']}"
+
+    def words(name: str, host: str, steps: int) -> list[str]:
+        return [sys.executable, "-m", "lmforge", *grpo(name, *STARTED, f"{host}:cpu", steps=steps)]
+
+    def serves() -> bool:
+        return "lmforge serve" in laboratory.run("node2", ["ps", "axo", "args"]).stdout
+
+    done = laboratory.run("node1", words("outside", "node2", 2), PATH=path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    for inside, outside in zip(numbers(tmp_path / "inside"), numbers(tmp_path / "outside"), strict=True):
+        assert outside == pytest.approx(inside, rel=1e-4, abs=1e-5)
+    assert [host for host, _ in addresses(tmp_path / "outside")] == [laboratory.addresses["node2"]]
+    assert not serves()
+
+    process = laboratory.start("node1", words("killed", "node2", 100_000), PATH=path)
+    metrics = tmp_path / "killed" / "metrics.jsonl"
+    while not metrics.exists() or not metrics.read_text():
+        assert process.poll() is None
+        time.sleep(0.05)
+    assert serves()
+    process.kill()
+    process.wait()
+    while serves():  # the time of the test bounds it
+        time.sleep(0.05)
+
+    refused = laboratory.run("node1", words("lost", "node7", 2), PATH=path)
+    assert refused.returncode == 1
+    assert "rollout.engine_start: node7:cpu: ended with status 255" in only_line(refused.stderr)
+
+
 # --- bad input --------------------------------------------------------------------------------------------------------
 
 
@@ -265,6 +374,7 @@ def test_servers_that_cannot_serve_a_run_are_refused_at_its_start(
 
 def test_options_of_servers_need_an_engine_and_addresses(grpo: Callable[..., list[str]], refused: Refusal) -> None:
     assert "rollout.engine_urls: for servers" in refused(*grpo("run", "--rollout.engine_urls", "http://127.0.0.1:1"))
+    assert "rollout.engine_start: gpu1: expected cpu or cuda:NUMBER" in refused(*grpo("run", *STARTED, "cpu", "gpu1"))
     assert "give the servers' addresses in rollout.engine_urls" in refused(*grpo("run", "--rollout.engine", "vllm"))
     assert "expected http://HOST:PORT" in refused(*grpo("run", *by("127.0.0.1:8000")))
 

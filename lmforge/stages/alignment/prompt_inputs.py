@@ -189,7 +189,7 @@ def open_prompt_inputs(config: AlignConfig, world_size: int) -> RunInputs:
             f"rollout.max_completion_length = {options.max_completion_length}: leaves no room for a prompt in"
             f" data.sequence_length = {data.sequence_length}"
         )
-    if options.engine != "in-process":
+    if options.engine_urls:
         check_servers(options, model_config, data.sequence_length)
     turns = _open_turns(options, tokenizer)
     prompts, validation_prompts, counts = _read_prompts(config, tokenizer, turns.pool.tools if turns else None)

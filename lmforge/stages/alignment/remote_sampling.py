@@ -21,7 +21,7 @@ import xxhash
 from torch import Tensor
 
 from lmforge.cluster.distributed import DistributedContext
-from lmforge.config.align import RolloutOptions
+from lmforge.config.align import RolloutOptions, split_server
 from lmforge.errors import RunFailed
 from lmforge.generate.sampling import SamplingParams
 from lmforge.generate.weights_folder import write_weights
@@ -30,8 +30,15 @@ from lmforge.model.init_weights import LORA_SUFFIXES, named_tensors
 from lmforge.model.lora import adapted_name, lora_delta
 from lmforge.parallel.parallel_model import ParallelModel, full_tensor
 from lmforge.stages.alignment.completions import SampledCompletion
-from lmforge.stages.alignment.rollout_server import RolloutServer, SampledTokens, ServerProblem, servers_of
+from lmforge.stages.alignment.rollout_server import (
+    API_KEY_VARIABLE,
+    RolloutServer,
+    SampledTokens,
+    ServerProblem,
+    build_server,
+)
 from lmforge.stages.alignment.sampling import SampleRequest, SamplingSession, SamplingSettings
+from lmforge.stages.alignment.started_servers import ServerStarter
 
 LORA_A = LORA_SUFFIXES[0]
 # Where a folder is in memory.
@@ -44,7 +51,7 @@ MAX_TAKE_BACKS = 2
 
 
 class RemoteSampler:
-    """Samples by servers at `rollout.engine_urls`. Every rank has one, with the same servers."""
+    """Samples by servers: those of `rollout.engine_urls`, or those that `starter` starts. Every rank has the same."""
 
     def __init__(
         self,
@@ -54,21 +61,33 @@ class RemoteSampler:
         settings: SamplingSettings,
         run_folder: Path,
         warn: Callable[[str], None],
+        starter: ServerStarter | None = None,
     ) -> None:
-        """Every rank calls it."""
+        """Every rank calls it. Raises UserError where a server does not start."""
         self._parallel_model, self._config, self.warn = parallel_model, config, warn
         self.dist_ctx: DistributedContext = parallel_model.dist_ctx
-        self.servers = servers_of(options, settings)
         self.settings, self.timeout_seconds = settings, options.engine_timeout_seconds
         # The weights of an earlier attempt may have been others: no version has the name of one of them.
         self._name = self.dist_ctx.broadcast(uuid4().hex[:8])
-        self._folder = _weights_folder(options.weights_folder, run_folder)
+        self._folder = _weights_folder(options, run_folder)
         self._version: int | None = None
         # The servers with the current weights, by index; the same on all ranks when a session begins.
         self._confirmed: set[int] = set()
         self._take_backs = 0
         if self.dist_ctx.is_rank0:
             _remove_weights(self._folder)
+        self._starter = starter
+        urls, key = options.engine_urls, os.environ.get(API_KEY_VARIABLE)
+        if starter is not None:
+            urls, key = self._start_servers(starter)
+        self.servers = [build_server(url, options, settings, key) for url in urls]
+
+    def _start_servers(self, starter: ServerStarter) -> tuple[tuple[str, ...], str | None]:
+        started: list[tuple[tuple[str, ...], str | None]] = []
+        folder = self._folder / "start"
+        self._write_to(folder)
+        self.dist_ctx.run_on_rank0(lambda: started.append(starter.start(folder, self.dist_ctx.rank_info)))
+        return self.dist_ctx.broadcast(started)[0]
 
     @contextmanager
     def session(self, num_requests: int, version: int, *, greedy: bool = False) -> Iterator[SamplingSession]:
@@ -132,9 +151,12 @@ class RemoteSampler:
             _remove_weights(self._folder, keep)
 
     def write(self, version: int) -> Path:
-        """Write the weights as they are, one tensor at a time: rank 0 says which one all ranks gather next. Returns the
-        folder. Every rank calls it."""
-        folder = self.folder_of(version)
+        """Write the weights as they are. Returns the folder. Every rank calls it."""
+        self._write_to(folder := self.folder_of(version))
+        return folder
+
+    def _write_to(self, folder: Path) -> None:
+        """One tensor at a time: rank 0 says which one all ranks gather next."""
         model = self._parallel_model.model
         tensors = dict(named_tensors(model))
         layers = [name.removesuffix(LORA_A) for name in tensors if name.endswith(LORA_A)]
@@ -160,7 +182,6 @@ class RemoteSampler:
             else:
                 while (name := self.dist_ctx.broadcast(None)) is not None:
                     gather(name)
-        return folder
 
     def choose(self, in_flight: dict[int, int]) -> int:
         """The server with the fewest requests of this rank. Raises RunFailed where none has the current weights."""
@@ -193,6 +214,8 @@ class RemoteSampler:
 
     def close(self) -> None:
         if self.dist_ctx.is_rank0:
+            if self._starter is not None:
+                self._starter.close()
             _remove_weights(self._folder)
 
 
@@ -218,7 +241,7 @@ class RemoteSession:
     """Requests at servers, each in a thread that waits for its answer."""
 
     def __init__(self, servers: SessionServers, params: SamplingParams) -> None:
-        self._servers, self._params = servers, params
+        self.servers, self._params = servers, params
         self._waiting: list[SampleRequest] = []
         # By a number of its own: the request, its server, and when it is given up.
         self._running: dict[int, tuple[SampleRequest, int, float]] = {}
@@ -241,16 +264,16 @@ class RemoteSession:
             request, index, _ = self._running.pop(number)
             completion = self._to_completion(answer)
             if completion is None:
-                url = self._servers.server(index).url
+                url = self.servers.server(index).url
                 is_late = isinstance(answer, SampledTokens)
                 problem = f"{url}: answers with other weights than it was given" if is_late else str(answer)
-                self._servers.leave_out(index, problem)
+                self.servers.leave_out(index, problem)
                 self._waiting.append(request)
             else:
                 finished.append((request, completion))
         for number, (_, index, deadline) in [*self._running.items()]:
             if time.monotonic() > deadline:
-                url, seconds = self._servers.server(index).url, self._servers.timeout_seconds
+                url, seconds = self.servers.server(index).url, self.servers.timeout_seconds
                 self._answers.put((number, ServerProblem(f"{url}: no answer within {seconds:g} s")))
         return finished
 
@@ -260,7 +283,7 @@ class RemoteSession:
             in_flight[index] = in_flight.get(index, 0) + 1
         chosen: list[tuple[SampleRequest, int]] = []
         while self._waiting:
-            place = self._servers.choose(in_flight)
+            place = self.servers.choose(in_flight)
             if place is None or in_flight.get(place, 0) >= MAX_IN_FLIGHT:
                 break
             in_flight[place] = in_flight.get(place, 0) + 1
@@ -275,7 +298,7 @@ class RemoteSession:
             self._send(request, index, {**starts[index], "index": at})
 
     def _send(self, request: SampleRequest, index: int, starts_with: dict[str, Any]) -> None:
-        server, answers = self._servers.server(index), self._answers
+        server, answers = self.servers.server(index), self._answers
         self._last_number += 1
         number, params = self._last_number, self._params
 
@@ -285,7 +308,7 @@ class RemoteSession:
             except ServerProblem as problem:
                 answers.put((number, problem))
 
-        self._running[number] = request, index, time.monotonic() + 1.5 * self._servers.timeout_seconds
+        self._running[number] = request, index, time.monotonic() + 1.5 * self.servers.timeout_seconds
         threading.Thread(target=wait, daemon=True, name="rollout request").start()
 
     def _arrived(self) -> Iterator[tuple[int, SampledTokens | ServerProblem]]:
@@ -300,7 +323,7 @@ class RemoteSession:
 
     def _to_completion(self, answer: SampledTokens | ServerProblem) -> SampledCompletion | None:
         """None where a server failed, or its tokens are of other weights."""
-        versions = None if isinstance(answer, ServerProblem) else self._servers.read_versions(answer.versions)
+        versions = None if isinstance(answer, ServerProblem) else self.servers.read_versions(answer.versions)
         if isinstance(answer, ServerProblem) or versions is None:
             return None
         return SampledCompletion(answer.token_ids, answer.logprobs, versions, answer.stopped)
@@ -312,9 +335,10 @@ def _full_shapes(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     return {name: torch.empty(tensors[name].shape, dtype=tensors[name].dtype, device="meta") for name in names}
 
 
-def _weights_folder(given: Path | None, run_folder: Path) -> Path:
-    """Where a run's weights are: the folder that was given, memory, or the run's own folder."""
-    if given is not None or not os.access(MEMORY_FOLDER, os.W_OK):
+def _weights_folder(options: RolloutOptions, run_folder: Path) -> Path:
+    """Where a run's weights are: the folder that was given, memory, or the run's own folder, which other hosts may see."""
+    given, elsewhere = options.weights_folder, any(split_server(name)[0] for name in options.engine_start)
+    if given is not None or elsewhere or not os.access(MEMORY_FOLDER, os.W_OK):
         return (given or run_folder).resolve() / f"weights-{run_folder.name}"
     name = xxhash.xxh3_64_hexdigest(str(run_folder.resolve()).encode())
     return MEMORY_FOLDER / f"lmforge-weights-{name}"

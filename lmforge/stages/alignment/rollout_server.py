@@ -212,7 +212,8 @@ class RolloutServer:
 def check_servers(options: RolloutOptions, config: ModelConfig, sequence_length: int) -> None:
     """Raise UserError where a server of a recipe does not answer, or cannot serve the policy."""
     settings = SamplingSettings(options.temperature, options.top_p, config.vocab_size, sequence_length, frozenset(), 1)
-    servers = servers_of(options, settings)
+    key = os.environ.get(API_KEY_VARIABLE)
+    servers = [build_server(url, options, settings, key) for url in options.engine_urls]
     with ThreadPoolExecutor(max(1, len(servers))) as pool:
         for checked in [pool.submit(server.check, config) for server in servers]:
             try:
@@ -221,7 +222,6 @@ def check_servers(options: RolloutOptions, config: ModelConfig, sequence_length:
                 raise UserError(f"rollout.engine_urls: {problem}") from None
 
 
-def servers_of(options: RolloutOptions, settings: SamplingSettings) -> list[RolloutServer]:
-    """The servers of a recipe."""
-    key, seconds = os.environ.get(API_KEY_VARIABLE), options.engine_timeout_seconds
-    return [RolloutServer(url, options.engine, settings, seconds, key) for url in options.engine_urls]
+def build_server(url: str, options: RolloutOptions, settings: SamplingSettings, api_key: str | None) -> RolloutServer:
+    """A server of a recipe, which may ask for a key."""
+    return RolloutServer(url, options.engine, settings, options.engine_timeout_seconds, api_key)

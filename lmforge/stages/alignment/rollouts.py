@@ -27,13 +27,13 @@ from lmforge.data.order import derive_key
 from lmforge.errors import UserError
 from lmforge.objectives.policy import MEAN_DIFFERENCE, build_policy_loss_config, completion_metric_names
 from lmforge.stages.alignment.async_sampling import AsyncSampler
+from lmforge.stages.alignment.build_sampler import build_sampler
 from lmforge.stages.alignment.journal import SEQUENCE_TENSORS, RolloutJournal, open_journal
 from lmforge.stages.alignment.prompt_inputs import PromptPacking
 from lmforge.stages.alignment.reference import ReferenceModel, build_reference, with_extras
-from lmforge.stages.alignment.remote_sampling import RemoteSampler
 from lmforge.stages.alignment.rollout_batches import add_advantages, add_staleness, lay_out, split_micro_batches, trim_padding
 from lmforge.stages.alignment.rollout_worker import RolloutWorker, SampledSet
-from lmforge.stages.alignment.sampling import InProcessSampler, SamplingSettings
+from lmforge.stages.alignment.sampling import SamplingSettings
 from lmforge.stages.alignment.sampling_ahead import SamplingAhead
 from lmforge.stages.alignment.scoring import completions_table_name, locate_completions
 from lmforge.stages.attempt import RunContext
@@ -92,7 +92,7 @@ class Rollouts:
             self._workers[0].stop_token_ids,
             options.decode_batch_size,
         )
-        self._sampler = self._build_sampler(settings)
+        self._sampler = build_sampler(ctx, inputs, built, settings)
         self._loss_config = build_policy_loss_config(options)
         self._proximal = None
         if self._loss_config.importance_sampling_mode != "none" and options.num_iterations > 1:
@@ -102,22 +102,6 @@ class Rollouts:
             self._reference = build_reference(ctx, inputs, built, self._loss_config.temperature)
         if options.num_iterations > 1 and built.point.checkpoint_folder is not None and self._journal is None:
             self._restore(built.point.checkpoint_folder)
-
-    def _build_sampler(self, settings: SamplingSettings) -> InProcessSampler | RemoteSampler | AsyncSampler:
-        model = self._built.parallel_model
-        if self._options.engine == "in-process":
-            return InProcessSampler(model, settings)
-        remote = RemoteSampler(
-            model, self._inputs.model_config, self._options, settings, self._ctx.run.path, self._warn_on_rank
-        )
-        return AsyncSampler(remote) if self._options.max_staleness else remote
-
-    def _warn_on_rank(self, line: str) -> None:
-        """The console prints on rank 0 only; other ranks print to their logs."""
-        if self._dist_ctx.is_rank0:
-            self._ctx.console.warn(line)
-        else:
-            print(line, flush=True)
 
     def batches(self, batch_index: int) -> list[Batch]:
         """This rank's micro-batches of a step. At the first step of a set its completions are sampled and scored."""

@@ -1,0 +1,171 @@
+"""Servers that a run starts itself, here or by ssh on other hosts, and that end with it, however it ends.
+
+A shell beside each server reads from a pipe of this process, and ends the server when the pipe is closed: the kernel closes it
+when the process is killed, and ssh passes that on. What is asked of servers is in rollout_server.py.
+"""
+
+import os
+import re
+import secrets
+import shlex
+import subprocess
+import sys
+import time
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from lmforge.cluster.environment import RankInfo
+from lmforge.cluster.jobs.hosts import export_lines, forwarded_variables, ssh_command
+from lmforge.config.align import AlignConfig, split_server
+from lmforge.config.operation import FORWARDED_VARIABLES
+from lmforge.data.tokenizer import Tokenizer
+from lmforge.errors import UserError
+from lmforge.parallel.precision import DTYPES
+from lmforge.stages.alignment.rollout_server import API_KEY_VARIABLE, ServerProblem, build_server
+from lmforge.stages.alignment.sampling import SamplingSettings
+from lmforge.untrusted import MAX_LISTED, cut
+
+# Variables that tell a rank where it belongs. A server is none.
+RANK_VARIABLES = "RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE GROUP_RANK MASTER_ADDR MASTER_PORT OMP_NUM_THREADS"
+GRACE_SECONDS, POLL_SECONDS = 10, 0.2
+# It is read as a whole before it runs, since what follows it on standard input is for `cat`. The server has a process group of
+# its own (set -m).
+SCRIPT = """
+run() {{
+set -m
+unset {rank_variables}
+{exports}cd {folder} 2>/dev/null
+port=$({python} -c 'from lmforge.cluster.rendezvous import free_port; print(free_port())') || return 1
+echo "lmforge-server {address} $port"
+{command} --port "$port" </dev/null &
+server=$!
+{{ cat >/dev/null; kill -TERM -- -$server; sleep {grace}; kill -KILL -- -$server; }} <&0 2>/dev/null &
+guard=$!
+wait $server
+status=$?
+kill -KILL -- -$guard
+return $status
+}}
+run; exit
+"""
+ADDRESS_PATTERN = re.compile(r"^lmforge-server (\S+) ([0-9]+)$", re.M)
+
+
+@dataclass(frozen=True)
+class _Server:
+    """One of them: how the recipe names it, its shell, and what it and its shell print."""
+
+    name: str
+    shell: "subprocess.Popen[bytes]"
+    log: Path
+    log_start: int
+
+    def printed(self) -> str:
+        return self.log.read_bytes()[self.log_start :].decode("utf-8", "replace")
+
+
+class ServerStarter:
+    """Starts the servers of `rollout.engine_start`. On rank 0."""
+
+    def __init__(
+        self, config: AlignConfig, settings: SamplingSettings, tokenizer: Tokenizer, dtype: torch.dtype, logs_folder: Path
+    ) -> None:
+        """`dtype`: in which they compute."""
+        self._config, self._options, self._settings, self._tokenizer = config, config.rollout, settings, tokenizer
+        self._dtype, self._logs_folder = dtype, logs_folder
+        self._servers: list[_Server] = []
+
+    def start(self, model_folder: Path, rank_info: RankInfo) -> tuple[tuple[str, ...], str | None]:
+        """Start all with the model of a folder, to which the tokenizer is added, and wait until they answer.
+
+        Returns their addresses and key. Raises UserError with the end of what one printed that does not come up.
+        """
+        self._tokenizer.save(model_folder)
+        here_only = rank_info.local_world_size == rank_info.world_size
+        reachable = not here_only or any(host for host, _ in map(split_server, self._options.engine_start))
+        key = os.environ.get(API_KEY_VARIABLE) or (secrets.token_urlsafe(16) if reachable else None)
+        own_address = "127.0.0.1" if here_only else os.environ.get("MASTER_ADDR", "127.0.0.1")
+        for number, name in enumerate(self._options.engine_start):
+            self._servers.append(self._start(number, name, model_folder, own_address, key))
+        deadline = time.monotonic() + self._options.engine_timeout_seconds
+        return tuple(self._await(server, deadline, key) for server in self._servers), key
+
+    def _start(self, number: int, name: str, model_folder: Path, own_address: str, key: str | None) -> _Server:
+        host, device = split_server(name)
+        here = host is None and own_address == "127.0.0.1"
+        command = self._command(model_folder, device, "127.0.0.1" if here else "0.0.0.0")
+        variables = {} if key is None else {API_KEY_VARIABLE: key, "VLLM_API_KEY": key}
+        if self._options.engine == "vllm":
+            variables |= {"VLLM_SERVER_DEV_MODE": "1"} | ({"CUDA_VISIBLE_DEVICES": device[5:]} if ":" in device else {})
+        script = SCRIPT.format(
+            rank_variables=RANK_VARIABLES,
+            exports=export_lines({**(forwarded_variables(FORWARDED_VARIABLES) if host else {}), **variables}),
+            folder=shlex.quote(os.getcwd()),
+            python=shlex.quote(sys.executable),
+            # As this host reaches the other one.
+            address=own_address if host is None else "$(set -- $SSH_CONNECTION; echo $3)",
+            command=shlex.join(command),
+            grace=GRACE_SECONDS,
+        )
+        log = self._logs_folder / f"server-{number}.log"
+        log.parent.mkdir(parents=True, exist_ok=True)
+        with log.open("ab") as out:
+            log_start = out.tell()
+            words = ["bash", "-s"] if host is None else ssh_command(host, "bash -s")
+            try:
+                # In a session of its own: Ctrl-C is for the run, which goes on until it has saved.
+                shell = subprocess.Popen(words, stdin=subprocess.PIPE, stdout=out, stderr=out, start_new_session=True)
+            except FileNotFoundError:
+                raise UserError(f"rollout.engine_start: {name}: {words[0]} is not installed here") from None
+        assert shell.stdin
+        with suppress(BrokenPipeError):  # it has ended, as `_await` finds
+            shell.stdin.write(script.encode())
+            shell.stdin.flush()
+        return _Server(name, shell, log, log_start)
+
+    def _command(self, model_folder: Path, device: str, address: str) -> list[str]:
+        if self._options.engine == "vllm":
+            sizes = ["--max-model-len", str(self._settings.max_length), "--dtype", str(self._dtype).removeprefix("torch.")]
+            modes = ["--enable-scale-out", "--logprobs-mode", "processed_logprobs"]
+            return ["vllm", "serve", str(model_folder), "--host", address, *sizes, *modes]
+        plugins = ["--plugins", *self._config.plugins] if self._config.plugins else []
+        dtype = next(name for name, value in DTYPES.items() if value == self._dtype)
+        words = ["serve", model_folder, "--weight_updates", "--host", address, "--device", device, "--dtype", dtype]
+        words += ["--max_length", self._settings.max_length, "--max_batch_size", self._options.decode_batch_size]
+        return [sys.executable, "-m", "lmforge", *map(str, words), *plugins]
+
+    def _await(self, server: _Server, deadline: float, key: str | None) -> str:
+        """The address of a server, once it answers."""
+        problem = "did not start"
+        while time.monotonic() < deadline:
+            if server.shell.poll() is not None:
+                problem = f"ended with status {server.shell.returncode} before it answered"
+                break
+            if found := ADDRESS_PATTERN.search(server.printed()):
+                url = f"http://{found[1]}:{found[2]}"
+                with suppress(ServerProblem):
+                    build_server(url, self._options, self._settings, key).version()
+                    return url
+                problem = f"{url}: no answer within {self._options.engine_timeout_seconds:g} s"
+            time.sleep(POLL_SECONDS)
+        lines = [line.strip() for line in server.printed().splitlines() if line.strip() and "lmforge-server " not in line]
+        tail = f": {cut(lines[-1], MAX_LISTED)}" if lines else ""
+        self.close()
+        raise UserError(f"rollout.engine_start: {server.name}: {problem}{tail}; its log is {server.log}")
+
+    def close(self) -> None:
+        """End all servers."""
+        for server in self._servers:
+            assert server.shell.stdin
+            with suppress(BrokenPipeError):
+                server.shell.stdin.close()
+        for server in self._servers:
+            try:
+                server.shell.wait(GRACE_SECONDS + 5)
+            except subprocess.TimeoutExpired:
+                server.shell.kill()
+                server.shell.wait()
+        self._servers.clear()
