@@ -15,7 +15,7 @@ from lmforge.interop.export import export_folder
 from lmforge.model import build_model
 from lmforge.model.config import ModelConfig
 from lmforge.model.init_weights import init_weights
-from lmforge.stages.alignment.rollout_server import RolloutServer
+from lmforge.stages.alignment.engines.rollout_server import RolloutServer
 from lmforge.stages.alignment.sampling import SampleRequest, SamplingSettings
 from tests.train.vllm_server import vllm_server
 

@@ -14,8 +14,8 @@ from pathlib import Path
 
 from lmforge.cluster.waiting import start_in_thread
 from lmforge.errors import RunFailed
+from lmforge.stages.alignment.engines.rollout_server import RolloutServer, ServerProblem
 from lmforge.stages.alignment.remote_sampling import MAX_TAKE_BACKS, POLL_SECONDS, RemoteSampler, RemoteSession
-from lmforge.stages.alignment.rollout_server import RolloutServer, ServerProblem
 from lmforge.stages.alignment.sampling import SamplingSession
 
 # How often a rank asks whether rank 0 has had the newest weights loaded.

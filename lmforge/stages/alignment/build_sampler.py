@@ -2,9 +2,9 @@
 
 from lmforge.config.align import AlignConfig
 from lmforge.stages.alignment.async_sampling import AsyncSampler
+from lmforge.stages.alignment.engines.started_servers import ServerStarter
 from lmforge.stages.alignment.remote_sampling import RemoteSampler
 from lmforge.stages.alignment.sampling import InProcessSampler, SamplingSettings
-from lmforge.stages.alignment.started_servers import ServerStarter
 from lmforge.stages.attempt import RunContext
 from lmforge.stages.build_model import BuiltModel
 from lmforge.stages.inputs import RunInputs

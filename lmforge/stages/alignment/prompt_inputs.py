@@ -35,7 +35,7 @@ from lmforge.errors import UserError, prefix_errors
 from lmforge.generate.model_loading import check_reward_head
 from lmforge.parallel.dims import plan_batches
 from lmforge.rewards.functions import is_model_folder, load_reward_functions
-from lmforge.stages.alignment.rollout_server import check_servers
+from lmforge.stages.alignment.engines.rollout_server import check_servers
 from lmforge.stages.inputs import RunInputs, check_model
 from lmforge.stages.pretrained import download_pretrained, find_pretrained, open_tuned_model
 

@@ -1,7 +1,7 @@
 """Sampling by servers: the policy's weights go to them as a folder, requests to those that confirmed the version.
 
 A server that fails is left out, and its requests go to others; it is taken back once it has the current weights. HTTP is in
-rollout_server.py.
+engines/.
 """
 
 import os
@@ -30,15 +30,15 @@ from lmforge.model.init_weights import LORA_SUFFIXES, named_tensors
 from lmforge.model.lora import adapted_name, lora_delta
 from lmforge.parallel.parallel_model import ParallelModel, full_tensor
 from lmforge.stages.alignment.completions import SampledCompletion
-from lmforge.stages.alignment.rollout_server import (
+from lmforge.stages.alignment.engines.rollout_server import (
     API_KEY_VARIABLE,
     RolloutServer,
     SampledTokens,
     ServerProblem,
     build_server,
 )
+from lmforge.stages.alignment.engines.started_servers import ServerStarter
 from lmforge.stages.alignment.sampling import SampleRequest, SamplingSession, SamplingSettings
-from lmforge.stages.alignment.started_servers import ServerStarter
 
 LORA_A = LORA_SUFFIXES[0]
 # Where a folder is in memory.

@@ -24,7 +24,7 @@ from lmforge.config.operation import FORWARDED_VARIABLES
 from lmforge.data.tokenizer import Tokenizer
 from lmforge.errors import UserError
 from lmforge.parallel.precision import DTYPES
-from lmforge.stages.alignment.rollout_server import API_KEY_VARIABLE, ServerProblem, build_server
+from lmforge.stages.alignment.engines.rollout_server import API_KEY_VARIABLE, ServerProblem, build_server
 from lmforge.stages.alignment.sampling import SamplingSettings
 from lmforge.untrusted import MAX_LISTED, cut
 
