@@ -212,11 +212,15 @@ class HeadChunk:
 
     def _logit_gradient(self, softmax_scales: Tensor, label_scales: Tensor) -> Tensor:
         """softmax_scales · softmax − label_scales · one-hot [n, vocab], in the dtype of the hidden states. Called once."""
-        gradient = self._exponentials.mul_(softmax_scales / self._sums)
-        gradient.scatter_add_(1, self._local_labels, -(self._is_local * label_scales))
+        gradient = self._final_logit_gradient(softmax_scales, label_scales)
         if self._slopes is not None:
             gradient.mul_(self._slopes)
         return gradient.to(self._hidden.dtype)
+
+    def _final_logit_gradient(self, softmax_scales: Tensor, label_scales: Tensor) -> Tensor:
+        """The same of what `final_logits` returned, in fp32."""
+        gradient = self._exponentials.mul_(softmax_scales / self._sums)
+        return gradient.scatter_add_(1, self._local_labels, -(self._is_local * label_scales))
 
     def _negative_entropies(self) -> Tensor:
         return torch.xlogy(self._exponentials, self._exponentials).sum(-1, keepdim=True)

@@ -92,6 +92,12 @@ class ShardedHead:
         scoring = Scoring(self.vocab_shard, self.head.softcap, self.head.passes, temperature)
         return flat, self.weight, self.head.bias, self.labels.reshape(-1), scoring
 
+    def local_tokens(self, values: Tensor) -> Tensor:
+        """Values of this rank's tokens [tokens, …] from those of all tokens [sequences, length, …]."""
+        if self.sequence_group is not None:
+            values = values.chunk(self.sequence_group.size(), dim=1)[self.sequence_group.rank()]
+        return values.flatten(0, 1)
+
     def sum_over_tokens(self, local_sum: Tensor) -> Tensor:
         """The sum over all tokens, the same on every rank, from the sum over this rank's tokens."""
         return local_sum if self.sequence_group is None else sum_over_ranks(local_sum, self.sequence_group)

@@ -19,6 +19,7 @@ from lmforge.model import build_model
 from lmforge.model.config import ModelConfig
 from lmforge.model.init_weights import init_weights
 from lmforge.model.layers import LanguageModel
+from lmforge.objectives.distillation import DistillationConfig, DistillationObjective, TeacherHead
 from lmforge.objectives.language import NextTokenObjective
 from lmforge.objectives.policy import PolicyLossConfig, PolicyObjective
 from lmforge.objectives.preference import KTOObjective, PreferenceObjective, dpo
@@ -61,6 +62,9 @@ OBJECTIVES: dict[str, Any] = {
     "grpo": PolicyObjective(
         PolicyLossConfig(epsilon=0.5, epsilon_high=1.0, loss_aggregation="sequence", kl_estimator="k3", beta=0.04)
     ),
+    # Ids from 60 on pad both heads; the teacher's has fewer rows than the student's.
+    "distillation": DistillationObjective(DistillationConfig(beta=0.3, temperature=1.5, kd_ratio=0.7, vocab_size=60)),
+    "stored distillation": DistillationObjective(DistillationConfig(beta=0.3, temperature=1.5, kd_ratio=0.7, vocab_size=60)),
 }
 DTYPES = (torch.float32, torch.bfloat16)
 # Of importance ratios, within the clipped range, below and above it. Where a ratio crosses a bound (-0.69 and 0.69) the
@@ -74,12 +78,16 @@ def whole_batch(model: LanguageModel, seed: int) -> Batch:
     rows = [[side for pair in drawn_pairs(generator, 2) for side in pair] for _ in range(4)]
     batch = packed(rows)
     batch = packed(rows, padding=3 + -batch.sequence_length % 4)
+    draw = partial(torch.randn, generator=generator)
     return with_extras(
         batch,
         reference_logprobs=logprobs_under(moved(model, 0.02, seed), batch),
         old_logprobs=logprobs_under(model, batch) - LOG_RATIOS[torch.randint(3, batch.tokens.shape, generator=generator)],
         advantages=torch.randn(4, 4, generator=generator).tolist(),
         kto_labels=[[1.0, 1.0, 0.0, 0.0]] * 4,
+        teacher_hidden=draw(*batch.tokens.shape, 24),
+        teacher_ids=torch.rand(*batch.tokens.shape, 60, generator=generator).argsort(-1)[..., :5].float(),
+        teacher_logprobs=draw(*batch.tokens.shape, 6).log_softmax(-1),
     )
 
 
@@ -105,6 +113,8 @@ if __name__ == "__main__":
                 continue
             model = init_weights(build_model(shape), seed)
             batch = whole_batch(model, seed)
+            if name == "distillation":
+                objective.teacher_head = TeacherHead(torch.randn(60, 24, generator=torch.Generator().manual_seed(seed)))
             weight = objective.num_items(batch)
             total, alone = objective.loss(model, batch)
             (total / weight).backward()
@@ -136,8 +146,8 @@ if __name__ == "__main__":
                             assert apart <= tolerance * norm, f"{where}: {key}"
                     for metric in alone.keys() & {"loss", "z_loss"}:
                         found = ranks.all_reduce_sum(torch.stack([each[metric][0] for each in metrics]).sum())
-                        # Of a pipeline the last stage has it; and of next tokens each rank has its own part.
-                        once = is_pipeline or (is_context and name == "next token")
+                        # Of a pipeline the last stage has it; and of losses of single tokens each rank has its own part.
+                        once = is_pipeline or (is_context and name not in ("dpo", "kto"))
                         found /= 1 if once else made.model_parallel_size
                         assert abs(found - alone[metric][0]) <= tolerance * max(1.0, abs(float(alone[metric][0]))), where
             if ranks.is_rank0:

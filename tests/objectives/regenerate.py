@@ -1,5 +1,5 @@
-"""Record the results of TRL's trainers for the tiny model: `python tests/objectives/regenerate.py`, where trl 1.16 is
-installed.
+"""Record the results of TRL's trainers for the tiny model: `python tests/objectives/regenerate.py [NAME …]`, where trl 1.16
+is installed. Names of functions below record these cases again and keep the others.
 
 Each trainer computes its own loss of a fixed batch, every option pinned; the loss and some of every gradient are written
 to vectors/. The tests read those and need no TRL.
@@ -10,6 +10,7 @@ import json
 import sys
 import tempfile
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -17,15 +18,16 @@ import torch
 import transformers
 import trl
 from datasets import Dataset
-from safetensors.numpy import save_file
+from safetensors.numpy import load_file, save_file
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification, PreTrainedTokenizerFast
 from trl.experimental.cpo import CPOConfig, CPOTrainer
+from trl.experimental.gkd import GKDTrainer
 from trl.experimental.orpo import ORPOConfig, ORPOTrainer
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from tests.objectives.tiny import MARGINS, SHAPE, pairs, recorded, weights
+from tests.objectives.tiny import DIVERGENCES, MARGINS, SHAPE, pairs, recorded, weights
 
 VECTORS = Path(__file__).parent / "vectors"
 COMMON = {"use_cpu": True, "bf16": False, "fp16": False, "report_to": "none", "gradient_checkpointing": False}
@@ -92,7 +94,9 @@ class Recorder:
     def record(self, name: str, trainer: Any, inputs: dict[str, Any]) -> None:
         trainer.model.train()
         trainer.current_gradient_accumulation_steps = 1
-        loss = trainer.compute_loss(trainer.model, inputs)
+        self.record_loss(name, trainer, trainer.compute_loss(trainer.model, inputs))
+
+    def record_loss(self, name: str, trainer: Any, loss: torch.Tensor) -> None:
         trainer.model.zero_grad()
         loss.backward()
         self.losses[name] = {"loss": loss.item()}
@@ -273,6 +277,25 @@ def corrected(recorder: Recorder, folder: str) -> None:
             recorder.losses[name][key] = measured[f"sampling/{key}"][0]
 
 
+def distill(recorder: Recorder, folder: str) -> None:
+    """The loss function itself: the trainer calls it with temperature 1 always."""
+    inputs = masked([pair["prompt"] for pair in PAIRS], [pair["chosen"] for pair in PAIRS])
+    labels = inputs["input_ids"].masked_fill(inputs.pop("completion_mask") == 0, -100)[:, 1:]
+    for name, (beta, temperature) in DIVERGENCES.items():
+        student = model()
+        with torch.no_grad():
+            teacher_logits = model(0.1, 3)(**inputs).logits[:, :-1]
+        loss = GKDTrainer.generalized_jsd_loss(
+            student(**inputs).logits[:, :-1],
+            teacher_logits,
+            labels,
+            beta=beta,
+            temperature=temperature,
+            num_items_in_batch=(labels != -100).sum(),
+        )
+        recorder.record_loss(name, SimpleNamespace(model=student), loss)
+
+
 def reward(completions: list[str], **columns: Any) -> list[float | None]:
     return REWARDS[: len(completions)]
 
@@ -314,12 +337,17 @@ def advantages(recorder: Recorder, folder: str) -> None:
 
 
 def main() -> None:
-    recorder = Recorder()
-    with tempfile.TemporaryDirectory() as folder:
-        for record in (sft, dpo, kto, without_reference, rewards, policy, corrected, advantages):
-            record(recorder, folder)
-    VECTORS.mkdir(exist_ok=True)
+    recorder, names = Recorder(), sys.argv[1:]
     versions = {library.__name__: library.__version__ for library in (torch, transformers, trl)}
+    if names:
+        before = json.loads((VECTORS / "trl.json").read_text())
+        assert before["versions"] == versions, "record all cases with one set of libraries"
+        recorder.losses, recorder.gradients = before["cases"], load_file(VECTORS / "trl.safetensors")
+    with tempfile.TemporaryDirectory() as folder:
+        for record in (sft, dpo, kto, without_reference, rewards, policy, corrected, distill, advantages):
+            if record.__name__ in names or not names:
+                record(recorder, folder)
+    VECTORS.mkdir(exist_ok=True)
     (VECTORS / "trl.json").write_text(json.dumps({"versions": versions, "cases": recorder.losses}, indent=1) + "\n")
     save_file(recorder.gradients, VECTORS / "trl.safetensors")
 

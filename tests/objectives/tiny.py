@@ -24,6 +24,14 @@ DEVIATION = 0.2
 ENTRIES = 64
 # By how much the first completion of each pair is better.
 MARGINS = [0.5, 0.0, 1.0, 0.25]
+# Generalised Jensen–Shannon divergences by name: (beta, temperature).
+DIVERGENCES = {
+    "jsd forward": (0.0, 1.0),
+    "jsd 0.1": (0.1, 1.0),
+    "jsd half": (0.5, 1.0),
+    "jsd half hot": (0.5, 2.0),
+    "jsd reverse cold": (1.0, 0.7),
+}
 
 
 def weights(moved: float = 0.0, seed: int = 0) -> dict[str, np.ndarray]:

@@ -1,0 +1,300 @@
+"""Distillation: the divergence of a student from a teacher at every scored token, mixed with the language model's loss.
+
+As in language.py, a chunk of tokens is scored at a time, here through both heads, and its gradient is computed while its
+logits exist: the full logits of neither model ever do. A teacher is its hidden states and its head, or its likeliest tokens,
+which were stored before. What runs teachers and stores tokens is in stages/distillation/.
+"""
+
+import math
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from lmforge.data.batch import Batch, Metrics
+from lmforge.data.labels import IGNORE_INDEX, loss_chunk_tokens
+from lmforge.model.layers import PLAIN_HEAD, HeadOptions, LanguageModel
+from lmforge.objectives.language import HeadChunk, HeadGradients, final_logits, loss_dtype
+from lmforge.objectives.objective import apply_head
+from lmforge.objectives.sharded_head import Scoring, ShardedHead, VocabShard
+
+# A chunk has about six arrays of logits here, where cross-entropy has one or two.
+CHUNK_TOKENS = 512
+# The logit of an id that no token has. Finite, so that its ratio of two probabilities is a number, which 0 is multiplied by.
+NO_TOKEN = -1e30
+
+
+@dataclass(frozen=True)
+class TeacherHead:
+    """The output head of a teacher: weight [rows, width] of the ids from `start` on; bias [rows] and softcap as HeadOptions."""
+
+    weight: Tensor
+    bias: Tensor | None = None
+    softcap: float | None = None
+    start: int = 0
+
+    def rows(self, start: int, count: int) -> "TeacherHead":
+        """The head of `count` ids from `start` on; ids that the teacher does not have get zeros."""
+
+        def cut(values: Tensor) -> Tensor:
+            found = values[start - self.start :][:count]
+            return found if len(found) == count else torch.cat([found, found.new_zeros(count - len(found), *found.shape[1:])])
+
+        return TeacherHead(cut(self.weight), None if self.bias is None else cut(self.bias), self.softcap, start)
+
+
+@dataclass(frozen=True)
+class DistillationConfig:
+    """What the loss of a token is: `kd_ratio` × divergence + (1 − `kd_ratio`) × cross-entropy.
+
+    beta         of the generalised Jensen–Shannon divergence: 0 is the forward KL divergence, 1 the reverse one
+    temperature  both models' logits are divided by it in the divergence (which is not multiplied by its square, as in TRL)
+    vocab_size   ids from here on pad a head: they are no part of either distribution in the divergence
+    """
+
+    beta: float
+    temperature: float
+    kd_ratio: float
+    vocab_size: int
+
+
+class Teacher(Protocol):
+    """What a teacher says of tokens [tokens]."""
+
+    def log_probs(self, tokens: slice, student: Tensor, config: DistillationConfig, shard: VocabShard) -> Tensor:
+        """Its log-probabilities [n, vocab] of some tokens on this shard of the vocabulary, as `student` has those of the
+        student."""
+
+
+@dataclass(frozen=True)
+class HeadTeacher(Teacher):
+    """A teacher beside the student: its hidden states [tokens, width], and the rows of its head for this shard."""
+
+    hidden: Tensor
+    head: TeacherHead
+
+    def log_probs(self, tokens: slice, student: Tensor, config: DistillationConfig, shard: VocabShard) -> Tensor:
+        logits = self.hidden[tokens] @ self.head.weight.t()
+        return token_log_probs(final_logits(logits, self.head.bias, self.head.softcap, config.temperature), config, shard)
+
+
+@dataclass(frozen=True)
+class StoredTeacher(Teacher):
+    """A teacher of which the k likeliest `ids` int64 [tokens, k] were stored, with the logarithms of their probabilities and,
+    last, of that of all other ids together: `values` [tokens, k + 1].
+
+    The other ids share theirs as they do under the student. So the divergence and its gradient are those of k + 1 outcomes,
+    the last of which is any other id.
+    """
+
+    ids: Tensor
+    values: Tensor
+
+    def log_probs(self, tokens: slice, student: Tensor, config: DistillationConfig, shard: VocabShard) -> Tensor:
+        columns = self.ids[tokens] - shard.start
+        # A column more, for ids of other shards.
+        columns = torch.where((columns >= 0) & (columns < student.shape[1]), columns, student.shape[1])
+        values, other = self.values[tokens].to(student.dtype).tensor_split([-1], dim=1)
+        beside = student.new_zeros(len(student), 1)
+        others = torch.cat([student.exp(), beside], 1).scatter_(1, columns, 0.0)
+        (mass,) = shard.all_reduce_sum(others.sum(-1, keepdim=True))
+        shift = other - mass.clamp(min=torch.finfo(mass.dtype).tiny).log()
+        return torch.cat([student + shift, beside], 1).scatter_(1, columns, values)[:, :-1]
+
+
+def token_log_probs(logits: Tensor, config: DistillationConfig, shard: VocabShard) -> Tensor:
+    """Log-probabilities [n, vocab] of a shard of the vocabulary, in place of its final logits."""
+    logits[:, max(0, config.vocab_size - shard.start) :] = NO_TOKEN
+    largest = shard.all_reduce_max(logits.amax(-1, keepdim=True))
+    (sums,) = shard.all_reduce_sum((logits - largest).exp().sum(-1, keepdim=True))
+    return logits.sub_(largest + sums.log())
+
+
+def divergence(student: Tensor, teacher: Tensor, beta: float, shard: VocabShard) -> tuple[Tensor, Tensor]:
+    """The generalised Jensen–Shannon divergence [n, 1] of log-probabilities [n, vocab], and its gradient by the student's
+    logits [n, vocab] (Agarwal et al., arXiv 2306.13649, equation 1; TRL's `generalized_jsd_loss`).
+
+    β KL(t ‖ m) + (1 − β) KL(s ‖ m), where m = β t + (1 − β) s. With β = 0 it is KL(t ‖ s), with β = 1 KL(s ‖ t).
+    """
+    probs = student.exp()
+    if beta == 0:
+        teacher_probs = teacher.exp()
+        (total,) = shard.all_reduce_sum((teacher_probs * (teacher - student)).sum(-1, keepdim=True))
+        return total, probs.sub_(teacher_probs)
+    mixture = teacher if beta == 1 else torch.logaddexp(student + math.log1p(-beta), teacher + math.log(beta))
+    ratios, student_weight = student - mixture, 1 - beta or 1.0
+    of_student, of_teacher = shard.all_reduce_sum(
+        (probs * ratios).sum(-1, keepdim=True), (teacher.exp() * (teacher - mixture)).sum(-1, keepdim=True)
+    )
+    return beta * of_teacher + student_weight * of_student, ratios.sub_(of_student).mul_(probs).mul_(student_weight)
+
+
+class DistillationChunk(HeadChunk):
+    """A chunk's cross-entropies, and `divergences` [n], 0 where a token is not scored."""
+
+    def __init__(
+        self,
+        tokens: slice,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        labels: Tensor,
+        scoring: Scoring,
+        teacher: Teacher,
+        config: DistillationConfig,
+    ) -> None:
+        self._teacher, self._config = teacher, config
+        super().__init__(tokens, hidden, weight, bias, labels, scoring)
+
+    def _score(self, logits: Tensor) -> Tensor:
+        scoring, config, shard = self._scoring, self._config, self._scoring.vocab_shard
+        final = final_logits(logits, self._bias, scoring.softcap, config.temperature)
+        final = final.clone() if final is logits else final  # which are read again for the cross-entropy
+        student = token_log_probs(final, config, shard)
+        teacher = self._teacher.log_probs(self.tokens, student, config, shard)
+        totals, self._divergence_gradient = divergence(student, teacher, config.beta, shard)
+        self.divergences = torch.where(self.is_scored, totals.squeeze(1), 0.0)
+        return super()._score(logits)
+
+    def _final_logit_gradient(self, softmax_scales: Tensor, label_scales: Tensor) -> Tensor:
+        scale = self._config.kd_ratio / self._config.temperature
+        scaled = self._divergence_gradient.mul_(self.is_scored.unsqueeze(1) * scale)
+        return super()._final_logit_gradient(softmax_scales, label_scales).add_(scaled)
+
+
+class _ChunkedDistillation(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        labels: Tensor,
+        scoring: Scoring,
+        text_weights: Tensor,
+        teacher: Teacher,
+        config: DistillationConfig,
+    ) -> tuple[Tensor, Tensor]:
+        sums = torch.zeros(2, dtype=loss_dtype(hidden), device=hidden.device)
+        gradients = HeadGradients(ctx.needs_input_grad, hidden, bias) if any(ctx.needs_input_grad) else None
+        rows = weight.to(hidden.dtype)
+        size = min(CHUNK_TOKENS, loss_chunk_tokens(len(rows), hidden.element_size(), on_gpu=hidden.is_cuda, fused=False))
+        for start in range(0, max(1, len(hidden)), size):
+            tokens = slice(start, start + size)
+            chunk = DistillationChunk(tokens, hidden, rows, bias, labels, scoring, teacher, config)
+            of_text = text_weights[tokens]
+            sums += torch.stack([chunk.divergences.sum(), (chunk.losses * of_text).sum()])
+            if gradients is not None:
+                chunk.add_gradients((1 - config.kd_ratio) * of_text, gradients)
+            del chunk  # and its logits, before there are those of the next
+        if gradients is not None:
+            ctx.save_for_backward(gradients.hidden, gradients.weight, gradients.bias)
+            ctx.weight_dtype, ctx.bias_dtype = weight.dtype, None if bias is None else bias.dtype
+        ctx.mark_non_differentiable(sums)
+        return config.kd_ratio * sums[0] + (1 - config.kd_ratio) * sums[1], sums
+
+    @staticmethod
+    def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor | None, ...]:
+        of_hidden, of_weight, of_bias = ctx.saved_tensors
+        scale = upstream[0]
+        return (
+            of_hidden * scale.to(of_hidden.dtype),
+            None if of_weight is None else (of_weight * scale).to(ctx.weight_dtype),
+            None if of_bias is None else (of_bias * scale).to(ctx.bias_dtype),
+            *[None] * 5,
+        )
+
+
+def distillation_loss(
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    text_weights: Tensor,
+    teacher: TeacherHead | None,
+    batch: Batch,
+    config: DistillationConfig,
+    head: HeadOptions = PLAIN_HEAD,
+) -> tuple[Tensor, Tensor]:
+    """The sum of the losses of a batch's tokens with a label, differentiable, and the sums [2] of divergences and of
+    cross-entropies, in nats: fp32 (fp64 if `hidden` is).
+
+    `hidden` [sequences, length, width], `weight` [vocab, width]; a token's cross-entropy counts `text_weights` [sequences,
+    length] times. What the teacher says is in the batch: with a `teacher`'s head the extra "teacher_hidden" [sequences, length,
+    width of the teacher], without one "teacher_ids" [sequences, length, k] and "teacher_logprobs" [sequences, length, k + 1],
+    as StoredTeacher has them. With a sharded head (sharded_head.py) every rank gets the full sums.
+    """
+    sharded = ShardedHead.from_weight(hidden, weight, labels, head)
+    inputs = sharded.inputs()
+    if teacher is None:
+        ids, values = (sharded.local_tokens(batch.extra(f"teacher_{name}")) for name in ("ids", "logprobs"))
+        chosen: Teacher = StoredTeacher(ids.long(), values)
+    else:
+        states = sharded.local_tokens(batch.extra("teacher_hidden")).to(inputs[0].dtype)
+        rows = teacher.rows(sharded.vocab_shard.start, len(inputs[1]))
+        chosen = HeadTeacher(states, TeacherHead(rows.weight.to(states.dtype), rows.bias, rows.softcap))
+    with torch.autocast(hidden.device.type, enabled=False):
+        total, sums = _ChunkedDistillation.apply(*inputs, sharded.local_tokens(text_weights), chosen, config)
+    return sharded.sum_over_tokens(total), sharded.sum_over_tokens(sums)
+
+
+class DistillationObjective:
+    """The loss of DistillationConfig. Batches bring what the teacher says of them, as `distillation_loss` takes it.
+
+    Where the extra "sampled" is 1 the student has sampled the label: there is no cross-entropy, since it is no text to learn.
+    `teacher_head` is set before the first batch where the teacher is beside the student.
+    """
+
+    def __init__(self, config: DistillationConfig) -> None:
+        self.config = config
+        self.teacher_head: TeacherHead | None = None
+
+    def num_items(self, batch: Batch) -> Tensor:
+        """Number of labels, an fp32 scalar on the batch's device."""
+        return (batch.labels != IGNORE_INDEX).sum().float()
+
+    def loss(self, model: LanguageModel, batch: Batch) -> tuple[Tensor, Metrics]:
+        """(sum of losses in nats, metrics as (sum, count) pairs). A batch without labels gives 0, not NaN.
+
+        Metrics: "loss", and of what it consists, unweighted: "kd_loss" (the divergence), "lm_loss" (the cross-entropy of
+        text)."""
+        scored = batch.labels != IGNORE_INDEX
+        of_text = torch.ones_like(scored, dtype=torch.float32)
+        if batch.extras is not None and "sampled" in batch.extras.tensors:
+            of_text = of_text - batch.extra("sampled")
+        head_fn = partial(
+            distillation_loss,
+            labels=batch.labels,
+            text_weights=of_text,
+            teacher=self.teacher_head,
+            batch=batch,
+            config=self.config,
+        )
+        total, sums = apply_head(model, batch, head_fn)
+        num_items = self.num_items(batch)
+        return total, {
+            "loss": (total.detach(), num_items),
+            "kd_loss": (sums[0], num_items),
+            "lm_loss": (sums[1], (of_text * scored).sum()),
+        }
+
+
+@torch.no_grad()
+def top_log_probs(
+    hidden: Tensor, weight: Tensor, k: int, config: DistillationConfig, head: HeadOptions = PLAIN_HEAD
+) -> tuple[Tensor, Tensor]:
+    """What StoredTeacher needs: the `k` likeliest ids int64 [sequences, length, k], the likeliest first, and `values` fp32
+    [sequences, length, k + 1]. With a sharded head of the tokens that `hidden` has, so the weight is gathered."""
+    weight = weight.full_tensor() if isinstance(weight, DTensor) else weight
+    flat, found = hidden.flatten(0, 1), list[tuple[Tensor, Tensor]]()
+    with torch.autocast(hidden.device.type, enabled=False):
+        for states in flat.split(CHUNK_TOKENS):
+            logits = final_logits(states @ weight.to(states.dtype).t(), head.bias, head.softcap, config.temperature)
+            logprobs = token_log_probs(logits, config, VocabShard())
+            values, ids = logprobs.topk(k, dim=-1)
+            others = logprobs.scatter_(1, ids, NO_TOKEN).logsumexp(-1, keepdim=True)
+            found.append((ids, torch.cat([values, others], 1).float()))
+    ids, values = (torch.cat(each).unflatten(0, hidden.shape[:2]) for each in zip(*found, strict=True))
+    return ids, values
