@@ -46,6 +46,7 @@ DISTRIBUTED = (
     "checkpoints",
     "deepseek",
     "determinism",
+    "distillation",
     "elastic",
     "expert_parallel",
     "generation",

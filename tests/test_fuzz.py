@@ -92,6 +92,7 @@ LINES: dict[str, tuple[str, str]] = {
     "prepare": ("", "--source text.txt --out out --vocab_size 301 --workers 1"),
     "pretrain": ("", "--dry-run"),
     "sft": ("", "--dry-run"),
+    "distill": ("", "--dry-run"),
     "align": ("", "--dry-run"),
     "run": ("nothing.toml", ""),
     "evaluate": ("RUN", "--sequences 2 --sequence_length 16 --batch_size 2 --processes 1 --device cpu"),

@@ -447,7 +447,7 @@ def test_nonsense_in_a_launchers_variables_is_refused_at_once(
 # --- what was meant --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("verb", ["sft", "align"])
+@pytest.mark.parametrize("verb", ["sft", "distill", "align"])
 def test_a_dry_run_of_a_recipe_for_pretraining_is_refused_as_the_run_is(tmp_path: Path, refused: Refusal, verb: str) -> None:
     recipe = tmp_path / "a.toml"
     recipe.write_text("[train]\nsteps = 200\n")

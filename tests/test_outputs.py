@@ -24,7 +24,15 @@ WRITTEN = {
 }
 # Runs and caches, into which commands of many kinds write below names of their own, and downloads (tests/data/test_hub.py).
 KEPT = {"run.folder", "rollout.weights_folder", "data.cache_folder", "data.stage_to", "folder", "data.folder"}
-READ = {"data", "data.files", "data.sources.files", "data.sources.validation_files", "data.validation_files", "decontaminate"}
+READ = {
+    "data",
+    "distill.teacher",
+    "data.files",
+    "data.sources.files",
+    "data.sources.validation_files",
+    "data.validation_files",
+    "decontaminate",
+}
 READ |= {"fewshot_file", "file", "hosts", "launch.hosts", "lm_eval_include_path", "log.calibration", "model", "model.source"}
 READ |= {
     "models",

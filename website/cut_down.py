@@ -7,7 +7,7 @@ import tomllib
 from website.links import ROOT
 
 FENCED = re.compile(r"^```(\w+)\n(.*?)^```$", re.M | re.S)
-TRAINING = ("pretrain", "sft", "align")
+TRAINING = ("pretrain", "sft", "distill", "align")
 
 TINY_MODEL = {
     "model.hidden_size": 32,

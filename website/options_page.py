@@ -8,6 +8,7 @@ from typing import Any
 from pydantic.fields import FieldInfo
 
 from lmforge.config.align import AlignConfig
+from lmforge.config.distill import DistillConfig
 from lmforge.config.help_text import default_text, type_name
 from lmforge.config.options import OptionPath, Options, iter_options
 from lmforge.config.stage import PretrainConfig, StageConfig
@@ -19,13 +20,14 @@ from lmforge.verbs.table import VERBS
 STAGES: dict[str, type[StageConfig]] = {
     "pretrain": PretrainConfig,
     "sft": SftConfig,
+    "distill": DistillConfig,
     "align": AlignConfig,
     "bench": BenchConfig,
 }
 RUN_INTRODUCTION = """\
-Every option of `lmforge pretrain`, `sft`, `align` and `bench`, with its default. In a recipe, `train.steps` is `steps` under
-`[train]`; on the command line it is `--train.steps 100`. An option that not all four verbs have, or for which they have
-different defaults, is marked with theirs. `none` unsets an option. This page is made from the classes that read the options."""
+Every option of `lmforge pretrain`, `sft`, `distill`, `align` and `bench`, with its default. In a recipe, `train.steps` is
+`steps` under `[train]`; on the command line it is `--train.steps 100`. An option that not all five verbs have, or for which
+they have different defaults, is marked with theirs. `none` unsets an option. This page is made from the classes that read the options."""
 VERBS_INTRODUCTION = """\
 Every verb with its options, as `lmforge VERB --help all` prints them. An option whose name is in brackets may also be given by
 position. This page is made from the classes that read the options."""
@@ -33,7 +35,7 @@ SIGNS = {"gt": "above", "ge": "at least", "lt": "below", "le": "at most"}
 
 
 def run_page() -> str:
-    """Every option of `pretrain`, `sft`, `align` and `bench`, a heading for each section and each option."""
+    """Every option of the stages and `bench`, a heading for each section and each option."""
     trees = {verb: dict(iter_options(tree, in_tables=True)) for verb, tree in STAGES.items()}
     sections = dict.fromkeys(path[0] for tree in trees.values() for path in tree)
     text = [

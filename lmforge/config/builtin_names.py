@@ -31,6 +31,7 @@ FAMILIES = sorted(module.name for module in iter_modules([str(Path(__file__).par
 BUILT_IN_NAMES: dict[str, dict[str, str]] = {
     "objective": {
         "next-token": "lmforge.stages.objectives:build_next_token_objective",
+        "distillation": "lmforge.stages.objectives:build_distillation_objective",
         "dpo": "lmforge.stages.objectives:build_dpo",
         "orpo": "lmforge.stages.objectives:build_orpo",
         "simpo": "lmforge.stages.objectives:build_simpo",

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, TypeVar, cast
 
 from lmforge.config.align import AlignConfig
+from lmforge.config.distill import DistillConfig
 from lmforge.config.extend import extended
 from lmforge.config.options import Options, OptionsT, merge_options, parse_options, read_recipe, validate_options
 from lmforge.config.stage import PretrainConfig, StageConfig
@@ -19,12 +20,18 @@ from lmforge.untrusted import quoted
 
 StageConfigT = TypeVar("StageConfigT", bound=StageConfig)
 
-STAGES: dict[str, type[StageConfig]] = {"pretrain": PretrainConfig, "sft": SftConfig, "align": AlignConfig}
+STAGES: dict[str, type[StageConfig]] = {
+    "pretrain": PretrainConfig,
+    "sft": SftConfig,
+    "distill": DistillConfig,
+    "align": AlignConfig,
+}
 # Options that override arguments and recipe when a stage resumes: what was to be deleted has been deleted.
 RESUME_ARGUMENTS = ["--run.overwrite", "false", "--run.resume", "auto"]
 # Options that may be typed without their section.
 SHORT_OPTIONS = {
     "method": "align.method",
+    "teacher": "distill.teacher",
     "deterministic": "train.deterministic",
     "environment": "launch.environment",
     "resume": "run.resume",

@@ -33,7 +33,7 @@ from lmforge.errors import UserError
 from lmforge.untrusted import compile_pattern, name_problem
 
 Resume = Literal["auto", "never", "required"]
-Stage = Literal["pretrain", "sft", "align"]
+Stage = Literal["pretrain", "sft", "distill", "align"]
 Device = Literal["auto", "cpu", "cuda"]
 Sharding = Literal["full-shard", "grad-shard", "no-shard", "hybrid-full-shard", "hybrid-grad-shard"]
 DType = Literal["auto", "fp32", "bf16"]

@@ -32,7 +32,7 @@ from lmforge.runs import parse_location
 # A model may support sequences that are too long for the memory of a KV cache.
 DEFAULT_MAX_LENGTH = 4096
 # Stages in which texts begin and end according to the tokenizer and its chat template.
-POST_TRAINING_STAGES = ("sft", "align")
+POST_TRAINING_STAGES = ("sft", "distill", "align")
 
 
 @dataclass(frozen=True)

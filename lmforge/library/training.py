@@ -24,7 +24,7 @@ def train_model(
 
     options    by their names in a recipe, such as {"train.steps": 100}
     recipe     a TOML file that they override
-    stage      "pretrain", "sft" or "align"
+    stage      "pretrain", "sft", "distill" or "align"
     objective  used instead of the one that the recipe names; see docs/library.md
     callbacks  objects with methods at named points of the run, after those that the recipe names; see docs/extending.md
 

@@ -52,13 +52,13 @@ class DistillationConfig:
 
     beta         of the generalised Jensen–Shannon divergence: 0 is the forward KL divergence, 1 the reverse one
     temperature  both models' logits are divided by it in the divergence (which is not multiplied by its square, as in TRL)
-    vocab_size   ids from here on pad a head: they are no part of either distribution in the divergence
+    vocab_size   ids from here on pad a head: they are no part of either distribution in the divergence; None: all are tokens
     """
 
     beta: float
     temperature: float
     kd_ratio: float
-    vocab_size: int
+    vocab_size: int | None = None
 
 
 class Teacher(Protocol):
@@ -107,7 +107,8 @@ class StoredTeacher(Teacher):
 
 def token_log_probs(logits: Tensor, config: DistillationConfig, shard: VocabShard) -> Tensor:
     """Log-probabilities [n, vocab] of a shard of the vocabulary, in place of its final logits."""
-    logits[:, max(0, config.vocab_size - shard.start) :] = NO_TOKEN
+    if config.vocab_size is not None:
+        logits[:, max(0, config.vocab_size - shard.start) :] = NO_TOKEN
     largest = shard.all_reduce_max(logits.amax(-1, keepdim=True))
     (sums,) = shard.all_reduce_sum((logits - largest).exp().sum(-1, keepdim=True))
     return logits.sub_(largest + sums.log())
@@ -244,7 +245,7 @@ class DistillationObjective:
     """The loss of DistillationConfig. Batches bring what the teacher says of them, as `distillation_loss` takes it.
 
     Where the extra "sampled" is 1 the student has sampled the label: there is no cross-entropy, since it is no text to learn.
-    `teacher_head` is set before the first batch where the teacher is beside the student.
+    `config.vocab_size`, and `teacher_head` where the teacher is beside the student, are set before the first batch.
     """
 
     def __init__(self, config: DistillationConfig) -> None:

@@ -211,7 +211,9 @@ def _reference(config: StageConfig) -> Literal["none", "copy", "policy"]:
 
 
 def _check_predictable(config: StageConfig) -> None:
-    """Raise UserError for a recipe whose step is not one update on given batches."""
+    """Raise UserError for a recipe whose step is not one update on given batches, or has another model beside it."""
+    if config.of_stage == "distill":
+        raise UserError("lmforge distill is not predicted: its teacher is another model; plan it as a recipe of lmforge sft")
     if isinstance(config, AlignConfig) and config.align.method == "grpo":
         raise UserError("align.method = grpo is not predicted: most of its step samples completions and rewards them")
 

@@ -287,7 +287,7 @@ def read_environment(run: Run) -> dict[str, str]:
     return {}
 
 
-STAGES = {"pretrain": "Pretraining", "sft": "Supervised fine-tuning", "align": "Alignment"}
+STAGES = {"pretrain": "Pretraining", "sft": "Supervised fine-tuning", "distill": "Distillation", "align": "Alignment"}
 
 
 def subject(run: dict[str, Any]) -> str:

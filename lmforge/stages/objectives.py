@@ -10,11 +10,13 @@ from typing import Any, get_args
 
 from lmforge import registry
 from lmforge.config.align import AlignConfig, Method
+from lmforge.config.distill import DistillConfig
 from lmforge.config.extend import entry_options
 from lmforge.config.mixture import AnySourceOptions
 from lmforge.config.stage import PretrainConfig, StageConfig
 from lmforge.config.tuning import SftConfig
 from lmforge.errors import UserError
+from lmforge.objectives.distillation import DistillationConfig, DistillationObjective
 from lmforge.objectives.language import NextTokenObjective
 from lmforge.objectives.objective import Objective
 from lmforge.objectives.policy import STALENESS_METRICS, PolicyObjective, build_policy_loss_config, completion_metric_names
@@ -23,12 +25,16 @@ from lmforge.objectives.preference import KTOObjective, PreferenceObjective, Rew
 
 def build_objective(config: StageConfig) -> Objective:
     """The objective that a recipe chooses. Raises UserError for one that its stage has no data for."""
-    default = config.align.method if isinstance(config, AlignConfig) else "next-token"
+    default: str = "distillation" if isinstance(config, DistillConfig) else "next-token"
+    if isinstance(config, AlignConfig):
+        default = config.align.method
     name = config.objective.name or default
     if name in get_args(Method) and name != default:
         raise UserError(f"objective.name = {name}: it is a method of alignment; choose it with align.method")
     if name == "next-token" and name != default:
-        raise UserError(f"objective.name = {name}: it reads texts, and this is an alignment; use pretrain or sft")
+        raise UserError(f"objective.name = {name}: it reads texts alone, and this is {config.of_stage}; use pretrain or sft")
+    if name == "distillation" and name != default:
+        raise UserError(f"objective.name = {name}: it needs a teacher; use lmforge distill")
     entry = registry.get("objective", name)
     objective = entry.build(config, entry_options(config.objective, entry))
     return check_objective(objective, f"{entry.origin}: objective {name}")
@@ -50,6 +56,11 @@ def build_next_token_objective(config: StageConfig, options: None = None) -> Nex
         sources = config.data.file_sources
     names = [source.label for source in sources] if len(sources) > 1 else []
     return NextTokenObjective(z_loss=config.train.z_loss, source_names=names)
+
+
+def build_distillation_objective(config: DistillConfig, options: None = None) -> DistillationObjective:
+    distill = config.distill
+    return DistillationObjective(DistillationConfig(distill.beta, distill.temperature, distill.kd_ratio))
 
 
 def build_dpo(config: AlignConfig, options: None = None) -> Objective:

@@ -16,6 +16,7 @@ from lmforge import checkpoint
 from lmforge.checkpoint import Manifest
 from lmforge.cluster.distributed import DistributedContext
 from lmforge.config.align import AlignConfig
+from lmforge.config.distill import DistillConfig
 from lmforge.config.sections import ModelOptions
 from lmforge.config.stage import StageConfig
 from lmforge.config.tuning import LoraOptions, TunedConfig
@@ -166,8 +167,8 @@ def check_base(pretrained: Pretrained, lora: LoraOptions | None) -> None:
 
 
 def pin_checkpoints(config: ConfigT) -> ConfigT:
-    """The recipe with runs in model.source and rollout.reward_functions replaced by their checkpoints. So a resumed run uses
-    the same ones, even if those runs have saved newer checkpoints.
+    """The recipe with runs in model.source, rollout.reward_functions and distill.teacher replaced by their checkpoints. So a
+    resumed run uses the same ones, even if those runs have saved newer checkpoints.
     """
     return _with_sources(config, config.model.source and _pin(config.model.source), _pin)
 
@@ -178,8 +179,8 @@ def _pin(source: Path) -> Path:
 
 
 def with_original_sources(config: ConfigT, manifest: Manifest | None) -> tuple[ConfigT, list[str]]:
-    """The recipe of a resumed run, with the model and the reward models that it began with, and lines to log. The reference is
-    computed from that model. If it no longer exists, the requested model is used instead.
+    """The recipe of a resumed run, with the model and the reward models or teacher that it began with, and lines to log. The
+    reference is computed from that model. If it no longer exists, the requested model is used instead.
     """
     if manifest is None:
         return config, []
@@ -194,16 +195,21 @@ def with_original_sources(config: ConfigT, manifest: Manifest | None) -> tuple[C
         else:
             notes = [f"{original}, from which this run began, no longer exists; {source} takes its place"]
     before = [Path(spec) for spec in manifest.recipe.get("rollout", {}).get("reward_functions", [])]
+    before += [Path(teacher)] if (teacher := manifest.recipe.get("distill", {}).get("teacher")) else []
     of_run = {path.parent: path for path in before if kind_of(path) == Kind.CHECKPOINT}
     return _with_sources(config, source, lambda model: of_run.get(model.parent, model)), notes
 
 
-def _with_sources(config: ConfigT, source: Path | None, replace_reward_model: Callable[[Path], Path]) -> ConfigT:
-    """The recipe with another model.source, and other reward models in rollout.reward_functions."""
+def _with_sources(config: ConfigT, source: Path | None, replace_model: Callable[[Path], Path]) -> ConfigT:
+    """The recipe with another model.source, and other reward models in rollout.reward_functions or another teacher."""
     update: dict[str, Any] = {"model": config.model.model_copy(update={"source": source})}
     if isinstance(config, AlignConfig):
         specs = config.rollout.reward_functions
         with prefix_errors("rollout.reward_functions"):
-            specs = tuple(str(replace_reward_model(Path(spec))) if is_model_folder(spec) else spec for spec in specs)
+            specs = tuple(str(replace_model(Path(spec))) if is_model_folder(spec) else spec for spec in specs)
         update["rollout"] = config.rollout.model_copy(update={"reward_functions": specs})
+    if isinstance(config, DistillConfig) and config.distill.teacher is not None:
+        with prefix_errors("distill.teacher"):
+            teacher = replace_model(config.distill.teacher)
+        update["distill"] = config.distill.model_copy(update={"teacher": teacher})
     return config.model_copy(update=update)

@@ -13,6 +13,7 @@ import torch
 
 from lmforge.cluster.distributed import DistributedContext
 from lmforge.config.align import AlignConfig
+from lmforge.config.distill import DistillConfig
 from lmforge.config.stage import PretrainConfig, StageConfig
 from lmforge.objectives.preference import reference_mismatch_warning
 from lmforge.stages.alignment.prompt_inputs import open_prompt_inputs, prepare_prompts
@@ -21,6 +22,8 @@ from lmforge.stages.alignment.rollouts import Rollouts
 from lmforge.stages.attempt import RunContext
 from lmforge.stages.build_model import BuiltModel
 from lmforge.stages.dataset_batches import DatasetBatches
+from lmforge.stages.distillation.batches import build_distill_batches
+from lmforge.stages.distillation.teacher import open_distill_inputs, prepare_distillation
 from lmforge.stages.examples import open_example_inputs, prepare_examples
 from lmforge.stages.inputs import RunInputs, open_pretrain_inputs
 from lmforge.stages.pretrained import download_pretrained
@@ -48,6 +51,8 @@ def spec_of(config: StageConfig) -> StageSpec:
         return StageSpec(download_pretrained, open_pretrain_inputs, DatasetBatches)
     if isinstance(config, AlignConfig) and config.align.method == "grpo":
         return StageSpec(prepare_prompts, open_prompt_inputs, Rollouts)
+    if isinstance(config, DistillConfig):
+        return StageSpec(prepare_distillation, open_distill_inputs, build_distill_batches)
     preferences = isinstance(config, AlignConfig)
     return StageSpec(prepare_examples, open_example_inputs, build_preference_batches if preferences else DatasetBatches)
 

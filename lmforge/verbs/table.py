@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from lmforge.config.align import AlignConfig
+from lmforge.config.distill import DistillConfig
 from lmforge.config.options import Options
 from lmforge.config.stage import PretrainConfig
 from lmforge.config.tuning import SftConfig
@@ -67,6 +68,7 @@ VERBS = {
     "prepare": Verb(prepare.PrepareOptions, "lmforge.verbs.prepare:run_prepare", writes=True),
     "pretrain": Verb(PretrainConfig, "lmforge.stages.run:run_stage", distributed=True, writes=True),
     "sft": Verb(SftConfig, "lmforge.stages.run:run_stage", distributed=True, writes=True),
+    "distill": Verb(DistillConfig, "lmforge.stages.run:run_stage", distributed=True, writes=True),
     "align": Verb(AlignConfig, "lmforge.stages.run:run_stage", distributed=True, writes=True),
     "run": Verb(running.RunPipelineOptions, "lmforge.verbs.running.pipeline:run_pipeline", writes=True),
     "launch": Verb(running.LaunchVerbOptions, "lmforge.verbs.running.launch:run_launch", writes=True),

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import ClassVar, Literal
 
 from lmforge.config.align import AlignConfig
+from lmforge.config.distill import DistillConfig
 from lmforge.config.options import OUTPUT_FORMAT, Options, option, section
 from lmforge.config.ranges import DURATION, GB_PER_SECOND, HOURS, NONZERO_FRACTION, RANKS, SCALE_OR_0, Range
 from lmforge.config.stage import PretrainConfig, StageConfig
@@ -67,6 +68,14 @@ class SftPlanConfig(SftConfig):
     plan: PlanOptions = PLAN
 
 
+class DistillPlanConfig(DistillConfig):
+    """lmforge plan RECIPE.toml: for a recipe of `lmforge distill`: not predicted yet."""
+
+    of_verb: ClassVar[str | None] = "plan"
+    ESSENTIAL: ClassVar[str] = f"{ESSENTIAL} lora.rank"
+    plan: PlanOptions = PLAN
+
+
 class AlignPlanConfig(AlignConfig):
     """lmforge plan RECIPE.toml: the same for a recipe of `lmforge align`: preferences or a reward model."""
 
@@ -79,9 +88,13 @@ class PlanConfig(PretrainConfig):
     """lmforge plan [RECIPE.toml] --gpus N --gpu_type NAME: memory, speed and cost of a run before it starts."""
 
     of_verb: ClassVar[str | None] = "plan"
-    FOR_STAGE: ClassVar[Mapping[str, type[StageConfig]]] = {"sft": SftPlanConfig, "align": AlignPlanConfig}
+    FOR_STAGE: ClassVar[Mapping[str, type[StageConfig]]] = {
+        "sft": SftPlanConfig,
+        "distill": DistillPlanConfig,
+        "align": AlignPlanConfig,
+    }
     ESSENTIAL: ClassVar[str] = ESSENTIAL
     plan: PlanOptions = PLAN
 
 
-AnyPlanConfig = PlanConfig | SftPlanConfig | AlignPlanConfig
+AnyPlanConfig = PlanConfig | SftPlanConfig | DistillPlanConfig | AlignPlanConfig

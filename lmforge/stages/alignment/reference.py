@@ -35,7 +35,7 @@ from lmforge.parallel.validate import choose_engine
 from lmforge.stages.attempt import RunContext
 from lmforge.stages.build_model import BuiltModel, empty_model
 from lmforge.stages.inputs import RunInputs
-from lmforge.stages.pretrained import find_required_pretrained
+from lmforge.stages.pretrained import Pretrained, find_required_pretrained
 
 # The number of sequences that all ranks together compute and write at once, for any number of ranks.
 CHUNK_SEQUENCES = 64
@@ -97,25 +97,31 @@ class PackingWithReference(Packing):
 def build_reference(ctx: RunContext, inputs: RunInputs, built: BuiltModel, temperature: float = 1.0) -> ReferenceModel:
     """The reference of a recipe. Where its log-probabilities are precomputed, the policy before its first update computes
     them."""
-    config, policy, dist_ctx, options = ctx.config, built.parallel_model, ctx.dist_ctx, ctx.config.parallel
+    config, policy = ctx.config, built.parallel_model
     assert isinstance(config, AlignConfig)
     precomputed = config.reference == "precomputed"
     if config.reference == "adapters-off" or (config.lora.rank is not None and precomputed):
         return ReferenceModel(policy, partial(disable_adapters, policy.model), temperature)
     if precomputed and built.point.step == 0:
         return ReferenceModel(policy, temperature=temperature)
-    # The model that the policy began as, distributed like the policy and never trained.
-    model = empty_model(config, inputs.model_config).requires_grad_(False)
+    # The model that the policy began as.
+    frozen = build_frozen_model(ctx, built, empty_model(config, inputs.model_config), find_required_pretrained(config))
+    return ReferenceModel(frozen, temperature=temperature)
+
+
+def build_frozen_model(ctx: RunContext, built: BuiltModel, model: LanguageModel, weights: Pretrained) -> ParallelModel:
+    """A model that only scores batches, distributed like the one that is trained, with the given weights."""
+    config, dist_ctx, options = ctx.config, ctx.dist_ctx, ctx.config.parallel
     if choose_engine(options, dist_ctx.world_size, dist_ctx.device.type) in ("single", "ddp"):
         # There are no gradients to exchange.
         options, dist_ctx = ParallelOptions(), DistributedContext(RankInfo(), dist_ctx.device, None)
 
     def fill(model: LanguageModel) -> None:
         with ctx.dist_ctx.raise_on_all():
-            find_required_pretrained(config).load_weights(model)
+            weights.load_weights(model)
 
-    frozen = parallelize(
-        model,
+    return parallelize(
+        model.requires_grad_(False),
         reference_logprobs,
         dist_ctx=dist_ctx,
         # The same as for the policy, or the two would differ before the first update.
@@ -126,7 +132,6 @@ def build_reference(ctx: RunContext, inputs: RunInputs, built: BuiltModel, tempe
         init_weights=fill,
         loads_weights=True,
     )
-    return ReferenceModel(frozen, temperature=temperature)
 
 
 def precompute_reference_logprobs(

@@ -1,0 +1,143 @@
+"""The teacher: how it is found, compared with the student, and run beside it."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Shard
+
+from lmforge.cluster.distributed import DistributedContext
+from lmforge.config.distill import DistillConfig
+from lmforge.config.sections import ModelOptions
+from lmforge.data.batch import Batch
+from lmforge.data.tokenizer import Tokenizer
+from lmforge.errors import UserError, prefix_errors
+from lmforge.generate.model_loading import check_reward_head
+from lmforge.hub import cache_folder
+from lmforge.model import build_model
+from lmforge.model.layers import HeadOptions
+from lmforge.objectives.distillation import TeacherHead
+from lmforge.parallel.parallel_model import ParallelModel
+from lmforge.parallel.validate import check_parallel
+from lmforge.stages.alignment.reference import build_frozen_model, with_extras
+from lmforge.stages.attempt import RunContext
+from lmforge.stages.build_model import BuiltModel
+from lmforge.stages.examples import open_example_inputs, prepare_examples
+from lmforge.stages.inputs import RunInputs
+from lmforge.stages.pretrained import Pretrained, check_has_weights, find_pretrained
+from lmforge.untrusted import quoted
+
+# Texts on which tokenizers differ: cases, digits, blanks, scripts, composed characters, code.
+TEXTS = (
+    "The quick brown fox jumps over the lazy dog. DON'T PANIC, it's 1984!",
+    "  leading,\ttabs,\r\n\n\nand   blanks  ",
+    "3.14159265358979 = π; 1,000,000 ≠ 1 000 000; 0x7fff",
+    "Straße, naïve, Ünïcödé, e\u0301 and \u00e9, ﬁ, İstanbul",
+    "日本語のテキスト、中文文本，한국어 텍스트, русский текст, نص عربي, हिन्दी",
+    "def f(x):\n    return {'a': [x ** 2 for _ in range(10)]}  # 🤖👩\u200d🚀\n",
+)
+FIRST_IDS = 8  # of a text are compared, and shown in a message
+
+
+def find_teacher(config: DistillConfig) -> Pretrained:
+    """The teacher of a recipe. Raises UserError where there is none, or it has no weights."""
+    config.require_inputs()
+    assert config.distill.teacher is not None
+    with prefix_errors("distill.teacher"):
+        teacher = find_pretrained(config.distill.teacher, "weights")
+        check_has_weights(teacher)
+        return teacher
+
+
+def prepare_distillation(config: DistillConfig, dist_ctx: DistributedContext) -> None:
+    """Make student, teacher and tokenized examples available on every host. Every rank calls it. Raises UserError."""
+    dist_ctx.run_once_per_folder(partial(find_teacher, config), cache_folder())
+    prepare_examples(config, dist_ctx)
+
+
+def open_distill_inputs(config: DistillConfig, world_size: int) -> RunInputs:
+    """The inputs of fine-tuning, of which the teacher can say something. Raises UserError where it cannot."""
+    inputs = open_example_inputs(config, world_size)
+    teacher = find_teacher(config)
+    with prefix_errors("distill.teacher"):
+        check_same_tokenizer(teacher.tokenizer(), inputs.tokenizer, str(config.distill.teacher))
+        model_config = teacher.resolve_model_config(ModelOptions(source=teacher.folder))
+        check_reward_head(model_config, teacher.folder, reward_model=False)
+        model_config.check_length(config.data.sequence_length)
+        if model_config.vocab_size < inputs.tokenizer.vocab_size:
+            raise UserError(
+                f"{config.distill.teacher}: its head has {model_config.vocab_size:,} ids, and the tokenizer"
+                f" {inputs.tokenizer.vocab_size:,}; take a teacher with all of them"
+            )
+        check_parallel(config.parallel, model_config, inputs.batch_plan)
+    return inputs
+
+
+def check_same_tokenizer(theirs: Tokenizer, ours: Tokenizer, teacher: str) -> None:
+    """Raise UserError where the same ids do not mean the same to both, in text or as special tokens."""
+    if theirs.hash == ours.hash:
+        return
+    for what, their_ids, our_ids in _encodings(theirs, ours):
+        if their_ids != our_ids:
+            difference = f"{what} is {their_ids} there, and {our_ids} to the student"
+            raise UserError(f"another tokenizer at {teacher}: {difference}; take a teacher with the student's tokenizer")
+
+
+def _encodings(theirs: Tokenizer, ours: Tokenizer) -> Iterator[tuple[str, Any, Any]]:
+    for text in TEXTS:
+        for part in (*text.split(), text):
+            yield quoted(part), theirs.encode(part)[:FIRST_IDS], ours.encode(part)[:FIRST_IDS]
+    yield "the end of a text", theirs.eos_token_id, ours.eos_token_id
+    yield "the number of ids", theirs.vocab_size, ours.vocab_size
+    for token in range(ours.vocab_size):
+        yield f"id {token}", quoted(theirs.id_to_token(token)), quoted(ours.id_to_token(token))
+
+
+def _hidden_and_head(model: Any, batch: Batch) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Hidden states [sequences, length, width] of full sequences, and the head's weight and bias, whole, on every rank."""
+    hidden = model(batch.tokens, batch.positions, batch.document_ids, document_starts=batch.document_starts)
+    states, weight, bias = model.lm_head(hidden, _whole)
+    if model.context_parallel is not None:
+        states = model.context_parallel.all_gather_sequence(states, 1)
+    return states, weight, bias
+
+
+def _whole(hidden: Tensor, weight: Tensor, head: HeadOptions) -> tuple[Tensor, Tensor, Tensor | None]:
+    if isinstance(weight, DTensor):
+        hidden = DTensor.from_local(hidden, weight.device_mesh, [Shard(1)], run_check=False).full_tensor()
+        weight = weight.full_tensor()
+    return hidden, weight, head.bias
+
+
+@dataclass(frozen=True)
+class TeacherModel:
+    """A frozen teacher in its compute dtype, distributed like the student."""
+
+    parallel_model: ParallelModel
+    dtype: torch.dtype
+
+    @torch.no_grad()
+    def copy_head(self, sequence_length: int) -> TeacherHead:
+        """A copy of its head, whole on each rank: the student's may be split over ranks between other ids. Every rank calls
+        it."""
+        batch = Batch.from_token_lists([[0] * sequence_length]).to(self.parallel_model.dist_ctx.device)
+        _, weight, bias = self.parallel_model.score(batch, _hidden_and_head)
+        bias = None if bias is None else bias.clone()
+        return TeacherHead(weight.to(self.dtype, copy=True), bias, self.parallel_model.model.lm_head.softcap)
+
+    @torch.no_grad()
+    def add_hidden(self, batch: Batch) -> Batch:
+        """The batch with the extra "teacher_hidden" [sequences, length, width]. Every rank calls it equally often."""
+        states, *_ = self.parallel_model.score(batch, _hidden_and_head)
+        return with_extras(batch, teacher_hidden=states.to(self.dtype))
+
+
+def build_teacher(ctx: RunContext, built: BuiltModel) -> TeacherModel:
+    """The teacher of a recipe, in the student's compute dtype. Every rank calls it."""
+    assert isinstance(ctx.config, DistillConfig)
+    weights = find_teacher(ctx.config)
+    model = build_model(weights.resolve_model_config(ModelOptions(source=weights.folder)), "meta").to(built.dtype)
+    return TeacherModel(build_frozen_model(ctx, built, model, weights), built.dtype)

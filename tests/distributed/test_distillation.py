@@ -1,0 +1,169 @@
+"""Complete runs of distillation: the same on any ranks and from where it was stopped, and what is refused."""
+
+import json
+import random
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from lmforge.bench.bounds import FP32
+from lmforge.data.tokenizer import byte_tokenizer
+from lmforge.runs import Run
+from tests.conftest import Command, Refusal
+from tests.distributed.conftest import Recipe, losses, run_cases, weights
+
+STEPS = 4
+PADDING = 7  # ids more in the teacher's head
+
+
+@dataclass(frozen=True)
+class World:
+    """Where everything is: a student, a teacher of the same tokenizer, conversations, and runs by name."""
+
+    folder: Path
+
+    def run(self, name: str) -> Run:
+        return Run(self.folder / name)
+
+    def words(self, name: str, *more: object, teacher: str = "teacher", steps: int = STEPS, verb: str = "distill") -> list[str]:
+        chosen = {
+            "model.source": self.folder / "student",
+            "run.folder": self.folder,
+            "run.name": name,
+            "data.files": self.folder / "chats.jsonl",
+            "data.folder": self.folder / "examples",
+            "data.sequence_length": 64,
+            "train.steps": steps,
+            "train.global_batch_size": 12,
+            "train.dtype": "fp32",
+            "train.compile": "off",
+            "train.device": "cpu",
+            "train.threads": 1,
+            "optimizer.lr": 2e-3,
+            # A step that follows the size of the gradient: see the recipe fixture.
+            "optimizer.eps": 1e-3,
+            "schedule.name": "constant",
+            "log.every_steps": 1,
+            "checkpoint.every_steps": 3,
+            "validation.sequences": 4,
+        }
+        if verb == "distill":
+            chosen |= {"distill.teacher": self.folder / teacher, "distill.kd_ratio": 0.7}
+        return [verb, *(str(word) for pair in chosen.items() for word in (f"--{pair[0]}", pair[1])), *map(str, more)]
+
+
+@pytest.fixture(scope="module")
+def world(recipe: Recipe, lmforge: Command, tmp_path_factory: pytest.TempPathFactory) -> World:
+    folder = tmp_path_factory.mktemp("distillation")
+    world, chance = World(folder), random.Random(1)
+    with (folder / "chats.jsonl").open("w") as file:
+        for _ in range(160):
+            one, other = chance.sample(("apple", "bread", "chair", "door", "engine", "flute"), 2)
+            question = {"role": "user", "content": f"Which is first, {one} or {other}?"}
+            file.write(json.dumps({"messages": [question, {"role": "assistant", "content": min(one, other)}]}) + "\n")
+    larger = ("--model.hidden_size", "48", "--model.num_hidden_layers", "4", "--train.steps", "12")
+    run_cases(1, [recipe(folder, "student"), recipe(folder, "teacher", *larger)], folder)
+    assert lmforge("export", folder / "teacher", folder / "padded").returncode == 0
+    pad_vocabulary(folder / "padded")
+    alone = [
+        world.words("online"),
+        world.words("online padded", teacher="padded", steps=2),
+        world.words("reverse", "--distill.beta", 1, "--distill.temperature", 2, "--lora.rank", 4),
+        world.words("text", "--distill.kd_ratio", 0, steps=2),
+        world.words("sft", steps=2, verb="sft"),
+        # Stopped after three steps, and continued.
+        world.words("online resumed", "--train.steps", 3),
+        world.words("online resumed"),
+    ]
+    run_cases(1, alone, folder)
+    two = [
+        world.words("online fsdp2"),
+        world.words("online ddp", "--parallel.engine", "ddp", steps=2),
+        world.words("online tensor", "--parallel.tensor_parallel_degree", 2),
+        world.words("online padded tensor", "--parallel.tensor_parallel_degree", 2, teacher="padded", steps=2),
+        world.words("online context", "--parallel.context_parallel_degree", 2, steps=2),
+    ]
+    run_cases(2, two, folder)
+    return world
+
+
+def pad_vocabulary(folder: Path) -> None:
+    """Give the model of a Hugging Face folder more ids, of which its head is very sure."""
+    [file], config = folder.glob("*.safetensors"), json.loads((folder / "config.json").read_text())
+    tensors = load_file(file)
+    for name in {"model.embed_tokens.weight", "lm_head.weight"} & tensors.keys():
+        tensors[name] = torch.cat([tensors[name], torch.full((PADDING, tensors[name].shape[1]), 5.0)])
+    save_file(tensors, file, {"format": "pt"})
+    config["vocab_size"] += PADDING
+    (folder / "config.json").write_text(json.dumps(config))
+
+
+@pytest.mark.parametrize(
+    ("name", "elsewhere"),
+    [
+        ("online", "online fsdp2"),
+        ("online", "online ddp"),
+        ("online", "online tensor"),
+        ("online", "online context"),
+        ("online", "online padded"),
+        ("online", "online padded tensor"),
+    ],
+)
+def test_ranks_and_ids_that_pad_a_teacher_do_not_show_in_the_losses(world: World, name: str, elsewhere: str) -> None:
+    theirs = losses(world.run(elsewhere))
+    assert set(theirs) == set(range(1, max(theirs) + 1))
+    for step, loss in theirs.items():
+        assert loss == pytest.approx(losses(world.run(name))[step], rel=2 * FP32.loss), step
+
+
+def test_stopped_and_continued_a_distillation_ends_in_the_same_bits(world: World) -> None:
+    assert losses(world.run("online resumed")) == losses(world.run("online"))
+    theirs = weights(world.run("online"))
+    assert all(torch.equal(value, theirs[name]) for name, value in weights(world.run("online resumed")).items())
+
+
+def test_what_a_teacher_says_is_learnt(world: World) -> None:
+    for name in ("online", "reverse"):
+        run = losses(world.run(name), "kd_loss")
+        assert 0 < run[STEPS] < run[1], name
+    assert losses(world.run("online"), "val/kd_loss")[STEPS] > 0
+
+
+def test_without_a_share_of_the_teacher_it_is_fine_tuning(world: World) -> None:
+    assert losses(world.run("text")) == pytest.approx(losses(world.run("sft")), rel=FP32.loss)
+    assert losses(world.run("text"), "lm_loss") == losses(world.run("text"))
+
+
+def test_a_teacher_that_cannot_teach_is_refused(world: World, refused: Refusal, lmforge: Command, tmp_path: Path) -> None:
+    def words(*more: object, teacher: str) -> list[str]:
+        return world.words("refused", *more, teacher=teacher)
+
+    other = tmp_path / "other"
+    assert lmforge("export", world.folder / "teacher", other).returncode == 0
+    byte_tokenizer().save(other)
+    said = refused(*words(teacher=str(other)))
+    assert f'another tokenizer at {other}: "The" is [' in said
+    assert "take a teacher with the student's tokenizer" in said
+    assert "distill.teacher" in refused(*words(teacher="nowhere"))
+    assert "its head has" in refused(*words(teacher=str(short_vocabulary(world, tmp_path))))
+    assert not (world.folder / "refused" / "recipe.toml").exists()
+    assert refused("distill", "--model.source", other, "--data.files", "a.jsonl").startswith("distill.teacher: name the model")
+
+
+def short_vocabulary(world: World, folder: Path) -> Path:
+    """A teacher with the tokenizer, whose head lacks ids of it."""
+    short = folder / "short"
+    short.mkdir()
+    for file in (world.folder / "padded").iterdir():
+        (short / file.name).write_bytes(file.read_bytes())
+    [file], config = short.glob("*.safetensors"), json.loads((short / "config.json").read_text())
+    config["vocab_size"] -= PADDING + 1
+    tensors = load_file(file)
+    for name in {"model.embed_tokens.weight", "lm_head.weight"} & tensors.keys():
+        tensors[name] = tensors[name][: config["vocab_size"]].clone()
+    save_file(tensors, file, {"format": "pt"})
+    (short / "config.json").write_text(json.dumps(config))
+    return short
