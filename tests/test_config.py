@@ -285,7 +285,7 @@ def test_a_checkpoint_is_saved_every_tenth_of_a_run_unless_asked_otherwise(steps
 
 @pytest.mark.parametrize("stage", ["pretraining", 5, "x" * 5000])
 def test_a_stage_that_there_is_not_is_refused_in_a_short_line(stage: object) -> None:
-    with pytest.raises(UserError, match=r"^r\.toml: run\.stage: expected one of pretrain, sft, align, got .{1,120}$"):
+    with pytest.raises(UserError, match=r"^r\.toml: run\.stage: expected one of pretrain, sft, distill, align, got .{1,120}$"):
         config_class({"run": {"stage": stage}}, "r.toml")
 
 

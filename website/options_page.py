@@ -8,11 +8,10 @@ from typing import Any
 from pydantic.fields import FieldInfo
 
 from lmforge.config.align import AlignConfig
-from lmforge.config.distill import DistillConfig
 from lmforge.config.help_text import default_text, type_name
 from lmforge.config.options import OptionPath, Options, iter_options
 from lmforge.config.stage import PretrainConfig, StageConfig
-from lmforge.config.tuning import SftConfig
+from lmforge.config.tuning import DistillConfig, SftConfig
 from lmforge.config.verbs.bench import BenchConfig
 from lmforge.config.verbs.running import PipelineOptions
 from lmforge.verbs.table import VERBS
@@ -27,7 +26,8 @@ STAGES: dict[str, type[StageConfig]] = {
 RUN_INTRODUCTION = """\
 Every option of `lmforge pretrain`, `sft`, `distill`, `align` and `bench`, with its default. In a recipe, `train.steps` is
 `steps` under `[train]`; on the command line it is `--train.steps 100`. An option that not all five verbs have, or for which
-they have different defaults, is marked with theirs. `none` unsets an option. This page is made from the classes that read the options."""
+they have different defaults, is marked with theirs. `none` unsets an option. This page is made from the classes that read the
+options."""
 VERBS_INTRODUCTION = """\
 Every verb with its options, as `lmforge VERB --help all` prints them. An option whose name is in brackets may also be given by
 position. This page is made from the classes that read the options."""

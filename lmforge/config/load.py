@@ -7,11 +7,10 @@ from pathlib import Path
 from typing import Any, TypeVar, cast
 
 from lmforge.config.align import AlignConfig
-from lmforge.config.distill import DistillConfig
 from lmforge.config.extend import extended
 from lmforge.config.options import Options, OptionsT, merge_options, parse_options, read_recipe, validate_options
 from lmforge.config.stage import PretrainConfig, StageConfig
-from lmforge.config.tuning import SftConfig
+from lmforge.config.tuning import DistillConfig, SftConfig
 from lmforge.config.verbs.plan import PLAN_OPTIONS
 from lmforge.errors import UserError, did_you_mean
 from lmforge.plugins import load_plugins, resolve_plugins

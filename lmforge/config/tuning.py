@@ -1,4 +1,5 @@
-"""The options of `lmforge sft`, most of which alignment shares: examples instead of token shards, adapters, shorter runs."""
+"""The options of `lmforge sft`, most of which alignment shares: examples instead of token shards, adapters, shorter runs; and
+those that `lmforge distill` has beside them."""
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -244,3 +245,44 @@ class SftConfig(TunedConfig):
     ALTERNATIVES: ClassVar[Alternatives] = (*StageConfig.ALTERNATIVES, *SOURCES_INSTEAD)
     ESSENTIAL: ClassVar[str] = f"data.sources data.format data.mask data.packing {TunedConfig.ESSENTIAL}"
     data: ConversationOptions = section(ConversationOptions, "conversations to train on")
+
+
+class DistillOptions(Options):
+    """The teacher, and the loss. Names are TRL's (GKD) and torchtune's (kd_ratio)."""
+
+    teacher: Path | None = option(
+        None, "the teacher: a run, a checkpoint, a Hugging Face folder or a name on the hub, with the student's tokenizer"
+    )
+    beta: float = option(
+        0.5,
+        "of the generalised Jensen-Shannon divergence (arXiv 2306.13649): 0 is the forward KL divergence, KL(teacher ||"
+        " student), 1 the reverse one",
+        **FRACTION,
+    )
+    temperature: float = option(1.0, "both models' logits are divided by it in the divergence", **SCALE)
+    kd_ratio: float = option(
+        1.0, "share of the divergence in the loss; the rest is the cross-entropy of the data, as in `lmforge sft`", **FRACTION
+    )
+
+
+class DistillConfig(SftConfig):
+    """lmforge distill [RECIPE.toml] --teacher MODEL: train a small model on what a larger one says of each token."""
+
+    of_stage: ClassVar[Stage] = "distill"
+    ESSENTIAL: ClassVar[str] = (
+        "distill.teacher distill.beta distill.temperature distill.kd_ratio model.source data.files data.validation_files"
+        f" data.sequence_length lora.rank {ESSENTIAL_TO_TRAINING}"
+    )
+    distill: DistillOptions = section(DistillOptions, "the teacher, and the loss")
+
+    def require_inputs(self) -> None:
+        super().require_inputs()
+        if self.distill.teacher is None:
+            raise UserError("distill.teacher: name the model to learn from, such as --teacher runs/large")
+
+    def problems(self) -> Iterator[str]:
+        yield from super().problems()
+        if self.train.z_loss:
+            yield "train.z_loss: distillation does not read it; it is for pretrain and sft: leave it out"
+        if self.parallel.pipeline_parallel_degree > 1:
+            yield "parallel.pipeline_parallel_degree: distillation computes losses of whole models; shard with fsdp2 instead"

@@ -10,11 +10,10 @@ from typing import Any, get_args
 
 from lmforge import registry
 from lmforge.config.align import AlignConfig, Method
-from lmforge.config.distill import DistillConfig
 from lmforge.config.extend import entry_options
 from lmforge.config.mixture import AnySourceOptions
 from lmforge.config.stage import PretrainConfig, StageConfig
-from lmforge.config.tuning import SftConfig
+from lmforge.config.tuning import DistillConfig, SftConfig
 from lmforge.errors import UserError
 from lmforge.objectives.distillation import DistillationConfig, DistillationObjective
 from lmforge.objectives.language import NextTokenObjective

@@ -16,10 +16,9 @@ from lmforge import checkpoint
 from lmforge.checkpoint import Manifest
 from lmforge.cluster.distributed import DistributedContext
 from lmforge.config.align import AlignConfig
-from lmforge.config.distill import DistillConfig
 from lmforge.config.sections import ModelOptions
 from lmforge.config.stage import StageConfig
-from lmforge.config.tuning import LoraOptions, TunedConfig
+from lmforge.config.tuning import DistillConfig, LoraOptions, TunedConfig
 from lmforge.data.shards.staged_copy import find_staged
 from lmforge.data.tokenizer import Tokenizer
 from lmforge.errors import UserError, prefix_errors

@@ -13,8 +13,8 @@ import torch
 
 from lmforge.cluster.distributed import DistributedContext
 from lmforge.config.align import AlignConfig
-from lmforge.config.distill import DistillConfig
 from lmforge.config.stage import PretrainConfig, StageConfig
+from lmforge.config.tuning import DistillConfig
 from lmforge.objectives.preference import reference_mismatch_warning
 from lmforge.stages.alignment.prompt_inputs import open_prompt_inputs, prepare_prompts
 from lmforge.stages.alignment.reference import PackingWithReference, build_reference, precompute_reference_logprobs

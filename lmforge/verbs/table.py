@@ -10,10 +10,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from lmforge.config.align import AlignConfig
-from lmforge.config.distill import DistillConfig
 from lmforge.config.options import Options
 from lmforge.config.stage import PretrainConfig
-from lmforge.config.tuning import SftConfig
+from lmforge.config.tuning import DistillConfig, SftConfig
 from lmforge.config.verbs import bench, examine, models, plan, prepare, running
 
 

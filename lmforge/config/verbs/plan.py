@@ -5,11 +5,10 @@ from pathlib import Path
 from typing import ClassVar, Literal
 
 from lmforge.config.align import AlignConfig
-from lmforge.config.distill import DistillConfig
 from lmforge.config.options import OUTPUT_FORMAT, Options, option, section
 from lmforge.config.ranges import DURATION, GB_PER_SECOND, HOURS, NONZERO_FRACTION, RANKS, SCALE_OR_0, Range
 from lmforge.config.stage import PretrainConfig, StageConfig
-from lmforge.config.tuning import SftConfig
+from lmforge.config.tuning import DistillConfig, SftConfig
 
 CONFIGURATIONS: Range = {"gt": 0, "le": 1_000_000}
 # How many of the fastest estimates a search predicts in full.

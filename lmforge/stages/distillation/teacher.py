@@ -10,8 +10,8 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
 
 from lmforge.cluster.distributed import DistributedContext
-from lmforge.config.distill import DistillConfig
 from lmforge.config.sections import ModelOptions
+from lmforge.config.tuning import DistillConfig
 from lmforge.data.batch import Batch
 from lmforge.data.tokenizer import Tokenizer
 from lmforge.errors import UserError, prefix_errors
