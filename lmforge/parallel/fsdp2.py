@@ -1,7 +1,7 @@
 """FSDP2, `fully_shard`: each rank keeps a part of parameters, gradients and optimizer states.
 
-Units: the embedding, each block, the head, and a root with the rest (the last norm). An embedding that is tied to the head
-is used at both ends of the forward pass, so it stays in the root, which is gathered once.
+Units: the embedding, each block, the head, the routers of mixtures in bf16, and a root with the rest (the last norm). An
+embedding that is tied to the head is used at both ends of the forward pass, so it stays in the root, which is gathered once.
 """
 
 import math
@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 
 from lmforge.cluster.memory import check_fits
 from lmforge.model.layers import LanguageModel, LMHead
-from lmforge.model.mixture.experts import Experts
+from lmforge.model.mixture.experts import Experts, Router
 from lmforge.model.quantization.matrices import quantized_matrices
 from lmforge.parallel.expert_parallel import Dispatch, whole_experts
 from lmforge.parallel.parallel_model import NamedState, ParallelModel, local_tensor
@@ -63,8 +63,9 @@ class FSDP2Model(ParallelModel):
         self._shard_modules(root, model.blocks, embeddings, heads)
 
     def _shard_modules(
-        self, root: nn.Module, blocks: Iterable[nn.Module], embeddings: Iterable[nn.Module], heads: Iterable[nn.Module]
+        self, root: nn.Module, blocks: nn.ModuleList, embeddings: Iterable[nn.Module], heads: Iterable[nn.Module]
     ) -> None:
+        self._in_fp32 = self._shard_routers(root, blocks)
         for block in blocks:
             experts = [each for each in block.modules() if isinstance(each, Experts) and isinstance(each.dispatch, Dispatch)]
             for each in experts:  # with expert parallelism they are sharded over fewer ranks than the block
@@ -78,11 +79,33 @@ class FSDP2Model(ParallelModel):
             # The backward pass begins with the head.
             self._fully_shard(head, reshard_after_forward=False)
         self._fully_shard(root)
+        if self._in_fp32:
+            root.register_forward_pre_hook(lambda *_: cast(FSDPModule, root.routers).unshard())
+
+    def _shard_routers(self, root: nn.Module, blocks: nn.ModuleList) -> set[nn.Parameter]:
+        """Shard the routers of mixtures, which compute in fp32, where other units gather in another dtype. Returns what they
+        have.
+
+        As a unit in each block their hooks would break its graph. So all are one without hooks: it is gathered before the
+        forward pass, and reduced at the end of the backward pass with what is left.
+        """
+        routers = nn.Sequential(*(each for block in blocks for each in block.modules() if isinstance(each, Router)))
+        if all(self._dtype in (None, parameter.dtype) for parameter in routers.parameters()):
+            return set()
+        root.add_module("routers", routers)
+        self._fully_shard(routers, mp_policy=MixedPrecisionPolicy(), reshard_after_forward=False)
+        return set(routers.parameters())
 
     def _shard_block(self, module: nn.Module, mesh: DeviceMesh) -> None:
         placement = partial(_placement, num_ranks=mesh.size(-1))
         reshard = self._dims.reshard_after_forward
-        self._fully_shard(module, mesh=mesh, shard_placement_fn=placement, reshard_after_forward=reshard)
+        self._fully_shard(
+            module,
+            mesh=mesh,
+            shard_placement_fn=placement,
+            reshard_after_forward=reshard,
+            ignored_params=self._in_fp32,
+        )
 
     def _set_prefetch(self, num_blocks: int) -> None:
         blocks: list[FSDPModule] = [block for block in self.model.blocks if isinstance(block, FSDPModule)]

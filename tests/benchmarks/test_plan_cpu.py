@@ -17,7 +17,7 @@ def test_every_configuration_is_predicted_and_measured(tmp_path: Path) -> None:
     assert ended.returncode == 0, ended.stderr
     (record,) = (json.loads(path.read_text()) for path in tmp_path.glob("plan_cpu-*.json"))
     (table,) = (path.read_text() for path in tmp_path.glob("plan_cpu-*.md"))
-    assert len({row["configuration"] for row in record["rows"]}) == 12
+    assert len({row["configuration"] for row in record["rows"]}) == 18
     for row in record["rows"]:
         assert row["configuration"] in table
         assert min(row["predicted_tokens_per_second"], row["tokens_per_second"], row["predicted_live_mib"], row["live_mib"]) > 0

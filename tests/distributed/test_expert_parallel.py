@@ -90,3 +90,9 @@ def test_a_run_does_not_meet_the_groups_of_one_before_it_in_the_same_processes(
 
 def test_tokens_go_to_the_ranks_of_their_experts_and_back_even_if_some_ranks_get_none(tmp_path: Path) -> None:
     on_ranks(4, HERE / "dispatch_on_ranks.py", tmp_path, fresh_seed())
+
+
+def test_routers_choose_by_their_master_weights_and_learn_as_in_fp32_under_fsdp2_in_bf16_for_one_more_collective_each_way(
+    tmp_path: Path,
+) -> None:
+    on_ranks(2, HERE / "router_ranks.py", tmp_path, fresh_seed())
