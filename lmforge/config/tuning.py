@@ -201,8 +201,8 @@ class TunedConfig(StageConfig):
             yield "model.load_weights = false: this verb starts from weights; leave it out, or pretrain"
         if self.model.neftune_noise_alpha and self.model.implementation != "lmforge":
             yield "model.neftune_noise_alpha: not with model.implementation = transformers; leave it out"
-        if self.lora.rank is not None and self.parallel.splits_model:
-            yield "lora.rank: not with parallel.tensor_parallel_degree or pipeline_parallel_degree; shard with fsdp2 instead"
+        if self.lora.rank is not None and self.parallel.tensor_parallel_degree > 1:
+            yield "lora.rank: not with parallel.tensor_parallel_degree; shard with fsdp2 instead"
 
 
 SOURCES_INSTEAD: Alternatives = (

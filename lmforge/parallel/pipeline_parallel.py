@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleInterleaved1F1B
 
 from lmforge.data.batch import Batch, Metrics
+from lmforge.errors import UserError
 from lmforge.model.layers import LanguageModel, LMHead
 from lmforge.parallel.dims import PIPELINE
 from lmforge.parallel.fsdp2 import FSDP2Model
@@ -101,6 +102,7 @@ class PipelineModel(FSDP2Model):
         cuts = split_blocks(len(self.model.blocks), self._num_stages)
         self._indices = [self.pipeline_rank + size * turn for turn in range(per_rank)]
         last = self._num_stages - 1
+        check_stages_are_trained(self.model, cuts)
         self._stages = [
             StageModule(self.model, cuts[index], self._loss_fn, is_first=index == 0, is_last=index == last)
             for index in self._indices
@@ -174,6 +176,17 @@ class PipelineModel(FSDP2Model):
             else:
                 dist.send(hidden.contiguous(), group=self._group, group_dst=(index + 1) % size)
         return result
+
+
+def check_stages_are_trained(model: LanguageModel, cuts: list[range]) -> None:
+    """Raise UserError, on all ranks, where a stage has no trained weights, for which torch would wait for gradients."""
+    for stage, cut in enumerate(cuts, start=1):
+        modules = [model.blocks[number] for number in cut] + [model.lm_head] * (stage == len(cuts))
+        if not any(parameter.requires_grad for module in modules for parameter in module.parameters()):
+            raise UserError(
+                f"lora.target_modules: no layer of stage {stage} of {len(cuts)} has an adapter, and a pipeline needs one in"
+                " each; name layers of all stages, or use a smaller parallel.pipeline_parallel_degree"
+            )
 
 
 def _drop_other_parameters(model: LanguageModel, stages: list[StageModule]) -> None:

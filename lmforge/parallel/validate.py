@@ -70,10 +70,8 @@ def check_lora(options: ParallelOptions, float8: bool, base_dtype: str | None = 
         )
     if base_dtype is not None and options.expert_parallel_degree > 1:
         raise UserError(f"lora.base_dtype = {base_dtype}: not with parallel.expert_parallel_degree; shard with fsdp2 alone")
-    if options.splits_model:
-        raise UserError(
-            "parallel.tensor_parallel_degree, pipeline_parallel_degree: not with LoRA adapters; shard with engine = fsdp2"
-        )
+    if options.tensor_parallel_degree > 1:
+        raise UserError("parallel.tensor_parallel_degree: not with LoRA adapters; shard with engine = fsdp2")
     if float8:
         raise UserError("train.float8: not with LoRA adapters; leave one of the two out")
 

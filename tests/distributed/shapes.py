@@ -217,6 +217,7 @@ SAMPLE_OF_LORA: dict[int, dict[str, tuple[str, ...]]] = {
     2: {
         "llama": ("ddp", "fsdp1 full-shard", "fsdp2 full-shard", "fsdp2, CPU offload", "context 2"),
         "gpt2": ("fsdp2, checkpointing selective-ops",),
+        "split gpt2": ("pipeline 2, 4 micro-batches",),
         "mixture": ("fsdp2 full-shard",),
         "experts": ("experts 2 grad-shard, CPU offload",),
     },
@@ -233,10 +234,13 @@ CASES_OF_LORA = {
         "fsdp2, CPU offload",
         "fsdp2, checkpointing full, compiled",
         "context 2",
+        "pipeline 2",
+        "context 2 × pipeline 2",
     ),
     "gpt2": ("ddp", "fsdp1 grad", "fsdp2 full", "fsdp2, checkpointing selective-ops"),
-    "mixture": ("ddp", "fsdp1 full", "fsdp2 full", "fsdp2, checkpointing full"),
-    "experts": ("experts 2, checkpointing full, 2", "experts 2 grad-shard"),
+    "split gpt2": ("pipeline 2",),
+    "mixture": ("ddp", "fsdp1 full", "fsdp2 full", "fsdp2, checkpointing full", "pipeline 2"),
+    "experts": ("experts 2 × pipeline 2", "experts 2, checkpointing full, 2", "experts 2 grad-shard"),
     "latent experts": ("experts 2, checkpointing full, 2",),
 }
 
@@ -301,7 +305,7 @@ def lora_cases(shape: str, world_size: int) -> list[ParityCase]:
 
 # The strategies that quantized matrices are tried with, and how they are stored.
 CASES_OF_QLORA = {
-    "llama": ("ddp", "fsdp2 full", "fsdp2, checkpointing full, compiled", "fsdp2, CPU offload", "context 2"),
+    "llama": ("ddp", "fsdp2 full", "fsdp2, checkpointing full, compiled", "fsdp2, CPU offload", "context 2", "pipeline 2"),
     "gpt2": ("ddp", "fsdp2 full", "fsdp2, checkpointing selective-ops"),
     "mixture": ("ddp", "fsdp2 full", "fsdp2, checkpointing full"),
 }
@@ -317,8 +321,7 @@ SAMPLE_OF_QLORA: dict[int, dict[str, tuple[str, ...]]] = {
 
 def qlora_cases(shape: str, world_size: int) -> list[ParityCase]:
     """The cases that are tried with adapters beside matrices in 4 or 8 bits, one of them compiled."""
-    cases = [each for each in chosen_cases(shape, world_size) if not each.options.splits_model]
-    cases = [*_few_compiled(cases, CASES_OF_QLORA.get(shape, ()))]
+    cases = _few_compiled(chosen_cases(shape, world_size), CASES_OF_QLORA.get(shape, ()))
     return [replace(case, change_model=partial(_add_lora_and_neftune, alpha=0.0, **STORED[shape])) for case in cases]
 
 

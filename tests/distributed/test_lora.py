@@ -6,8 +6,12 @@ from pathlib import Path
 import pytest
 
 from lmforge.bench.bounds import FP32
+from lmforge.errors import UserError
+from lmforge.model import build_model
+from lmforge.model.lora import LoraConfig, add_lora
+from lmforge.parallel.pipeline_parallel import check_stages_are_trained, split_blocks
 from tests.distributed.conftest import HERE, SampledTrials, sampled
-from tests.distributed.shapes import lora_cases, qlora_cases, shapes_on
+from tests.distributed.shapes import SHAPES, lora_cases, qlora_cases, shapes_on
 from tests.preloaded import on_ranks
 
 # B begins at zero: it is nothing but updates, in which the rounding of gradients is not diluted.
@@ -29,6 +33,14 @@ def test_losses_gradient_norms_and_adapters_are_those_of_one_process(trials: Sam
     assert result["loss"] <= FP32.loss
     assert result["gradient_norm"] <= FP32.gradient_norm
     assert result["weights"] < OF_WEIGHTS
+
+
+def test_a_stage_of_a_pipeline_without_an_adapter_is_refused() -> None:
+    model = build_model(SHAPES["llama"], "meta")
+    add_lora(model, LoraConfig(3, 6.0, target_modules=(r"model\.layers\.3\..*",)))
+    check_stages_are_trained(model, split_blocks(len(model.blocks), 1))
+    with pytest.raises(UserError, match="no layer of stage 1 of 2 has an adapter"):
+        check_stages_are_trained(model, split_blocks(len(model.blocks), 2))
 
 
 @pytest.fixture(scope="module")
