@@ -23,7 +23,15 @@ WRITTEN = {
     ("prepare", "out"): "text.txt OUT --vocab_size 301 --workers 1 --overwrite",
 }
 # Runs and caches, into which commands of many kinds write below names of their own, and downloads (tests/data/test_hub.py).
-KEPT = {"run.folder", "rollout.weights_folder", "data.cache_folder", "data.stage_to", "folder", "data.folder"}
+KEPT = {
+    "run.folder",
+    "distill.logprobs",
+    "rollout.weights_folder",
+    "data.cache_folder",
+    "data.stage_to",
+    "folder",
+    "data.folder",
+}
 READ = {
     "data",
     "distill.teacher",

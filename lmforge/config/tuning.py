@@ -9,7 +9,7 @@ from pydantic import model_validator
 
 from lmforge.config.mixture import FileSourceOptions, WeightUnit, mixture_problems
 from lmforge.config.options import Alternatives, Options, option, section, with_default
-from lmforge.config.ranges import COUNT_OR_0, DURATION, FRACTION, MODEL_RANGES, PROBABILITY, SCALE, SCALE_OR_0
+from lmforge.config.ranges import COUNT_OR_0, DURATION, FRACTION, LENGTH, MODEL_RANGES, PROBABILITY, SCALE, SCALE_OR_0
 from lmforge.config.sections import (
     ConversationFormat,
     ModelOptions,
@@ -263,6 +263,26 @@ class DistillOptions(Options):
     kd_ratio: float = option(
         1.0, "share of the divergence in the loss; the rest is the cross-entropy of the data, as in `lmforge sft`", **FRACTION
     )
+    logprobs: Path | None = option(
+        None,
+        "offline: folder of the teacher's likeliest tokens, which the first run that names it writes and others read; none:"
+        " the teacher runs beside the student",
+    )
+    top_k: int = option(64, "logprobs: tokens that are stored of each, with what all others weigh together", gt=0, le=2**16)
+    lmbda: float = option(
+        0.0, "fraction of on-policy batches, in which the student samples the last answers itself, at temperature", **FRACTION
+    )
+    max_completion_length: int = option(128, "on-policy: longest sampled answer, in tokens", **LENGTH)
+
+    def problems(self) -> Iterator[str]:
+        if self.logprobs and self.lmbda:
+            yield "distill.lmbda: not with distill.logprobs, which has nothing of what the student samples; leave one out"
+        if self.lmbda == 1 and self.kd_ratio < 1:
+            yield "distill.kd_ratio: with distill.lmbda = 1 no text of the data is learned; leave it out"
+        if not self.lmbda and "max_completion_length" in self.changed():
+            yield "distill.max_completion_length: nothing is sampled; give distill.lmbda too, or leave it out"
+        if not self.logprobs and "top_k" in self.changed():
+            yield "distill.top_k: nothing is stored; give distill.logprobs too, or leave it out"
 
 
 class DistillConfig(SftConfig):
@@ -270,14 +290,14 @@ class DistillConfig(SftConfig):
 
     of_stage: ClassVar[Stage] = "distill"
     ESSENTIAL: ClassVar[str] = (
-        "distill.teacher distill.beta distill.temperature distill.kd_ratio model.source data.files data.validation_files"
-        f" data.sequence_length lora.rank {ESSENTIAL_TO_TRAINING}"
+        "distill.teacher distill.logprobs distill.lmbda distill.beta distill.temperature distill.kd_ratio model.source"
+        f" data.files data.sequence_length lora.rank {ESSENTIAL_TO_TRAINING}"
     )
     distill: DistillOptions = section(DistillOptions, "the teacher, and the loss")
 
     def require_inputs(self) -> None:
         super().require_inputs()
-        if self.distill.teacher is None:
+        if self.distill.teacher is None and self.distill.logprobs is None:
             raise UserError("distill.teacher: name the model to learn from, such as --teacher runs/large")
 
     def problems(self) -> Iterator[str]:
@@ -286,3 +306,10 @@ class DistillConfig(SftConfig):
             yield "train.z_loss: distillation does not read it; it is for pretrain and sft: leave it out"
         if self.parallel.pipeline_parallel_degree > 1:
             yield "parallel.pipeline_parallel_degree: distillation computes losses of whole models; shard with fsdp2 instead"
+        if self.distill.lmbda and self.parallel.model_parallel_size > 1:
+            yield (
+                "distill.lmbda: not with parallel.tensor_parallel_degree or context_parallel_degree, with which no rank has"
+                " whole answers; shard with fsdp2 instead"
+            )
+        if self.distill.lmbda and self.data.packing != "none":
+            yield "distill.lmbda: a sampled answer needs a sequence of its own; give data.packing = none too"

@@ -17,7 +17,7 @@ Metrics = dict[str, tuple[torch.Tensor, torch.Tensor]]
 
 
 class Extras:
-    """Per-token tensors that some objectives need and models do not: fp32 [sequences, sequence_length] by name.
+    """Per-token tensors that some objectives need and models do not: fp32 [sequences, sequence_length, …] by name.
 
     reference_logprobs  the label's log-probability under the reference model
     old_logprobs        the label's log-probability when it was sampled
@@ -26,6 +26,7 @@ class Extras:
     advantages          the advantage of the completion that the token belongs to
     kto_labels          1 in a desirable completion, 0 in an undesirable one
     margins             by how much the chosen completion is better, in both completions of a pair
+    teacher_ids, teacher_logprobs, teacher_hidden, sampled   of a distillation (objectives/distillation.py)
     truncated           1 in a completion that was truncated at the longest allowed, else 0
 
     A plain object, because FSDP's mixed precision casts the tensors of its arguments to bf16, also those in tuples, dicts and

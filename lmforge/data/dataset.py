@@ -13,7 +13,7 @@ import numpy as np
 from lmforge.checksums import hash_json
 from lmforge.data.best_fit_index import BEST_FIT_VERSION, GROUP_SEQUENCES, BestFitIndex
 from lmforge.data.order import Lanes, Permutation, derive_key, permutation, windowed_permutation
-from lmforge.data.packing import BestFitPacking, ConcatPacking, MapRows, PackedSequence, PackedSequences, Packing
+from lmforge.data.packing import BestFitPacking, ConcatPacking, Extra, MapRows, PackedSequence, PackedSequences, Packing
 from lmforge.data.shards.folder import TokenFolder
 from lmforge.data.shards.format import TRAIN_SPLIT
 from lmforge.errors import UserError
@@ -185,8 +185,8 @@ class JoinedPacking(Packing):
         return int(self._bounds[-1])
 
     @property
-    def extras(self) -> Sequence[str]:
-        return sorted({name for packing in self.packings for name in packing.extras})
+    def extras(self) -> Sequence[Extra]:
+        return sorted({extra for packing in self.packings for extra in packing.extras}, key=str)
 
     def read(self, index: int, out: PackedSequence) -> None:
         assert out.source_ids is not None

@@ -36,7 +36,8 @@ class BatchLoader(AbstractContextManager["BatchLoader"]):
     one sequence more, and all ranks have the same number of micro-batches of one size; the rest is padding, which is not
     scored. With `rng_seed` batches have keys to draw randomness from. Raises ValueError for a rank without a sequence.
 
-    `data_wait_seconds` is the total time for which callers of `batches` waited. Close it, or use it in a `with`.
+    `first` is the number of this rank's first sample in a batch; `data_wait_seconds` the total time for which callers of
+    `batches` waited. Close it, or use it in a `with`.
     """
 
     dataset: TrainingDataset
@@ -57,7 +58,7 @@ class BatchLoader(AbstractContextManager["BatchLoader"]):
         if self.micro_batch_size < 1:
             raise ValueError(f"micro-batches of {self.micro_batch_size} sequences")
         base_size, num_larger = divmod(size, ranks)
-        self._first = rank * base_size + min(rank, num_larger)
+        self.first = rank * base_size + min(rank, num_larger)
         self._num_sequences = base_size + (rank < num_larger)
         self._local_batch_size = math.ceil(math.ceil(size / ranks) / self.micro_batch_size) * self.micro_batch_size
         self.data_wait_seconds = 0.0
@@ -93,7 +94,7 @@ class BatchLoader(AbstractContextManager["BatchLoader"]):
         return [batch[start : start + size] for start in range(0, batch.batch_size, size)]
 
     def _read(self, batch_index: int) -> Batch:
-        start = batch_index * self.global_batch_size + self._first
+        start = batch_index * self.global_batch_size + self.first
         stop, padding = start + self._num_sequences, self._local_batch_size - self._num_sequences
         map_rows = map if self._readers is None else self._readers.map
         batch = Batch.from_sequences(self.dataset.sequences(start, stop, padding=padding, map_rows=map_rows))

@@ -236,7 +236,7 @@ class MixedDataset:
         if len(lengths := {phase.sequence_length for phase in phases}) != 1:
             raise ValueError(f"samples {start} to {stop} have sequences of {lengths} tokens")
         [sequence_length], [datasets, *_] = lengths, [phase.datasets for phase in phases]
-        extras = sorted({name for dataset in datasets for name in dataset.packing.extras})
+        extras = sorted({extra for dataset in datasets for extra in dataset.packing.extras}, key=str)
         sequences = [
             (phase.datasets[source].packing, index)
             for phase, source, index in zip(phases, sources.tolist(), indices.tolist(), strict=True)

@@ -9,6 +9,7 @@ so that there is hardly any padding. The token after a span is only a label, so 
 scored exactly once. Only the algorithm is here; for token shards its result is stored (best_fit_index.py).
 """
 
+import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -20,6 +21,8 @@ from lmforge.data.labels import IGNORE_INDEX
 from lmforge.errors import prefix_errors
 
 PADDING_DOCUMENT_ID = -1
+# The name of an extra; with how many numbers it has of each token, where that is not one.
+Extra = str | tuple[str, int]
 # `map`, or an executor's `map`.
 MapRows = Callable[[Callable[[int], None], Iterable[int]], Iterator[None]]
 
@@ -32,13 +35,14 @@ class PackedSequence:
     labels: np.ndarray  # int64, IGNORE_INDEX where there is nothing to predict
     positions: np.ndarray  # int64, from 0 at the start of each document and of the sequence
     document_ids: np.ndarray  # int32, 0, 1, … in the sequence; PADDING_DOCUMENT_ID after the last token
-    extras: dict[str, np.ndarray] = field(default_factory=dict)  # fp32 per-token values by name
+    extras: dict[str, np.ndarray] = field(default_factory=dict)  # fp32 per-token values by name, one or several of a token
     source_ids: np.ndarray | None = None  # int32, the number of its source, the same everywhere, where there are several
 
     def pad(self, start: int = 0) -> None:
         """Make all padding from column `start` on."""
+        of_sequences = (slice(None),) * (self.tokens.ndim - 1)
         for values in (self.tokens, self.positions, *self.extras.values()):
-            values[..., start:] = 0
+            values[(*of_sequences, slice(start, None))] = 0
         self.labels[..., start:], self.document_ids[..., start:] = IGNORE_INDEX, PADDING_DOCUMENT_ID
 
     def put_document(self, tokens: Sequence[int] | np.ndarray) -> None:
@@ -53,23 +57,26 @@ class PackedSequences(PackedSequence):
     """Samples as rows: each array of shape [sequences, sequence_length]."""
 
     @classmethod
-    def empty(cls, count: int, sequence_length: int, extras: Sequence[str] = (), *, with_sources: bool = False) -> Self:
+    def empty(cls, count: int, sequence_length: int, extras: Sequence[Extra] = (), *, with_sources: bool = False) -> Self:
         """Rows to be written; what is in them before is arbitrary, except `source_ids` (0).
 
         All arrays are one piece of memory: the C library keeps one for the next batch. Smaller arrays would be returned to the
         system after each batch, and the page faults of allocating them again take longer than reading the batch.
         """
         dtypes = [np.int64] * 3 + [np.int32] * (1 + with_sources) + [np.float32] * len(extras)
-        ends = np.cumsum([count * sequence_length * np.dtype(dtype).itemsize for dtype in dtypes])
-        pieces = zip(np.split(np.empty(ends[-1], np.uint8), ends[:-1]), dtypes, strict=True)
-        arrays = (piece.view(dtype).reshape(count, sequence_length) for piece, dtype in pieces)
+        widths = dict((each, ()) if isinstance(each, str) else (each[0], each[1:]) for each in extras)
+        shapes = [(count, sequence_length)] * (4 + with_sources) + [(count, sequence_length, *each) for each in widths.values()]
+        sizes = [math.prod(shape) * np.dtype(dtype).itemsize for shape, dtype in zip(shapes, dtypes, strict=True)]
+        ends = np.cumsum(sizes)
+        pieces = zip(np.split(np.empty(ends[-1], np.uint8), ends[:-1]), dtypes, shapes, strict=True)
+        arrays = (piece.view(dtype).reshape(shape) for piece, dtype, shape in pieces)
         out = cls(
             tokens=next(arrays),
             labels=next(arrays),
             positions=next(arrays),
             document_ids=next(arrays),
             source_ids=next(arrays) if with_sources else None,
-            extras=dict(zip(extras, arrays, strict=True)),
+            extras=dict(zip(widths, arrays, strict=True)),
         )
         if out.source_ids is not None:
             out.source_ids.fill(0)
@@ -127,8 +134,8 @@ class Packing(Protocol):
     def num_sequences(self) -> int: ...
 
     @property
-    def extras(self) -> Sequence[str]:
-        """The names of the extras that its sequences have."""
+    def extras(self) -> Sequence[Extra]:
+        """The extras that its sequences have."""
         return ()
 
     def read(self, index: int, out: PackedSequence) -> None:

@@ -5,6 +5,7 @@ import random
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -12,11 +13,18 @@ from safetensors.torch import load_file, save_file
 from lmforge.bench.bounds import FP32
 from lmforge.data.tokenizer import byte_tokenizer
 from lmforge.runs import Run
+from lmforge.stages.distillation.stored import record_dtype
 from tests.conftest import Command, Refusal
 from tests.distributed.conftest import Recipe, losses, run_cases, weights
 
 STEPS = 4
 PADDING = 7  # ids more in the teacher's head
+SAMPLED = ("--distill.lmbda", 0.5, "--data.packing", "none", "--distill.max_completion_length", 12, "--train.seed", 4)
+RECORD = record_dtype(8)
+
+
+def stored(folder: Path, k: int = 8) -> tuple[object, ...]:
+    return "--distill.logprobs", folder, "--distill.top_k", k
 
 
 @dataclass(frozen=True)
@@ -77,9 +85,19 @@ def world(recipe: Recipe, lmforge: Command, tmp_path_factory: pytest.TempPathFac
         # Stopped after three steps, and continued.
         world.words("online resumed", "--train.steps", 3),
         world.words("online resumed"),
+        world.words("stored all", *stored(folder / "all", 10_000), steps=2),
+        # The second run computes what the first has written no more, and continues with what is missing.
+        world.words("stored", *stored(folder / "few"), "--train.steps", 1),
+        world.words("sampled", *SAMPLED),
+        world.words("sampled resumed", *SAMPLED, "--train.steps", 3),
+        world.words("sampled resumed", *SAMPLED),
     ]
     run_cases(1, alone, folder)
+    (folder / "few" / "train" / "000000000.npy").unlink()
     two = [
+        world.words("stored", *stored(folder / "few")),
+        world.words("stored tensor", *stored(folder / "tensor"), "--parallel.tensor_parallel_degree", 2, steps=2),
+        world.words("sampled fsdp2", *SAMPLED, steps=2),
         world.words("online fsdp2"),
         world.words("online ddp", "--parallel.engine", "ddp", steps=2),
         world.words("online tensor", "--parallel.tensor_parallel_degree", 2),
@@ -110,6 +128,8 @@ def pad_vocabulary(folder: Path) -> None:
         ("online", "online context"),
         ("online", "online padded"),
         ("online", "online padded tensor"),
+        ("online", "stored all"),
+        ("stored", "stored tensor"),
     ],
 )
 def test_ranks_and_ids_that_pad_a_teacher_do_not_show_in_the_losses(world: World, name: str, elsewhere: str) -> None:
@@ -119,10 +139,67 @@ def test_ranks_and_ids_that_pad_a_teacher_do_not_show_in_the_losses(world: World
         assert loss == pytest.approx(losses(world.run(name))[step], rel=2 * FP32.loss), step
 
 
-def test_stopped_and_continued_a_distillation_ends_in_the_same_bits(world: World) -> None:
-    assert losses(world.run("online resumed")) == losses(world.run("online"))
-    theirs = weights(world.run("online"))
-    assert all(torch.equal(value, theirs[name]) for name, value in weights(world.run("online resumed")).items())
+@pytest.mark.parametrize("name", ["online", "sampled"])
+def test_stopped_and_continued_a_distillation_ends_in_the_same_bits(world: World, name: str) -> None:
+    assert losses(world.run(f"{name} resumed")) == losses(world.run(name))
+    theirs = weights(world.run(name))
+    assert all(torch.equal(value, theirs[tensor]) for tensor, value in weights(world.run(f"{name} resumed")).items())
+
+
+def test_a_fraction_of_batches_has_answers_that_the_student_samples_the_same_on_any_ranks(world: World) -> None:
+    one, text = losses(world.run("sampled")), losses(world.run("sampled"), "lm_loss")
+    assert 0 < len(text) < len(one) == STEPS, "no batch, or every batch, is of the data"
+    others = losses(world.run("sampled fsdp2"))
+    assert others == pytest.approx({step: one[step] for step in others}, rel=FP32.loss)
+    assert losses(world.run("sampled"), "kd_loss")[STEPS] > 0
+
+
+def test_what_is_stored_of_a_teacher_is_computed_once_and_continued_where_it_was_stopped(world: World) -> None:
+    logs = [(world.run("stored").path / "logs" / f"attempt-{n}" / "rank-0.log").read_text() for n in (1, 2)]
+    assert [log.count("computing") for log in logs] == [2, 1]
+    assert losses(world.run("stored"))[STEPS] < losses(world.run("stored"))[1]
+
+
+def test_64_stored_tokens_take_less_than_a_50th_of_32000_logits_in_fp32() -> None:
+    assert record_dtype(64).itemsize == 516 <= 0.02 * 4 * 32_000
+
+
+def test_stored_files_have_what_is_scored_and_nothing_else(world: World) -> None:
+    inner = RECORD.itemsize
+    tokens = sum(int(np.load(path).sum()) for path in (world.folder / "few").glob("*/*.npy"))
+    header = sum(128 + 8 * len(np.load(path)) for path in (world.folder / "few").glob("*/*.npy"))
+    assert sum(path.stat().st_size for path in (world.folder / "few").glob("*/*.npy")) == header + inner * tokens
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        (["--distill.top_k", 9], "written for another distill.top_k"),
+        (["--distill.temperature", 2], "written for another distill.temperature"),
+        (["--data.sequence_length", 48], "written for other data"),
+        (["--teacher", "padded"], "written for another teacher"),
+        (["--distill.logprobs", "{}/student"], "there is something else"),
+        (["--distill.lmbda", 0.5, "--data.packing", "none"], "not with distill.logprobs"),
+    ],
+)
+def test_what_was_stored_for_something_else_is_refused(
+    world: World, refused: Refusal, changed: list[object], message: str
+) -> None:
+    given = [str(word).replace("{}", str(world.folder)) for word in changed]
+    teacher = "padded" if given[0] == "--teacher" else "teacher"
+    more = [*stored(world.folder / "few"), *(given if teacher == "teacher" else [])]
+    assert message in refused(*world.words("refused", *more, teacher=teacher))
+
+
+def test_without_its_teacher_what_is_stored_of_it_is_enough(world: World, lmforge: Command, refused: Refusal) -> None:
+    words = world.words("without", *stored(world.folder / "few"), steps=1)
+    place = words.index("--distill.teacher")
+    words[place : place + 2] = []
+    done = lmforge(*words)
+    assert done.returncode == 0, done.stderr
+    assert losses(world.run("without"))[1] == pytest.approx(losses(world.run("stored"))[1], rel=FP32.loss)
+    words[words.index("--distill.logprobs") + 1] = str(world.folder / "nothing")
+    assert "name the teacher" in refused(*words, "--run.name", "other")
 
 
 def test_what_a_teacher_says_is_learnt(world: World) -> None:

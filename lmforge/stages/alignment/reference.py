@@ -23,7 +23,7 @@ from lmforge.config.align import AlignConfig
 from lmforge.config.sections import ParallelOptions
 from lmforge.data.batch import Batch, Extras
 from lmforge.data.dataset import PackedDataset
-from lmforge.data.packing import PackedSequence, Packing
+from lmforge.data.packing import Extra, PackedSequence, Packing
 from lmforge.interop.config_json import to_config_json
 from lmforge.model.layers import LanguageModel
 from lmforge.model.lora import disable_adapters
@@ -86,7 +86,7 @@ class PackingWithReference(Packing):
         return self._packing.num_sequences
 
     @property
-    def extras(self) -> list[str]:
+    def extras(self) -> list[Extra]:
         return [*self._packing.extras, "reference_logprobs"]
 
     def read(self, index: int, out: PackedSequence) -> None:
@@ -143,12 +143,10 @@ def precompute_reference_logprobs(
 ) -> np.ndarray:
     """log p of each label of every sequence under the reference: fp32 [sequences, sequence_length]. Every rank calls it.
 
-    Chunks of CHUNK_SEQUENCES are written as they are computed, so that an interrupted pass continues where it stopped. Their
-    folder is named by a hash of everything that they depend on.
+    The folder of its files is named by a hash of everything that they depend on.
     """
-    config, dist_ctx = ctx.config, ctx.dist_ctx
+    config = ctx.config
     assert isinstance(config, AlignConfig)
-    in_order, count = replace(dataset, shuffle=False), dataset.packing.num_sequences
     depends_on = {
         "weights": find_required_pretrained(config).digest,
         "shape": to_config_json(inputs.model_config),
@@ -159,12 +157,37 @@ def precompute_reference_logprobs(
     }
     key = json.dumps([dataset.plan_hash, dataset.sequence_length, depends_on], sort_keys=True)
     folder = Path(inputs.data_source) / f"reference-{xxhash.xxh3_64_hexdigest(key.encode())}"
+    paths = write_chunks(ctx, inputs, dataset, folder, lambda batch: get_reference().logprobs(batch), np.save)
+    return np.concatenate([np.load(path, allow_pickle=False) for path in paths])
+
+
+def chunk_paths(folder: Path, dataset: PackedDataset) -> list[Path]:
+    """The files of `write_chunks`."""
+    return [folder / f"{first:09d}.npy" for first in range(0, dataset.packing.num_sequences, CHUNK_SEQUENCES)]
+
+
+def write_chunks(
+    ctx: RunContext,
+    inputs: RunInputs,
+    dataset: PackedDataset,
+    folder: Path,
+    compute: Callable[[Batch], Tensor],
+    save: Callable[[Any, np.ndarray], None],
+) -> list[Path]:
+    """Files with what `compute` says of the sequences of a dataset, CHUNK_SEQUENCES in each, in their order. Every rank calls
+    it.
+
+    `compute` returns [sequences, sequence_length, …], which `save(file, values)` writes as fp32. Each file is written as it is
+    computed, so that an interrupted pass continues where it stopped, on any ranks.
+    """
+    config, dist_ctx = ctx.config, ctx.dist_ctx
+    in_order, count = replace(dataset, shuffle=False), dataset.packing.num_sequences
     if dist_ctx.rank_info.local_rank == 0:
         folder.mkdir(parents=True, exist_ok=True)
-    paths = [folder / f"{first:09d}.npy" for first in range(0, count, CHUNK_SEQUENCES)]
+    paths = chunk_paths(folder, dataset)
     missing = sorted(set().union(*dist_ctx.all_gather([index for index, path in enumerate(paths) if not path.exists()])))
     if missing:
-        ctx.console.info(f"reference  computing {count:,} sequences into {folder}")
+        ctx.console.info(f"{config.of_stage:<10} computing {count:,} sequences into {folder}")
     rank, size = data_parallel_rank_and_size(config.parallel, dist_ctx.rank_info.rank, dist_ctx.world_size)
     local_size = -(-CHUNK_SEQUENCES // size)
     batch_size = inputs.batch_plan.micro_batch_size
@@ -172,13 +195,13 @@ def precompute_reference_logprobs(
         first = index * CHUNK_SEQUENCES + rank * local_size
         local = Batch.from_sequences(in_order.sequences(first, first + local_size))
         local = local.to(dist_ctx.device)
-        logprobs = []
+        values = []
         for start in range(0, local_size, batch_size):
             # Each batch counts as progress for the watchdog.
             ctx.watch.set_phase("evaluate", 0)
-            logprobs.append(get_reference().logprobs(local[start : start + batch_size]))
+            values.append(compute(local[start : start + batch_size]))
         # Ranks of one data-parallel rank have the same.
-        parts = dict(dist_ctx.all_gather((rank, torch.cat(logprobs).float().cpu().numpy())))
+        parts = dict(dist_ctx.all_gather((rank, torch.cat(values).float().cpu().numpy())))
         chunk = np.concatenate([parts[number] for number in range(size)])[
             : min(CHUNK_SEQUENCES, count - index * CHUNK_SEQUENCES)
         ]
@@ -186,7 +209,7 @@ def precompute_reference_logprobs(
             # Hosts may share the folder: each writes only the chunks that no other host has written.
             if dist_ctx.rank_info.local_rank == 0 and not paths[index].exists():
                 with atomic_write(paths[index]) as file:
-                    np.save(file, chunk, allow_pickle=False)
+                    save(file, chunk)
     # Until all chunks are written.
     dist_ctx.all_gather(None)
-    return np.concatenate([np.load(path, allow_pickle=False) for path in paths])
+    return paths

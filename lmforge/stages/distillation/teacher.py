@@ -13,18 +13,20 @@ from lmforge.cluster.distributed import DistributedContext
 from lmforge.config.sections import ModelOptions
 from lmforge.config.tuning import DistillConfig
 from lmforge.data.batch import Batch
+from lmforge.data.labels import IGNORE_INDEX
 from lmforge.data.tokenizer import Tokenizer
 from lmforge.errors import UserError, prefix_errors
 from lmforge.generate.model_loading import check_reward_head
 from lmforge.hub import cache_folder
 from lmforge.model import build_model
 from lmforge.model.layers import HeadOptions
-from lmforge.objectives.distillation import TeacherHead
+from lmforge.objectives.distillation import DistillationConfig, TeacherHead, top_log_probs
 from lmforge.parallel.parallel_model import ParallelModel
 from lmforge.parallel.validate import check_parallel
 from lmforge.stages.alignment.reference import build_frozen_model, with_extras
 from lmforge.stages.attempt import RunContext
 from lmforge.stages.build_model import BuiltModel
+from lmforge.stages.distillation.stored import check_stored
 from lmforge.stages.examples import open_example_inputs, prepare_examples
 from lmforge.stages.inputs import RunInputs
 from lmforge.stages.pretrained import Pretrained, check_has_weights, find_pretrained
@@ -44,7 +46,6 @@ FIRST_IDS = 8  # of a text are compared, and shown in a message
 
 def find_teacher(config: DistillConfig) -> Pretrained:
     """The teacher of a recipe. Raises UserError where there is none, or it has no weights."""
-    config.require_inputs()
     assert config.distill.teacher is not None
     with prefix_errors("distill.teacher"):
         teacher = find_pretrained(config.distill.teacher, "weights")
@@ -54,13 +55,19 @@ def find_teacher(config: DistillConfig) -> Pretrained:
 
 def prepare_distillation(config: DistillConfig, dist_ctx: DistributedContext) -> None:
     """Make student, teacher and tokenized examples available on every host. Every rank calls it. Raises UserError."""
-    dist_ctx.run_once_per_folder(partial(find_teacher, config), cache_folder())
+    config.require_inputs()
+    if config.distill.teacher is not None:
+        dist_ctx.run_once_per_folder(partial(find_teacher, config), cache_folder())
     prepare_examples(config, dist_ctx)
 
 
 def open_distill_inputs(config: DistillConfig, world_size: int) -> RunInputs:
     """The inputs of fine-tuning, of which the teacher can say something. Raises UserError where it cannot."""
     inputs = open_example_inputs(config, world_size)
+    if config.distill.logprobs is not None:
+        check_stored(config, inputs, None if config.distill.teacher is None else find_teacher(config).digest)
+    if config.distill.teacher is None:
+        return inputs
     teacher = find_teacher(config)
     with prefix_errors("distill.teacher"):
         check_same_tokenizer(teacher.tokenizer(), inputs.tokenizer, str(config.distill.teacher))
@@ -94,6 +101,21 @@ def _encodings(theirs: Tokenizer, ours: Tokenizer) -> Iterator[tuple[str, Any, A
     yield "the number of ids", theirs.vocab_size, ours.vocab_size
     for token in range(ours.vocab_size):
         yield f"id {token}", quoted(theirs.id_to_token(token)), quoted(ours.id_to_token(token))
+
+
+def _packed_top(model: Any, batch: Batch, k: int, config: DistillationConfig) -> Tensor:
+    """What `top_log_probs` returns, ids before values: fp32 [sequences, length, 2 k + 1] of full sequences, on every rank."""
+    hidden = model(batch.tokens, batch.positions, batch.document_ids, document_starts=batch.document_starts)
+    packed: Tensor = model.lm_head(hidden, partial(_packed_top_of_head, k=k, config=config))
+    return packed if model.context_parallel is None else model.context_parallel.all_gather_sequence(packed, 1)
+
+
+def _packed_top_of_head(hidden: Tensor, weight: Tensor, k: int, config: DistillationConfig, head: HeadOptions) -> Tensor:
+    ids, values = top_log_probs(hidden, weight, k, config, head)
+    packed = torch.cat([ids.float(), values], -1)
+    if isinstance(weight, DTensor):
+        packed = DTensor.from_local(packed, weight.device_mesh, [Shard(1)], run_check=False).full_tensor()
+    return packed
 
 
 def _hidden_and_head(model: Any, batch: Batch) -> tuple[Tensor, Tensor, Tensor | None]:
@@ -133,6 +155,13 @@ class TeacherModel:
         """The batch with the extra "teacher_hidden" [sequences, length, width]. Every rank calls it equally often."""
         states, *_ = self.parallel_model.score(batch, _hidden_and_head)
         return with_extras(batch, teacher_hidden=states.to(self.dtype))
+
+    @torch.no_grad()
+    def score_top(self, batch: Batch, k: int, config: DistillationConfig) -> Tensor:
+        """The `k` likeliest ids of each label's place, and then the values of StoredTeacher: fp32 [sequences, length, 2 k + 1],
+        -1 where nothing is scored. Every rank calls it equally often."""
+        packed: Tensor = self.parallel_model.score(batch, partial(_packed_top, k=k, config=config))
+        return packed.masked_fill((batch.labels == IGNORE_INDEX)[..., None], -1.0)
 
 
 def build_teacher(ctx: RunContext, built: BuiltModel) -> TeacherModel:

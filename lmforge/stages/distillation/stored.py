@@ -1,0 +1,147 @@
+"""The teacher's likeliest tokens, stored once: a folder with a manifest of what they depend on, and files of 64 sequences each.
+
+Only scored tokens are stored. At 64 ids each takes 516 bytes, 0.4 % of its 32,000 logits in fp32.
+"""
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from lmforge.atomic_files import atomic_write_json
+from lmforge.config.tuning import DistillConfig
+from lmforge.data.batch import Batch
+from lmforge.data.dataset import PackedDataset
+from lmforge.data.labels import IGNORE_INDEX
+from lmforge.data.mixture import MixedDataset
+from lmforge.data.packing import Extra, PackedSequence, Packing
+from lmforge.errors import UserError
+from lmforge.stages.alignment.reference import CHUNK_SEQUENCES, chunk_paths, write_chunks
+from lmforge.stages.attempt import RunContext
+from lmforge.stages.inputs import RunInputs
+from lmforge.untrusted import read_json
+
+MANIFEST = "manifest.json"
+# What a manifest says, and how a message calls it.
+DESCRIBED = {
+    "tokenizer": "another tokenizer",
+    "data": "other data",
+    "temperature": "another distill.temperature",
+    "top_k": "another distill.top_k",
+    "teacher": "another teacher",
+}
+
+
+def record_dtype(k: int) -> np.dtype[Any]:
+    """What is stored of a token: the k likeliest ids, and the logarithms of their probabilities and of all others' together."""
+    return np.dtype([("ids", "<i4", (k,)), ("logprobs", "<f4", (k + 1,))])
+
+
+def distilled_datasets(inputs: RunInputs) -> dict[str, PackedDataset]:
+    """The datasets whose tokens a teacher scores, by the name of their folder."""
+    train, validation = inputs.train_dataset, inputs.validation_dataset
+    of_train = {"train": train} if isinstance(train, PackedDataset) else {}
+    if isinstance(train, MixedDataset):
+        of_train = {f"train-{number}": dataset for number, dataset in enumerate(train.phases[0].datasets)}
+    return of_train | ({} if validation is None else {"validation": validation})
+
+
+def describe_stored(config: DistillConfig, inputs: RunInputs, teacher_digest: str | None) -> dict[str, Any]:
+    """The manifest: everything that the stored tokens depend on."""
+    plans = {name: dataset.plan for name, dataset in distilled_datasets(inputs).items()}
+    return {
+        "format": 1,
+        "tokenizer": inputs.tokenizer.hash,
+        "data": json.loads(json.dumps(plans)),
+        "temperature": config.distill.temperature,
+        "top_k": min(config.distill.top_k, inputs.tokenizer.vocab_size),
+        "teacher": teacher_digest,
+    }
+
+
+def check_stored(config: DistillConfig, inputs: RunInputs, teacher_digest: str | None) -> None:
+    """Raise UserError where distill.logprobs is of something else, or lacks what only a teacher could add."""
+    folder = config.distill.logprobs
+    assert folder is not None
+    if not (folder / MANIFEST).exists():
+        if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+            raise UserError(f"distill.logprobs: {folder}: there is something else; name a new folder")
+        if teacher_digest is None:
+            raise UserError(f"distill.logprobs: {folder}: nothing is stored there; name the teacher, distill.teacher")
+        return
+    stored = read_json(folder / MANIFEST, dict[str, Any])
+    for name, value in describe_stored(config, inputs, teacher_digest).items():
+        if stored.get(name) != value and not (name == "teacher" and value is None):
+            what = DESCRIBED.get(name, "another version of lmforge")
+            raise UserError(f"distill.logprobs: {folder}: written for {what}; name another folder, or what it was written for")
+    paths = [path for name, each in distilled_datasets(inputs).items() for path in chunk_paths(folder / name, each)]
+    missing = sum(not path.exists() for path in paths)
+    if missing and teacher_digest is None:
+        raise UserError(f"distill.logprobs: {folder}: {missing} files are missing; name the teacher, distill.teacher, again")
+
+
+def read_stored(ctx: RunContext, inputs: RunInputs, digest: str | None, score: Callable[[Batch], Any]) -> None:
+    """Give the sequences of all datasets the extras "teacher_ids" and "teacher_logprobs". What is missing is computed by
+    `score` (TeacherModel.score_top) and written. Every rank calls it."""
+    assert isinstance(ctx.config, DistillConfig)
+    folder = ctx.config.distill.logprobs
+    assert folder is not None
+    manifest = describe_stored(ctx.config, inputs, digest)
+    k = manifest["top_k"]
+
+    def begin() -> None:
+        if not (folder / MANIFEST).exists():
+            folder.mkdir(parents=True, exist_ok=True)
+            atomic_write_json(folder / MANIFEST, manifest)
+
+    def save(file: Any, values: np.ndarray) -> None:
+        scored = values[..., 0] >= 0
+        np.save(file, scored.sum(1), allow_pickle=False)
+        records = np.empty(int(scored.sum()), record_dtype(k))
+        records["ids"], records["logprobs"] = values[scored][:, :k], values[scored][:, k:]
+        file.write(records.tobytes())
+
+    ctx.dist_ctx.run_once_per_folder(begin, folder.parent)
+    for name, dataset in distilled_datasets(inputs).items():
+        paths = write_chunks(ctx, inputs, dataset, folder / name, score, save)
+        dataset.packing = StoredPacking(dataset.packing, tuple(paths), k)
+
+
+@dataclass
+class StoredPacking(Packing):
+    """Sequences with what is stored of their scored tokens, and zeros elsewhere."""
+
+    packing: Packing
+    paths: tuple[Path, ...]
+    k: int
+
+    @property
+    def num_sequences(self) -> int:
+        return self.packing.num_sequences
+
+    @cached_property
+    def extras(self) -> list[Extra]:
+        return [*self.packing.extras, ("teacher_ids", self.k), ("teacher_logprobs", self.k + 1)]
+
+    def read(self, index: int, out: PackedSequence) -> None:
+        self.packing.read(index, out)
+        scored = out.labels != IGNORE_INDEX
+        records = self._records(index) if index < self.num_sequences else np.empty(0, record_dtype(self.k))
+        if len(records) != scored.sum():
+            raise UserError(f"{self.paths[index // CHUNK_SEQUENCES]}: not what was stored of this data; delete it")
+        for name in ("ids", "logprobs"):
+            out.extras[f"teacher_{name}"][:] = 0
+            out.extras[f"teacher_{name}"][scored] = records[name]
+
+    def _records(self, index: int) -> np.ndarray:
+        number, at = divmod(index, CHUNK_SEQUENCES)
+        dtype = record_dtype(self.k)
+        with open(self.paths[number], "rb") as file:
+            counts = np.load(file, allow_pickle=False)
+            file.seek(int(counts[:at].sum()) * dtype.itemsize, 1)
+            content = file.read(int(counts[at]) * dtype.itemsize)
+        return np.frombuffer(content[: len(content) // dtype.itemsize * dtype.itemsize], dtype)
