@@ -30,13 +30,14 @@ THOUGHT = "<think>\nHm.\n</think>\n\n"
 class TurnEncoder:
     """Prompts, answers and replies of conversations with `tools`, schemas, by a tokenizer's chat template.
 
-    can_call_twice: whether the template takes several calls in one answer. turn_end_ids: the tokens that end an answer which
-    may have a reply, as `check` found them.
+    tools: their schemas. can_call_twice: whether the template takes several calls in one answer. turn_end_ids: the tokens that
+    end an answer which may have a reply, as `check` found them.
     """
 
     def __init__(self, tokenizer: Tokenizer, tools: Sequence[dict[str, Any]]) -> None:
         """Raises UserError where there is no chat template, or one that knows no tools or calls them in an unknown form."""
-        self._tokenizer, self._tools = tokenizer, list(tools) or None
+        self._tokenizer, self.tools = tokenizer, list(tools)
+        self._tools = self.tools or None
         self.template = ChatTemplate.from_tokenizer(tokenizer)
         template = self.template.chat_example([_user(), _answer()], tools=self._tools).template
         self._call_format = tool_call_format(template) if tools else None

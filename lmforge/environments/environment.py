@@ -72,6 +72,7 @@ class ToolEnvironment(Environment):
     def __init__(self, functions: Sequence[Callable[..., Any]], instance: Any = None) -> None:
         """`instance`: of a class as TRL's, which the functions are methods of. Raises UserError where it has no reset."""
         self.instance = instance
+        self.failed_calls = 0  # of the last step
         self._functions = {function.__name__: function for function in functions}
         self.gives_rewards = hasattr(instance, "get_reward")
 
@@ -103,6 +104,7 @@ class ToolEnvironment(Environment):
         if later := [result for result in results if inspect.iscoroutine(result)]:
             returned = iter(asyncio.run(_all(later)))
             results = [next(returned) if inspect.iscoroutine(result) else result for result in results]
+        self.failed_calls = sum(isinstance(result, _Failure) for result in results)
         return Reply([tool_message(call, str(result)) for call, result in zip(calls, results, strict=True)], done=not calls)
 
     def _run(self, call: dict[str, Any]) -> Any:
@@ -112,7 +114,7 @@ class ToolEnvironment(Environment):
                 raise ValueError(f"Tool {call['name']} not found.")
             result = self._functions[call["name"]](**call["arguments"])
         except Exception as error:
-            return {"error": str(error)}
+            return _Failure(error=str(error))
         return result
 
     def get_reward(self) -> Any:
@@ -129,6 +131,10 @@ class ToolEnvironment(Environment):
             asyncio.run(closing)
 
 
+class _Failure(dict[str, str]):
+    """What is returned for a call that raised an exception, as in TRL: {"error": …}."""
+
+
 def tool_message(call: Message, content: str) -> Message:
     """What a tool returned to a call."""
     return {"role": "tool", "name": call["function"]["name"], "tool_call_id": call["id"], "content": content}
@@ -136,7 +142,7 @@ def tool_message(call: Message, content: str) -> Message:
 
 async def _all(coroutines: Sequence[Any]) -> list[Any]:
     returned = await asyncio.gather(*coroutines, return_exceptions=True)
-    return [{"error": str(each)} if isinstance(each, Exception) else each for each in returned]
+    return [_Failure(error=str(each)) if isinstance(each, Exception) else each for each in returned]
 
 
 def _call_with_columns(function: Callable[..., Any], row: dict[str, Any]) -> Any:

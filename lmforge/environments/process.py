@@ -25,11 +25,22 @@ from lmforge.untrusted import expand_home
 CLOSING_SECONDS = 5.0
 
 
+class Declaration(NamedTuple):
+    """What an environment declares: schemas of the tools that the model may call, "tool", "user" or both, and whether episodes
+    have a reward without a reward function."""
+
+    tools: list[dict[str, Any]]
+    reply_roles: list[str]
+    gives_rewards: bool
+
+
 class EpisodeReply(NamedTuple):
-    """What an environment answered in an episode. `error`: why it did not, which ends the episode."""
+    """What an environment answered in an episode. `failed_calls`: how many of the answer's calls raised an exception. `error`:
+    why there is no answer, which ends the episode."""
 
     messages: Sequence[Message] = ()
     done: bool = False
+    failed_calls: int = 0
     error: str = ""
 
 
@@ -47,7 +58,7 @@ class EnvironmentPool(AbstractContextManager["EnvironmentPool"]):
     """
 
     def __init__(self, spec: str, *, processes: int = 1, timeout_seconds: float = 60.0) -> None:
-        """`spec`: FILE.py:CLASS, FILE.py:FUNCTION, or a name that is registered. `timeout_seconds` is for one call of it.
+        """`spec`: FILE.py:CLASS, FILE.py:FUNCTION, FILE.py:DICT, or a registered name. `timeout_seconds` is for one call of it.
 
         Raises UserError where it is not of this form. What needs its process raises UserError where it cannot be used.
         """
@@ -62,7 +73,7 @@ class EnvironmentPool(AbstractContextManager["EnvironmentPool"]):
         self._workers: list[JsonLineProcess | None] = [None] * processes
         self._threads = ThreadPoolExecutor(processes)
         self.close = weakref.finalize(self, _close, self._workers, self._threads)
-        self._description: dict[str, Any] = {}
+        self._declarations: dict[str, Declaration] = {}
         # Of episodes that have ended by a failure, why.
         self._failed: dict[int, str] = {}
         self._num_episodes, self._ended = 0, True
@@ -70,25 +81,17 @@ class EnvironmentPool(AbstractContextManager["EnvironmentPool"]):
         self.required_columns: dict[str, list[str]] = {spec: []}
         self.accepted_columns: dict[str, list[str] | None] = {spec: None}
 
-    def _declared(self, name: str) -> Any:
-        if not self._description:
+    @property
+    def declarations(self) -> Mapping[str, Declaration]:
+        """Of each environment by its name; "" is the name of one alone."""
+        if not self._declarations:
             self._start(0)
-        return self._description[name]
-
-    @property
-    def tools(self) -> list[dict[str, Any]]:
-        """The schemas of what the model may call."""
-        return list(self._declared("tools"))
-
-    @property
-    def reply_roles(self) -> list[str]:
-        """ "tool", "user" or both."""
-        return list(self._declared("reply_roles"))
+        return self._declarations
 
     @property
     def gives_rewards(self) -> bool:
-        """Whether episodes have a reward without a reward function."""
-        return bool(self._declared("gives_rewards"))
+        """Whether some episodes have a reward without a reward function."""
+        return any(each.gives_rewards for each in self.declarations.values())
 
     def add_functions(self, functions: Mapping[str, tuple[str, str]], accepted: Mapping[str, list[str] | None]) -> None:
         """Reward functions that are given `environments`: (file, name) of each, and the columns that it is given. They run
@@ -230,7 +233,8 @@ class EnvironmentPool(AbstractContextManager["EnvironmentPool"]):
 
     def _start(self, worker: int) -> None:
         module, what = "lmforge.environments.server", f"environment {self.spec}"
-        self._workers[worker], self._description = start_server(module, self.spec, self._first, what, CLOSING_SECONDS)
+        self._workers[worker], description = start_server(module, self.spec, self._first, what, CLOSING_SECONDS)
+        self._declarations = {name: Declaration(**declared) for name, declared in description.items()}
 
     def __exit__(self, *exc_info: object) -> None:
         self.close()

@@ -7,7 +7,8 @@ import signal
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
+from itertools import chain
+from types import ModuleType
 from typing import Any
 
 from lmforge import registry
@@ -54,7 +55,9 @@ class _Episodes:
     def __init__(self) -> None:
         self._environments: dict[int, Environment] = {}
         self._rewards: dict[int, list[float]] = {}
-        self._spare: Environment | None = None  # that the declaration was read from: the first episode's
+        self._names: dict[int, str] = {}
+        # By the name of an environment, instances for further episodes.
+        self._idle: dict[str, list[Environment]] = {}
 
     def open(self, spec: str, first: dict[str, Any]) -> tuple[dict[str, Any], Callable[[Any], Any]]:
         """What the environment declares, and what answers requests. Raises UserError."""
@@ -62,22 +65,27 @@ class _Episodes:
         self._spec, self._timeout_seconds, self._file, self._module = spec, first["timeout_seconds"], file, None
         if file:
             self._module = import_file(expand_home(file).resolve(), "environment", "environment")
-            found = find_function(self._module, f"environment {spec}", name, classes=True)
+            found = _find_environments(self._module, spec, name)
         else:
             load_plugins(first["plugins"])
             found = registry.get("environment", spec).load()
+        # As in TRL: of several, the column `environment` says whose an episode is.
+        self._found: dict[str, Any] = found if isinstance(found, dict) else {"": found}
         self._functions = self._import_functions(first["functions"])
-        self._build = partial(_build, found)
-        with prefix_errors(f"environment {spec}"), _time_limit(self._timeout_seconds):
-            try:
-                self._spare = self._build()
-                return _describe(self._spare, getattr(found, "__name__", spec)), self.answer
-            except _TooLong:
-                raise UserError(f"not made in {self._timeout_seconds:g} seconds") from None
-            except UserError:
-                raise
-            except BaseException as error:
-                raise UserError(describe_exception(error)) from None
+        declarations = {}
+        for name, each in self._found.items():
+            with prefix_errors(f"environment {spec}{name and f': {name}'}"), _time_limit(self._timeout_seconds):
+                try:
+                    environment = _build(each)
+                    self._idle[name] = [environment]
+                    declarations[name] = _describe(environment, getattr(each, "__name__", spec))
+                except _TooLong:
+                    raise UserError(f"not made in {self._timeout_seconds:g} seconds") from None
+                except UserError:
+                    raise
+                except BaseException as error:
+                    raise UserError(describe_exception(error)) from None
+        return declarations, self.answer
 
     def answer(self, request: dict[str, Any]) -> dict[str, Any]:
         """The response to a request. An environment that fails is left."""
@@ -102,7 +110,7 @@ class _Episodes:
 
     def close(self) -> None:
         """End what all environments have opened."""
-        for environment in [self._spare, *self._environments.values()]:
+        for environment in (*self._environments.values(), *chain.from_iterable(self._idle.values())):
             self._close(environment)
 
     def _close(self, environment: Environment | None) -> None:
@@ -115,35 +123,41 @@ class _Episodes:
                 print(f"environment {self._spec}: close fails: {reason}", file=sys.stderr, flush=True)
 
     def _reset(self, request: dict[str, Any]) -> dict[str, Any]:
-        number, spare = request["episode"], self._spare
+        number, row = request["episode"], request["row"]
+        name = "" if "" in self._found else row.pop("environment")
         # An instance serves one episode after another, as in TRL.
-        self._environments[number] = environment = self._environments.pop(number, None) or spare or self._build()
-        self._spare = None if environment is spare else spare
-        messages = _checked(environment.reset(**request["row"]), "reset")
+        idle = self._idle[name]
+        self._environments[number] = environment = idle.pop(0) if idle else _build(self._found[name])
+        self._names[number], self._rewards[number] = name, []
+        messages = _checked(environment.reset(**row), "reset")
         if not messages:
             raise WrongReturn("reset returned no messages")
-        self._rewards[number] = []
         return {"messages": messages}
 
     def _step(self, request: dict[str, Any]) -> dict[str, Any]:
-        reply = self._environments[request["episode"]].step(request["message"])
+        environment = self._environments[request["episode"]]
+        reply = environment.step(request["message"])
         if not isinstance(reply, Reply):
             raise WrongReturn(f"step returned {type(reply).__name__}, not a Reply")
         if reply.reward is not None:
             self._rewards[request["episode"]].append(_checked_reward(reply.reward, "step"))
         messages = _checked(reply.messages, "step")
-        return {"messages": messages, "done": bool(reply.done or not messages)}
+        failed_calls = environment.failed_calls if isinstance(environment, ToolEnvironment) else 0
+        return {"messages": messages, "done": bool(reply.done or not messages), "failed_calls": failed_calls}
 
     def _reward(self, request: dict[str, Any]) -> dict[str, Any]:
         environment, given = self._environments[request["episode"]], self._rewards[request["episode"]]
-        if isinstance(environment, ToolEnvironment):
+        if isinstance(environment, ToolEnvironment) and environment.gives_rewards:
             reward = environment.get_reward()
             return {"reward": None if reward is None else _checked_reward(reward, "get_reward")}
         return {"reward": math.fsum(given) if given else None}
 
     def _end(self, request: dict[str, Any]) -> dict[str, Any]:
-        if (environment := self._environments.get(request["episode"])) and environment.has_close:
-            self._close(self._environments.pop(request["episode"]))
+        if environment := self._environments.pop(request["episode"], None):
+            if environment.has_close:
+                self._close(environment)
+            else:
+                self._idle[self._names[request["episode"]]].append(environment)
         return {}
 
     def _import_functions(self, functions: dict[str, tuple[str, str]]) -> dict[str, RewardFunction]:
@@ -168,6 +182,16 @@ def main() -> None:
     """Open the environment that the first argument names, say what it has, then answer requests until the input closes."""
     episodes = _Episodes()
     serve_requests(episodes.open, episodes.close, CLOSING_SECONDS)
+
+
+def _find_environments(module: ModuleType, spec: str, name: str) -> Any:
+    """A class or function of a file, or a dict of several by their names. Raises UserError."""
+    found = vars(module).get(name)
+    if not isinstance(found, dict):
+        return find_function(module, f"environment {spec}", name, classes=True)
+    if not found or not all(isinstance(key, str) and key and callable(each) for key, each in found.items()):
+        raise UserError(f"environment {spec}: expected a dict of names and classes or functions, got {found!r:.100}")
+    return found
 
 
 def _build(found: Any) -> Environment:

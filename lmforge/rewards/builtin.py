@@ -42,9 +42,16 @@ def _program_reward(result: ProgramResult) -> float:
     return earned + PART_REWARDS["checks"] * sum(result.checks_passed) / len(result.checks_passed)
 
 
+def _last_answer(completion: str | Sequence[dict[str, Any]]) -> str:
+    """The text of a completion; of one with an environment, whose completions are messages, that of its last answer."""
+    if isinstance(completion, str):
+        return completion
+    return next((str(turn["content"]) for turn in reversed(completion) if turn["role"] == "assistant"), "")
+
+
 def python_code(
     prompts: Sequence[Any],
-    completions: Sequence[str],
+    completions: Sequence[str | Sequence[dict[str, Any]]],
     checks: Sequence[list[str] | None] | None = None,
     reward_timeout_seconds: float = math.inf,
     **columns: Any,
@@ -57,7 +64,7 @@ def python_code(
     or if code cannot be confined on this machine.
     """
     deadline = time.monotonic() + TIME_FRACTION * reward_timeout_seconds
-    programs = [_extract_code(completion) for completion in completions]
+    programs = [_extract_code(_last_answer(completion)) for completion in completions]
     statements = [each or [] for each in checks or [None] * len(programs)]
     for each in statements:
         if not isinstance(each, list) or not all(isinstance(check, str) for check in each):

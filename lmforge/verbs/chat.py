@@ -101,9 +101,10 @@ class ChatTools:
     def __init__(self, spec: str, loaded: LoadedModel) -> None:
         """Raises UserError where they cannot be used, or the chat template knows no tools."""
         self.pool = EnvironmentPool(spec)
-        if self.pool.reply_roles != ["tool"]:
+        declared = self.pool.declarations.get("")
+        if declared is None or declared.reply_roles != ["tool"]:
             raise UserError(f"--tools {spec}: an environment with turns of its own; name a function, or a class of tools")
-        self.encoder = TurnEncoder(loaded.tokenizer, self.pool.tools)
+        self.encoder = TurnEncoder(loaded.tokenizer, declared.tools)
         self._begin()
 
     def _begin(self) -> None:
@@ -191,7 +192,7 @@ class ChatSession:
         return self._tools.encoder.read_answer(streamer.token_ids, self._num_answers, ended)
 
     def _request(self) -> GenerationRequest:
-        schemas = self._tools and self._tools.pool.tools
+        schemas = self._tools and self._tools.encoder.tools
         prompt = self._loaded.chat_template.encode_prompt(self._messages, schemas or None)
         try:
             available = check_room(len(prompt), self._max_length)

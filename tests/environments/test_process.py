@@ -10,7 +10,7 @@ import psutil
 import pytest
 
 from lmforge.environments.environment import tool_message
-from lmforge.environments.process import EnvironmentPool
+from lmforge.environments.process import Declaration, EnvironmentPool
 from lmforge.errors import UserError
 from lmforge.rewards.functions import load_reward_functions
 
@@ -213,6 +213,12 @@ class Closes(Environment):
     def write(self, what):
         with open(self.log, "a") as file:
             print(what, self.name, file=file)
+
+
+SEVERAL = {"count": Counter, "guess": Guess, "add": add}
+NONE = {}
+NAMELESS = {1: Counter}
+BAD = {"count": Counter, "raises": Raises}
 '''
 
 
@@ -246,9 +252,10 @@ REQUEST: dict[str, Any] = {"prompts": ["p"] * 3, "completions": ["c"] * 3, "colu
 
 
 def test_a_class_of_trls_is_an_environment(counters: EnvironmentPool) -> None:
-    names = [tool["function"]["name"] for tool in counters.tools]
+    [declared] = counters.declarations.values()
+    names = [tool["function"]["name"] for tool in declared.tools]
     assert names == ["die", "forever", "increase", "later", "leave", "uninterruptible"]
-    assert counters.reply_roles == ["tool"]
+    assert declared.reply_roles == ["tool"]
     begun = counters.reset(rows(1, 2, 3))
     assert [contents(each.messages) for each in begun] == [["Count (from 1)"], ["Count (from 2)"], ["Count (from 3)"]]
     said = call("increase", by=4)
@@ -274,7 +281,9 @@ def test_a_class_of_trls_is_an_environment(counters: EnvironmentPool) -> None:
 )
 def test_a_call_that_fails_is_answered_with_its_error(counters: EnvironmentPool, said: Any, expected: str) -> None:
     counters.reset(rows(1))
-    [message] = counters.step({0: said})[0].messages
+    reply = counters.step({0: said})[0]
+    [message] = reply.messages
+    assert reply.failed_calls == 1
     assert message["content"].startswith("{'error': ")
     assert expected in message["content"]
 
@@ -324,8 +333,7 @@ def test_a_process_that_is_lost_ends_its_episodes_and_is_started_again(counters:
 
 def test_the_fuller_protocol_says_messages_rewards_and_the_end(file: Path) -> None:
     with EnvironmentPool(f"{file}:Guess", timeout_seconds=5.0) as pool:
-        assert pool.tools == []
-        assert pool.reply_roles == ["user"]
+        assert pool.declarations == {"": Declaration([], ["user"], True)}
         begun = pool.reset([{"prompt": [{"role": "user", "content": "Go"}], "secret": secret} for secret in (5, 7, 5)])
         assert contents(begun[1].messages) == ["Guess.", "Go"]
         replies = pool.step({at: {"role": "assistant", "content": "5"} for at in range(2)})
@@ -335,6 +343,27 @@ def test_the_fuller_protocol_says_messages_rewards_and_the_end(file: Path) -> No
         pool.step({1: {"role": "assistant", "content": "7"}})
         assert pool.step({2: {"role": "assistant", "content": "x"}})[2].error.startswith("ValueError: invalid literal")
         assert pool.score(REQUEST, 5.0)[pool.spec].rewards == [1.0, 0.75, None]
+
+
+def test_of_several_environments_the_column_environment_says_whose_an_episode_is(file: Path) -> None:
+    with EnvironmentPool(f"{file}:SEVERAL", timeout_seconds=5.0) as pool:
+        assert {name: (each.reply_roles, each.gives_rewards) for name, each in pool.declarations.items()} == {
+            "count": (["tool"], True),
+            "guess": (["user"], True),
+            "add": (["tool"], False),
+        }
+        row = {"prompt": [{"role": "user", "content": "Go"}], "start": 3, "secret": 7}
+        # As in TRL the column is not one of the episode's, and instances go on with episodes of their own kind.
+        for names in (["add", "count", "guess"], ["count", "guess", "add"]):
+            begun = pool.reset([{**row, "environment": name} for name in names])
+            assert [len(each.messages) for each in begun] == [1 + (name == "guess") for name in names]
+            said = {"add": call("add", a=2, b=3), "count": call("increase", by=2)}
+            said |= {"guess": {"role": "assistant", "content": "7"}}
+            replies = pool.step({at: said[name] for at, name in enumerate(names)})
+            told = {name: contents(replies[at].messages) for at, name in enumerate(names)}
+            assert told == {"add": ["5"], "count": ["now 5"], "guess": []}
+            rewards = pool.score(REQUEST, 5.0)[pool.spec].rewards
+            assert dict(zip(names, rewards, strict=True)) == {"add": None, "count": 5.0, "guess": 1.0}
 
 
 def test_a_function_is_a_tool_and_what_is_built_in_is_named(file: Path) -> None:
@@ -371,6 +400,9 @@ REFUSED = [
     ("ToolsAreBare", "ToolsAreBare.tools: expected schemas "),
     ("ToolsAreNotJson", "ToolsAreNotJson.tools: the schema of add is not JSON: "),
     ("ToolsAreTwice", "ToolsAreTwice.tools: two tools have one name: add, add"),
+    ("NONE", "expected a dict of names and classes or functions, got {}"),
+    ("NAMELESS", "expected a dict of names and classes or functions, got {1: "),
+    ("BAD", "raises: RuntimeError: no connection"),
     ("Nowhere", "no class or function 'Nowhere': there are Closes, Counter, Guess, "),
     ("", "expected FILE.py:CLASS"),
 ]
@@ -379,7 +411,7 @@ REFUSED = [
 @pytest.mark.parametrize(("name", "problem"), REFUSED)
 def test_what_is_no_environment_is_refused_in_one_line(file: Path, name: str, problem: str) -> None:
     with pytest.raises(UserError, match=problem) as refused:
-        EnvironmentPool(f"{file}:{name}").tools  # noqa: B018
+        EnvironmentPool(f"{file}:{name}").declarations  # noqa: B018
     assert "\n" not in str(refused.value)
     assert str(refused.value).startswith(f"environment {file}:{name}: ")
 
@@ -388,7 +420,7 @@ def test_an_unknown_name_and_a_missing_file_are_refused() -> None:
     with pytest.raises(UserError, match=r"rollout\.environment: expected calculator or python, got .calculater.; did you"):
         EnvironmentPool("calculater")
     with pytest.raises(UserError, match=r"environment .*nowhere\.py: no such file"):
-        EnvironmentPool("nowhere.py:Class").tools  # noqa: B018
+        EnvironmentPool("nowhere.py:Class").declarations  # noqa: B018
 
 
 def test_an_environment_whose_reset_fails_says_so(file: Path) -> None:

@@ -18,7 +18,7 @@ from lmforge.environments.process import EnvironmentPool
 from lmforge.generate.engine import Engine
 from lmforge.interop.export import export_folder
 from lmforge.model.layers import LanguageModel
-from lmforge.stages.alignment.episodes import EpisodePlayer
+from lmforge.stages.alignment.episodes import EpisodePlayer, Turns
 from lmforge.stages.alignment.rollout_batches import lay_out
 from lmforge.stages.alignment.sampling import SamplingSettings, _EngineSession
 from tests.conftest import Command
@@ -99,6 +99,9 @@ class Says(Environment):
         return Reply(self.reply, reward=1.0)
 
 
+SEVERAL = {"talk": Talk, "look": look}
+
+
 def lengths(prompts, completions, environments):
     return [float(len(each)) for each in completions]
 """
@@ -122,10 +125,11 @@ def caller(scripted: Callable[..., LanguageModel], byte_tokenizer: Tokenizer, tm
 @contextmanager
 def player(folder: Path, name: str, **bounds: int) -> Iterator[tuple[EpisodePlayer, TurnEncoder]]:
     with EnvironmentPool(f"{folder}/own.py:{name}", processes=2) as pool:
-        encoder = TurnEncoder(Tokenizer.open(folder / "tokenizer"), pool.tools)
+        declared = pool.declarations[""]
+        encoder = TurnEncoder(Tokenizer.open(folder / "tokenizer"), declared.tools)
         given = {"max_turns": 3, "max_tokens": 60, "max_length": 600, **bounds}
-        encoder.check(pool.reply_roles, given["max_turns"])
-        yield EpisodePlayer(pool, encoder, **given), encoder
+        encoder.check(declared.reply_roles, given["max_turns"])
+        yield EpisodePlayer(Turns(pool, {"": encoder}), **given), encoder
 
 
 def play(
@@ -310,7 +314,29 @@ def test_failures_on_another_rank_and_a_set_without_rewards_are_said_and_counted
     assert (record["environment_failures"], record["no_reward"], record["reward_failures"]) == (0.5, 1.0, 0.0)
 
 
+def test_environments_of_one_run_have_rows_tools_and_rewards_of_their_own(caller: Path, tmp_path: Path) -> None:
+    rows = [{"environment": "talk", "limit": 2, "answer": "x"}, {"environment": "look", "prompt": "Go", "checks": ["1"]}] * 4
+    (tmp_path / "several.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    given = {"rollout.environment": f"{caller}/own.py:SEVERAL", "data.files": tmp_path / "several.jsonl"}
+    status, lines = aligned(caller, tmp_path, **given, **{"rollout.reward_functions": "python_code"})
+    assert status == 0
+    [record] = map(json.loads, (tmp_path / "run" / "metrics.jsonl").read_text().splitlines())
+    answers = [[turn for turn in line["turns"] if turn["role"] == "assistant"] for line in lines]
+    calls = [call for turns in answers for turn in turns for call in turn.get("tool_calls", ())]
+    assert record["turns"] == pytest.approx(sum(map(len, answers)) / 4)
+    assert record["tool_calls"] == pytest.approx(len(calls) / 4)
+    # There is no tool called go.
+    assert record["failed_tool_calls"] == record["tool_calls"] > 0
+    assert (record["environment_failures"], record["reward_failures"]) == (0.0, 0.0)
+    for line in lines:
+        talks = line["prompt"][0]["content"] == "Hello."
+        assert (line["parts"][given["rollout.environment"]] is None) == (not talks)
+        # The last answer's text as a program: [go()] parses, and does not run.
+        assert line["parts"]["python_code"] > 0 or not talks
+
+
 REFUSED = [
+    ({"rollout.environment": "{file}:SEVERAL"}, "column environment: expected a name of {file}:SEVERAL (look, talk), got null"),
     ({"rollout.environment": "{file}:Tol"}, "environment {file}:Tol: no class or function 'Tol'"),
     ({"rollout.environment": "calculator"}, "rollout.reward_functions: name one: calculator gives no reward itself"),
     ({"rollout.environment": "calculater"}, "rollout.environment: expected calculator or python"),

@@ -4,7 +4,7 @@ What an objective makes of them is in `objectives/`. A completion is everything 
 """
 
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
 from operator import eq
@@ -138,11 +138,11 @@ def read_prompts(
     max_prompt_length: int | None = None,
     counts: PromptCounts | None = None,
     unusable: UnusableRecords | None = None,
-    tools: list[Any] | None = None,
+    tools_of: Callable[[Record], list[Any]] | None = None,
 ) -> Iterator[TokenizedPrompt]:
     """Records {prompt, ...columns}: a string as it is, or with `apply_chat_template` as a user's message; or messages, of which
-    a last answer is left out. Prompts of more than `max_prompt_length` tokens are dropped, and counted in `counts`. With the
-    `tools` of an environment, which may be none, all are messages, and a record without a prompt has an empty one.
+    a last answer is left out. Prompts of more than `max_prompt_length` tokens are dropped, and counted in `counts`. With
+    `tools_of`, which gives the tools of a record's environment, all are messages, and one without a prompt has an empty one.
 
     Raises UserError naming the record without a prompt.
     """
@@ -153,15 +153,15 @@ def read_prompts(
         tokens = None
         with unusable.leave_out(place):
             check_media(record, ignore_media)
-            if tools is not None and not any(record.get(name) is not None for name in PROMPT_FIELDS):
+            if tools_of is not None and not any(record.get(name) is not None for name in PROMPT_FIELDS):
                 record = {**record, "prompt": [{"role": "user", "content": ""}]}
-            prompt = _parse_prompt(record, apply_chat_template or tools is not None)
+            prompt = _parse_prompt(record, apply_chat_template or tools_of is not None)
             if isinstance(prompt, str):
                 [example] = encode_layouts(tokenizer, [encoder.plain_text_layout([(prompt, False)], add_eos=False)])
                 tokens = example.tokens
             else:
                 given = record_variables(record, encoder.chat_template)
-                offered = record_tools(record) if tools is None else tools or None
+                offered = record_tools(record) if tools_of is None else tools_of(record) or None
                 ids = encoder.chat_template.encode_prompt(prompt, offered, variables=given)
                 tokens = np.array(ids, np.int32)
         if tokens is None:

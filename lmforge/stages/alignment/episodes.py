@@ -8,6 +8,7 @@ import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 from lmforge.data.chat.preferences import TokenizedPrompt
 from lmforge.data.order import derive_key
@@ -17,17 +18,46 @@ from lmforge.environments.process import EnvironmentPool, EpisodeReply
 from lmforge.errors import UserError
 from lmforge.stages.alignment.completions import SampledCompletion
 from lmforge.stages.alignment.sampling import SampleRequest, SamplingSession, sample_all
+from lmforge.untrusted import list_names, quoted
+
+
+class Turns(NamedTuple):
+    """An environment, and how turns with it become ids; of several environments, by their names."""
+
+    pool: EnvironmentPool
+    encoders: Mapping[str, TurnEncoder]
+
+    def encoder(self, columns: Mapping[str, Any]) -> TurnEncoder:
+        """Of the environment that a row names in its column `environment`, where there are several. Raises UserError."""
+        name = "" if "" in self.encoders else columns.get("environment")
+        if not isinstance(name, str) or name not in self.encoders:
+            expected = list_names(self.encoders)
+            raise UserError(f"column environment: expected a name of {self.pool.spec} ({expected}), got {quoted(name)}")
+        return self.encoders[name]
+
+    @property
+    def stop_token_ids(self) -> frozenset[int]:
+        """The tokens that end an answer."""
+        return frozenset[int]().union(*(encoder.stop_token_ids for encoder in self.encoders.values()))
 
 
 @dataclass
 class Episode:
     """A prompt, and what came after it: ids, and the same as messages. `error`: why the environment failed, if it did."""
 
+    encoder: TurnEncoder
     prompt_ids: list[int]
     messages: Sequence[Message]
     completion: SampledCompletion = field(default_factory=SampledCompletion)
     turns: list[Message] = field(default_factory=list)
+    failed_calls: int = 0
     error: str = ""
+
+    def counts(self) -> dict[str, int]:
+        """Metrics: answers, their calls of tools, and how many of these failed."""
+        answers = [turn for turn in self.turns if turn["role"] == "assistant"]
+        num_calls = sum(len(answer.get("tool_calls", ())) for answer in answers)
+        return {"turns": len(answers), "tool_calls": num_calls, "failed_tool_calls": self.failed_calls}
 
     def describe(self) -> str:
         """The turns as text."""
@@ -41,10 +71,8 @@ class Episode:
 class EpisodePlayer:
     """Plays episodes of an environment. `max_tokens`: of what follows a prompt; `max_length`: of all."""
 
-    def __init__(
-        self, pool: EnvironmentPool, encoder: TurnEncoder, *, max_turns: int, max_tokens: int, max_length: int
-    ) -> None:
-        self._pool, self._encoder = pool, encoder
+    def __init__(self, turns: Turns, *, max_turns: int, max_tokens: int, max_length: int) -> None:
+        self._turns, self._pool = turns, turns.pool
         self._max_turns, self._max_tokens, self._max_length = max_turns, max_tokens, max_length
 
     def play(
@@ -77,29 +105,32 @@ class EpisodePlayer:
         return episodes
 
     def _begin(self, prompts: Sequence[TokenizedPrompt], begun: Sequence[EpisodeReply]) -> list[Episode]:
-        encoded: dict[str, list[int]] = {}
+        encoded: dict[tuple[TurnEncoder, str], list[int]] = {}
         episodes = []
         for prompt, reply in zip(prompts, begun, strict=True):
             # An episode that fails has the prompt of the data, and is left out.
-            episode = Episode(prompt.tokens.tolist(), prompt.prompt, error=reply.error)  # type: ignore[arg-type]
+            encoder = self._turns.encoder(prompt.columns)
+            episode = Episode(encoder, prompt.tokens.tolist(), prompt.prompt, error=reply.error)  # type: ignore[arg-type]
             with self._ends_on_error(episode):
                 if not reply.error:
-                    episode = Episode(self._encode_first(reply.messages, encoded), reply.messages)
+                    episode = Episode(encoder, self._encode_first(encoder, reply.messages, encoded), reply.messages)
             episodes.append(episode)
         return episodes
 
-    def _encode_first(self, messages: Sequence[Message], encoded: dict[str, list[int]]) -> list[int]:
+    def _encode_first(
+        self, encoder: TurnEncoder, messages: Sequence[Message], encoded: dict[tuple[TurnEncoder, str], list[int]]
+    ) -> list[int]:
         """The ids of first messages, which may be `encoded` already. Raises UserError."""
-        if (key := json.dumps(messages)) not in encoded:
-            encoded[key] = self._encoder.encode_prompt(self._bounded(messages))
+        if (key := (encoder, json.dumps(messages))) not in encoded:
+            encoded[key] = encoder.encode_prompt(self._bounded(encoder, messages))
         if len(encoded[key]) + self._max_tokens > self._max_length:
             raise UserError(f"its first messages are {len(encoded[key])} tokens, which leave no room for a completion")
         return encoded[key]
 
-    def _bounded(self, messages: Sequence[Message]) -> Sequence[Message]:
+    def _bounded(self, encoder: TurnEncoder, messages: Sequence[Message]) -> Sequence[Message]:
         """The messages. Raises UserError, before the template takes its time, for more than any sequence could hold."""
         size = sum(len(str(message.get("content"))) for message in messages)
-        if size > self._max_length * self._encoder.max_token_bytes:
+        if size > self._max_length * encoder.max_token_bytes:
             raise UserError(f"said {size:,} characters, more than a sequence of {self._max_length:,} tokens can hold")
         return messages
 
@@ -117,23 +148,25 @@ class EpisodePlayer:
     ) -> dict[int, Message]:
         answers = {}
         for at, span in sampled.items():
-            ended = span.stopped and span.tokens[-1] in self._encoder.turn_end_ids
-            answers[at] = self._encoder.read_answer(span.tokens, turn, ended=ended)
+            encoder = episodes[at].encoder
+            ended = span.stopped and span.tokens[-1] in encoder.turn_end_ids
+            answers[at] = encoder.read_answer(span.tokens, turn, ended=ended)
             episodes[at].completion.extend(span)
             episodes[at].turns.append(answers[at])
         return answers
 
     def _goes_on(self, episode: Episode, reply: EpisodeReply, turn: int) -> bool:
         """Append a reply, if another answer follows it."""
-        completion, answer = episode.completion, episode.turns[-1]
+        completion, answer, encoder = episode.completion, episode.turns[-1], episode.encoder
         episode.error = reply.error
+        episode.failed_calls += reply.failed_calls
         if reply.error or reply.done or turn + 1 == self._max_turns:
             return False
-        if completion.tokens[-1] not in self._encoder.turn_end_ids or not completion.stopped:
+        if completion.tokens[-1] not in encoder.turn_end_ids or not completion.stopped:
             return False  # it was cut, or ended as no turn ends that others follow
         given = list[int]()
         with self._ends_on_error(episode):
-            given = self._encoder.encode_reply(answer, self._bounded(reply.messages))
+            given = encoder.encode_reply(answer, self._bounded(encoder, reply.messages))
         if episode.error:
             return False
         if len(completion.tokens) + len(given) >= self._max_tokens:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import chain, compress
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import xxhash
@@ -36,15 +36,9 @@ from lmforge.generate.model_loading import check_reward_head
 from lmforge.parallel.dims import plan_batches
 from lmforge.rewards.functions import is_model_folder, load_reward_functions
 from lmforge.stages.alignment.engines.rollout_server import check_servers
+from lmforge.stages.alignment.episodes import Turns
 from lmforge.stages.inputs import RunInputs, check_model
 from lmforge.stages.pretrained import download_pretrained, find_pretrained, open_tuned_model
-
-
-class Turns(NamedTuple):
-    """An opened environment, and how turns with it become ids."""
-
-    pool: EnvironmentPool
-    encoder: TurnEncoder
 
 
 @dataclass(frozen=True)
@@ -106,21 +100,25 @@ def _open_turns(options: RolloutOptions, tokenizer: Tokenizer) -> Turns | None:
     pool = name_environment(options)
     if pool is None:
         return None
-    with prefix_errors("rollout.environment"):
-        encoder = TurnEncoder(tokenizer, pool.tools)
-        encoder.check(pool.reply_roles, options.max_turns)
+    encoders = {}
+    for name, declared in pool.declarations.items():
+        with prefix_errors(f"rollout.environment{name and f': {name}'}"):
+            encoders[name] = TurnEncoder(tokenizer, declared.tools)
+            encoders[name].check(declared.reply_roles, options.max_turns)
     if not (pool.gives_rewards or options.reward_functions):
         raise UserError(f"rollout.reward_functions: name one: {pool.spec} gives no reward itself (get_reward)")
-    return Turns(pool, encoder)
+    return Turns(pool, encoders)
 
 
-def _check_first_episode(turns: Turns, prompt: TokenizedPrompt) -> None:
-    """Raises UserError where the environment does not begin an episode with a row of the data."""
+def _check_first_episodes(turns: Turns, prompts: Sequence[TokenizedPrompt]) -> None:
+    """Raises UserError where an environment does not begin an episode with its first row of the data."""
+    first = {turns.encoder(prompt.columns): prompt for prompt in reversed(prompts)}
     with prefix_errors(f"rollout.environment: {turns.pool.spec}: the first episode"):
-        [begun] = turns.pool.reset([{**prompt.columns, "prompt": prompt.prompt}])
-        if begun.error:
-            raise UserError(f"fails: {begun.error}")
-        turns.encoder.encode_prompt(begun.messages)
+        begun = turns.pool.reset([{**prompt.columns, "prompt": prompt.prompt} for prompt in first.values()])
+        for encoder, reply in zip(first, begun, strict=True):
+            if reply.error:
+                raise UserError(f"fails: {reply.error}")
+            encoder.encode_prompt(reply.messages)
     turns.pool.end_episodes()
 
 
@@ -137,7 +135,7 @@ def _files_of(config: AlignConfig, split: FileSplit) -> list[Path]:
 
 
 def _read_split(
-    config: AlignConfig, tokenizer: Tokenizer, split: FileSplit, tools: list[Any] | None
+    config: AlignConfig, tokenizer: Tokenizer, split: FileSplit, turns: Turns | None
 ) -> tuple[list[TokenizedPrompt], str]:
     """The prompts of the files of a split, with counts. Raises UserError where there are files but no prompts."""
     options, counts, unusable = config.data, PromptCounts(), UnusableRecords(config.data.skip_invalid)
@@ -149,7 +147,7 @@ def _read_split(
         "max_prompt_length": options.sequence_length - config.rollout.max_completion_length,
         "counts": counts,
         "unusable": unusable,
-        "tools": tools,
+        "tools_of": turns and (lambda record: turns.encoder(record).tools),
     }
     files = _files_of(config, split)
     prompts = [prompt for path in files for prompt in read_prompts(path, tokenizer, **reading)]
@@ -163,15 +161,15 @@ def _read_split(
 
 
 def _read_prompts(
-    config: AlignConfig, tokenizer: Tokenizer, tools: list[Any] | None
+    config: AlignConfig, tokenizer: Tokenizer, turns: Turns | None
 ) -> tuple[list[TokenizedPrompt], list[TokenizedPrompt], str]:
     """Training and validation prompts, and a description of how many records were used and skipped."""
-    prompts, counts = _read_split(config, tokenizer, "train", tools)
+    prompts, counts = _read_split(config, tokenizer, "train", turns)
     if config.data.validation_files:
-        validation, validation_counts = _read_split(config, tokenizer, "validation", tools)
+        validation, validation_counts = _read_split(config, tokenizer, "validation", turns)
         return prompts, validation, f"{counts}; validation: {validation_counts}"
     # With an environment, rows of one prompt may differ in what they begin.
-    begun = [b"" if tools is None else json.dumps(prompt.columns, default=str).encode() for prompt in prompts]
+    begun = [b"" if turns is None else json.dumps(prompt.columns, default=str).encode() for prompt in prompts]
     contents = [prompt.tokens.tobytes() + more for prompt, more in zip(prompts, begun, strict=True)]
     hashes = np.array(list(map(xxhash.xxh3_64_intdigest, contents)), np.uint64)
     is_validation = select_validation(hashes, config.data.validation_ratio)
@@ -192,9 +190,9 @@ def open_prompt_inputs(config: AlignConfig, world_size: int) -> RunInputs:
     if options.engine_urls:
         check_servers(options, model_config, data.sequence_length)
     turns = _open_turns(options, tokenizer)
-    prompts, validation_prompts, counts = _read_prompts(config, tokenizer, turns.pool.tools if turns else None)
+    prompts, validation_prompts, counts = _read_prompts(config, tokenizer, turns)
     if turns:
-        _check_first_episode(turns, (prompts or validation_prompts)[0])
+        _check_first_episodes(turns, [*prompts, *validation_prompts])
     if is_conversational([*prompts, *validation_prompts]):
         # Only its stop token is checked: completions are trained on as sampled, without the template.
         ChatTemplate.from_tokenizer(tokenizer).check_stop_token()

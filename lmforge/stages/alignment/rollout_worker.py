@@ -61,11 +61,10 @@ class RolloutWorker:
         if is_conversational(prompts):
             self.stop_token_ids |= ChatTemplate.from_tokenizer(tokenizer).stop_ids
         if turns is not None and pool is not None:
-            self.stop_token_ids |= turns.encoder.stop_token_ids
+            self.stop_token_ids |= turns.stop_token_ids
             pool.heartbeat = partial(ctx.watch.set_phase, "environment")
             self._player = EpisodePlayer(
-                pool,
-                turns.encoder,
+                turns._replace(pool=pool),
                 max_turns=options.max_turns,
                 max_tokens=self._max_tokens,
                 max_length=plan.sequence_length,

@@ -28,6 +28,8 @@ from lmforge.stages.alignment.prompt_inputs import reward_options
 from lmforge.stages.attempt import RunContext
 
 SCORING_BATCH_SIZE = 16
+# What functions are given of an episode that failed before there was an answer.
+NO_ANSWER = [{"role": "assistant", "content": ""}]
 # Messages of failing environments on the console, of one set and rank and of the run.
 MAX_FAILURES_SHOWN = 5
 
@@ -100,7 +102,7 @@ class CompletionScorer:
         episodes: Sequence[Episode] | None = None,
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """Rewards, fp64 [completions], NaN where there is none, and metrics of what failed, fp32 [completions]: the fraction of
-        functions, and with `episodes` whether its environment did.
+        functions, and with `episodes` whether its environment did, its turns, and its calls of tools.
 
         Functions are given completions as text, and those of `episodes`, which these prompts and completions are, as messages.
         Writes the table called `table`, one JSON object per line, unless that is None.
@@ -109,7 +111,7 @@ class CompletionScorer:
             return torch.zeros(0, dtype=torch.float64), {}
         texts = [self._tokenizer.decode(completion.tokens) for completion in completions]
         columns = {name: [prompt.columns.get(name) for prompt in prompts] for name in self._columns}
-        given = texts if episodes is None else [episode.turns for episode in episodes]
+        given = texts if episodes is None else [episode.turns or NO_ANSWER for episode in episodes]
         scores = self._functions([prompt.prompt for prompt in prompts], given, columns)
         rewards = [math.nan if reward is None else reward for reward in scores.rewards]
         of_episodes: list[dict[str, Any]] = [{} for _ in texts]
@@ -138,7 +140,8 @@ class CompletionScorer:
         failed = sum(count > 0 for count in scores.failures.values()) / len(scores.failures)
         failures = {"reward_failures": torch.full((len(completions),), failed)}
         if episodes is not None:
-            failures["environment_failures"] = torch.tensor([float(bool(each.error)) for each in episodes])
+            counts = [{"environment_failures": bool(each.error), **each.counts()} for each in episodes]
+            failures |= {name: torch.tensor([float(each[name]) for each in counts]) for name in counts[0]}
         return torch.tensor(rewards, dtype=torch.float64), failures
 
     def close(self) -> None:
