@@ -12,6 +12,7 @@ LEAST_WORK = {
     "checkpoint": "--rounds 1 --minutes 0.01 --every_minutes 0.01 --width 64",
     "loader": "--rounds 1 --steps 1 --threads 1",
     "mixture_cpu": "--tiny --rounds 1 --seconds 0.1 --threads 1 --seeds 1",
+    "staleness": "--rounds 1 --steps 3",
     "prepare": "--rounds 1 --megabytes 1 --workers 1 --beside lmforge",
 }
 TESTED_ELSEWHERE = {"plan"}  # tests/plan/test_plan.py
