@@ -20,7 +20,7 @@ help:
 	@echo "make test-all     all tests, slow ones, faults and repetitions too, with fresh seeds; PART=NAME runs one part of them"
 	@echo "make repeat       TESTS=tests/FILE TIMES=20: the same tests again and again, each time with another seed"
 	@echo "make lint         style, types, imports                 make bench      speed, side by side with others"
-	@echo "make chaos        200 faults over runs, and their cost          make docs       the documentation as a site, build/site"
+	@echo "make chaos        400 faults over runs, and their cost          make docs       the documentation as a site, build/site"
 	@echo "                                                        make bench-gpu  the same on one GPU; ONLY=8b: one size"
 	@echo "With PYTHON=/path/python on the command line test-gpu and bench-gpu use that environment, and install nothing."
 
@@ -73,6 +73,7 @@ test-gpu: $(GPU_NEEDS)
 
 chaos: $(STAMP_DEV)
 	$(BIN)/python -m tests.chaos --faults 200
+	$(BIN)/python -m tests.chaos.rollouts --faults 200
 
 lint: $(STAMP_DEV)
 	$(BIN)/ruff check .

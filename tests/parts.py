@@ -1,7 +1,7 @@
 """All tests in parts, for `make test-all`: `python -m tests.parts [--jobs N] [PART …]`.
 
-Every test file is in exactly one part. Two parts are not files: `chaos` injects random faults into runs, and `repetitions`
-repeats fast tests that use random numbers, each time with another seed. The seed is new and printed.
+Every test file is in exactly one part. Three parts are not files: `chaos` and `chaos-of-rollouts` inject random faults into
+runs, and `repetitions` repeats fast tests that use random numbers, each time with another seed. The seed is new and printed.
 """
 
 import argparse
@@ -78,6 +78,7 @@ PARTS = {
     "train": Part(tuple(f"{name}/test_*.py" for name in TRAIN)),
     "generate": Part(tuple(f"{name}/test_*.py" for name in GENERATE)),
     "chaos": Part(command=("-m", "tests.chaos", "--faults", "200", "--minutes", str(CHAOS_MINUTES))),
+    "chaos-of-rollouts": Part(command=("-m", "tests.chaos.rollouts", "--faults", "200", "--minutes", str(CHAOS_MINUTES))),
     "repetitions": Part(command=("-m", "pytest", "--repeat", "20"), shared=tuple(f"tests/{name}" for name in REPEATED)),
 }
 
@@ -86,7 +87,7 @@ def carry_out(name: str, jobs: int) -> int:
     """Run a part and return its exit status."""
     part = PARTS[name]
     args = list(part.command) or ["-m", "pytest", "--numprocesses", str(jobs), "--dist", "loadfile", *part.files()]
-    if name == "chaos":
+    if name.startswith("chaos"):
         args += ["--seed", str(seeds.run_seed())]
     shares = [part.shared[number::jobs] for number in range(jobs)]
     commands = [[sys.executable, *args, *share] for share in shares if share] or [[sys.executable, *args]]

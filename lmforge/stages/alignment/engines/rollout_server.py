@@ -153,6 +153,8 @@ class RolloutServer:
             if value != expected.get(name):
                 words = f"serves another model ({name} {quoted(value)}, the policy's is {quoted(expected.get(name))})"
                 raise ServerProblem(f"{self.url}: {words}; serve the one that the run begins from")
+        # A trainer that was killed while the server was given weights has left it paused.
+        self._call("/resume", Any, {})
         vocab_size = config.vocab_size
         longest = SampleRequest(0, [vocab_size - 1] * (self._settings.max_length - 1), 1, 0)
         # So cold that the likeliest token is certain.
