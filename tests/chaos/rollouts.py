@@ -44,7 +44,13 @@ TIMEOUT_SECONDS = 4.0  # of a server
 HANG_SECONDS = 90.0
 KILLS = ("kill the trainer", "kill a rank")
 # How often each is drawn.
-KINDS = {**dict.fromkeys(KILLS, 6), "kill a server": 4, "kill an environment": 4, **dict.fromkeys(SPOILS, 5)}
+KINDS = {
+    **dict.fromkeys(KILLS, 6),
+    "kill a server": 4,
+    "halt a server": 3,
+    "kill an environment": 4,
+    **dict.fromkeys(SPOILS, 5),
+}
 TEMPLATE = (
     "{% for m in messages %}{{ '<|' + m.role + '|>' + m.content + '<|end|>' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
@@ -205,6 +211,10 @@ class Life:
             server = self._chance.choice(self._servers)
             server.kill()
             server.start_after(0.5 + 2 * self._chance.random())
+        elif kind == "halt a server":
+            server = self._chance.choice(self._servers)
+            server.halt()
+            server.start_after(8 * self._chance.random())
         elif kind == "kill an environment":
             found = [pid for rank in ranks for pid in descendants(rank.pid) if _is_environment(pid)]
             if not found:
@@ -230,7 +240,7 @@ class Life:
         if not killed and set(statuses) != {0}:
             # Both servers may be out at a time: then one line says so, and the run can be resumed.
             named = re.search(r"^lmforge: .*rollout\.engine_urls: ", said, re.M) and set(statuses) <= {1, 2}
-            if not (named and drawn & {"kill a server", *SPOILS}):
+            if not (named and drawn & {"kill a server", "halt a server", *SPOILS}):
                 self._find(f"ended with {statuses} after {sorted(drawn)}", said)
         if killed == "kill a rank" and not re.search(r"^lmforge: .*(another rank was lost|rank \d+)", said, re.M):
             self._find(f"nobody said that a rank was lost: {statuses}", said)

@@ -1,6 +1,7 @@
 """Servers that are killed and started again, and proxies before them that spoil answers and write down all others."""
 
 import json
+import signal
 import threading
 import time
 import urllib.error
@@ -43,16 +44,15 @@ class Server:
 
     def start(self) -> None:
         """Start it unless it runs, and wait until it answers."""
-        self._start_at = None
-        if self._process is None or self._process.poll() is not None:
-            self._process = preloaded().start(self._words, self._folder)
+        self._start_at = 0.0
+        self.start_if_due()
         deadline = time.monotonic() + START_SECONDS
         while time.monotonic() < deadline:
             with suppress(OSError):
                 urllib.request.urlopen(f"http://127.0.0.1:{self.port}/health", timeout=5).close()
                 return
             time.sleep(0.05)
-        raise RuntimeError(f"the server does not start: {self._process.errors.read_text()}")
+        raise RuntimeError(f"the server does not start: {self._process and self._process.errors.read_text()}")
 
     def kill(self) -> None:
         if self._process is not None:
@@ -60,13 +60,22 @@ class Server:
             self._process.wait(timeout=30)
 
     def start_after(self, seconds: float) -> None:
+        """Start it later, or let it go on where it was halted."""
         self._start_at = time.monotonic() + seconds
+
+    def halt(self) -> None:
+        """Nothing of it answers, whatever it is asked."""
+        if self._process is not None:
+            self._process.send_signal(signal.SIGSTOP)
 
     def start_if_due(self) -> None:
         """Start it without waiting for it."""
         if self._start_at is not None and time.monotonic() > self._start_at:
             self._start_at = None
-            self._process = preloaded().start(self._words, self._folder)
+            if self._process is not None and self._process.poll() is None:
+                self._process.send_signal(signal.SIGCONT)
+            else:
+                self._process = preloaded().start(self._words, self._folder)
 
 
 class Proxy:

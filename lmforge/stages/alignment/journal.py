@@ -35,7 +35,15 @@ FILE_PATTERN = re.compile(r"set-(\d{6,12})-rank-(\d{1,7})-of-(\d{1,7})\.safetens
 
 # Options with which a journal may be read that was written with others.
 DO_NOT_CHANGE_COMPLETIONS = {
-    *("engine", "engine_urls", "engine_timeout_seconds", "weights_folder", "decode_batch_size", "log_completions_every"),
+    *(
+        "engine",
+        "engine_urls",
+        "engine_start",
+        "engine_timeout_seconds",
+        "weights_folder",
+        "decode_batch_size",
+        "log_completions_every",
+    ),
     *("reward_timeout_seconds", "environment_timeout_seconds", "environment_processes"),
 }
 
