@@ -39,7 +39,7 @@ from tests.chaos.servers import SPOILS, Proxy, SampledSpan, Server
 from tests.preloaded import Forked, preloaded, rank_variables
 
 STEPS, EVERY = 16, 2
-TIMEOUT_SECONDS = 4.0  # of a server
+TIMEOUT_SECONDS = 6.0  # of a server
 # Longer without an end is a hang: a request and its repetitions on servers that hang in turn, on a busy machine.
 HANG_SECONDS = 90.0
 KILLS = ("kill the trainer", "kill a rank")
@@ -104,7 +104,9 @@ class Life:
         """Disturb the run while `goes_on`, until it is at its end; then look at what it has learned from."""
         try:
             while not self._attempted(goes_on):
-                if self._attempts > 60 or self.findings:
+                if self.findings:
+                    return
+                if self._attempts > 60:
                     self._find("a run that does not come to its end", "")
                     return
                 if not self._stays and self._chance.random() < 0.4:

@@ -174,6 +174,8 @@ class AsyncSampler:
 class _ServersFrom:
     """The servers that have weights from a version on, for one session."""
 
+    in_order = False  # a request that is lost holds up no other
+
     def __init__(self, sampler: AsyncSampler, first_version: int) -> None:
         self._sampler, self._first_version = sampler, first_version
         self.timeout_seconds, self.server = sampler.remote.timeout_seconds, sampler.remote.server

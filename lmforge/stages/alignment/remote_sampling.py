@@ -53,6 +53,8 @@ MAX_TAKE_BACKS = 2
 class RemoteSampler:
     """Samples by servers: those of `rollout.engine_urls`, or those that `starter` starts. Every rank has the same."""
 
+    in_order = True  # and so decodes the same batches as a rank in its own process
+
     def __init__(
         self,
         parallel_model: ParallelModel,
@@ -220,7 +222,12 @@ class RemoteSampler:
 
 
 class SessionServers(Protocol):
-    """The servers of a session, by index: which of them get requests, and which versions of weights their answers may have."""
+    """The servers of a session, by index: which of them get requests, and which versions of weights their answers may have.
+
+    in_order: whether a server begins requests that are sent together only once it has all, in their order.
+    """
+
+    in_order: bool
 
     @property
     def timeout_seconds(self) -> float: ...
@@ -288,7 +295,6 @@ class RemoteSession:
                 break
             in_flight[place] = in_flight.get(place, 0) + 1
             chosen.append((self._waiting.pop(0), place))
-        # With all of them in its queue in order, a server decodes the same batches as a rank in its own process.
         starts = {index: {"id": uuid4().hex, "count": 0} for _, index in chosen}
         places = []
         for _, index in chosen:
@@ -301,10 +307,11 @@ class RemoteSession:
         server, answers = self.servers.server(index), self._answers
         self._last_number += 1
         number, params = self._last_number, self._params
+        starts_together = self.servers.in_order and server.kind == "lmforge"
 
         def wait() -> None:
             try:
-                answers.put((number, server.sample(request, params, starts_with if server.kind == "lmforge" else None)))
+                answers.put((number, server.sample(request, params, starts_with if starts_together else None)))
             except ServerProblem as problem:
                 answers.put((number, problem))
 

@@ -100,6 +100,7 @@ class RolloutServer:
         """`kind`: lmforge or vllm. `timeout_seconds`: of an answer with sampled tokens, and of loading weights."""
         self.url, self.kind = url.rstrip("/"), kind
         self._settings, self._timeout_seconds, self._api_key = settings, timeout_seconds, api_key
+        self._may_be_paused = False
         # The environment's proxies are for the internet.
         self._opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
@@ -127,12 +128,15 @@ class RolloutServer:
             raise ServerProblem(f"{self.url}: {problem}") from None
 
     def version(self) -> str:
-        """What the server calls its weights."""
+        """What the server calls its weights. One that did not answer when it was to resume is asked again."""
+        if self._may_be_paused:
+            self._resume()
         return self._call("/weight_info", _WeightInfo).weight_version
 
     def load(self, folder: Path, version: str) -> None:
         """Replace the server's weights by those of a folder, and keep requests in flight. Raises ServerProblem unless the
         server then says that it has this version."""
+        self._may_be_paused = True
         self._call("/pause?mode=keep", dict[str, Any], {})
         try:
             # Where the rest fails, no token has the name of weights that it may not be of.
@@ -142,9 +146,13 @@ class RolloutServer:
             self._call("/reset_prefix_cache", Any, {})
             self._call("/update_weight_version", dict[str, Any], {"new_version": version})
         finally:
-            self._call("/resume", dict[str, Any], {})
+            self._resume()
         if (confirmed := self.version()) != version:
             raise ServerProblem(f"{self.url}: says that its weights are {cut(confirmed)}, and was given {version}")
+
+    def _resume(self) -> None:
+        self._call("/resume", Any, {})
+        self._may_be_paused = False
 
     def check(self, config: ModelConfig) -> None:
         """Raise ServerProblem where the server cannot serve a policy of this config, or not sequences of its length."""
@@ -154,7 +162,7 @@ class RolloutServer:
                 words = f"serves another model ({name} {quoted(value)}, the policy's is {quoted(expected.get(name))})"
                 raise ServerProblem(f"{self.url}: {words}; serve the one that the run begins from")
         # A trainer that was killed while the server was given weights has left it paused.
-        self._call("/resume", Any, {})
+        self._resume()
         vocab_size = config.vocab_size
         longest = SampleRequest(0, [vocab_size - 1] * (self._settings.max_length - 1), 1, 0)
         # So cold that the likeliest token is certain.
