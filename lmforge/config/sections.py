@@ -53,6 +53,8 @@ TORCH_SHARDING_NAMES = {
     "hybrid-grad-shard": "_HYBRID_SHARD_ZERO2",
 }
 DEFAULT_INTERLEAVED_STAGES = 2
+# The most numbers that an optimizer whose states are not in fp32 updates at once: copies of them are.
+UPDATE_CHUNK_NUMEL = 2**25
 RUNS_FOLDER = option(Path("runs"), "folder that holds the runs")
 DEVICE = option("auto", "auto: cuda if available, otherwise cpu")
 
@@ -239,6 +241,11 @@ class ParallelOptions(Options):
     def splits_model(self) -> bool:
         """Whether no rank can hold the whole model, not even for a moment."""
         return self.tensor_parallel_degree * self.pipeline_parallel_degree > 1
+
+    @property
+    def cuts_rows(self) -> bool:
+        """Whether the rows of matrices are cut over ranks."""
+        return self.engine == "fsdp1" or self.tensor_parallel_degree > 1
 
     @property
     def model_parallel_size(self) -> int:

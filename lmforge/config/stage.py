@@ -99,8 +99,9 @@ class StageConfig(Options):
                 yield f"validation.tasks: {reason} evaluate the checkpoints"
         if self.parallel.tensor_parallel_degree > 1 and self.train.float8:
             yield "train.float8: not with parallel.tensor_parallel_degree; shard with fsdp2 instead, or leave it out"
-        if self.parallel.tensor_parallel_degree > 1 and self.optimizer.state_dtype == "8bit":
-            yield "optimizer.state_dtype = 8bit: not with parallel.tensor_parallel_degree, which cuts rows; use bf16"
+        if self.parallel.cuts_rows and self.optimizer.state_dtype == "8bit":
+            cause = "engine = fsdp1" if self.parallel.engine == "fsdp1" else "tensor_parallel_degree"
+            yield f"optimizer.state_dtype = 8bit: not with parallel.{cause}, which cuts rows; use bf16"
         if self.optimizer.stochastic_rounding and self.train.master_dtype != "bf16":
             yield "optimizer.stochastic_rounding: only with train.master_dtype = bf16; leave it out"
         optimizer = registry.find("optimizer", self.optimizer.name)

@@ -32,7 +32,7 @@ from lmforge.plan.planning import (
     with_default_batch,
 )
 from lmforge.plan.prediction.predict import Prediction, RunCost, can_reduce_once, peak_memory, run_cost
-from lmforge.plan.prediction.search import Candidate, SearchResult, search, suggest_what_fits, why_slower
+from lmforge.plan.prediction.search import Candidate, SearchResult, in_fewer_bits, search, suggest_what_fits, why_slower
 from lmforge.plan.prediction.simulator import COMPUTE, HOST_COPIES, NETWORK
 from lmforge.terminal.cells import page_console
 from lmforge.untrusted import describe_os_error
@@ -261,6 +261,10 @@ def run_search(config: AnyPlanConfig) -> int:
     budget = config.plan.usable * machine.gpu.memory_bytes
     rates = machine.rates(base.dtype)
     result = search(base, size, machine.gpu, rates, budget, config.plan.configurations, config.train.float8)
+    for smaller in in_fewer_bits(base):
+        if result.best or not result.tried:
+            break
+        result = search(smaller, size, machine.gpu, rates, budget, config.plan.configurations, config.train.float8)
     if result.tried == 0:
         raise UserError(
             f"--search: a global batch of {size} sequences cannot be divided over {config.plan.gpus} GPUs; change"
@@ -274,6 +278,8 @@ def run_search(config: AnyPlanConfig) -> int:
         if lengths - {None, base.sequence_length}:
             print(f"phases differ in sequence length: the search is for the longest, {base.sequence_length:,} tokens")
         _print_search(result, config, budget)
+        if result.best and (bits := result.best[0].step_config.bits) != base.bits:
+            print(f"with {' and '.join(bits)} as it is nothing fits; this changes results")
         if not config.train.float8 and machine.gpu.peak_flops("fp8") is not None:
             print("float8 changes results and is tried only with --train.float8 true")
     if not result.best:
@@ -347,6 +353,9 @@ def _write(prediction: Prediction, config: AnyPlanConfig, file: Path) -> None:
     table["parallel"] |= options
     table["train"] |= {"micro_batch_size": prediction.step_config.micro_batch_size, "float8": prediction.step_config.float8}
     table["run"] |= {"name": ""}
+    for name, value in prediction.step_config.bits.items():
+        section, _, option = name.partition(".")
+        table[section][option] = value
     recipe = validate_options(STAGES[config.of_stage], table, str(file))
     header = (
         f"# Found by `lmforge plan --search` for {config.plan.gpus} x {config.plan.gpu_type}:"
@@ -380,6 +389,7 @@ def _search_as_json(result: SearchResult) -> dict[str, Any]:
     for each in result.best:
         row = {"configuration": each.step_config.describe(), "tokens_per_second_per_gpu": each.tokens_per_second}
         options = each.step_config.options.model_dump(mode="json")
-        best.append({**row, "device_bytes": round(each.device_bytes), "parallel": options})
+        row |= {"device_bytes": round(each.device_bytes), "parallel": options}
+        best.append({**row, **each.step_config.bits})
     counts = {"tried": result.tried, "fitting": len(result.fitting), "too_large": len(result.too_large)}
     return {**counts, "refused": result.refused, "left_out": result.left_out, "best": best}

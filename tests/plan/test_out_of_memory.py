@@ -29,6 +29,7 @@ from lmforge.plan.out_of_memory import MemoryEstimator
 from lmforge.plan.parameter_counts import count_parameters, get_lora_config
 from lmforge.plan.planning import Machine, build_step_config, make_step_config
 from lmforge.plan.prediction.predict import HOST_BYTES, peak_memory
+from lmforge.plan.prediction.search import in_fewer_bits
 from tests.seeds import fresh_random
 
 STEPS = 2
@@ -226,7 +227,9 @@ def test_only_what_fits_by_the_estimate_is_suggested_and_nothing_that_fits_is_ca
             suggested += 1
             changes = dict(zip(way[::2], way[1::2], strict=True))
             size = int(changes.pop("--train.micro_batch_size", current.micro_batch_size))
-            updated = current.with_micro_batch_size(size).with_options(
+            states = {"state_dtype": changes.pop("--optimizer.state_dtype", current.optimizer.state_dtype)}
+            updated = replace(current, optimizer=current.optimizer.model_copy(update=states))
+            updated = updated.with_micro_batch_size(size).with_options(
                 **{name.removeprefix("--parallel."): value == "true" or value for name, value in changes.items()}
             )
             assert estimator.required_bytes(updated) <= available - estimator.overhead_bytes, message
@@ -251,6 +254,29 @@ def test_whole_gradients_are_predicted_where_they_are_reduced_once_a_step_and_th
     assert 0.5 < more / (4 * every.step_config.parameters.trained) < 1.3
     available = once.required_bytes(every.step_config) + once.overhead_bytes
     assert "parallel.reduce_every_micro_batch = true" in once.suggest_what_fits(available)
+
+
+@pytest.mark.parametrize(
+    ("words", "advised"),
+    [
+        ([], "optimizer.state_dtype = 8bit"),
+        (["--lora.rank", "8"], "lora.base_dtype = int8"),
+        (["--lora.rank", "8", "--lora.base_dtype", "nf4"], None),
+        (["--optimizer.name", "sgd"], None),
+    ],
+)
+def test_storage_in_fewer_bits_is_advised_last_and_only_where_it_would_fit(words: list[str], advised: str | None) -> None:
+    stage = SftConfig if "--lora.rank" in words else PretrainConfig
+    given = ["--train.global_batch_size", "2", "--train.micro_batch_size", "2", "--model.preset", "124m", *words]
+    needs = {"--model.source": "none", "--data.files": "none"} if stage is SftConfig else {}
+    estimator = estimator_of(parse_config(stage, [*given, *(word for each in needs.items() for word in each)]), dtype="bf16")
+    current = estimator.step_config
+    for fewer in in_fewer_bits(current)[:1]:
+        assert estimator.required_bytes(fewer) < estimator.required_bytes(current)
+        message = estimator.suggest_what_fits(estimator.required_bytes(fewer) + estimator.overhead_bytes)
+        ways = message.removeprefix("by estimate would fit: ").split(", or ")
+        assert ways[-1] == advised
+    assert bool(in_fewer_bits(current)) == (advised is not None)
 
 
 def test_a_plan_and_a_run_have_the_same_inputs() -> None:

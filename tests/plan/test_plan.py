@@ -335,6 +335,21 @@ def test_a_search_tries_to_offload_activations_on_gpus_alone() -> None:
     assert tried == {True: {"none", "full"}, False: set()}
 
 
+def test_a_search_stores_states_in_8_bits_where_nothing_fits_otherwise(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    words = ["--model.preset", "124m", "--gpu_type", "cpu", "--train.global_batch_size", 1, "--data.sequence_length", 64]
+    least = ["--parallel.activation_checkpointing", "full"]
+    planned = [plan_json(capfd, *words, *least, "--optimizer.state_dtype", dtype) for dtype in ("fp32", "8bit")]
+    whole, fewer = (each["device_bytes"] for each in planned)
+    assert fewer < 0.9 * whole
+    usable = (fewer + whole) / 2 / data_sheets().gpu("cpu").memory_bytes
+    written = tmp_path / "found.toml"
+    found = plan_json(capfd, *words, "--plan.usable", usable, "--search", "--write", written)
+    assert {each["optimizer.state_dtype"] for each in found["best"]} == {"8bit"}
+    assert read_config(written).optimizer.state_dtype == "8bit"
+
+
 def test_a_plan_that_does_not_fit_says_what_would(capfd: pytest.CaptureFixture[str]) -> None:
     words = [RECIPE, "--gpus", 128, "--gpu_type", "a100-40"]
     planned = plan_json(capfd, *words)

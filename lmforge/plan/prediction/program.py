@@ -9,6 +9,7 @@ reduce-scatter. FSDP1 does the same with one flat tensor.
 from itertools import zip_longest
 from typing import Any
 
+from lmforge.config.sections import UPDATE_CHUNK_NUMEL
 from lmforge.model.quantization.blocks import CHUNK_NUMEL
 from lmforge.plan.memory import DTYPE_BYTES, ParameterCounts, optimizer_state_bytes
 from lmforge.plan.prediction.costs import BlockCost, Parts, count_block, count_head, embedded_bytes, is_checkpointed, mask_bytes
@@ -363,6 +364,10 @@ class StepProgram:
         seconds = nbytes / rates.memory
         if step_config.options.cpu_offload and step_config.on_gpu:
             seconds = nbytes / HOST_OPTIMIZER_BYTES + count * self.master_bytes / rates.host_copy
-        transient = 3 * count * FP32 if step_config.optimizer.implementation == "foreach" else 0.0
+        optimizer, transient = step_config.optimizer, 0.0
+        if optimizer.implementation == "foreach":
+            transient = 3 * count * FP32
+        elif optimizer.uses_state_dtype and optimizer.state_dtype != "fp32":  # two states of a part of the numbers
+            transient = 2 * min(count, UPDATE_CHUNK_NUMEL) * FP32
         self._add("optimizer", seconds=seconds, kind="optimizer", after=ends, free=self._reducing | {},
                   transient={"temporary": transient}, host_seconds=self.unit_seconds)  # fmt: skip

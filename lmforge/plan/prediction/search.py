@@ -2,7 +2,8 @@
 
 A search estimates all and predicts the best of them in full. The estimate extrapolates linearly from two models with few
 blocks, since all blocks with one window are identical. The global batch, the model and the numbers that training computes stay
-what they are; float8, which changes numbers, is tried only on request. fsdp1 does what fsdp2 does, and is not tried.
+what they are. What changes numbers comes last (optimizer states in 8 bits, frozen matrices in 8 or 4 bits), and float8 is tried
+only on request. fsdp1 does what fsdp2 does, and is not tried.
 """
 
 import math
@@ -106,6 +107,16 @@ def candidates(base: StepConfig, global_batch_size: int, float8: bool) -> Iterat
                     yield replace(step_config, micro_batch_size=size, accumulation=local // size, float8=eight)
 
 
+def in_fewer_bits(base: StepConfig) -> list[StepConfig]:
+    """The same with optimizer states or a frozen base in fewer bits, which changes what training computes: the least first."""
+    if base.lora is not None:
+        bits = [] if base.lora.base_dtype or base.reference == "copy" else ["int8", "nf4"]
+        return [replace(base, lora=replace(base.lora, base_dtype=each)) for each in bits]
+    if base.optimizer.name not in ("adamw", "muon") or base.optimizer.state_dtype == "8bit":
+        return []
+    return [replace(base, optimizer=base.optimizer.model_copy(update={"state_dtype": "8bit"}))]
+
+
 def _savings(base: StepConfig) -> list[dict[str, Any]]:
     """What to do with activations: recompute more or less of them, and keep the rest on the device or the host."""
     kept = [{"activation_checkpointing": mode, "activation_offload": False} for mode in CHECKPOINTING_MODES]
@@ -143,6 +154,8 @@ def check_step_config(step_config: StepConfig) -> None:
     check_parallel(step_config.options, step_config.model, plan)
     if step_config.lora is not None:
         check_lora(step_config.options, step_config.float8, step_config.lora.base_dtype)
+    if step_config.options.cuts_rows and step_config.optimizer.state_dtype == "8bit":
+        raise UserError("optimizer.state_dtype = 8bit: their blocks end with rows")
     if step_config.compiled:
         check_compiled(step_config.options, "cuda" if step_config.on_gpu else "cpu")
     _ = step_config.dims
@@ -204,7 +217,7 @@ def suggest_what_fits(current: StepConfig, needed_bytes: Callable[[StepConfig], 
     known: dict[str, float] = {}
 
     def needed(step_config: StepConfig) -> float:
-        key = f"{step_config.options!r} {step_config.micro_batch_size} {step_config.world_size}"
+        key = repr((step_config.options, step_config.micro_batch_size, step_config.world_size, step_config.bits))
         if key not in known:
             known[key] = needed_bytes(step_config)
         return known[key]
@@ -250,7 +263,8 @@ def _is_allowed(step_config: StepConfig) -> bool:
 
 
 def _alternatives(current: StepConfig) -> list[list[StepConfig]]:
-    """StepConfigs that need less memory: recompute, offload activations, reduce more often, shard more, offload weights."""
+    """StepConfigs that need less memory: recompute, offload activations, reduce more often, shard more, offload weights;
+    and, since that changes what is computed, store it in fewer bits."""
     sharded = current.fully_sharded()
     recompute = [current.with_options(activation_checkpointing=mode) for mode in CHECKPOINTING_MODES]
     hosted = [current.with_options(activation_offload=True)] if current.on_gpu else []
@@ -261,7 +275,7 @@ def _alternatives(current: StepConfig) -> list[list[StepConfig]]:
     offload = [(current if current.is_fsdp else sharded).with_options(cpu_offload=True)] if current.on_gpu else []
     reduces_once = current.is_fsdp and not current.options.reduce_every_micro_batch
     reduce = [current.with_options(reduce_every_micro_batch=True)] * reduces_once
-    return [recompute, hosted, reduce, reshard, offload]
+    return [recompute, hosted, reduce, reshard, offload, in_fewer_bits(current)]
 
 
 def _describe_changes(current: StepConfig, suggested: StepConfig) -> str:
@@ -273,6 +287,7 @@ def _describe_changes(current: StepConfig, suggested: StepConfig) -> str:
     for name in CHANGED:
         if after[name] != before[name]:
             words.append(f"parallel.{name} = {'true' if after[name] is True else after[name]}")
+    words += [f"{name} = {value}" for name, value in suggested.bits.items() if current.bits.get(name) != value]
     if after["shard_degree"] != before["shard_degree"]:
         words.append("no parallel.shard_degree")
     return " with ".join(words)

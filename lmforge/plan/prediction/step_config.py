@@ -64,7 +64,15 @@ class StepConfig:
             + ["offload"] * options.cpu_offload
             + ["activations offloaded"] * options.activation_offload
             + ["float8"] * self.float8
+            + [f"{name} {value}" for name, value in self.bits.items()]
         )
+
+    @property
+    def bits(self) -> dict[str, str]:
+        """The options that store optimizer states or frozen matrices in few bits, and their values."""
+        states, base = self.optimizer.state_dtype, self.lora.base_dtype if self.lora else None
+        chosen = {"optimizer.state_dtype": states if states == "8bit" else None, "lora.base_dtype": base}
+        return {name: value for name, value in chosen.items() if value}
 
     def with_options(self, **changes: Any) -> "StepConfig":
         return replace(self, options=self.options.model_copy(update=changes))

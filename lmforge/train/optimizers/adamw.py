@@ -12,12 +12,11 @@ import torch
 from torch import Tensor
 from torch.optim.adamw import adamw
 
+from lmforge.config.sections import UPDATE_CHUNK_NUMEL
 from lmforge.parallel.parallel_model import local_tensor
 from lmforge.train.optimizers.stored import StochasticBF16, Stored8Bit, zeros_8bit
 
-# The number of elements updated at once. It limits the fp32 copies of weights and moments, which take four bytes per element
-# each.
-MAX_CHUNK_NUMEL = 2**25
+MAX_CHUNK_NUMEL = UPDATE_CHUNK_NUMEL
 # An odd number near 2^16 divided by the golden ratio: its multiples modulo 2^16 are spread evenly, however many.
 STEP_NOISE = 40_503
 # What belongs to a parameter, and this rank's parts of tensors of its shape, flat, of which the last is the gradient.
