@@ -19,6 +19,7 @@ from lmforge.config.batch_plan import BatchPlan, divisors
 from lmforge.config.verbs.plan import FINALISTS
 from lmforge.errors import UserError, format_bytes
 from lmforge.model.config import ModelConfig
+from lmforge.model.quantization.blocks import Bits
 from lmforge.parallel.validate import check_compiled, check_lora, check_parallel
 from lmforge.plan.hardware import GPU
 from lmforge.plan.prediction.predict import MEMORY_INTERVAL, Prediction, can_reduce_once, predict
@@ -110,7 +111,7 @@ def candidates(base: StepConfig, global_batch_size: int, float8: bool) -> Iterat
 def in_fewer_bits(base: StepConfig) -> list[StepConfig]:
     """The same with optimizer states or a frozen base in fewer bits, which changes what training computes: the least first."""
     if base.lora is not None:
-        bits = [] if base.lora.base_dtype or base.reference == "copy" else ["int8", "nf4"]
+        bits: list[Bits] = [] if base.lora.base_dtype or base.reference == "copy" else ["int8", "nf4"]
         return [replace(base, lora=replace(base.lora, base_dtype=each)) for each in bits]
     if base.optimizer.name not in ("adamw", "muon") or base.optimizer.state_dtype == "8bit":
         return []
