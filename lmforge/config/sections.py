@@ -92,6 +92,10 @@ class SequenceOptions(Options):
 BALANCE_OPTIONS = ("router_aux_loss_scope", "router_z_loss_coef", "bias_update_speed")
 
 
+# Those of the base model of a parametrization.
+BASE_OPTIONS = ("base_width", "base_depth", "base_head_dim")
+
+
 class ModelOptions(Options):
     """The model config: a preset or a Hugging Face folder, and changes to it. Names are those of config.json."""
 
@@ -146,6 +150,14 @@ class ModelOptions(Options):
     )
     initializer_range: float | None = _model_option("standard deviation of random weights", "initializer_range")
     embedding_initializer_range: float | None = option(None, "standard deviation of an untied input embedding", **SCALE)
+    parametrization: Literal["standard", "mup", "completep"] = option(
+        "standard",
+        "first values and learning rates: as given; as given for a model of base_width, from which they transfer (mup,"
+        " arXiv 2203.03466); or also for one of base_depth (completep, arXiv 2505.01618)",
+    )
+    base_width: int | None = option(None, "mup, completep: hidden_size of the model that the settings are for", **COUNT)
+    base_depth: int | None = option(None, "completep: its num_hidden_layers", **COUNT)
+    base_head_dim: int | None = option(None, "mup, completep: its head_dim, where that differs", **COUNT)
     dropout: float = option(
         0.0, "dropout probability in training, on the embeddings and on the output of attention and feed-forward", **PROBABILITY
     )
@@ -155,6 +167,12 @@ class ModelOptions(Options):
             yield "model.preset and model.source: give one of them, not both"
         if self.resize_vocab and not self.source:
             yield "model.resize_vocab: a new model has the tokenizer's vocabulary; leave it out, or name a model.source"
+        needed = {"standard": (), "mup": ("base_width",), "completep": ("base_width", "base_depth")}[self.parametrization]
+        for name in BASE_OPTIONS:
+            if (given := getattr(self, name)) is None and name in needed:
+                yield f"model.parametrization = {self.parametrization}: give model.{name}, of the model its settings are for"
+            if given is not None and name not in (*needed, *(["base_head_dim"] if needed else [])):
+                yield f"model.{name}: not with model.parametrization = {self.parametrization}; leave it out"
         if self.pad_vocab_to_multiple_of and not self.resize_vocab:
             yield "model.pad_vocab_to_multiple_of: add --model.resize_vocab true, or leave it out"
         if self.implementation == "lmforge":
@@ -170,7 +188,7 @@ class ModelOptions(Options):
     def overrides(self) -> dict[str, object]:
         """The fields of the model config that were given, by their Hugging Face names."""
         own = {"preset", "source", "implementation", "load_weights", "embedding_initializer_range", "dropout"}
-        own |= {"resize_vocab", "pad_vocab_to_multiple_of", *BALANCE_OPTIONS}
+        own |= {"parametrization", *BASE_OPTIONS, "resize_vocab", "pad_vocab_to_multiple_of", *BALANCE_OPTIONS}
         fields = self.model_dump(exclude=own | {"neftune_noise_alpha"}, exclude_none=True)
         return {name: value for name, value in fields.items() if not isinstance(getattr(self, name), Options)}
 

@@ -7,7 +7,7 @@ How they are drawn is in weight_rng.py.
 
 import math
 from collections.abc import Collection, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
 import torch
@@ -33,6 +33,12 @@ class InitialValue:
     distribution: Distribution | None = None
     loc: float = 0.0
     scale: float = 1.0
+
+    def scaled(self, factor: float, offset: float = 0.0) -> "InitialValue":
+        """With `factor` times the random numbers, or the constant; `offset` is what is added to that where it is used."""
+        if self.distribution is not None:
+            return replace(self, scale=factor * self.scale)
+        return replace(self, loc=factor * (self.loc + offset) - offset if self.loc + offset == 1.0 else self.loc)
 
 
 @dataclass(frozen=True)

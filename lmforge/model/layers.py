@@ -16,6 +16,7 @@ from lmforge.model.attention import ContextParallel, LayerKVCache, create_attent
 from lmforge.model.config import ModelConfig
 from lmforge.model.incremental import IncrementalDecoder
 from lmforge.model.init_weights import FlatShard, InitialValue, initial_value
+from lmforge.model.parametrization import STANDARD, UNSCALED, Parametrization, Place, TensorScale
 from lmforge.model.rng.token_rng import TokenRng, neftune_noise_scale, perturb_embeddings
 from lmforge.model.rope import rotary_embedding
 
@@ -179,6 +180,7 @@ class LanguageModel(nn.Module):
     balance: Any = None  # mixture.balance.Balance, of a model with mixtures of experts
     activation_offload: Any = None  # parallel.activation_offload.ActivationOffload
     lora_config: Any = None  # lora.LoraConfig of a model with adapters
+    parametrization: Parametrization = STANDARD  # how first values and learning rates follow from those of a base model
     # With tensor parallel, hidden states are a part of the sequence: (which one, of how many).
     sequence_parallel_shard: tuple[int, int] = (0, 1)
     # With FSDP1, by their names in `named_parameters()`: what this rank holds of them, which their shapes do not say.
@@ -295,7 +297,17 @@ class LanguageModel(nn.Module):
         """(name, first value) of the parameters of these names and full shapes; see init_weights.py."""
         for name, shape in shapes.items():
             is_embedding = name == f"{self.embedding_names[0]}.weight"
-            yield name, initial_value(name, shape, self.config, embedding_std if is_embedding else None)
+            value = initial_value(name, shape, self.config, embedding_std if is_embedding else None)
+            yield name, value.scaled(self.tensor_scale(name, shape).init, self.config.family.norm_offset or 0.0)
+
+    def tensor_scale(self, name: str, shape: tuple[int, ...]) -> TensorScale:
+        """The factors of the parameter `name`, of this full shape, by the parametrization."""
+        if self.parametrization == STANDARD:  # of wrapped models too
+            return UNSCALED
+        place: Place = "block" if name.startswith(f"{self.blocks_name}.") else "final norm"
+        place = "embedding" if name.startswith(tuple(f"{each}." for each in self.embedding_names)) else place
+        place = "head" if name.startswith("lm_head.") else place
+        return self.parametrization.scale(name, shape, place, self.config)
 
     def tie_weights(self) -> None:
         """Tie the head's weight to the embedding's, where the config says so. Repeat after `to_empty`, which unties them."""

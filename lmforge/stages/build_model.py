@@ -15,6 +15,7 @@ from lmforge.model.init_weights import init_adapters, init_weights
 from lmforge.model.layers import LanguageModel
 from lmforge.model.lora import add_lora
 from lmforge.model.mixture.balance import DEFAULT_BIAS_UPDATE_SPEED, BalanceConfig
+from lmforge.model.parametrization import relative_to_base
 from lmforge.objectives.objective import Objective
 from lmforge.parallel.parallel_model import ParallelModel
 from lmforge.parallel.parallelize import parallelize
@@ -69,7 +70,9 @@ def build(ctx: RunContext, inputs: RunInputs, point: ResumePoint, objective: Obj
 
 def empty_model(config: StageConfig, model_config: ModelConfig) -> LanguageModel:
     """The model of a recipe without memory for its weights, in their dtype."""
-    return build_model(model_config, "meta").to(DTYPES[config.train.master_dtype])
+    model = build_model(model_config, "meta").to(DTYPES[config.train.master_dtype])
+    model.parametrization = relative_to_base(config.model, model_config)
+    return model
 
 
 def build_model_and_optimizer(

@@ -31,6 +31,7 @@ from lmforge.config.verbs.examine import DoctorOptions
 from lmforge.errors import EXIT_PEER_LOST, RunFailed, UserError, name_some
 from lmforge.untrusted import describe_os_error
 from lmforge.verbs.running.launch import with_nodes
+from lmforge.verbs.show.describe import find_vocab_size, resolve_model
 
 POLL_SECONDS, STATE_SECONDS = 0.1, 3.0
 # How long a scheduler may take to report the end of a job after its script has written its exit status.
@@ -53,6 +54,10 @@ def _examine_here(options: DoctorOptions) -> int:
         return check_parity(options)
     info = read_rank_info()
     config = read_config(options.recipe) if options.recipe is not None else None
+    if options.coordinates and config is not None:
+        from lmforge.bench.coordinates import check_coordinates
+
+        return check_coordinates(config, resolve_model(config, find_vocab_size(config)), options.steps, options.output)
     findings = list(examine_machine(options.device)) if info.local_rank == 0 else []
     if any(finding.name == "torch" and finding.status == "fail" for finding in findings):
         _print_findings(findings, options.output)

@@ -48,13 +48,16 @@ class DoctorOptions(JobOptions):
 
     recipe: Path | None = argument(None, "recipe whose data, model and checkpoint folder are checked too, on every host")
     parity: bool = option(False, "train a small model with every strategy that fits the ranks, and compare")
+    coordinates: bool = option(
+        False, "train small models like RECIPE's of several widths, and compare what their modules compute (arXiv 2203.03466)"
+    )
     on: Literal["local", "ssh", "slurm", "pbs", "mpi"] | None = option(  # type: ignore[assignment]
         None, "start a job that checks its hosts; takes the options of lmforge launch"
     )
     timeout_seconds: float = option(
         60.0, "seconds after which a rank, or a strategy of --parity, that has not ended is named", **DURATION
     )
-    steps: int = option(10, "with --parity: steps with each strategy", gt=1, le=10_000)
+    steps: int = option(10, "with --parity, --coordinates: steps of each comparison", gt=1, le=10_000)
     compile: bool = option(False, "with --parity: compiled blocks too")
     dtype: Literal["fp32", "bf16"] = option("fp32", "with --parity: compute dtype of all compared runs")
     seed: int = option(0, "with --parity: seed of weights and data", **SEED)
@@ -64,9 +67,12 @@ class DoctorOptions(JobOptions):
     ESSENTIAL: ClassVar[str] = "recipe on nodes processes hosts parity timeout_seconds device output"
 
     def problems(self) -> Iterator[str]:
-        ignored = [name for name in ("steps", "compile", "dtype", "seed") if name in self.changed()]
-        if ignored and not self.parity:
+        used = [*(["steps", "compile", "dtype", "seed"] if self.parity else ["steps"] if self.coordinates else [])]
+        ignored = [name for name in ("steps", "compile", "dtype", "seed") if name in self.changed() and name not in used]
+        if ignored:
             yield f"--{ignored[0]}: applies to --parity only; add --parity, or leave it out"
+        if self.coordinates and (self.recipe is None or self.is_elsewhere or self.parity):
+            yield "--coordinates: needs a recipe, and runs here by itself; leave --parity and --on out"
         if self.parity and self.recipe is not None:
             yield "--recipe: not with --parity, which checks nothing but the strategies; leave one of them out"
         of_jobs = [name for name in JobOptions.model_fields if name not in ("on", "processes", "environment")]

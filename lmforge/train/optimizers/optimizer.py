@@ -14,6 +14,7 @@ from lmforge.config.sections import GroupOptions, OptimizerOptions
 from lmforge.data.order import derive_key
 from lmforge.errors import UserError
 from lmforge.model.layers import LanguageModel
+from lmforge.model.parametrization import STANDARD
 from lmforge.parallel.precision import DTYPES
 from lmforge.train.optimizers.adamw import AdamW
 from lmforge.train.optimizers.muon import Muon
@@ -40,6 +41,8 @@ def build_optimizer(
         option = f"name = {options.name}" if needs_matrices else option
         reason = "fsdp1 flattens the parameters, and this needs their shapes"
         raise UserError(f"optimizer.{option}: {reason}; use engine = fsdp2")
+    if model.parametrization != STANDARD and options.name not in ("adamw", "muon"):
+        raise UserError(f"optimizer.name = {options.name}: model.parametrization is for adamw and muon; use one, or standard")
     groups = _parameter_groups(model, options, shapes, needs_matrices)
     optimizer: torch.optim.Optimizer = entry.build(groups, options, entry_options(options, entry))
     if options.stochastic_rounding:
@@ -94,6 +97,12 @@ def _parameter_groups(
         }
         if name in chosen:
             numbers |= chosen[name].model_dump(exclude={"pattern"}, exclude_none=True)
+        scale, orthogonal = model.tensor_scale(name, tuple(shapes[name])), marks_matrices and id(parameter) in hidden
+        factor = scale.muon_lr if orthogonal else scale.lr
+        numbers["lr_ratio"] *= factor
+        numbers["weight_decay"] /= factor
+        if scale.eps != 1.0:
+            numbers["eps"] = scale.eps * options.eps
         if marks_matrices:
             numbers["orthogonal"] = id(parameter) in hidden
         if options.state_dtype == "8bit":

@@ -1,5 +1,6 @@
 """Lines about a recipe, its data and its model: for `lmforge show`, for `--dry-run` of the training verbs, and for plans."""
 
+import re
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -65,6 +66,8 @@ def describe_recipe(config: StageConfig, everything: bool = False) -> str:
             f"adapters   {added:,} more parameters; {counts.trained:,} are trained, so {flops:.3g} FLOPs per token"
             f" and {format_bytes(state_bytes)} of weights and optimizer states"
         )
+    if config.model.parametrization != "standard":
+        lines += _describe_parametrization(config, model)
     check_parallel(config.parallel, model, plan)
     lines += _describe_sharding(config, ranks, state_bytes)
     if passes is None:
@@ -74,6 +77,25 @@ def describe_recipe(config: StageConfig, everything: bool = False) -> str:
         lines.append(f"compute    {total_flops:.3g} FLOPs in the whole run")
     shown = "every option" if everything else "what differs from the defaults; --dry-run all prints every option"
     return "\n".join([*lines, "", f"# {shown}", to_toml(config, changed_only=not everything).rstrip()])
+
+
+def _describe_parametrization(config: StageConfig, model: ModelConfig) -> list[str]:
+    """The factors of each kind of tensor, relative to the options of the recipe."""
+    from lmforge.stages.build_model import empty_model  # with torch
+
+    built, rows = empty_model(config, model), dict[str, tuple[str, ...]]()
+    is_muon = config.optimizer.name == "muon"
+    for name, parameter in built.named_parameters():
+        scale = built.tensor_scale(name, tuple(parameter.shape))
+        lr = scale.muon_lr if is_muon and name.startswith(built.blocks_name) and parameter.ndim > 1 else scale.lr
+        decay = 0.0 if parameter.ndim < 2 else 1 / lr
+        numbers = (scale.init, lr, decay, scale.eps)
+        rows[re.sub(r"\.\d+\.", ".N.", name)] = (scale.kind, *(f"{each:.4g}" for each in numbers))
+    title = f"factors    of {config.model.parametrization}: of first values, learning rate, weight decay and epsilon"
+    return [
+        title,
+        *align_right([["tensor", "kind", "first", "lr", "decay", "eps"], *([name, *row] for name, row in rows.items())]),
+    ]
 
 
 def resolve_model(config: StageConfig, vocab_size: int | None) -> ModelConfig:
