@@ -15,6 +15,7 @@ from lmforge.model.config import ModelConfig
 from lmforge.model.layers import LanguageModel
 from lmforge.model.lora import LoraConfig, add_lora
 from lmforge.model.mixture.balance import BalanceConfig
+from lmforge.model.parametrization import Parametrization
 
 _SIZES = {"vocab_size": 131, "hidden_size": 30, "num_hidden_layers": 3, "num_attention_heads": 5}
 _EVEN = {"vocab_size": 132, "hidden_size": 32, "num_hidden_layers": 4, "num_attention_heads": 4}
@@ -263,6 +264,8 @@ def chosen_cases(shape: str, world_size: int) -> list[ParityCase]:
         return cases
     if shape == "latents":
         cases = _balanced_in_all_ways(cases)
+    if shape in ("split qwen3", "olmo2"):
+        cases = [replace(case, change_model=_follow_a_base_model) for case in cases]
     return [case for case in cases if case.name.startswith(CASES_OF_SPLIT_SHAPES.get(shape, CASES_OF_SHAPES))]
 
 
@@ -272,6 +275,10 @@ def _balanced_in_all_ways(cases: list[ParityCase]) -> list[ParityCase]:
 
 def _balance_in_all_ways(model: LanguageModel) -> None:
     model.balance.config = BalanceConfig("global_batch", z_loss_coef=0.1, bias_update_speed=0.05)
+
+
+def _follow_a_base_model(model: LanguageModel) -> None:
+    model.parametrization = Parametrization(4.0, 2.0)
 
 
 def _few_compiled(cases: list[ParityCase], names: tuple[str, ...]) -> Iterator[ParityCase]:
