@@ -409,7 +409,7 @@ def test_an_objective_with_its_options_changes_what_is_learned_and_resumes(lmfor
 @pytest.mark.slow
 def test_a_model_family_of_a_plugin_trains_and_is_opened_with_it(lmforge: Command, recipe: Path) -> None:
     (recipe.parent / "quiet_llama.py").write_text(
-        "from lmforge.model.decoder import Decoder\n\n"
+        "from lmforge.model.modules.decoder import Decoder\n\n"
         "class QuietLlama(Decoder):\n"
         "    def forward(self, *arguments, **named):\n"
         "        return 0.5 * super().forward(*arguments, **named)\n"
@@ -434,7 +434,7 @@ def test_a_model_family_of_a_plugin_trains_and_is_opened_with_it(lmforge: Comman
 
 
 def test_a_family_like_gpt2_is_refused_where_gpt2_is(lmforge: Command, recipe: Path) -> None:
-    code = 'import lmforge\nlmforge.register("model_family", "mine", "lmforge.model.gpt2:GPT2", like="gpt2")\n'
+    code = 'import lmforge\nlmforge.register("model_family", "mine", "lmforge.model.modules.gpt2:GPT2", like="gpt2")\n'
     words = ["--model.model_type", "mine", "--parallel.tensor_parallel_degree", "2", "--launch.processes", "2", "--dry-run"]
     done = lmforge("pretrain", with_plugin(recipe, code), *words)
     assert done.returncode == 2

@@ -196,7 +196,7 @@ class Family:
 
     architecture: str
     classifier: str
-    module: str = "lmforge.model.decoder:Decoder"
+    module: str = "lmforge.model.modules.decoder:Decoder"
     linears: Callable[[ModelConfig], tuple[Linear, ...]] = gated_linears
     attention_norms: tuple[str | None, str | None] = ("input_layernorm", None)
     mlp_norms: tuple[str | None, str | None] = ("post_attention_layernorm", None)

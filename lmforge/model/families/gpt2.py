@@ -1,5 +1,5 @@
 """GPT-2 (Radford et al., "Language Models are Unsupervised Multitask Learners", 2019): learned positions, LayerNorm, one
-matrix for queries, keys and values, no gate. Its modules are in model/gpt2.py."""
+matrix for queries, keys and values, no gate. Its modules are in model/modules/gpt2.py."""
 
 from lmforge.model.config import ModelConfig
 from lmforge.model.family import Family, ForeignLayout, Linear
@@ -18,7 +18,7 @@ def _linears(config: ModelConfig) -> tuple[Linear, ...]:
 FAMILY = Family(
     architecture="GPT2LMHeadModel",
     classifier="GPT2ForSequenceClassification",
-    module="lmforge.model.gpt2:GPT2",
+    module="lmforge.model.modules.gpt2:GPT2",
     linears=_linears,
     attention_norms=("ln_1", None),
     mlp_norms=("ln_2", None),
