@@ -265,10 +265,12 @@ class AlignConfig(TunedConfig):
                 yield f"rollout.{name}: there is no environment; name one with rollout.environment, or leave it out"
         if self.train.z_loss:
             yield "train.z_loss: alignment does not read it; it is for pretrain and sft: leave it out"
-        if self.parallel.model_parallel_size > 1 and method in ("grpo", "reward"):
+        samples_here = method == "grpo" and self.rollout.engine == "in-process"
+        if self.parallel.model_parallel_size > 1 and (method == "reward" or samples_here):
             yield (
                 f"parallel.tensor_parallel_degree, context_parallel_degree, pipeline_parallel_degree: {method} needs whole"
                 " completions on one rank; shard with fsdp2 instead"
+                f"{', or sample with servers (rollout.engine)' if samples_here else ''}"
             )
         elif self.parallel.pipeline_parallel_degree > 1:
             yield "parallel.pipeline_parallel_degree: alignment computes losses of whole models; shard with fsdp2 instead"

@@ -9,7 +9,7 @@ truncated completions, where they are masked; "reused", if the set was used befo
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from types import MappingProxyType
@@ -24,6 +24,7 @@ from lmforge.errors import UserError
 from lmforge.model.layers import LanguageModel
 from lmforge.objectives.logprobs import broadcast_to_tokens, document_label_counts, document_sums, token_logprobs_and_entropy
 from lmforge.objectives.objective import apply_head
+from lmforge.objectives.sharded_head import sum_gradients
 
 # TRL's, so that the advantages of a group with almost no spread stay as small.
 STD_EPSILON = 1e-4
@@ -175,28 +176,35 @@ class PolicyObjective:
 
     def num_items(self, batch: Batch) -> Tensor:
         """Number of completions, tokens, or completions × max_completion_length: an fp32 scalar on the batch's device."""
-        labels, aggregation = self._labels(batch), self._config.loss_aggregation
+        return self._count_items(document_label_counts(self._labels(batch), batch.document_ids))
+
+    def _count_items(self, lengths: Tensor) -> Tensor:
+        """`num_items` of completions with so many labels, [sequences, length] by document."""
+        aggregation = self._config.loss_aggregation
         if aggregation == "token":
-            return (labels != IGNORE_INDEX).sum().float()
-        completions = (document_label_counts(labels, batch.document_ids) > 0).sum().float()
-        return completions * (self._config.max_completion_length if aggregation == "constant" else 1)
+            return lengths.sum()
+        return (lengths > 0).sum().float() * (self._config.max_completion_length if aggregation == "constant" else 1)
 
     def loss(self, model: LanguageModel, batch: Batch) -> tuple[Tensor, Metrics]:
         """(sum, metrics as (sum, count) pairs). A batch without scored completions gives 0, not NaN.
 
-        Metrics are by token, of ratios before clipping.
+        Metrics are by token, of ratios before clipping. With context parallelism the sum is that of this rank's tokens.
         """
         config, labels, document_ids = self._config, self._labels(batch), batch.document_ids
+        context = model.context_parallel
+        sums = partial(document_sums, document_ids=document_ids, context_parallel=context)
         head_fn = partial(token_logprobs_and_entropy, labels=labels, temperature=config.temperature)
         logprobs, entropy = apply_head(model, batch, head_fn)
-        scored, lengths = labels != IGNORE_INDEX, document_label_counts(labels, document_ids)
+        scored = labels != IGNORE_INDEX
+        lengths = sums(scored.float())
         old_logprobs, advantages = batch.extra("old_logprobs"), batch.extra("advantages")
         extras = batch.extras.tensors if batch.extras else {}
         proximal = extras.get("proximal_logprobs", logprobs.detach())
         corrects = config.importance_sampling_mode != "none"
         log_ratio = torch.where(scored, logprobs - (proximal if corrects else old_logprobs), 0.0)
         if config.importance_sampling_level != "token":
-            by_document = document_sums(log_ratio, document_ids)
+            by_document = sums(log_ratio)
+            by_document = by_document if context is None else sum_gradients(by_document, context.group)
             if config.importance_sampling_level == "sequence":
                 by_document = by_document / lengths.clamp(min=1)
             log_ratio = broadcast_to_tokens(by_document, document_ids)
@@ -213,10 +221,10 @@ class PolicyObjective:
         if "reused" not in extras or "proximal_logprobs" in extras:
             values[MEAN_DIFFERENCE] = difference.abs()
         if corrects:
-            values["importance_sampling_ratio"] = self._importance_weights(difference, document_ids)
+            values["importance_sampling_ratio"] = self._importance_weights(difference, document_ids, sums)
             losses = losses * values["importance_sampling_ratio"]
         if config.off_policy_mask_threshold is not None:
-            divergence = document_sums(torch.where(scored, old_logprobs - logprobs.detach(), 0.0), document_ids)
+            divergence = sums(torch.where(scored, old_logprobs - logprobs.detach(), 0.0))
             divergence = broadcast_to_tokens(divergence / lengths.clamp(min=1), document_ids)
             is_far = divergence > config.off_policy_mask_threshold
             values["off_policy_masked"] = (is_far & (advantages < 0)).float()
@@ -235,7 +243,7 @@ class PolicyObjective:
         metrics = {name: (torch.where(scored, value.detach(), 0.0).sum(), count) for name, value in values.items()}
         if MEAN_DIFFERENCE in values:
             metrics[LARGEST_DIFFERENCE] = values[MEAN_DIFFERENCE].amax(), count
-        metrics["loss"] = total.detach(), self.num_items(batch)
+        metrics["loss"] = total.detach(), self._count_items(lengths) / (1 if context is None else context.group.size())
         for name in self._metric_names:
             extra = batch.extra(name)[:, 0]
             known = ~extra.isnan()
@@ -243,15 +251,15 @@ class PolicyObjective:
             metrics[name] = counted.amax() if name.endswith(MAXIMUM) else counted.sum(), known.sum().float()
         return total, metrics
 
-    def _importance_weights(self, log_ratio: Tensor, document_ids: Tensor) -> Tensor:
+    def _importance_weights(self, log_ratio: Tensor, document_ids: Tensor, sums: Callable[[Tensor], Tensor]) -> Tensor:
         """By what losses are multiplied: the bounded ratio of the proximal policy to what sampled, [sequences, length].
 
-        `log_ratio`: that of each token, 0 where there is no label.
+        `log_ratio`: that of each token, 0 where there is no label. `sums`: those of documents.
         """
         config = self._config
         level, _, bound = config.importance_sampling_mode.partition("_")
         if level == "sequence":
-            log_ratio = broadcast_to_tokens(document_sums(log_ratio, document_ids), document_ids)
+            log_ratio = broadcast_to_tokens(sums(log_ratio), document_ids)
         ratio, low, high = log_ratio.exp(), config.importance_sampling_clip_min, config.importance_sampling_clip_max
         bounded = ratio if low is None and high is None else ratio.clamp(low, high)
         return bounded if bound == "truncate" else torch.where(bounded == ratio, ratio, 0.0)

@@ -126,6 +126,25 @@ class _SumOverRanks(torch.autograd.Function):
         return upstream[0], None
 
 
+def sum_gradients(values: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Values that are the same on all ranks, each of which uses them for a part of the loss: their gradients are summed."""
+    same: Tensor = _SumGradients.apply(values, group)
+    return same
+
+
+class _SumGradients(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, values: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        return values.view_as(values)
+
+    @staticmethod
+    def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor, None]:
+        total = upstream[0].clone()
+        dist.all_reduce(total, group=ctx.group)
+        return total, None
+
+
 class _GatherTokens(torch.autograd.Function):
     """All-gather along the sequence. Every rank continues with the same values, so each takes its part of the gradient."""
 

@@ -14,6 +14,7 @@ LEAST_WORK = {
     "mixture_cpu": "--tiny --rounds 1 --seconds 0.1 --threads 1 --seeds 1",
     "staleness": "--rounds 1 --steps 3",
     "prepare": "--rounds 1 --megabytes 1 --workers 1 --beside lmforge",
+    "rollout_engines": "--rounds 1 --steps 1 --engines in-process lmforge",
 }
 TESTED_ELSEWHERE = {"plan"}  # tests/plan/test_plan.py
 

@@ -24,6 +24,7 @@ from lmforge.cluster.distributed import DistributedContext
 from lmforge.config.align import AlignConfig
 from lmforge.data.batch import Batch, Extras
 from lmforge.errors import UserError
+from lmforge.parallel.dims import data_parallel_rank_and_size
 from lmforge.stages.attempt import RunContext
 from lmforge.stages.inputs import RunInputs
 from lmforge.untrusted import parse_json
@@ -73,11 +74,13 @@ class RolloutJournal:
         *,
         num_iterations: int,
         sequence_length: int,
+        rank_and_size: tuple[int, int],
         warn: Callable[[str], None],
     ) -> None:
-        """`key`: sets with another one, of other options or data, do not count. Every rank calls it."""
+        """`key`: sets with another one, of other options or data, do not count. `rank_and_size`: this data-parallel rank, and
+        how many there are. Every rank calls it."""
         self._folder, self._key, self._dist_ctx, self._warn = folder, key, dist_ctx, warn
-        self._num_iterations, self._sequence_length = num_iterations, sequence_length
+        self._num_iterations, self._sequence_length, self._rank_and_size = num_iterations, sequence_length, rank_and_size
         self._attempt = dist_ctx.broadcast(uuid4().hex)
         # The parts of each set that was complete when the run was started, in the order of their ranks.
         self._known: dict[int, list[Path]] = {}
@@ -90,13 +93,13 @@ class RolloutJournal:
         return set_index in self._known
 
     def write(self, set_index: int, batch: Batch) -> None:
-        """Write this rank's part of a set. Raises UserError where the disk is full."""
+        """Write this rank's part of a set, on one rank of those that share it. Raises UserError where the disk is full."""
         assert batch.extras is not None
         used = min(int((batch.document_ids >= 0).sum(1).max()) + 1, batch.sequence_length)
         tensors = {name: _compact(each, used) for name, each in (batch.tensors | batch.extras.tensors).items()}
         header = _Header(key=self._key, attempt=self._attempt, checksum=_checksum(tensors))
-        info = self._dist_ctx.rank_info
-        path = self._folder / f"set-{set_index:06d}-rank-{info.rank}-of-{info.world_size}.safetensors"
+        rank, size = self._rank_and_size
+        path = self._folder / f"set-{set_index:06d}-rank-{rank}-of-{size}.safetensors"
         path.parent.mkdir(exist_ok=True)
         with atomic_write(path) as file:
             file.write(save(tensors, {"lmforge": header.model_dump_json()}))
@@ -165,6 +168,7 @@ def open_journal(ctx: RunContext, config: AlignConfig, inputs: RunInputs, first_
         ctx.dist_ctx,
         num_iterations=config.rollout.num_iterations,
         sequence_length=inputs.batch_plan.sequence_length,
+        rank_and_size=data_parallel_rank_and_size(config.parallel, ctx.dist_ctx.rank_info.rank, ctx.dist_ctx.world_size),
         warn=ctx.console.warn,
     )
     journal.find(first_batch // config.rollout.num_iterations)

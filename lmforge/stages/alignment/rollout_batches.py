@@ -142,10 +142,10 @@ def _padding_like(batch: Batch, num_sequences: int) -> Batch:
     return replace(empty, extras=Extras(**{name: torch.full(shape, value) for name, value in fill.items()}))
 
 
-def trim_padding(batch: Batch) -> Batch:
+def trim_padding(batch: Batch, multiple: int = 1) -> Batch:
     """The batch without the columns that are padding in every sequence. Lengths are multiples of a quarter, since each length
-    may need a compilation."""
+    may need a compilation, and of `multiple`, since ranks may split them."""
     used = int((batch.document_ids >= 0).sum(1).max())
-    unit = -(-batch.sequence_length // 4)
+    unit = -(-batch.sequence_length // (4 * multiple)) * multiple
     end = max(1, -(-used // unit)) * unit
     return batch.map(lambda tensor: tensor[:, :end])

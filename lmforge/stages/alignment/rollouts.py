@@ -10,6 +10,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
@@ -60,8 +61,11 @@ class Rollouts:
         self._ctx, self._inputs, self._built, self._options, self._packing = ctx, inputs, built, options, packing
         self._dist_ctx, self._batch_plan = ctx.dist_ctx, inputs.batch_plan
         self.dataset, self.global_batch_size = inputs.packed_dataset, inputs.batch_plan.global_batch_size
-        # Alignment refuses model parallelism, so every rank has sequences of its own: the rank is the data-parallel rank.
-        self._rank, self._world_size = self._dist_ctx.rank_info.rank, self._dist_ctx.world_size
+        # Ranks of tensor and context parallelism, which follow each other, train on the same completions: the first samples.
+        # What is called rank here is that of data parallelism.
+        self._group_size = built.parallel_model.model_parallel_size
+        self._rank, place_in_group = divmod(self._dist_ctx.rank_info.rank, self._group_size)
+        self._world_size, self._samples = self._dist_ctx.world_size // self._group_size, place_in_group == 0
         # A group stays on one rank. If the number of groups is not divisible, the first ranks have one more and the others
         # padding, so that all have the same number of micro-batches.
         self._num_groups = self._batch_plan.global_batch_size // options.num_generations
@@ -119,7 +123,8 @@ class Rollouts:
             local = add_staleness(local, batch_index, seconds)
         if iteration:
             local = with_extras(local, reused=torch.ones(local.tokens.shape))
-        return [trim_padding(batch).to(self._dist_ctx.device) for batch in self._micro_batches(local)]
+        parts = 2 * self._group_size if self._group_size > 1 else 1
+        return [trim_padding(batch, parts).to(self._dist_ctx.device) for batch in self._micro_batches(local)]
 
     def _micro_batches(self, batch: Batch) -> list[Batch]:
         return split_micro_batches(batch, self._batch_plan.local_batch_size, self._batch_plan.micro_batch_size)
@@ -138,11 +143,21 @@ class Rollouts:
                 sampled = self._ahead.take(set_index, partial(self._ctx.watch.set_phase, "sample", step))
             self._workers[0].check_episodes(sampled, step)
             self._workers[0].report(sampled, step, table)
-        batch = self._to_batch(sampled)
+        batch = self._to_batch(self._share(sampled))
         if self._journal is not None:
             with self._dist_ctx.raise_on_all():
-                self._journal.write(set_index, batch)
+                if self._samples:
+                    self._journal.write(set_index, batch)
         return batch
+
+    def _share(self, sampled: SampledSet) -> SampledSet:
+        """What the first rank of those that share sequences has sampled, on all of them."""
+        if self._group_size == 1:
+            return sampled
+        ids = [prompt._replace(prompt="", columns={}) for prompt in sampled.prompts]
+        own = replace(sampled, prompts=ids, episodes=None) if self._samples else None
+        sets = [each for each in self._dist_ctx.all_gather(own) if each is not None]  # in the order of data-parallel ranks
+        return sets[self._rank]
 
     def _to_batch(self, sampled: SampledSet) -> Batch:
         assert sampled.rewards is not None
@@ -154,7 +169,9 @@ class Rollouts:
         return add_advantages(batch, sampled.completions, sampled.rewards, sampled.failures, self._options, self._loss_config)
 
     def _prompts_and_seeds(self, set_index: int) -> tuple[list[TokenizedPrompt], list[int]]:
-        """Those of each completion of this rank's part of a set, which depend on nothing else."""
+        """Those of each completion that this rank samples of a set, which depend on nothing else."""
+        if not self._samples:
+            return [], []
         options, num_generations = self._options, self._options.num_generations
         # The prompts of a step are those of all ranks, in the order of the ranks.
         order, seed = self.dataset, self._ctx.config.train.seed
@@ -239,7 +256,7 @@ class Rollouts:
             return {}
         # Evenly spaced.
         chosen = [prompts[index * len(prompts) // count] for index in range(count)]
-        local = chosen[self._rank :: self._world_size]
+        local = chosen[self._rank :: self._world_size] if self._samples else []
         rewards = self._sample(local, [0] * len(local), step, f"step-{step:06d}-validation", greedy=True).rewards
         assert rewards is not None
         known = rewards[~rewards.isnan()]
@@ -281,9 +298,8 @@ class Rollouts:
         assert self._set is not None
         assert self._set.extras is not None
         local = self._set.tensors | self._set.extras.tensors
-        gathered = self._dist_ctx.all_gather(
-            {name: tensor.unflatten(0, (iterations, -1)).numpy() for name, tensor in local.items()}
-        )
+        own = {name: tensor.unflatten(0, (iterations, -1)).numpy() for name, tensor in local.items()}
+        gathered = [each for each in self._dist_ctx.all_gather(own if self._samples else None) if each is not None]
         full = {name: torch.from_numpy(np.concatenate([each[name] for each in gathered], axis=1)) for name in local}
         return {**full, "set": torch.tensor(self._set_index)}
 
