@@ -108,6 +108,13 @@ class RolloutOptions(Options):
         ge=0,
         le=1000,
     )
+    dynamic_sampling_rounds: int = option(
+        0,
+        "sample further prompts in place of groups whose rewards are all equal, at most so often for a set (DAPO; verl:"
+        " filter_groups)",
+        ge=0,
+        le=1000,
+    )
     num_iterations: int = option(1, "optimizer steps on each set of completions", **COUNT)
     reward_functions: tuple[str, ...] = option(
         (),

@@ -270,12 +270,15 @@ STALENESS_METRICS = ("staleness", "staleness/max", "generation_wait_seconds")
 
 
 def completion_metric_names(num_generations: int, with_environment: bool = False) -> tuple[str, ...]:
-    """Metrics of a completion: its reward, whether it has none, the fraction of reward functions that failed on it, whether its
-    environment did, its answers, calls of tools and those that failed, pass@k of its group, its length, and whether it was
-    truncated."""
+    """Metrics of a completion: its reward, whether it has none, whether all in its group are equal, the fraction of reward
+    functions that failed on it, whether its environment did, its answers, calls of tools and those that failed, pass@k of its
+    group, its length, and whether it was truncated."""
     passes = [f"pass@{k}" for k in pass_sizes(num_generations)]
-    of_episodes = ("environment_failures", "turns", "tool_calls", "failed_tool_calls") if with_environment else ()
-    return ("reward", "no_reward", "reward_failures", *of_episodes, *passes, "pass@n", "completion_tokens", "truncated")
+    failures = (
+        "reward_failures",
+        *(("environment_failures", "turns", "tool_calls", "failed_tool_calls") if with_environment else ()),
+    )
+    return ("reward", "no_reward", "frac_reward_zero_std", *failures, *passes, "pass@n", "completion_tokens", "truncated")
 
 
 def pass_sizes(num_generations: int) -> list[int]:

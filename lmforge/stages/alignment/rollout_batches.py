@@ -115,6 +115,7 @@ def _completion_metrics(
     return {
         "reward": rewards.float().flatten(),
         "no_reward": rewards.isnan().float().flatten(),
+        "frac_reward_zero_std": (~has_nonzero_std(rewards))[:, None].expand_as(rewards).float().flatten(),
         **failures,
         "completion_tokens": torch.tensor([float(completion.num_sampled) for completion in completions]),
         "truncated": torch.tensor([float(not completion.stopped) for completion in completions]),

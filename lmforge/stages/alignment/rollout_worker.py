@@ -1,9 +1,10 @@
-"""A rollout worker samples and scores one set of completions at a time, with an environment and reward functions of its own.
+"""A rollout worker samples and scores one set of completions at a time, with an environment and reward functions of its own;
+and the prompts and seeds that it is given.
 
 Several workers may work at once, each in a thread. When they do, and what becomes of their sets, is not known here.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, cast
@@ -13,15 +14,17 @@ import torch
 from torch import Tensor
 
 from lmforge.cluster.distributed import use_device_in_thread
-from lmforge.config.align import AlignConfig
+from lmforge.config.align import AlignConfig, RolloutOptions
 from lmforge.data.chat.preferences import TokenizedPrompt
 from lmforge.data.chat.templates import ChatTemplate
-from lmforge.errors import UserError
+from lmforge.data.order import derive_key
+from lmforge.errors import UserError, format_count
+from lmforge.objectives.policy import has_nonzero_std
 from lmforge.stages.alignment.completions import SampledCompletion
 from lmforge.stages.alignment.episodes import Episode, EpisodePlayer
 from lmforge.stages.alignment.prompt_inputs import PromptPacking, is_conversational, name_environment
 from lmforge.stages.alignment.sampling import SampleRequest, SamplingSession, sample_all
-from lmforge.stages.alignment.scoring import CompletionScorer
+from lmforge.stages.alignment.scoring import CompletionScorer, completions_table_name
 from lmforge.stages.attempt import RunContext
 from lmforge.stages.inputs import RunInputs
 
@@ -39,6 +42,20 @@ class SampledSet:
     episodes: list[Episode] | None = None
     rewards: Tensor | None = None
     failures: dict[str, Tensor] | None = None
+
+    def replace(self, indices: Sequence[int], others: "SampledSet") -> None:
+        """Put the completions of another set at these places."""
+        others_failures = others.failures or {}
+        pairs: list[tuple[Any, Any]] = [
+            (self.prompts, others.prompts),
+            (self.completions, others.completions),
+            (self.episodes, others.episodes),
+            (self.rewards, others.rewards),
+            *((values, others_failures.get(name)) for name, values in (self.failures or {}).items()),
+        ]
+        for mine, theirs in pairs:
+            for place, index in enumerate(indices if mine is not None else ()):
+                mine[index] = theirs[place]
 
 
 class RolloutWorker:
@@ -111,3 +128,67 @@ class RolloutWorker:
     def close(self) -> None:
         """End the processes of environment and reward functions."""
         self._scorer.close()
+
+
+# (prompts, seeds, table of completions) → a set with rewards.
+Sample = Callable[[list[TokenizedPrompt], list[int], str | None], SampledSet]
+
+
+class GroupPrompts:
+    """The prompts and seeds of groups: each prompt `num_generations` times in a row.
+
+    The place of a group in the order of the data decides, and neither ranks and restarts, nor what was sampled before.
+    """
+
+    def __init__(
+        self,
+        prompts: Sequence[TokenizedPrompt],
+        indices: Callable[[int, int], Iterable[int]],
+        options: RolloutOptions,
+        seed: int,
+        warn: Callable[[str], None],
+    ) -> None:
+        """`indices(start, stop)`: those of the prompts at these places in the order of the data."""
+        self._prompts, self._indices, self._options, self._seed, self._warn = prompts, indices, options, seed, warn
+        self._has_given_up = False
+
+    def at(self, places: Sequence[range]) -> tuple[list[TokenizedPrompt], list[int]]:
+        """Those of the groups at these places."""
+        count = self._options.num_generations
+        indices = [index for part in places for index in self._indices(part.start, part.stop)]
+        prompts = [self._prompts[index] for index in indices for _ in range(count)]
+        in_order = [place for part in places for place in part]
+        return prompts, [derive_key(self._seed, "rollout", place, number) for place in in_order for number in range(count)]
+
+    def replace_even(
+        self, sampled: SampledSet, set_index: int, places: Sequence[range], sample: Sample, add_up: Callable[[int], int]
+    ) -> None:
+        """Replace groups whose rewards are all equal by groups of other prompts (dynamic sampling: DAPO, arXiv 2503.14476).
+
+        `places`: those of the groups of `sampled`. `add_up` sums over the ranks that sample together. After
+        `dynamic_sampling_rounds` what is left stays, and a line says so once.
+        """
+        rounds, count = self._options.dynamic_sampling_rounds, self._options.num_generations
+        in_order, table = [place for part in places for place in part], completions_table_name(set_index, self._options)
+        for number in range(1, rounds + 1):
+            even = _even_groups(sampled, count)
+            if not add_up(len(even)):
+                return
+            keys = [derive_key(self._seed, "replacement", in_order[group], number) for group in even]
+            prompts = [self._prompts[key % len(self._prompts)] for key in keys for _ in range(count)]
+            seeds = [derive_key(key, "rollout", index) for key in keys for index in range(count)]
+            others = sample(prompts, seeds, table and f"{table}-round-{number}")
+            sampled.replace([group * count + index for group in even for index in range(count)], others)
+        if rounds and (left := add_up(len(_even_groups(sampled, count)))) and not self._has_given_up:
+            self._has_given_up = True
+            self._warn(
+                f"set {set_index}: the rewards of {format_count(left, 'group')} are still all equal after"
+                f" {format_count(rounds, 'round')} of further prompts, and nothing is learned from them (from here on see the"
+                " metric frac_reward_zero_std)"
+            )
+
+
+def _even_groups(sampled: SampledSet, num_generations: int) -> list[int]:
+    assert sampled.rewards is not None
+    differs = has_nonzero_std(sampled.rewards.view(len(sampled.rewards) // num_generations, num_generations)).tolist()
+    return [group for group, each in enumerate(differs) if not each]

@@ -24,7 +24,6 @@ from lmforge import checkpoint
 from lmforge.config.align import AlignConfig
 from lmforge.data.batch import Batch, Extras
 from lmforge.data.chat.preferences import TokenizedPrompt
-from lmforge.data.order import derive_key
 from lmforge.errors import UserError
 from lmforge.objectives.policy import MEAN_DIFFERENCE, build_policy_loss_config, completion_metric_names
 from lmforge.stages.alignment.async_sampling import AsyncSampler
@@ -33,7 +32,7 @@ from lmforge.stages.alignment.journal import SEQUENCE_TENSORS, RolloutJournal, o
 from lmforge.stages.alignment.prompt_inputs import PromptPacking
 from lmforge.stages.alignment.reference import ReferenceModel, build_reference, with_extras
 from lmforge.stages.alignment.rollout_batches import add_advantages, add_staleness, lay_out, split_micro_batches, trim_padding
-from lmforge.stages.alignment.rollout_worker import RolloutWorker, SampledSet
+from lmforge.stages.alignment.rollout_worker import GroupPrompts, RolloutWorker, SampledSet
 from lmforge.stages.alignment.sampling import SamplingSettings
 from lmforge.stages.alignment.sampling_ahead import SamplingAhead
 from lmforge.stages.alignment.scoring import completions_table_name, locate_completions
@@ -76,6 +75,8 @@ class Rollouts:
         # This rank's part of the set: the completions of `num_iterations` steps, one in each sequence.
         self._set_index: int | None = None
         self._set: Batch | None = None
+        seed, warn = ctx.config.train.seed, ctx.console.warn
+        self._group_prompts = GroupPrompts(packing.prompts, self.dataset.indices, options, seed, warn)
         self._warned_of_difference = options.max_staleness > 0  # then other weights have sampled
         self._batch_offset = built.detector.batch_offset
         self._ahead: SamplingAhead[SampledSet] | None = None
@@ -136,8 +137,9 @@ class Rollouts:
                 return self._journal.read(set_index, first, self._local_batch_size)
         table = completions_table_name(set_index, self._options)
         if self._ahead is None:
-            prompts, seeds = self._prompts_and_seeds(set_index)
-            sampled = self._sample(prompts, seeds, step, table)
+            places, sample = self._places(set_index), partial(self._sample, step)
+            sampled = sample(*self._group_prompts.at(places), table)
+            self._group_prompts.replace_even(sampled, set_index, places, sample, self._sum_over_ranks)
         else:
             with self._dist_ctx.raise_on_all():
                 sampled = self._ahead.take(set_index, partial(self._ctx.watch.set_phase, "sample", step))
@@ -168,21 +170,16 @@ class Rollouts:
         batch = with_extras(batch, **{name: self._logprobs(batch, model) for name, model in models.items() if model})
         return add_advantages(batch, sampled.completions, sampled.rewards, sampled.failures, self._options, self._loss_config)
 
-    def _prompts_and_seeds(self, set_index: int) -> tuple[list[TokenizedPrompt], list[int]]:
-        """Those of each completion that this rank samples of a set, which depend on nothing else."""
+    def _sum_over_ranks(self, count: int) -> int:
+        return int(self._dist_ctx.all_reduce_sum(torch.tensor(count, device=self._dist_ctx.device)))
+
+    def _places(self, set_index: int) -> list[range]:
+        """The places in the order of the data, of each step of a set, of the groups that this rank samples."""
         if not self._samples:
-            return [], []
-        options, num_generations = self._options, self._options.num_generations
-        # The prompts of a step are those of all ranks, in the order of the ranks.
-        order, seed = self.dataset, self._ctx.config.train.seed
-        prompts: list[TokenizedPrompt] = []
-        seeds: list[int] = []
-        for each in range(set_index * options.num_iterations, (set_index + 1) * options.num_iterations):
-            first = each * self._num_groups + self._first_group
-            for sample, index in enumerate(order.indices(first, first + self._local_groups), start=first):
-                prompts += [self._packing.prompts[index]] * num_generations
-                seeds += [derive_key(seed, "rollout", sample, number) for number in range(num_generations)]
-        return prompts, seeds
+            return []
+        steps = range(set_index * self._options.num_iterations, (set_index + 1) * self._options.num_iterations)
+        starts = [step * self._num_groups + self._first_group for step in steps]
+        return [range(start, start + self._local_groups) for start in starts]
 
     def _logprobs(self, batch: Batch, model: ReferenceModel) -> Tensor:
         """log p of each label under a model that all ranks share. Every rank calls it, with as many completions."""
@@ -196,7 +193,7 @@ class Rollouts:
         return torch.cat(logprobs)
 
     def _sample(
-        self, prompts: Sequence[TokenizedPrompt], seeds: Sequence[int], step: int, table: str | None, greedy: bool = False
+        self, step: int, prompts: Sequence[TokenizedPrompt], seeds: Sequence[int], table: str | None, greedy: bool = False
     ) -> SampledSet:
         """Completions by the policy as it is now, and their rewards. Every rank calls it, with prompts of its own."""
         version, on_step = step + self._built.detector.batch_offset, partial(self._ctx.watch.set_phase, "sample", step)
@@ -242,10 +239,17 @@ class Rollouts:
     def _sample_ahead(self, set_index: int, first_version: int, on_step: Callable[[], None]) -> SampledSet:
         """A set of this rank, sampled and scored in a thread. No rank waits for another one."""
         assert isinstance(self._sampler, AsyncSampler)
-        prompts, seeds = self._prompts_and_seeds(set_index)
+        sampler = self._sampler
         with self._free_worker() as worker:
-            sampled = worker.sample(prompts, seeds, self._sampler.session_from(first_version), on_step)
-            worker.score(sampled, completions_table_name(set_index, self._options))
+
+            def sample(prompts: Sequence[TokenizedPrompt], seeds: Sequence[int], table: str | None) -> SampledSet:
+                sampled = worker.sample(prompts, seeds, sampler.session_from(first_version), on_step)
+                worker.score(sampled, table)
+                return sampled
+
+            places = self._places(set_index)
+            sampled = sample(*self._group_prompts.at(places), completions_table_name(set_index, self._options))
+            self._group_prompts.replace_even(sampled, set_index, places, sample, add_up=int)
         return sampled
 
     def validate(self, step: int) -> dict[str, float]:
@@ -257,7 +261,7 @@ class Rollouts:
         # Evenly spaced.
         chosen = [prompts[index * len(prompts) // count] for index in range(count)]
         local = chosen[self._rank :: self._world_size] if self._samples else []
-        rewards = self._sample(local, [0] * len(local), step, f"step-{step:06d}-validation", greedy=True).rewards
+        rewards = self._sample(step, local, [0] * len(local), f"step-{step:06d}-validation", greedy=True).rewards
         assert rewards is not None
         known = rewards[~rewards.isnan()]
         passed = (known >= self._options.pass_threshold).double().sum()
