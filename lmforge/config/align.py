@@ -115,6 +115,9 @@ class RolloutOptions(Options):
         ge=0,
         le=1000,
     )
+    replay_routed_experts: bool = option(
+        False, "mixtures of experts: learn from completions with the experts that sampled them, which kernels choose otherwise"
+    )
     num_iterations: int = option(1, "optimizer steps on each set of completions", **COUNT)
     reward_functions: tuple[str, ...] = option(
         (),
@@ -267,6 +270,8 @@ class AlignConfig(TunedConfig):
             yield f"data.packing = {self.data.packing}: grpo has a sequence for each completion; leave it out"
         if method != "grpo" and (given := self.rollout.changed()):
             yield f"rollout.{given[0]}: {method} does not read it; it is for grpo: leave it out"
+        if self.rollout.replay_routed_experts and self.parallel.model_parallel_size > 1:
+            yield "rollout.replay_routed_experts: not with tensor, context or pipeline parallelism; shard with fsdp2 instead"
         if self.rollout.environment is None:
             for name in set(self.rollout.changed()) & {"max_turns", "environment_timeout_seconds", "environment_processes"}:
                 yield f"rollout.{name}: there is no environment; name one with rollout.environment, or leave it out"

@@ -23,6 +23,7 @@ class Extras:
     old_logprobs        the label's log-probability when it was sampled
     proximal_logprobs   the label's log-probability under the policy when the set was first used
     reused              1: the set was used before
+    routed_experts      int32 [sequences, sequence_length, layers, experts of a token]: the experts that sampled, −1 for others
     advantages          the advantage of the completion that the token belongs to
     kto_labels          1 in a desirable completion, 0 in an undesirable one
     margins             by how much the chosen completion is better, in both completions of a pair

@@ -47,6 +47,8 @@ class GeneratedToken:
     top_logprobs: (id, logprob) of the likeliest tokens of that distribution, as many as were requested or can be drawn.
     finish_reason: "stop" (a stop token of the request) or "length" with the last token, None before.
     prompt: with the first token, those of a prompt that is scored, all but its first, under the model's own distribution.
+    routed_experts: of an engine that returns them, int32 [tokens, layers, experts of a token] of the tokens that were read for
+        it: the prompt, or the token before.
     """
 
     request_id: int
@@ -55,6 +57,7 @@ class GeneratedToken:
     top_logprobs: list[tuple[int, float]] = field(default_factory=list)
     finish_reason: str | None = None
     prompt: list["GeneratedToken"] = field(default_factory=list)
+    routed_experts: Tensor | None = None
 
 
 @dataclass
@@ -73,7 +76,15 @@ class Engine:
     step. Raises UserError where the model cannot read `max_length` tokens.
     """
 
-    def __init__(self, model: LanguageModel, *, vocab_size: int, max_batch_size: int, max_length: int) -> None:
+    def __init__(
+        self,
+        model: LanguageModel,
+        *,
+        vocab_size: int,
+        max_batch_size: int,
+        max_length: int,
+        return_routed_experts: bool = False,
+    ) -> None:
         # In mixed precision sharded weights are stored in fp32 and gathered in bf16, so the dtype is that of the gathered
         # embedding.
         weight = model.embeddings[0].weight
@@ -84,7 +95,9 @@ class Engine:
         self._vocab_size = vocab_size
         self._max_batch_size = max_batch_size
         self._max_length = max_length
-        self._decoder = model.incremental_decoder(max_batch_size, max_length, device=self._device, dtype=dtype)
+        records = {"records_experts": True} if return_routed_experts else {}
+        self._decoder = model.incremental_decoder(max_batch_size, max_length, device=self._device, dtype=dtype, **records)
+        self._returns_experts = return_routed_experts
         self._last_request_id = 0
         self._pending: list[_RunningRequest] = []
         # In the decoder's order, like the tensors of last tokens and of uniform numbers for sampling the next ones.
@@ -140,7 +153,8 @@ class Engine:
             hidden.append(self._prefill())
         logits = self._model.lm_head(torch.cat(hidden))[:, : self._vocab_size]
         sampled = self._sample(logits).tolist()  # the only point at which the host waits for the device
-        tokens = [self._to_token(running, values) for running, values in zip(self._running, sampled, strict=True)]
+        experts = self._decoder.take_experts() if self._returns_experts else [None] * len(sampled)
+        tokens = [self._to_token(*each) for each in zip(self._running, sampled, experts, strict=True)]
         self._compact([token.finish_reason is None for token in tokens])
         return tokens
 
@@ -200,7 +214,7 @@ class Engine:
         self._last_tokens = sampled[:, 0].long()
         return sampled
 
-    def _to_token(self, running: _RunningRequest, sampled: list[float]) -> GeneratedToken:
+    def _to_token(self, running: _RunningRequest, sampled: list[float], experts: Tensor | None) -> GeneratedToken:
         request = running.request
         running.num_generated += 1
         id, logprob, *likeliest = sampled
@@ -214,7 +228,7 @@ class Engine:
         reason = "stop" if id in request.stop_token_ids else "length" if running.num_generated >= request.max_tokens else None
         likely = [pair for pair in pairs if pair[1] > -torch.inf]
         prompt = running.prompt if running.num_generated == 1 else []
-        return GeneratedToken(running.request_id, int(id), logprob, likely, reason, prompt)
+        return GeneratedToken(running.request_id, int(id), logprob, likely, reason, prompt, experts)
 
     def _compact(self, unfinished: list[bool]) -> None:
         """Keep the unfinished requests. The last ones move into the slots that became free, so that few are moved."""

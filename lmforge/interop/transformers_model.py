@@ -154,8 +154,9 @@ class TransformersModel(LanguageModel):
             module._buffers[name] = value.to(device)
 
     def incremental_decoder(
-        self, batch_size: int, max_length: int, *, device: torch.device, dtype: torch.dtype
+        self, batch_size: int, max_length: int, *, device: torch.device, dtype: torch.dtype, records_experts: bool = False
     ) -> "TransformersIncrementalDecoder":
+        assert not records_experts  # refused before
         return TransformersIncrementalDecoder(self, max_length, device)
 
     def forward(
@@ -166,12 +167,13 @@ class TransformersModel(LanguageModel):
         cache: Any = None,
         rng_keys: Tensor | None = None,
         document_starts: Tensor | None = None,
+        routed_experts: Tensor | None = None,
     ) -> Tensor:
         """Hidden states after the final norm: [sequences, length, hidden_size], ready for `lm_head`.
 
-        Args as in LanguageModel.forward, without dropout; `document_starts` are not used. `cache` is transformers'; with it,
-        `positions` and `document_ids` are those of all tokens so far. Raises UserError for sequences longer than the learned
-        positions.
+        Args as in LanguageModel.forward, without dropout; `document_starts` and `routed_experts` are not used. `cache` is
+        transformers'; with it, `positions` and `document_ids` are those of all tokens so far. Raises UserError for sequences
+        longer than the learned positions.
         """
         length = tokens.shape[1]
         self.config.check_length(length)

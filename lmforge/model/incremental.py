@@ -40,7 +40,17 @@ class IncrementalDecoder:
     Raises UserError where the model cannot compute that many tokens (learned positions).
     """
 
-    def __init__(self, model: Any, batch_size: int, max_length: int, *, device: torch.device, dtype: torch.dtype) -> None:
+    def __init__(
+        self,
+        model: Any,
+        batch_size: int,
+        max_length: int,
+        *,
+        device: torch.device,
+        dtype: torch.dtype,
+        records_experts: bool = False,
+    ) -> None:
+        """`records_experts`: of what it computes, `take_experts` returns the experts; without CUDA graphs, slower."""
         self._is_sharded, autocast = is_sharded(model), torch.is_autocast_enabled(device.type)
         self._model = model if self._is_sharded or (is_plain(model) and not autocast) else _plain_copy(model, dtype)
         # What autocast still casts must not stay in its cache: a recorded step has its own memory.
@@ -48,6 +58,12 @@ class IncrementalDecoder:
         self._cache = KVCache(model.config, batch_size, max_length, device=device, dtype=dtype)
         self._device = device
         self._graphs = DecodeGraphs(batch_size, max_length, device) if device.type == "cuda" and not self._is_sharded else None
+        # By layer; None where a block has no mixture.
+        mixtures = [block.mlp if hasattr(block.mlp, "recorded") else None for block in self._model.blocks if records_experts]
+        self._mixtures = mixtures
+        self._experts: list[Tensor] = []
+        if records_experts:
+            self._graphs = None
         self._lengths: list[int] = []
         self._positions = torch.zeros(0, dtype=torch.long, device=device)
 
@@ -68,6 +84,9 @@ class IncrementalDecoder:
         sequences, length = tokens.shape
         positions = torch.arange(length, device=self._device).expand(sequences, -1)
         hidden = self._forward(first, tokens, positions, length)
+        if self._mixtures:
+            padded = self._experts.pop()
+            self._experts += [each[: len(prompt)] for each, prompt in zip(padded, prompts, strict=True)]
         return hidden[torch.arange(sequences, device=self._device), last]
 
     def decode_step(self, tokens: Tensor) -> Tensor:
@@ -80,6 +99,8 @@ class IncrementalDecoder:
             parts = [(group, self._lengths[slice(*group)]) for group in groups if 1 < len(groups) <= MAX_GROUPS]
             decode_groups = [DecodeGroup(*group, min(lengths), max(lengths)) for group, lengths in parts]
             hidden = self._forward(0, tokens[:, None], self._positions[:, None], longest + 1, decode_groups)[:, 0]
+            if self._mixtures:
+                self._experts += self._experts.pop().unbind()
         self._lengths = [length + 1 for length in self._lengths]
         self._positions = self._positions + 1
         return hidden
@@ -97,8 +118,30 @@ class IncrementalDecoder:
     def _forward(self, first: int, tokens: Tensor, positions: Tensor, end: int, groups: Sequence[DecodeGroup] = ()) -> Tensor:
         cache = self._cache.view(first, positions, end, groups)
         with torch.inference_mode(not self._is_sharded), self._autocast:
+            for mixture in self._mixtures:
+                if mixture is not None:
+                    mixture.recorded = []
             hidden: Tensor = self._model(tokens, positions, torch.zeros_like(tokens, dtype=torch.int32), cache)
+            if self._mixtures:
+                self._record_experts(tokens)
         return hidden
+
+    def _record_experts(self, tokens: Tensor) -> None:
+        shape = *tokens.shape, len(self._mixtures), self._model.config.num_experts_per_tok
+        experts = torch.zeros(shape, dtype=torch.int32, device=tokens.device)
+        for layer, mixture in enumerate(self._mixtures):
+            if mixture is not None:
+                experts[:, :, layer] = mixture.recorded[0].int()
+                mixture.recorded = None
+        self._experts.append(experts.cpu())
+
+    def take_experts(self) -> list[Tensor]:
+        """int32 [tokens, layers, experts of a token] of each sequence, in the order of the hidden states since the last call.
+
+        0 in layers without a mixture. Empty unless it `records_experts`.
+        """
+        taken, self._experts = self._experts, []
+        return taken
 
     def select_sequences(self, indices: Sequence[int]) -> None:
         """Keep only these sequences; they become 0, 1, … in this order."""

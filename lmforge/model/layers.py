@@ -198,6 +198,7 @@ class LanguageModel(nn.Module):
         cache: Any = None,
         rng_keys: Tensor | None = None,
         document_starts: Tensor | None = None,
+        routed_experts: Tensor | None = None,
     ) -> Tensor:
         """Hidden states after the final norm: [sequences, length, hidden_size], ready for `lm_head`.
 
@@ -208,10 +209,19 @@ class LanguageModel(nn.Module):
                 one document then.
             rng_keys: int64 [sequences, length], what dropout and NEFTune draw from; None turns both off.
             document_starts: as in Batch, or None; with them attention may take a faster kernel.
+            routed_experts: as in Extras, or None: the experts of each token, in place of what routers choose.
         """
         token_rng = self.make_token_rng(rng_keys, document_ids)
         hidden = self.embed(tokens, positions, token_rng)
-        hidden = self.run_blocks(hidden, positions, document_ids, cache, token_rng=token_rng, document_starts=document_starts)
+        hidden = self.run_blocks(
+            hidden,
+            positions,
+            document_ids,
+            cache,
+            token_rng=token_rng,
+            document_starts=document_starts,
+            routed_experts=routed_experts,
+        )
         return self.final_norm(hidden)
 
     def make_token_rng(self, rng_keys: Tensor | None, document_ids: Tensor) -> TokenRng | None:
@@ -254,6 +264,7 @@ class LanguageModel(nn.Module):
         layer_indices: Iterable[int] | None = None,
         token_rng: TokenRng | None = None,
         document_starts: Tensor | None = None,
+        routed_experts: Tensor | None = None,
     ) -> Tensor:
         """`hidden` after the blocks of `layer_indices`, all of them by default; the same shape and dtype."""
         blocks, windows, ropes = self.blocks, self.config.layer_windows, self.config.layer_ropes
@@ -276,6 +287,8 @@ class LanguageModel(nn.Module):
         for layer in indices:
             layer_cache = None if cache is None else cache[layer]
             layer_rng = None if token_rng is None else token_rng.for_block(layer)
+            if routed_experts is not None:
+                of_mixture["routed_experts"] = routed_experts.chunk(parts, 1)[part][:, :, layer]
             inputs = rotary[ropes[layer]], masks[windows[layer]], layer_cache, layer_rng
             if self.activation_offload is None:
                 hidden = blocks[layer](hidden, *inputs, **of_mixture)
@@ -284,12 +297,14 @@ class LanguageModel(nn.Module):
                 hidden = blocks[layer](hidden, *inputs, **of_mixture)
         return hidden
 
-    def incremental_decoder(self, batch_size: int, max_length: int, *, device: torch.device, dtype: torch.dtype) -> Any:
+    def incremental_decoder(
+        self, batch_size: int, max_length: int, *, device: torch.device, dtype: torch.dtype, records_experts: bool = False
+    ) -> Any:
         """An incremental decoder of at most `batch_size` sequences of `max_length` tokens, with its cache in `dtype`.
 
         Raises UserError where the model cannot compute that many tokens.
         """
-        return IncrementalDecoder(self, batch_size, max_length, device=device, dtype=dtype)
+        return IncrementalDecoder(self, batch_size, max_length, device=device, dtype=dtype, records_experts=records_experts)
 
     def initial_values(
         self, shapes: Mapping[str, torch.Size], seed: int, embedding_std: float | None = None

@@ -27,9 +27,20 @@ class Objective(Protocol):
 def apply_head(model: LanguageModel, batch: Batch, head_fn: Callable[..., Any] | None = None) -> Any:
     """Run the model on a batch: what `head_fn(hidden, weight, head=…)` returns (LMHead), or the logits without one."""
     hidden = model(
-        batch.tokens, batch.positions, batch.document_ids, rng_keys=batch.rng_keys, document_starts=batch.document_starts
+        batch.tokens,
+        batch.positions,
+        batch.document_ids,
+        rng_keys=batch.rng_keys,
+        document_starts=batch.document_starts,
+        **replayed_experts(batch),
     )
     return model.lm_head(hidden, head_fn)
+
+
+def replayed_experts(batch: Batch) -> dict[str, Tensor]:
+    """The argument of a model by which it takes the experts that sampled a batch, where the batch has them."""
+    extras = batch.extras.tensors if batch.extras else {}
+    return {name: extras[name] for name in ("routed_experts",) if name in extras}
 
 
 def label_logprobs(model: LanguageModel, batch: Batch) -> Tensor:

@@ -5,9 +5,11 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
+from lmforge.errors import UserError
 from lmforge.generate.engine import Engine
 from lmforge.generate.model_loading import LoadedModel, load_model, resolve_max_length
 from lmforge.hub import resolve_model_folder
@@ -44,6 +46,7 @@ class ServingLimits:
     max_queue: int
     max_length: int | None
     max_models: int
+    return_routed_experts: bool = False
 
 
 class ModelRegistry:
@@ -123,7 +126,11 @@ class ModelRegistry:
     def _load_model(self, path: Path) -> tuple[LoadedModel, Engine, int]:
         loaded = load_model(path, self._device, self._dtype, self._warn)
         max_length = resolve_max_length(loaded, self._limits.max_length)
-        sizes = {"max_batch_size": self._limits.max_batch_size, "max_length": max_length}
+        returns_experts = self._limits.return_routed_experts
+        if returns_experts and not loaded.config.num_experts:
+            raise UserError(f"--return_routed_experts: {path} is no mixture of experts; leave it out")
+        sizes: dict[str, Any] = {"max_batch_size": self._limits.max_batch_size, "max_length": max_length}
+        sizes["return_routed_experts"] = returns_experts
         return loaded, Engine(loaded.model, vocab_size=loaded.tokenizer.vocab_size, **sizes), max_length
 
     def request_counts(self) -> tuple[int, int]:

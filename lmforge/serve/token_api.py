@@ -6,16 +6,21 @@ values that the earlier weights computed.
 """
 
 import asyncio
+import base64
+import io
 from collections.abc import Callable
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
+import numpy as np
+import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
+from torch import Tensor
 
 from lmforge.errors import UserError
 from lmforge.generate.engine import GeneratedToken, GenerationRequest
@@ -203,7 +208,18 @@ async def _choice(queued: QueuedRequest, request: Request, batcher: ContinuousBa
         "token_ids": [each.token_id for each in tokens],
         "finish_reason": tokens[-1].finish_reason,
         "logprobs": {"content": content} if with_logprobs else None,
+        "routed_experts": _encode_experts([each.routed_experts for each in tokens]),
         "weight_versions": [
             {"version": version, "start": start, "end": end} for (version, start), (_, end) in pairwise(starts)
         ],
     }
+
+
+def _encode_experts(parts: list[Tensor | None]) -> str | None:
+    """base64 of an array in numpy's format, int32 [tokens, layers, experts of a token]; None where the engine returns none."""
+    known = [part for part in parts if part is not None]
+    if not known:
+        return None
+    with io.BytesIO() as file:
+        np.save(file, torch.cat(known).numpy(), allow_pickle=False)
+        return base64.b64encode(file.getvalue()).decode()

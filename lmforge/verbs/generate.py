@@ -82,7 +82,8 @@ def run_serve(options: ServeOptions) -> int:
             f"--host {options.host}: others can reach this address; give an --api_key (or {API_KEY_VARIABLE}), or --without_key"
         )
     bound = bind_socket(options.host, options.port)
-    limits = ServingLimits(options.max_batch_size, options.max_queue, options.max_length, options.max_models)
+    sizes = options.max_batch_size, options.max_queue, options.max_length, options.max_models
+    limits = ServingLimits(*sizes, options.return_routed_experts)
     device, dtype = resolve_device_and_dtype(options.device, options.dtype)
     registry = ModelRegistry(options.models, limits, device, dtype, warn=partial(print, file=sys.stderr))
     serve(registry, bound, options.host, key, options.max_body_bytes, options.weight_updates)

@@ -137,11 +137,16 @@ class ServeOptions(Options):
     weight_updates: bool = option(
         False, "sample for a trainer (rollout.engine): ids in and out as in vLLM, and weights replaced by a folder's"
     )
+    return_routed_experts: bool = option(
+        False, "mixtures, with weight_updates: answer with the experts of each token too (rollout.replay_routed_experts)"
+    )
     device: Device = DEVICE
     dtype: DType = option("auto", "compute dtype")
     plugins: tuple[str, ...] = PLUGINS
 
     def problems(self) -> Iterator[str]:
+        if self.return_routed_experts and not self.weight_updates:
+            yield "--return_routed_experts: only --weight_updates answers with them; give it too"
         if not self.models:
             yield "--models: expected at least one"
         if self.weight_updates and len(self.models) > 1:

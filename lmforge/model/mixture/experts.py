@@ -26,23 +26,28 @@ BIAS = "e_score_correction_bias"  # a buffer of a router
 
 
 @torch.library.custom_op("lmforge::choose_experts", mutates_args=("counts",))
-def choose_experts(scores: Tensor, count: int, is_token: Tensor | None, counts: Tensor) -> Tensor:
+def choose_experts(
+    scores: Tensor, count: int, is_token: Tensor | None, counts: Tensor, replayed: Tensor | None = None
+) -> Tensor:
     """The `count` experts of the highest scores [tokens, experts] of each token: int64 [tokens, count].
 
     counts: int64 [experts], to which the choices of tokens where is_token [tokens] is true are added; without numbers nothing
-    is counted (no None, since torch 2.13 cannot compile an operator whose argument to write into is None).
+    is counted (no None, since torch 2.13 cannot compile an operator whose argument to write into is None). replayed: integers
+    [tokens, count], the experts that were chosen elsewhere (rollouts), negative for tokens that have none.
 
     An operator of its own, whose result activation checkpointing keeps: rounding in a recomputation must not choose others, and
     nothing is counted twice.
     """
     chosen = scores.topk(count, dim=-1).indices
+    if replayed is not None:
+        chosen = torch.where(replayed >= 0, replayed.long(), chosen)
     if counts.numel() and is_token is not None:
         counts.scatter_add_(0, chosen.flatten(), is_token.long().repeat_interleave(count))
     return chosen
 
 
 @choose_experts.register_fake
-def _(scores: Tensor, count: int, is_token: Tensor | None, counts: Tensor) -> Tensor:
+def _(scores: Tensor, count: int, is_token: Tensor | None, counts: Tensor, replayed: Tensor | None = None) -> Tensor:
     return scores.new_empty(scores.shape[0], count, dtype=torch.long)
 
 
@@ -64,7 +69,7 @@ class Router(nn.Module):
         self.register_buffer(BIAS, torch.zeros(config.num_experts) if config.family.sigmoid_router else None)
 
     def forward(
-        self, x: Tensor, is_token: Tensor | None = None, counts: Tensor | None = None
+        self, x: Tensor, is_token: Tensor | None = None, counts: Tensor | None = None, replayed: Tensor | None = None
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """x [tokens, width] → the weights, fp32, and the numbers, int64, of the experts of each token: [tokens, count] each;
         and the scores of all, and their logits: [tokens, experts] each."""
@@ -75,7 +80,7 @@ class Router(nn.Module):
             logits = add_adapter(self, "weight", logits, x.to(dtype))
         scores = logits.softmax(dim=-1) if self.e_score_correction_bias is None else logits.sigmoid()
         counts = scores.new_empty(0, dtype=torch.long) if counts is None else counts
-        chosen = choose_experts(self._to_choose_by(scores.detach()), self.count, is_token, counts)
+        chosen = choose_experts(self._to_choose_by(scores.detach()), self.count, is_token, counts, replayed)
         weights = scores.gather(1, chosen)
         if self.normalized:
             weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)  # sigmoids may all be 0
@@ -168,6 +173,8 @@ class MixtureOfExperts(nn.Module):
     balance: Balance | None = None
     counts: Tensor | None = None  # int64 [experts]: the choices of training steps are added
     fractions: Tensor  # fp32 [experts]: of the choices of the global batch before
+    # What is chosen is added to it, int64 [sequences, length, count], while a decoder records it.
+    recorded: list[Tensor] | None = None
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -175,16 +182,26 @@ class MixtureOfExperts(nn.Module):
         self.experts = Experts(config)
         self.shared_experts = GatedMLP(config, "mlp.shared_experts", sparse=True) if config.n_shared_experts else None
 
-    def forward(self, x: Tensor, token_rng: TokenRng | None = None, is_token: Tensor | None = None) -> Tensor:
+    def forward(
+        self,
+        x: Tensor,
+        token_rng: TokenRng | None = None,
+        is_token: Tensor | None = None,
+        routed_experts: Tensor | None = None,
+    ) -> Tensor:
         """x [sequences, length, width] → the same shape. There is no dropout between the products of an expert.
 
-        is_token: [sequences, length], false for padding, which is not balanced.
+        is_token: [sequences, length], false for padding, which is not balanced. routed_experts: [sequences, length, count], to
+        be taken in place of the router's own choice where they are not negative; their weights are the router's.
         """
         tokens = x.flatten(0, 1)
         if not torch.is_grad_enabled():
             is_token = None  # only training steps are balanced and counted
-        counted = () if is_token is None else (is_token.flatten(), self.counts)
-        weights, chosen, scores, logits = self.gate(tokens, *counted)
+        counted = (None, None) if is_token is None else (is_token.flatten(), self.counts)
+        replayed = None if routed_experts is None else routed_experts.flatten(0, 1)
+        weights, chosen, scores, logits = self.gate(tokens, *counted, replayed)
+        if self.recorded is not None:
+            self.recorded.append(chosen.unflatten(0, x.shape[:2]))
         if self.balance is not None and is_token is not None:
             weights = self.balance.add_to(weights, scores, logits, chosen, is_token, self.fractions)
         run = self.experts if self.experts.dispatch is None else partial(_run_uncompiled, self.experts)

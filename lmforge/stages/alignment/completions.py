@@ -7,6 +7,8 @@ and in rollouts.py alone.
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
+
 # The version of a token that the policy did not sample, such as one of a tool's answer. It is never trained on.
 NOT_SAMPLED = -1
 
@@ -20,12 +22,15 @@ class SampledCompletion:
     versions  the version of the weights that sampled each token (the index of the batch that they were first used for),
               NOT_SAMPLED for given tokens
     stopped   whether the last span ended with a stop token
+    routed_experts  int32 [tokens, layers, experts of a token] that sampled: of prompt and completion but the last token; None
+                    where it is not asked for
     """
 
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
     stopped: bool = False
+    routed_experts: np.ndarray | None = None
 
     @property
     def num_sampled(self) -> int:
@@ -49,3 +54,6 @@ class SampledCompletion:
         self.logprobs += span.logprobs
         self.versions += span.versions
         self.stopped = span.stopped
+        if span.routed_experts is not None:  # of all before the span too, which was read once more
+            known = span.routed_experts[:0] if self.routed_experts is None else self.routed_experts
+            self.routed_experts = np.concatenate([known, span.routed_experts[len(known) :]])

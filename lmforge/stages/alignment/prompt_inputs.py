@@ -187,6 +187,8 @@ def open_prompt_inputs(config: AlignConfig, world_size: int) -> RunInputs:
             f"rollout.max_completion_length = {options.max_completion_length}: leaves no room for a prompt in"
             f" data.sequence_length = {data.sequence_length}"
         )
+    if options.replay_routed_experts and not (model_config.num_experts and config.model.implementation == "lmforge"):
+        raise UserError("rollout.replay_routed_experts: this model is no mixture of experts of lmforge's own; leave it out")
     if options.engine_urls:
         check_servers(options, model_config, data.sequence_length)
     turns = _open_turns(options, tokenizer)

@@ -28,6 +28,7 @@ from lmforge.interop.config_json import to_config_json
 from lmforge.model.layers import LanguageModel
 from lmforge.model.lora import disable_adapters
 from lmforge.objectives.logprobs import token_logprobs
+from lmforge.objectives.objective import replayed_experts
 from lmforge.parallel.dims import data_parallel_rank_and_size
 from lmforge.parallel.parallel_model import ParallelModel
 from lmforge.parallel.parallelize import parallelize
@@ -41,9 +42,12 @@ from lmforge.stages.pretrained import Pretrained, find_required_pretrained
 CHUNK_SEQUENCES = 64
 
 
-def reference_logprobs(model: Any, batch: Batch, temperature: float = 1.0) -> Tensor:
-    """log p of each scored label, fp32 [sequences, sequence_length], 0 elsewhere; of full sequences on every rank."""
-    hidden = model(batch.tokens, batch.positions, batch.document_ids, document_starts=batch.document_starts)
+def reference_logprobs(model: Any, batch: Batch, temperature: float = 1.0, replays: bool = False) -> Tensor:
+    """log p of each scored label, fp32 [sequences, sequence_length], 0 elsewhere; of full sequences on every rank.
+
+    `replays`: with the experts that sampled the batch, where it has them."""
+    experts = replayed_experts(batch) if replays else {}
+    hidden = model(batch.tokens, batch.positions, batch.document_ids, document_starts=batch.document_starts, **experts)
     logprobs: Tensor = model.lm_head(hidden, partial(token_logprobs, labels=batch.labels, temperature=temperature))
     return logprobs if model.context_parallel is None else model.context_parallel.all_gather_sequence(logprobs, 1)
 
@@ -56,10 +60,11 @@ class ReferenceModel:
     parallel_model: ParallelModel
     adapters_off: Callable[[], AbstractContextManager[object]] = nullcontext
     temperature: float = 1.0
+    replays: bool = False  # the policy itself
 
     def logprobs(self, batch: Batch) -> Tensor:
         """log p of each scored label: fp32 [sequences, sequence_length]. Every rank calls it equally often."""
-        score_fn = partial(reference_logprobs, temperature=self.temperature)
+        score_fn = partial(reference_logprobs, temperature=self.temperature, replays=self.replays)
         with torch.no_grad(), self.adapters_off():
             logprobs: Tensor = self.parallel_model.score(batch, score_fn)
             return logprobs

@@ -333,7 +333,7 @@ class RemoteSession:
         versions = None if isinstance(answer, ServerProblem) else self.servers.read_versions(answer.versions)
         if isinstance(answer, ServerProblem) or versions is None:
             return None
-        return SampledCompletion(answer.token_ids, answer.logprobs, versions, answer.stopped)
+        return SampledCompletion(answer.token_ids, answer.logprobs, versions, answer.stopped, answer.routed_experts)
 
 
 def _full_shapes(tensors: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -36,7 +36,8 @@ def lay_out(
 ) -> Batch:
     """A sequence for each completion, after the ids of its prompt; sampled tokens are labels, given ones are not.
 
-    With the extra "old_logprobs", 0 where there is no label, and if it is asked for "versions", NOT_SAMPLED there.
+    With the extra "old_logprobs", 0 where there is no label, if it is asked for "versions", NOT_SAMPLED there, and where
+    completions have them "routed_experts", -1 there.
     """
     sequences = PackedSequences.empty(len(prompts), sequence_length)
     old_logprobs = torch.zeros(len(prompts), sequence_length)
@@ -50,6 +51,11 @@ def lay_out(
         old_logprobs[index, labels] = torch.tensor(completion.logprobs)
         versions[index, labels] = torch.tensor(completion.versions, dtype=torch.float32)
     extras = {"versions": versions} if with_versions else {}
+    if all(completion.routed_experts is not None for completion in completions):
+        experts = [torch.from_numpy(completion.routed_experts).int() for completion in completions]
+        extras["routed_experts"] = torch.full((len(prompts), sequence_length, *experts[0].shape[1:]), -1, dtype=torch.int32)
+        for row, each in zip(extras["routed_experts"], experts, strict=True):
+            row[: len(each)] = each
     return with_extras(Batch.from_sequences(sequences), old_logprobs=old_logprobs, **extras)
 
 
@@ -138,9 +144,12 @@ def _padding_like(batch: Batch, num_sequences: int) -> Batch:
     if batch.extras is None:
         return empty
     learned_from = ("old_logprobs", "proximal_logprobs", "reference_logprobs", "advantages")
-    fill = {name: 0.0 if name in learned_from else math.nan for name in batch.extras.tensors}
-    shape = (num_sequences, batch.sequence_length)
-    return replace(empty, extras=Extras(**{name: torch.full(shape, value) for name, value in fill.items()}))
+    fill = {name: 0.0 if name in learned_from else math.nan for name in batch.extras.tensors} | {"routed_experts": -1}
+    extras = {
+        name: torch.full((num_sequences, *each.shape[1:]), fill[name], dtype=each.dtype)
+        for name, each in batch.extras.tensors.items()
+    }
+    return replace(empty, extras=Extras(**extras))
 
 
 def trim_padding(batch: Batch, multiple: int = 1) -> Batch:

@@ -96,12 +96,13 @@ class Rollouts:
             self._batch_plan.sequence_length,
             self._workers[0].stop_token_ids,
             options.decode_batch_size,
+            options.replay_routed_experts,
         )
         self._sampler = build_sampler(ctx, inputs, built, settings)
         self._loss_config = build_policy_loss_config(options)
         self._proximal = None
         if self._loss_config.importance_sampling_mode != "none" and options.num_iterations > 1:
-            self._proximal = ReferenceModel(built.parallel_model, temperature=options.temperature)
+            self._proximal = ReferenceModel(built.parallel_model, temperature=options.temperature, replays=True)
         self._reference = None
         if self._loss_config.kl_estimator != "none":
             self._reference = build_reference(ctx, inputs, built, self._loss_config.temperature)
@@ -319,6 +320,10 @@ class Rollouts:
         size = self._options.num_iterations, self._batch_plan.global_batch_size, self._batch_plan.sequence_length
         dtypes = SEQUENCE_TENSORS | dict.fromkeys(names, torch.float32)
         state = {**{name: torch.zeros(size, dtype=dtype) for name, dtype in dtypes.items()}, "set": torch.tensor(0)}
+        if self._options.replay_routed_experts:
+            model = self._inputs.model_config
+            per_token = model.num_hidden_layers, model.num_experts_per_tok
+            state["routed_experts"] = torch.zeros(*size, *per_token, dtype=torch.int32)
         try:
             with self._dist_ctx.raise_on_all(), torch.no_grad():
                 checkpoint.load(folder, {"rollouts": state})

@@ -9,6 +9,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
+import torch
+from torch import Tensor
+
 from lmforge.generate.engine import Engine, GenerationRequest
 from lmforge.generate.sampling import SamplingParams
 from lmforge.parallel.parallel_model import ParallelModel, unsharded_for_decoding
@@ -48,6 +51,7 @@ class SamplingSettings:
     max_length: int
     stop_token_ids: frozenset[int]
     decode_batch_size: int
+    return_routed_experts: bool = False
 
     def params(self, greedy: bool) -> SamplingParams:
         return SamplingParams(0.0 if greedy else self.temperature, top_p=self.top_p)
@@ -70,7 +74,13 @@ class InProcessSampler:
             engine = None
             if num_requests:
                 size = min(settings.decode_batch_size, num_requests)
-                engine = Engine(model, vocab_size=settings.vocab_size, max_batch_size=size, max_length=settings.max_length)
+                engine = Engine(
+                    model,
+                    vocab_size=settings.vocab_size,
+                    max_batch_size=size,
+                    max_length=settings.max_length,
+                    return_routed_experts=settings.return_routed_experts,
+                )
             yield _EngineSession(engine, settings, version, greedy)
 
     def close(self) -> None:
@@ -83,6 +93,7 @@ class _EngineSession:
         self._params, self._stop_token_ids = settings.params(greedy), settings.stop_token_ids
         self._waiting: list[SampleRequest] = []
         self._running: dict[int, tuple[SampleRequest, SampledCompletion]] = {}
+        self._experts: dict[int, list[Tensor]] = {}
 
     @property
     def num_unfinished(self) -> int:
@@ -103,7 +114,11 @@ class _EngineSession:
             completion = self._running[token.request_id][1]
             completion.add_sampled(token.token_id, token.logprob, self._version)
             completion.stopped = token.finish_reason == "stop"
+            if token.routed_experts is not None:
+                self._experts.setdefault(token.request_id, []).append(token.routed_experts)
             if token.finish_reason:
+                if experts := self._experts.pop(token.request_id, None):
+                    completion.routed_experts = torch.cat(experts).numpy()
                 finished.append(self._running.pop(token.request_id))
         return finished
 

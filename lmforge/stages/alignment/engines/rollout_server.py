@@ -3,6 +3,8 @@
 vLLM and `lmforge serve --weight_updates` have the same paths and fields. Which server gets which request is not here.
 """
 
+import base64
+import io
 import json
 import math
 import os
@@ -13,6 +15,7 @@ from http.client import HTTPException
 from pathlib import Path
 from typing import Any, TypeVar
 
+import numpy as np
 from pydantic import BaseModel, Field
 
 from lmforge.config.align import RolloutOptions
@@ -35,6 +38,10 @@ FLAGS = {
         "": "start it with VLLM_SERVER_DEV_MODE=1 in its environment",
     },
 }
+EXPERTS_MISSING = (
+    "returns no routed experts; start it with vllm serve --enable-return-routed-experts, or lmforge serve"
+    " --return_routed_experts"
+)
 Content = TypeVar("Content")
 
 
@@ -66,6 +73,7 @@ class _Choice(BaseModel):
     finish_reason: str
     logprobs: _Logprobs
     weight_versions: list[_VersionSpan]
+    routed_experts: str | None = None  # base64 of an array in numpy's format, as vLLM sends it
 
 
 class _Answer(BaseModel):
@@ -80,7 +88,9 @@ class _WeightInfo(BaseModel):
 class SampledTokens:
     """What a server sampled: ids, their log-probabilities and the names of the versions of their weights, of one length."""
 
-    def __init__(self, choice: _Choice) -> None:
+    routed_experts: np.ndarray | None = None
+
+    def __init__(self, choice: _Choice, num_prompt_tokens: int, with_experts: bool) -> None:
         """Raises ValueError where the parts of the answer do not fit together."""
         self.token_ids, self.stopped = choice.token_ids, choice.finish_reason == "stop"
         self.logprobs = [token.logprob for token in choice.logprobs.content]
@@ -91,6 +101,17 @@ class SampledTokens:
             raise ValueError("its log-probabilities are of other ids")
         if len(self.versions) != len(self.token_ids):
             raise ValueError("tokens without a version")
+        if with_experts:
+            if choice.routed_experts is None:
+                raise ValueError(EXPERTS_MISSING)
+            experts = np.load(io.BytesIO(base64.b64decode(choice.routed_experts, validate=True)), allow_pickle=False)
+            if (
+                experts.ndim != 3
+                or len(experts) != num_prompt_tokens + len(self.token_ids) - 1
+                or experts.dtype.kind not in "iu"
+            ):
+                raise ValueError("its routed experts are not those of each token")
+            self.routed_experts = experts.astype(np.int32)
 
 
 class RolloutServer:
@@ -123,7 +144,8 @@ class RolloutServer:
         )
         answer = self._call("/inference/v1/generate", _Answer, body, self._timeout_seconds)
         try:
-            return SampledTokens(answer.choices[0])
+            with_experts = self._settings.return_routed_experts
+            return SampledTokens(answer.choices[0], len(request.prompt_ids), with_experts)
         except ValueError as problem:
             raise ServerProblem(f"{self.url}: {problem}") from None
 
@@ -166,7 +188,12 @@ class RolloutServer:
         vocab_size = config.vocab_size
         longest = SampleRequest(0, [vocab_size - 1] * (self._settings.max_length - 1), 1, 0)
         # So cold that the likeliest token is certain.
-        cold = self.sample(longest, SamplingParams(0.01)).logprobs[0]
+        sampled = self.sample(longest, SamplingParams(0.01))
+        cold, experts = sampled.logprobs[0], sampled.routed_experts
+        if experts is not None:
+            shape = config.num_hidden_layers, config.num_experts_per_tok
+            if experts.shape[1:] != shape or experts.max() >= config.num_experts:
+                raise ServerProblem(f"{self.url}: its routed experts are not those of this model; serve the policy's model")
         if self.kind == "vllm" and self._settings.params(False) != SamplingParams() and cold < math.log(0.9):
             flag = "start it with vllm serve --logprobs-mode processed_logprobs"
             raise ServerProblem(f"{self.url}: reports log-probabilities before temperature and top_p; {flag}")
@@ -221,7 +248,9 @@ class RolloutServer:
 
 def check_servers(options: RolloutOptions, config: ModelConfig, sequence_length: int) -> None:
     """Raise UserError where a server of a recipe does not answer, or cannot serve the policy."""
-    settings = SamplingSettings(options.temperature, options.top_p, config.vocab_size, sequence_length, frozenset(), 1)
+    settings = SamplingSettings(
+        options.temperature, options.top_p, config.vocab_size, sequence_length, frozenset(), 1, options.replay_routed_experts
+    )
     key = os.environ.get(API_KEY_VARIABLE)
     servers = [build_server(url, options, settings, key) for url in options.engine_urls]
     with ThreadPoolExecutor(max(1, len(servers))) as pool:
