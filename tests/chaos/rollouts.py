@@ -240,11 +240,14 @@ class Life:
         if "Traceback" in re.sub(r"(?ms)^.*\.log.*$", "", said) and not killed:
             self._find("a traceback", said)
         if not killed and set(statuses) != {0}:
-            # Both servers may be out at a time: then one line says so, and the run can be resumed.
-            named = re.search(r"^lmforge: .*rollout\.engine_urls: ", said, re.M) and set(statuses) <= {1, 2}
-            if not (named and drawn & {"kill a server", "halt a server", *SPOILS}):
+            # Both servers may be out at a time, or an environment be killed while it starts again: one line says so, and the
+            # run can be resumed.
+            by_servers = re.search(r"^lmforge: .*rollout\.engine_urls: ", said, re.M)
+            by_environment = re.search(r"^lmforge: .*its process died while it was opened", said, re.M)
+            causes = {"kill a server", "halt a server", *SPOILS} if by_servers else {"kill an environment"}
+            if not ((by_servers or by_environment) and set(statuses) <= {1, 2} and drawn & causes):
                 self._find(f"ended with {statuses} after {sorted(drawn)}", said)
-        if killed == "kill a rank" and not re.search(r"^lmforge: .*(another rank was lost|rank \d+)", said, re.M):
+        if killed == "kill a rank" and not re.search(r"^lmforge: .*(another rank was lost|rank \d+|died)", said, re.M):
             self._find(f"nobody said that a rank was lost: {statuses}", said)
         if not killed:
             for proxy in self._proxies:

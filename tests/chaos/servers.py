@@ -114,7 +114,8 @@ class Proxy:
                     sent = proxy.pass_on(content, attempt)
                 with suppress(OSError):  # the client has left
                     self.send_response(status)
-                    self.send_header("content-length", str(len(content if sent is not content else sent)))
+                    is_cut = content.startswith(sent)
+                    self.send_header("content-length", str(len(content if is_cut else sent)))
                     self.end_headers()
                     self.wfile.write(sent)
 
