@@ -42,6 +42,7 @@ class Environment:
     tools: ClassVar[Sequence[Callable[..., Any] | dict[str, Any]]] = ()
     reply_roles: ClassVar[Sequence[str]] = ("tool", "user")
     gives_rewards: bool = True
+    failed_calls = 0  # of the last step, for a metric
 
     def reset(self, **row: Any) -> Sequence[Message]:
         """Begin an episode with a row of the data: its columns, and `prompt`, messages. Returns the first messages."""
@@ -72,7 +73,6 @@ class ToolEnvironment(Environment):
     def __init__(self, functions: Sequence[Callable[..., Any]], instance: Any = None) -> None:
         """`instance`: of a class as TRL's, which the functions are methods of. Raises UserError where it has no reset."""
         self.instance = instance
-        self.failed_calls = 0  # of the last step
         self._functions = {function.__name__: function for function in functions}
         self.gives_rewards = hasattr(instance, "get_reward")
 

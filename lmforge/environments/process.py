@@ -21,6 +21,8 @@ from lmforge.plugins import files_of
 from lmforge.rewards.functions import GRACE_SECONDS, FunctionResult
 from lmforge.untrusted import expand_home
 
+# Environments of other packages, KIND:ADDRESS.
+ADAPTERS = {"openenv": "lmforge.environments.openenv:OpenEnvironment"}
 # For `close` of all environments of a process that ends.
 CLOSING_SECONDS = 5.0
 
@@ -44,9 +46,23 @@ class EpisodeReply(NamedTuple):
     error: str = ""
 
 
+def adapted(spec: str) -> tuple[str, str] | None:
+    """The adapter's class and the address of an environment of another package."""
+    kind, colon, address = spec.partition(":")
+    return (ADAPTERS[kind], address) if colon and kind in ADAPTERS else None
+
+
+def split_spec(spec: str) -> tuple[str, str]:
+    """File and name of an environment; no file where the name is registered, or of another package."""
+    if adapted(spec):
+        return "", spec
+    file, _, name = spec.rpartition(":")
+    return file, name
+
+
 def identify(spec: str) -> list[str]:
     """What makes an environment another one: its name, and what its file holds, wherever that is. Raises OSError."""
-    file, _, name = spec.rpartition(":")
+    file, name = split_spec(spec)
     return [name, xxhash.xxh3_128_hexdigest(expand_home(file).read_bytes())] if file else [name]
 
 
@@ -62,10 +78,10 @@ class EnvironmentPool(AbstractContextManager["EnvironmentPool"]):
 
         Raises UserError where it is not of this form. What needs its process raises UserError where it cannot be used.
         """
-        file, colon, name = spec.rpartition(":")
-        if (colon or spec.endswith(".py")) and not (file.endswith(".py") and name):
+        file, name = split_spec(spec)
+        if (file or name.endswith(".py")) and not (file.endswith(".py") and name):
             raise UserError(f"environment {spec}: expected FILE.py:CLASS, FILE.py:FUNCTION, or a registered name")
-        plugins = [] if file else files_of([registry.get("environment", spec)])
+        plugins = [] if file or adapted(spec) else files_of([registry.get("environment", spec)])
         self.spec, self._timeout_seconds = spec, timeout_seconds
         self.heartbeat: Callable[[], None] = lambda: None
         self._functions: dict[str, tuple[str, str]] = {}

@@ -7,6 +7,8 @@ import signal
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
+from importlib import import_module
 from itertools import chain
 from types import ModuleType
 from typing import Any
@@ -14,7 +16,7 @@ from typing import Any
 from lmforge import registry
 from lmforge.config import builtin_names as builtin_names
 from lmforge.environments.environment import Environment, Reply, ToolEnvironment, WrongReturn
-from lmforge.environments.process import CLOSING_SECONDS
+from lmforge.environments.process import CLOSING_SECONDS, adapted, split_spec
 from lmforge.errors import UserError, prefix_errors
 from lmforge.foreign_code import describe_exception, import_file
 from lmforge.plugins import load_plugins
@@ -61,11 +63,14 @@ class _Episodes:
 
     def open(self, spec: str, first: dict[str, Any]) -> tuple[dict[str, Any], Callable[[Any], Any]]:
         """What the environment declares, and what answers requests. Raises UserError."""
-        file, _, name = spec.rpartition(":")
+        file, name = split_spec(spec)
         self._spec, self._timeout_seconds, self._file, self._module = spec, first["timeout_seconds"], file, None
         if file:
             self._module = import_file(expand_home(file).resolve(), "environment", "environment")
             found = _find_environments(self._module, spec, name)
+        elif another := adapted(spec):
+            module_name, _, class_name = another[0].partition(":")
+            found = partial(getattr(import_module(module_name), class_name), another[1])
         else:
             load_plugins(first["plugins"])
             found = registry.get("environment", spec).load()
@@ -142,8 +147,8 @@ class _Episodes:
         if reply.reward is not None:
             self._rewards[request["episode"]].append(_checked_reward(reply.reward, "step"))
         messages = _checked(reply.messages, "step")
-        failed_calls = environment.failed_calls if isinstance(environment, ToolEnvironment) else 0
-        return {"messages": messages, "done": bool(reply.done or not messages), "failed_calls": failed_calls}
+        done = bool(reply.done or not messages)
+        return {"messages": messages, "done": done, "failed_calls": int(environment.failed_calls)}
 
     def _reward(self, request: dict[str, Any]) -> dict[str, Any]:
         environment, given = self._environments[request["episode"]], self._rewards[request["episode"]]
@@ -195,7 +200,7 @@ def _find_environments(module: ModuleType, spec: str, name: str) -> Any:
 
 
 def _build(found: Any) -> Environment:
-    if not inspect.isclass(found):
+    if inspect.isfunction(found):
         return ToolEnvironment([found])
     instance = found()
     return instance if isinstance(instance, Environment) else ToolEnvironment.of_instance(instance)
