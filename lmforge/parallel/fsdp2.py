@@ -80,16 +80,16 @@ class FSDP2Model(ParallelModel):
             self._fully_shard(head, reshard_after_forward=False)
         self._fully_shard(root)
         if self._in_fp32:
-            root.register_forward_pre_hook(lambda *_: cast(FSDPModule, root.routers).unshard())
+            root.register_forward_pre_hook(lambda *_: cast(nn.Module, root.routers)())
 
     def _shard_routers(self, root: nn.Module, blocks: nn.ModuleList) -> set[nn.Parameter]:
         """Shard the routers of mixtures, which compute in fp32, where other units gather in another dtype. Returns what they
         have.
 
-        As a unit in each block their hooks would break its graph. So all are one without hooks: it is gathered before the
-        forward pass, and reduced at the end of the backward pass with what is left.
+        As a unit in each block their hooks would break its graph. So all are one without hooks in blocks: it is gathered before
+        the forward pass, and reduced at the end of the backward pass with what is left.
         """
-        routers = nn.Sequential(*(each for block in blocks for each in block.modules() if isinstance(each, Router)))
+        routers = _Routers(each for block in blocks for each in block.modules() if isinstance(each, Router))
         if all(self._dtype in (None, parameter.dtype) for parameter in routers.parameters()):
             return set()
         root.add_module("routers", routers)
@@ -176,6 +176,12 @@ class FSDP2Model(ParallelModel):
         required = sum(math.prod(shape) * (name in quantized or size) for name, shape in self.parameter_shapes.items())
         what, way = "the whole model on each rank, to generate with it", "generate from its checkpoints, or train a smaller one"
         check_fits(required, self.dist_ctx.device, what, way, num_ranks=self.dist_ctx.rank_info.local_world_size)
+
+
+class _Routers(nn.ModuleList):
+    """A call only runs the hooks of FSDP, which gather."""
+
+    def forward(self) -> None: ...
 
 
 def _forget_forward_order(root: FSDPModule) -> None:
