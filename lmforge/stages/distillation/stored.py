@@ -26,6 +26,8 @@ from lmforge.stages.inputs import RunInputs
 from lmforge.untrusted import read_json
 
 MANIFEST = "manifest.json"
+# Of the probability, in what is stored: with 0.4 of it a student got worse (docs/log.md).
+LEAST_MASS = 0.9
 # What a manifest says, and how a message calls it.
 DESCRIBED = {
     "tokenizer": "another tokenizer",
@@ -108,7 +110,13 @@ def read_stored(ctx: RunContext, inputs: RunInputs, digest: str | None, score: C
     ctx.dist_ctx.run_once_per_folder(begin, folder.parent)
     for name, dataset in distilled_datasets(inputs).items():
         paths = write_chunks(ctx, inputs, dataset, folder / name, score, save)
-        dataset.packing = StoredPacking(dataset.packing, tuple(paths), k)
+        dataset.packing = stored = StoredPacking(dataset.packing, tuple(paths), k)
+        mass = stored.mean_mass()
+        if mass < LEAST_MASS:  # the console prints on rank 0 only
+            ctx.console.warn(
+                f"distill.logprobs: {folder / name}: the {k} likeliest tokens hold {mass:.2f} of the teacher's probability, and"
+                " a student does not learn the rest; use a larger distill.top_k, or a smaller distill.kd_ratio"
+            )
 
 
 @dataclass
@@ -136,6 +144,11 @@ class StoredPacking(Packing):
         for name in ("ids", "logprobs"):
             out.extras[f"teacher_{name}"][:] = 0
             out.extras[f"teacher_{name}"][scored] = records[name]
+
+    def mean_mass(self) -> float:
+        """What the stored tokens of the first file weigh on average, of 1."""
+        rest = [self._records(index)["logprobs"][:, -1] for index in range(min(self.num_sequences, CHUNK_SEQUENCES))]
+        return float(1 - np.exp(np.concatenate(rest)).mean()) if sum(map(len, rest)) else 1.0
 
     def _records(self, index: int) -> np.ndarray:
         number, at = divmod(index, CHUNK_SEQUENCES)
