@@ -17,21 +17,26 @@ from lmforge.errors import RunFailed
 from lmforge.stages.alignment.engines.rollout_server import RolloutServer, ServerProblem
 from lmforge.stages.alignment.remote_sampling import MAX_TAKE_BACKS, POLL_SECONDS, RemoteSampler, RemoteSession
 from lmforge.stages.alignment.sampling import SamplingSession
+from lmforge.untrusted import cut
 
 # How often a rank asks whether rank 0 has had the newest weights loaded.
 FOLLOW_SECONDS = 0.1
+# How often rank 0 asks a server whether it still has its weights: one that was started again has others.
+CHECK_SECONDS = 5.0
 # How long a rank waits for servers to come back when none of them answers.
 COME_BACK_SECONDS = 30.0
 
 
 @dataclass
 class _State:
-    """What a rank knows of a server. `problem`: why it does not answer, or empty; `left_out_at`: the newest version when an
-    answer of it could not be used; `take_backs`: how often it was used again since that version."""
+    """What a rank knows of a server. `problem`: why it does not answer, or empty; `reason`: why it is not used, or empty;
+    `left_out_at`: the newest version when an answer of it could not be used; `take_backs`: how often it was used again since
+    that version."""
 
     confirmed: int | None = None
-    loading: int | None = None
+    loading: Path | None = None
     problem: str = ""
+    reason: str = ""
     left_out_at: int | None = None
     take_backs: int = 0
 
@@ -59,9 +64,20 @@ class AsyncSampler:
             self._newest, self._folder = version, folder
             for state in self._states:
                 state.take_backs = 0
-            in_use = {state.loading for state in self._states} | {version}
+            in_use = {state.loading for state in self._states} | {folder}
             self._changed.notify_all()
-        self._remote.remove_weights({self._remote.folder_of(each) for each in in_use if each is not None})
+        self._remote.remove_weights({each for each in in_use if each is not None})
+
+    def forget(self) -> None:
+        """After a rollback a version is of other weights than before: from now on no token of those counts, and no server has
+        weights before the next `publish`. Every rank calls it."""
+        name = self._remote.new_name()
+        with self._changed:
+            self._newest, self._remote.name = None, name
+            for state in self._states:
+                state.confirmed = None
+                if state.left_out_at is not None:
+                    state.left_out_at = -1  # before all versions: another chance with the next weights
 
     @contextmanager
     def session(self, num_requests: int, version: int, *, greedy: bool = False) -> Iterator[SamplingSession]:
@@ -75,6 +91,11 @@ class AsyncSampler:
         no server is left."""
         return RemoteSession(_ServersFrom(self, first_version), self._remote.settings.params(greedy))
 
+    @property
+    def name(self) -> str:
+        """What all versions that servers have been given since the last `forget` are called."""
+        return self._remote.name
+
     # --- what a server has -------------------------------------------------------------------------------------------
 
     def _follow(self, index: int) -> None:
@@ -82,16 +103,19 @@ class AsyncSampler:
         server, state = self._remote.servers[index], self._states[index]
         while True:
             with self._changed:
-                self._changed.wait_for(lambda: self._closed or self._is_stale(state))
+                # Only rank 0 can give a server its weights again, and others may be the only ones to notice that it lost them.
+                seconds = CHECK_SECONDS if self._dist_ctx.is_rank0 else None
+                self._changed.wait_for(lambda: self._closed or self._is_stale(state), seconds)
                 if self._closed:
                     return
-                assert self._newest is not None
-                version, folder = self._newest, self._folder
-                state.loading = version
-            confirmed, problem = self._update(server, version, folder)
+                if self._newest is None:
+                    continue
+                state.loading = folder = self._folder
+                wanted = self._remote.name_of(self._newest)
+            name, problem = self._update(server, folder, wanted)
             with self._changed:
                 state.loading = None
-                self._note(server, state, version, confirmed, problem)
+                self._note(server, state, name, wanted, problem)
                 if self._is_stale(state):
                     self._changed.wait_for(lambda: self._closed, POLL_SECONDS if problem else FOLLOW_SECONDS)
 
@@ -104,24 +128,29 @@ class AsyncSampler:
         others = any(each.left_out_at is None and each.confirmed is not None for each in self._states)
         return state.left_out_at < self._newest or (not others and state.take_backs < MAX_TAKE_BACKS)
 
-    def _update(self, server: RolloutServer, version: int, folder: Path) -> tuple[int | None, str]:
-        """The version that a server has now, None if it is not one of this run's, and why it does not have the newest."""
+    def _update(self, server: RolloutServer, folder: Path, wanted: str) -> tuple[str, str]:
+        """What a server calls its weights now, empty if it does not say, and why they are not those that are wanted."""
         try:
             name = server.version()
-            if self._dist_ctx.is_rank0 and name != self._remote.name_of(version):
-                server.load(folder, self._remote.name_of(version))
-                name = self._remote.name_of(version)
+            if self._dist_ctx.is_rank0 and name != wanted:
+                server.load(folder, wanted)
+                name = wanted
         except ServerProblem as problem:
-            return None, str(problem)
-        return self._remote.version_of(name), ""
+            return "", str(problem)
+        return name, ""
 
-    def _note(self, server: RolloutServer, state: _State, version: int, confirmed: int | None, problem: str) -> None:
+    def _note(self, server: RolloutServer, state: _State, name: str, wanted: str, problem: str) -> None:
         if problem and not state.problem and self._dist_ctx.is_rank0:
             self._remote.warn(f"{problem}; it is left out until it has the weights")
-        is_back = confirmed == version and bool(state.problem or state.left_out_at is not None)
+        # None also for a name from before `forget`, which may have been called meanwhile.
+        confirmed = self._remote.version_of(name)
+        has_wanted = name == wanted and confirmed is not None
+        takes_back = state.left_out_at is not None and self._is_stale(state)
+        is_back = takes_back or bool(state.problem)
         state.confirmed, state.problem = confirmed, problem
-        if confirmed == version:
-            if state.left_out_at is not None:
+        state.reason = "" if has_wanted else problem or f"{server.url}: has the weights {cut(name)}, not {wanted}"
+        if has_wanted:
+            if takes_back:
                 state.left_out_at, state.take_backs = None, state.take_backs + 1
             if is_back and self._dist_ctx.is_rank0:
                 self._remote.warn(f"{server.url}: has the current weights, and is used again")
@@ -144,7 +173,7 @@ class AsyncSampler:
         with self._changed:
             state = self._states[index]
             if state.left_out_at is None:
-                state.left_out_at = self._newest
+                state.left_out_at, state.reason = self._newest, problem
                 self._remote.warn(f"{problem}; its requests go to others")
                 self._changed.notify_all()
 
@@ -156,9 +185,9 @@ class AsyncSampler:
 
     def give_up_after(self) -> tuple[float, str]:
         """How long to wait for a server, and what is wrong with them."""
-        problems = [state.problem for state in self._states]
-        longest = 1.5 * self._remote.timeout_seconds
-        return min(COME_BACK_SECONDS, longest) if all(problems) else longest, "; ".join(filter(None, problems))
+        longest, none_answers = 1.5 * self._remote.timeout_seconds, all(state.problem for state in self._states)
+        reasons = "; ".join(state.reason for state in self._states if state.reason)
+        return min(COME_BACK_SECONDS, longest) if none_answers else longest, reasons
 
     @property
     def remote(self) -> RemoteSampler:
@@ -179,7 +208,7 @@ class _ServersFrom:
     def __init__(self, sampler: AsyncSampler, first_version: int) -> None:
         self._sampler, self._first_version = sampler, first_version
         self.timeout_seconds, self.server = sampler.remote.timeout_seconds, sampler.remote.server
-        self.leave_out = sampler.leave_out
+        self._name = sampler.name
         self._none_since: float | None = None
 
     def choose(self, in_flight: dict[int, int]) -> int | None:
@@ -193,6 +222,12 @@ class _ServersFrom:
             problems = f" ({problems})" if problems else ""
             raise RunFailed(f"rollout.engine_urls: no server has had weights that may be used for {seconds:g} s{problems}")
         return None
+
+    def leave_out(self, index: int, problem: str) -> None:
+        if (
+            self._name == self._sampler.name
+        ):  # else they are of weights from before a rollback
+            self._sampler.leave_out(index, problem)
 
     def read_versions(self, names: Sequence[str]) -> list[int] | None:
         return self._sampler.versions_from(self._first_version, names)

@@ -70,7 +70,7 @@ class RemoteSampler:
         self.dist_ctx: DistributedContext = parallel_model.dist_ctx
         self.settings, self.timeout_seconds = settings, options.engine_timeout_seconds
         # The weights of an earlier attempt may have been others: no version has the name of one of them.
-        self._name = self.dist_ctx.broadcast(uuid4().hex[:8])
+        self.name = self.new_name()
         self._folder = _weights_folder(options, run_folder)
         self._version: int | None = None
         # The servers with the current weights, by index; the same on all ranks when a session begins.
@@ -83,6 +83,10 @@ class RemoteSampler:
         if starter is not None:
             urls, key = self._start_servers(starter)
         self.servers = [build_server(url, options, settings, key) for url in urls]
+
+    def new_name(self) -> str:
+        """The beginning of names that no version had before. Every rank calls it."""
+        return self.dist_ctx.broadcast(uuid4().hex[:8])
 
     def _start_servers(self, starter: ServerStarter) -> tuple[tuple[str, ...], str | None]:
         started: list[tuple[tuple[str, ...], str | None]] = []
@@ -137,15 +141,15 @@ class RemoteSampler:
 
     def name_of(self, version: int | None) -> str:
         """What servers call the weights of a version."""
-        return f"{self._name}-{version}"
+        return f"{self.name}-{version}"
 
     def version_of(self, name: str) -> int | None:
         """The version that servers call so; None for weights that are not of this attempt at the run."""
         attempt, _, version = name.rpartition("-")
-        return int(version) if attempt == self._name and version.isdecimal() else None
+        return int(version) if attempt == self.name and version.isdecimal() else None
 
     def folder_of(self, version: int) -> Path:
-        return self._folder / f"step-{version:08d}"
+        return self._folder / self.name_of(version)  # servers may still load weights of another name
 
     def remove_weights(self, keep: Collection[Path]) -> None:
         """Delete the folders of weights but some."""

@@ -227,8 +227,11 @@ class Rollouts:
     def _begin_sets(self, ahead: SamplingAhead[SampledSet], batch_index: int) -> None:
         """Publish the weights and begin the sets that may begin before this step. Every rank calls it."""
         offset = self._built.detector.batch_offset
-        if offset != self._batch_offset:  # the run has rolled back: later weights do not exist any more
+        if offset != self._batch_offset:  # the run has rolled back: later weights, and what they sampled, are not of this run
             ahead.abandon()
+            assert isinstance(self._sampler, AsyncSampler)
+            self._sampler.forget()
+            self._set = self._set_index = None
             self._batch_offset = offset
         assert self._journal is not None
         ahead.advance(batch_index, self._ctx.config.train.steps + offset, self._journal)

@@ -83,8 +83,8 @@ class SamplingAhead(Generic[T]):
         return result.result()
 
     def abandon(self) -> list[Future[T]]:
-        """End what is being sampled. Sets that were not taken begin anew at the next `advance`."""
-        abandoned = [*self._begun.values()]
+        """End what is being sampled. Sets begin anew at the next `advance`, also the one that was taken last."""
+        abandoned, self._next_set = [*self._begun.values()], 0
         self._begun.clear()
         for each in abandoned:
             each.ended.set()
