@@ -12,11 +12,17 @@ from tests.generate.conftest import byte_tokenizer, models, scripted  # noqa: F4
 from tests.serve.conftest import serving  # noqa: F401 - a fixture
 
 REWARDS = """\
-import json, os, signal, time
+import json, os, signal, time, urllib.request
 from pathlib import Path
 
 def variety(prompts, completions):
     return [len(set(text)) / 10 for text in completions]
+
+def variety_and_bad_steps(prompts, completions):
+    # An advantage of these prompts is infinite in fp32.
+    bad = json.loads((Path(__file__).parent / "bad.json").read_text())
+    rewards = variety(prompts, completions)
+    return [1e300 * (n % 2) if prompt in bad else reward for n, (prompt, reward) in enumerate(zip(prompts, rewards))]
 
 def variety_after_the_end_of_the_server(prompts, completions):
     for file in Path(__file__).parent.glob("victim-*"):
@@ -33,6 +39,18 @@ def variety_while_a_server_is_restarted(prompts, completions):
     while number == 3 and not (folder / "restarted").exists():
         time.sleep(0.02)
     return variety_after_the_end_of_the_server(prompts, completions)
+
+def variety_after_a_restart_of_an_idle_server(prompts, completions):
+    # Nobody asks the server for tokens meanwhile.
+    rewards = variety_after_the_end_of_the_server(prompts, completions)
+    url = Path(__file__).parent / "restarted"
+    while not url.exists():
+        time.sleep(0.02)
+    while True:
+        with urllib.request.urlopen(url.read_text() + "/weight_info") as answer:
+            if "-" in json.load(answer)["weight_version"]:
+                return rewards
+        time.sleep(0.02)
 
 def variety_until_the_end_of_the_trainer(prompts, completions):
     # The call whose number is in the file "end-at" ends the run.

@@ -3,6 +3,7 @@
 import json
 import shutil
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -10,9 +11,13 @@ import torch
 from safetensors.torch import load_file
 
 from lmforge.cli import run as command
+from lmforge.data.batch import Batch
 from lmforge.generate.model_loading import load_model
+from lmforge.objectives.objective import label_logprobs
+from lmforge.stages.alignment.journal import SEQUENCE_TENSORS
 from tests.conftest import Command, Refusal
 from tests.serve.conftest import Server
+from tests.train.test_rollout_engines import started
 
 STEPS = 8
 
@@ -98,6 +103,56 @@ def test_a_run_that_is_killed_resumes_as_its_journal_says_and_asks_for_no_set_tw
     [sampled] = (tmp_path / "again" / "run" / "completions").iterdir()
     assert sampled.name == f"step-{STEPS:06d}-validation-rank-0.jsonl"
     assert equal(tmp_path / "again" / "run", run)
+
+
+def test_after_a_rollback_no_token_is_of_weights_that_were_left(
+    ahead: Callable[..., list[str]], grpo: Callable[..., list[str]], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert command(grpo("inside", steps=STEPS)) == 0
+    bad = prompts_by_set(tmp_path / "inside")["set-000005-rank-0.jsonl"]
+    (tmp_path / "bad.json").write_text(json.dumps(bad))
+    # The bad step 6 is read when step 7 has begun: batch 6 had weights of step 5, and then has those of step 4.
+    options = ["--faults.max_bad_steps", 1, "--log.every_steps", 10, "--checkpoint.every_steps", 4]
+    options += ["--rollout.scale_rewards", "none"]
+    assert command(ahead("run", 2, *options, reward="variety_and_bad_steps")) == 0
+    assert "back to step 4" in "".join(capfd.readouterr())
+    journal = tmp_path / "run" / "rollouts"
+    file = load_file(journal / "set-000006-rank-0-of-1.safetensors")
+    assert {*versions_of(journal / "set-000006-rank-0-of-1.safetensors")} == {6}
+    batch = Batch(**{name: file[name].to(dtype) for name, dtype in SEQUENCE_TENSORS.items()})
+    step = tmp_path / "run" / "checkpoints" / "step-00000004"
+    model = load_model(step, torch.device("cpu"), torch.float32).model
+    with torch.no_grad():
+        logprobs = label_logprobs(model, batch)
+    sampled = file["versions"] >= 0
+    assert torch.allclose(logprobs[sampled], file["old_logprobs"][sampled], rtol=0, atol=1e-5)
+    for number in (7, 8):
+        assert min(versions_of(journal / f"set-{number:06d}-rank-0-of-1.safetensors")) >= 6
+
+
+@pytest.mark.slow
+def test_a_server_that_is_restarted_while_nobody_asks_it_gets_the_weights_again(
+    ahead: Callable[..., list[str]], models: Path, tmp_path: Path
+) -> None:
+    victim = started(models / "noise", tmp_path)
+    (tmp_path / f"victim-{victim.process.pid}").touch()
+
+    def restart() -> Server:
+        victim.process.wait(timeout=120)
+        again = started(models / "noise", tmp_path, port=int(victim.url.rpartition(":")[2]))
+        (tmp_path / "url").write_text(again.url)
+        (tmp_path / "url").rename(tmp_path / "restarted")
+        return again
+
+    words = ahead("run", 1, "--rollout.engine_urls", victim.url, steps=1, reward="variety_after_a_restart_of_an_idle_server")
+    with ThreadPoolExecutor(1) as pool:
+        restarting = pool.submit(restart)
+        assert command(words) == 0
+        again = restarting.result()
+    [record] = map(json.loads, (tmp_path / "run" / "metrics.jsonl").read_text().splitlines())
+    assert record.get("reward_failures", 0) == 0
+    again.process.kill()
+    assert again.process.wait(timeout=60) != 0
 
 
 @pytest.mark.slow

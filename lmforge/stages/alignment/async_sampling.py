@@ -224,9 +224,7 @@ class _ServersFrom:
         return None
 
     def leave_out(self, index: int, problem: str) -> None:
-        if (
-            self._name == self._sampler.name
-        ):  # else they are of weights from before a rollback
+        if self._name == self._sampler.name:  # else they are of weights from before a rollback
             self._sampler.leave_out(index, problem)
 
     def read_versions(self, names: Sequence[str]) -> list[int] | None:
