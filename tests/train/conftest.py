@@ -24,6 +24,9 @@ def variety_and_bad_steps(prompts, completions):
     rewards = variety(prompts, completions)
     return [1e300 * (n % 2) if prompt in bad else reward for n, (prompt, reward) in enumerate(zip(prompts, rewards))]
 
+def far_apart(prompts, completions):
+    return [1e300 * (number % 2) for number in range(len(prompts))]
+
 def variety_after_the_end_of_the_server(prompts, completions):
     for file in Path(__file__).parent.glob("victim-*"):
         os.kill(int(file.name.removeprefix("victim-")), signal.SIGKILL)

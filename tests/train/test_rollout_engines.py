@@ -120,7 +120,9 @@ def test_adapters_are_merged_into_the_weights_that_servers_get(
 
 @contextmanager
 def faulty(url: str, fault: str) -> Iterator[str]:
-    """The address of something that stands before a server and spoils each answer with sampled tokens."""
+    """The address of something that stands before a server and spoils each answer with sampled tokens, or the first refusal of
+    weights."""
+    refused_weights = threading.Event()
 
     class Handler(BaseHTTPRequestHandler):
         def do_POST(self) -> None:
@@ -140,6 +142,17 @@ def faulty(url: str, fault: str) -> Iterator[str]:
             except urllib.error.HTTPError as refusal:
                 status, content = refusal.code, refusal.read()
             spoils = self.path == "/inference/v1/generate" and not is_check
+            if spoils and fault == "refuses":
+                self.refuse_and_cut()
+                return
+            if self.path.startswith("/pause") and fault == "refuses weights once" and not refused_weights.is_set():
+                refused_weights.set()
+                self.refuse_and_cut()
+                return
+            if spoils and fault == "no array":
+                spoiled = json.loads(content)
+                spoiled["choices"][0]["routed_experts"] = ""
+                content = json.dumps(spoiled).encode()
             if spoils and fault == "hangs":
                 released.wait()
             if spoils and fault == "old weights":
@@ -156,6 +169,12 @@ def faulty(url: str, fault: str) -> Iterator[str]:
                 self.send_header("content-length", str(len(content)))
                 self.end_headers()
                 self.wfile.write(content[: len(content) // 2] if spoils and fault == "cuts" else content)
+
+        def refuse_and_cut(self) -> None:
+            self.send_response(500)
+            self.send_header("transfer-encoding", "chunked")
+            self.end_headers()
+            self.wfile.write(b"ff\r\nhalf a cause")
 
         def log_message(self, *_: object) -> None:
             """Nothing."""
@@ -178,7 +197,12 @@ def faulty(url: str, fault: str) -> Iterator[str]:
 
 @pytest.mark.parametrize(
     ("fault", "words"),
-    [("cuts", "not valid JSON"), ("old weights", "answers with other weights"), ("hangs", "nothing answers (timed out)")],
+    [
+        ("cuts", "not valid JSON"),
+        ("refuses", "its answer broke off (status 500)"),
+        ("old weights", "answers with other weights"),
+        ("hangs", "nothing answers (timed out)"),
+    ],
 )
 def test_requests_of_a_server_that_fails_go_to_others(
     fault: str,
@@ -196,6 +220,33 @@ def test_requests_of_a_server_that_fails_go_to_others(
     assert len(numbers(tmp_path / "run")) == 2
     for table in (tmp_path / "run" / "completions").glob("set-*"):
         assert len(table.read_text().splitlines()) == 8  # none is missing, and none is there twice
+
+
+def test_a_server_that_refuses_weights_and_is_cut_off_gets_them_again_while_a_run_samples_ahead(
+    grpo: Callable[..., list[str]], rollout_server: Server, capfd: pytest.CaptureFixture[str]
+) -> None:
+    with faulty(rollout_server.url, "refuses weights once") as url:
+        assert command(grpo("run", *by(url), "--rollout.max_staleness", 1)) == 0
+    printed = "".join(capfd.readouterr())
+    assert f"{url}: /pause: its answer broke off (status 500); it is left out until it has the weights" in printed
+    assert f"{url}: has the current weights, and is used again" in printed
+
+
+@pytest.mark.slow
+def test_tables_of_completions_are_named_by_data_parallel_ranks_as_show_data_reads_them(
+    grpo: Callable[..., list[str]], rollout_server: Server, lmforge: Command, tmp_path: Path
+) -> None:
+    words = [*by(rollout_server.url), "--parallel.tensor_parallel_degree", 2, "--train.threads", 1]
+    words += ["--rollout.scale_rewards", "none"]
+    done = lmforge(*grpo("run", *words, steps=2, reward="far_apart"), ranks=4)
+    assert done.returncode == 0, done.stdout + done.stderr
+    tables = sorted((tmp_path / "run" / "completions").glob("set-000000-*"))
+    assert [table.name for table in tables] == ["set-000000-rank-0.jsonl", "set-000000-rank-1.jsonl"]
+    shown = lmforge("show", "data", min((tmp_path / "run" / "bad").iterdir()))
+    assert shown.returncode == 0, shown.stderr
+    answers = [json.loads(line)["completion"] for table in tables for line in table.read_text().splitlines()]
+    texts = [line for line in shown.stdout.splitlines() if line.startswith(("'", '"'))]  # prompts and answers by turns
+    assert texts[1::2] == [*map(repr, answers)]
 
 
 def test_a_server_with_other_probabilities_is_warned_of_and_corrected_for(
@@ -322,7 +373,9 @@ def test_servers_that_a_run_starts_end_when_it_is_killed(grpo: Callable[..., lis
 def test_a_server_that_does_not_come_up_is_a_line_with_the_end_of_its_log(
     grpo: Callable[..., list[str]], refused: Refusal, tmp_path: Path
 ) -> None:
-    line = refused(*grpo("run", "--rollout.engine", "vllm", "--rollout.engine_start", "cpu"), status=1)
+    words = ["--rollout.engine", "vllm", "--rollout.engine_start", "cpu", "--rollout.weights_folder", tmp_path / "weights"]
+    line = refused(*grpo("run", *words), status=1)
+    assert not [*(tmp_path / "weights").iterdir()]  # the model for the server
     log = tmp_path / "run" / "logs" / "server-0.log"
     assert line.startswith("rollout.engine_start: cpu: ended with status 127 before it answered: ")
     assert f"vllm: command not found; its log is {log}; " in line

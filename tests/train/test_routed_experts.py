@@ -25,9 +25,12 @@ from lmforge.objectives.logprobs import token_logprobs
 from lmforge.objectives.objective import apply_head
 from lmforge.parallel.activation_checkpointing import apply_activation_checkpointing
 from lmforge.stages.alignment.completions import SampledCompletion
+from lmforge.stages.alignment.engines.rollout_server import RolloutServer, ServerProblem
 from lmforge.stages.alignment.rollout_batches import lay_out
+from lmforge.stages.alignment.sampling import SampleRequest, SamplingSettings
 from tests.conftest import Command, Refusal
 from tests.serve.conftest import Server
+from tests.train.test_rollout_engines import faulty
 
 CONFIG = ModelConfig(
     model_type="olmoe",
@@ -67,7 +70,7 @@ def sampled_batch(model: LanguageModel) -> Batch:
             experts[index].append(token.routed_experts)
     for completion, parts in zip(completions, experts, strict=True):
         completion.routed_experts = torch.cat(parts).numpy()
-    return lay_out(prompts, completions, 16)
+    return lay_out(prompts, completions, 16, experts_shape=(2, 2))
 
 
 def loss_and_gradients(model: LanguageModel, batch: Batch) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
@@ -128,20 +131,50 @@ def test_spans_keep_the_experts_that_sampled_them() -> None:
     assert completion.routed_experts.flatten().tolist() == [1] * 4 + [2] * 4
 
 
+def test_a_completion_without_a_sampled_token_leaves_the_experts_of_the_others() -> None:
+    model = init_weights(build_model(CONFIG), 3)
+    alone = sampled_batch(model)
+    experts = [each[each[:, 0, 0] >= 0].numpy() for each in alone.extra("routed_experts")]
+    prompts = [row[: len(each) + 1 - 9].tolist() for row, each in zip(alone.tokens, experts, strict=True)]
+    completions = [
+        SampledCompletion([*labels[labels >= 0].tolist()], [0.0] * 9, [0] * 9, routed_experts=each)
+        for labels, each in zip(alone.labels, experts, strict=True)
+    ]
+    batch = lay_out([*prompts, [5, 6]], [*completions, SampledCompletion()], 16, experts_shape=(2, 2))
+    assert torch.equal(batch.extra("routed_experts")[:2], alone.extra("routed_experts"))
+    assert (batch.extra("routed_experts")[2] == -1).all()
+    # All ranks have the tensor, also one whose completions all failed.
+    failed = lay_out([[5, 6]], [SampledCompletion()], 16, experts_shape=(2, 2))
+    assert failed.extra("routed_experts").shape == (1, 16, 2, 2)
+    assert torch.allclose(loss_and_gradients(model, batch)[0][:2], loss_and_gradients(model, alone)[0], rtol=0, atol=1e-6)
+
+
+@pytest.fixture(scope="module")
+def mixture_server(serving: Callable[..., Server], mixture: Path) -> Server:
+    return serving(mixture, "--weight_updates", "--return_routed_experts", "--max_batch_size", 8, "--max_length", 32)
+
+
+def test_experts_that_are_no_array_are_a_problem_of_the_server(mixture_server: Server) -> None:
+    settings = SamplingSettings(1.0, 1.0, 261, 32, frozenset(), 1, True)
+    with faulty(mixture_server.url, "no array") as url:
+        server = RolloutServer(url, "lmforge", settings, 20.0, None)
+        with pytest.raises(ServerProblem, match="its routed experts are not those of each token"):
+            server.sample(SampleRequest(0, [5, 6], 2, 0), SamplingParams())
+
+
 def numbers(run: Path) -> list[dict[str, Any]]:
     records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     return [{name: each[name] for name in ("loss", "grad_norm", "ratio", "reward")} for each in records]
 
 
 def test_runs_replay_the_experts_of_the_trainer_itself_and_of_a_server_and_resume_amid_a_set(
-    grpo: Callable[..., list[str]], serving: Callable[..., Server], mixture: Path, tmp_path: Path
+    grpo: Callable[..., list[str]], mixture_server: Server, mixture: Path, tmp_path: Path
 ) -> None:
     words = ["--model.source", mixture, "--rollout.replay_routed_experts", "--rollout.num_iterations", 2]
     words += ["--schedule.name", "constant"]
     assert command(grpo("inside", *words, steps=4)) == 0
-    options = ("--weight_updates", "--return_routed_experts", "--max_batch_size", 8, "--max_length", 32)
-    server = serving(mixture, *options)
-    assert command(grpo("outside", *words, "--rollout.engine", "lmforge", "--rollout.engine_urls", server.url, steps=4)) == 0
+    by_server = ["--rollout.engine", "lmforge", "--rollout.engine_urls", mixture_server.url]
+    assert command(grpo("outside", *words, *by_server, steps=4)) == 0
     for ours, theirs in zip(numbers(tmp_path / "inside"), numbers(tmp_path / "outside"), strict=True):
         assert ours == pytest.approx(theirs, rel=1e-5, abs=1e-5)
     assert command(grpo("parts", *words, "--train.steps", 3, steps=3)) == 0

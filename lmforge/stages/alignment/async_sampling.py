@@ -52,8 +52,10 @@ class AsyncSampler:
         self._newest: int | None = None
         self._folder = Path()
         self._closed = False
-        for index in range(len(remote.servers)):
-            start_in_thread(partial(self._follow, index), f"follows {remote.servers[index].url}")
+        self._followers = [
+            start_in_thread(partial(self._follow, index), f"follows {server.url}")
+            for index, server in enumerate(remote.servers)
+        ]
 
     def publish(self, version: int) -> None:
         """Write the weights as they are for the servers, and go on. Every rank calls it."""
@@ -159,7 +161,11 @@ class AsyncSampler:
     # --- what sessions ask --------------------------------------------------------------------------------------------
 
     def choose(self, first_version: int, in_flight: dict[int, int], seconds: float) -> int | None:
-        """The server with the fewest requests of those that have these weights or newer ones, waited for some seconds."""
+        """The server with the fewest requests of those that have these weights or newer ones, waited for some seconds. Raises
+        what ended a thread that follows a server."""
+        for follower in self._followers:
+            if follower.done():
+                follower.result()
 
         def find() -> list[int]:
             usable = (each.left_out_at is None and each.confirmed is not None for each in self._states)

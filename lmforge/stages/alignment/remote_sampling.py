@@ -39,11 +39,13 @@ from lmforge.stages.alignment.engines.rollout_server import (
 )
 from lmforge.stages.alignment.engines.started_servers import ServerStarter
 from lmforge.stages.alignment.sampling import SampleRequest, SamplingSession, SamplingSettings
+from lmforge.untrusted import MAX_LISTED, cut
 
 LORA_A = LORA_SUFFIXES[0]
 # Where a folder is in memory.
 MEMORY_FOLDER = Path("/dev/shm")
-# Requests that a rank has at one server. They wait there.
+# Requests that a session has at one server. They wait there, and for each a thread here: with `max_staleness` the sessions of
+# all sets that are sampled at once have as many.
 MAX_IN_FLIGHT = 1024
 POLL_SECONDS = 1.0
 # How often, with the same weights, servers are used again after all of them have failed.
@@ -81,7 +83,11 @@ class RemoteSampler:
         self._starter = starter
         urls, key = options.engine_urls, os.environ.get(API_KEY_VARIABLE)
         if starter is not None:
-            urls, key = self._start_servers(starter)
+            try:
+                urls, key = self._start_servers(starter)
+            except BaseException:
+                self.close()
+                raise
         self.servers = [build_server(url, options, settings, key) for url in urls]
 
     def new_name(self) -> str:
@@ -318,6 +324,8 @@ class RemoteSession:
                 answers.put((number, server.sample(request, params, starts_with if starts_together else None)))
             except ServerProblem as problem:
                 answers.put((number, problem))
+            except Exception as problem:  # without an answer the request would wait for its time-out
+                answers.put((number, ServerProblem(f"{server.url}: {type(problem).__name__}: {cut(str(problem), MAX_LISTED)}")))
 
         self._running[number] = request, index, time.monotonic() + 1.5 * self.servers.timeout_seconds
         threading.Thread(target=wait, daemon=True, name="rollout request").start()

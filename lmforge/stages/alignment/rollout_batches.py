@@ -33,11 +33,12 @@ def lay_out(
     completions: Sequence[SampledCompletion],
     sequence_length: int,
     with_versions: bool = False,
+    experts_shape: tuple[int, int] | None = None,
 ) -> Batch:
     """A sequence for each completion, after the ids of its prompt; sampled tokens are labels, given ones are not.
 
-    With the extra "old_logprobs", 0 where there is no label, if it is asked for "versions", NOT_SAMPLED there, and where
-    completions have them "routed_experts", -1 there.
+    With the extra "old_logprobs", 0 where there is no label, and if it is asked for "versions", NOT_SAMPLED there, and
+    "routed_experts" [sequences, length, *experts_shape], -1 where a completion has none, such as one without a sampled token.
     """
     sequences = PackedSequences.empty(len(prompts), sequence_length)
     old_logprobs = torch.zeros(len(prompts), sequence_length)
@@ -51,11 +52,11 @@ def lay_out(
         old_logprobs[index, labels] = torch.tensor(completion.logprobs)
         versions[index, labels] = torch.tensor(completion.versions, dtype=torch.float32)
     extras = {"versions": versions} if with_versions else {}
-    if all(completion.routed_experts is not None for completion in completions):
-        experts = [torch.from_numpy(completion.routed_experts).int() for completion in completions]
-        extras["routed_experts"] = torch.full((len(prompts), sequence_length, *experts[0].shape[1:]), -1, dtype=torch.int32)
-        for row, each in zip(extras["routed_experts"], experts, strict=True):
-            row[: len(each)] = each
+    if experts_shape is not None:
+        extras["routed_experts"] = torch.full((len(prompts), sequence_length, *experts_shape), -1, dtype=torch.int32)
+        for row, completion in zip(extras["routed_experts"], completions, strict=True):
+            if completion.routed_experts is not None:
+                row[: len(completion.routed_experts)] = torch.from_numpy(completion.routed_experts)
     return with_extras(Batch.from_sequences(sequences), old_logprobs=old_logprobs, **extras)
 
 

@@ -9,7 +9,7 @@ learned from (sampling_ahead.py, async_sampling.py), and kept in a journal (jour
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -26,6 +26,7 @@ from lmforge.data.batch import Batch, Extras
 from lmforge.data.chat.preferences import TokenizedPrompt
 from lmforge.errors import UserError
 from lmforge.objectives.policy import MEAN_DIFFERENCE, build_policy_loss_config, completion_metric_names
+from lmforge.parallel.dims import data_parallel_rank_and_size
 from lmforge.stages.alignment.async_sampling import AsyncSampler
 from lmforge.stages.alignment.build_sampler import build_sampler
 from lmforge.stages.alignment.journal import SEQUENCE_TENSORS, RolloutJournal, open_journal
@@ -52,19 +53,20 @@ class Rollouts:
 
     def __init__(self, ctx: RunContext, inputs: RunInputs, built: BuiltModel) -> None:
         """`inputs.packed_dataset` gives the order of the prompts of its PromptPacking."""
-        packing, tokenizer = inputs.packed_dataset.packing, inputs.tokenizer
+        packing = inputs.packed_dataset.packing
         assert isinstance(packing, PromptPacking)
         assert isinstance(ctx.config, AlignConfig)
         options = ctx.config.rollout
         self.data_wait_seconds = 0.0
-        self._ctx, self._inputs, self._built, self._options, self._packing = ctx, inputs, built, options, packing
+        self._ctx, self._built, self._options, self._packing = ctx, built, options, packing
         self._dist_ctx, self._batch_plan = ctx.dist_ctx, inputs.batch_plan
         self.dataset, self.global_batch_size = inputs.packed_dataset, inputs.batch_plan.global_batch_size
         # Ranks of tensor and context parallelism, which follow each other, train on the same completions: the first samples.
         # What is called rank here is that of data parallelism.
         self._group_size = built.parallel_model.model_parallel_size
-        self._rank, place_in_group = divmod(self._dist_ctx.rank_info.rank, self._group_size)
-        self._world_size, self._samples = self._dist_ctx.world_size // self._group_size, place_in_group == 0
+        rank, world_size = self._dist_ctx.rank_info.rank, self._dist_ctx.world_size
+        self._rank, self._world_size = data_parallel_rank_and_size(ctx.config.parallel, rank, world_size)
+        self._samples = rank % self._group_size == 0
         # A group stays on one rank. If the number of groups is not divisible, the first ranks have one more and the others
         # padding, so that all have the same number of micro-batches.
         self._num_groups = self._batch_plan.global_batch_size // options.num_generations
@@ -75,6 +77,8 @@ class Rollouts:
         # This rank's part of the set: the completions of `num_iterations` steps, one in each sequence.
         self._set_index: int | None = None
         self._set: Batch | None = None
+        model = inputs.model_config
+        self._experts_shape = (model.num_hidden_layers, model.num_experts_per_tok) if options.replay_routed_experts else None
         seed, warn = ctx.config.train.seed, ctx.console.warn
         self._group_prompts = GroupPrompts(packing.prompts, self.dataset.indices, options, seed, warn)
         self._warned_of_difference = options.max_staleness > 0  # then other weights have sampled
@@ -85,20 +89,34 @@ class Rollouts:
             self._ahead = SamplingAhead(self._sample_ahead, self._publish, options.max_staleness, options.num_iterations)
             self._journal = open_journal(ctx, ctx.config, inputs, first_batch=built.point.step + self._batch_offset)
         num_workers = self._ahead.most_at_once if self._ahead else 1
-        self._workers = [RolloutWorker(ctx, inputs, built.dtype, another=number > 0) for number in range(num_workers)]
+        self._workers: list[RolloutWorker] = []
         self._free_workers: SimpleQueue[RolloutWorker] = SimpleQueue()
-        for worker in self._workers:
-            self._free_workers.put(worker)
+        with ExitStack() as opened:
+            self._open(opened, ctx, inputs, num_workers)
+            if options.num_iterations > 1 and built.point.checkpoint_folder is not None and self._journal is None:
+                self._restore(built.point.checkpoint_folder)
+            self._opened = opened.pop_all()
+
+    def _open(self, opened: ExitStack, ctx: RunContext, inputs: RunInputs, num_workers: int) -> None:
+        """What must be closed, also where something after it cannot be opened, and the models that are asked."""
+        options, built = self._options, self._built
+        for number in range(num_workers):
+            self._workers.append(RolloutWorker(ctx, inputs, built.dtype, another=number > 0))
+            opened.callback(self._workers[-1].close)
+            self._free_workers.put(self._workers[-1])
         settings = SamplingSettings(
             options.temperature,
             options.top_p,
-            tokenizer.vocab_size,
+            inputs.tokenizer.vocab_size,
             self._batch_plan.sequence_length,
             self._workers[0].stop_token_ids,
             options.decode_batch_size,
             options.replay_routed_experts,
         )
         self._sampler = build_sampler(ctx, inputs, built, settings)
+        opened.callback(self._sampler.close)
+        if self._ahead is not None:
+            opened.callback(self._ahead.close)
         self._loss_config = build_policy_loss_config(options)
         self._proximal = None
         if self._loss_config.importance_sampling_mode != "none" and options.num_iterations > 1:
@@ -106,8 +124,6 @@ class Rollouts:
         self._reference = None
         if self._loss_config.kl_estimator != "none":
             self._reference = build_reference(ctx, inputs, built, self._loss_config.temperature)
-        if options.num_iterations > 1 and built.point.checkpoint_folder is not None and self._journal is None:
-            self._restore(built.point.checkpoint_folder)
 
     def batches(self, batch_index: int) -> list[Batch]:
         """This rank's micro-batches of a step. At the first step of a set its completions are sampled and scored."""
@@ -166,7 +182,8 @@ class Rollouts:
         assert sampled.rewards is not None
         assert sampled.failures is not None
         prompt_ids = [prompt.tokens.tolist() for prompt in sampled.prompts]
-        batch = lay_out(prompt_ids, sampled.completions, self._batch_plan.sequence_length, self._ahead is not None)
+        length, with_versions = self._batch_plan.sequence_length, self._ahead is not None
+        batch = lay_out(prompt_ids, sampled.completions, length, with_versions, self._experts_shape)
         models = {"reference_logprobs": self._reference, "proximal_logprobs": self._proximal}
         batch = with_extras(batch, **{name: self._logprobs(batch, model) for name, model in models.items() if model})
         return add_advantages(batch, sampled.completions, sampled.rewards, sampled.failures, self._options, self._loss_config)
@@ -323,10 +340,8 @@ class Rollouts:
         size = self._options.num_iterations, self._batch_plan.global_batch_size, self._batch_plan.sequence_length
         dtypes = SEQUENCE_TENSORS | dict.fromkeys(names, torch.float32)
         state = {**{name: torch.zeros(size, dtype=dtype) for name, dtype in dtypes.items()}, "set": torch.tensor(0)}
-        if self._options.replay_routed_experts:
-            model = self._inputs.model_config
-            per_token = model.num_hidden_layers, model.num_experts_per_tok
-            state["routed_experts"] = torch.zeros(*size, *per_token, dtype=torch.int32)
+        if self._experts_shape is not None:
+            state["routed_experts"] = torch.zeros(*size, *self._experts_shape, dtype=torch.int32)
         try:
             with self._dist_ctx.raise_on_all(), torch.no_grad():
                 checkpoint.load(folder, {"rollouts": state})
@@ -341,8 +356,4 @@ class Rollouts:
         self._set = Batch(**tensors, extras=Extras(**local))
 
     def close(self) -> None:
-        if self._ahead is not None:
-            self._ahead.close()
-        for worker in self._workers:
-            worker.close()
-        self._sampler.close()
+        self._opened.close()

@@ -1,6 +1,6 @@
 """The scores of sampled completions, from reward functions and reward models, and the tables in a run's folder `completions`.
 
-A table has prompts, completions and rewards; there is one file for each set and rank.
+A table has prompts, completions and rewards; there is one file for each set and data-parallel rank.
 """
 
 import json
@@ -20,6 +20,7 @@ from lmforge.data.tokenizer import Tokenizer
 from lmforge.environments.process import EnvironmentPool
 from lmforge.generate.model_loading import load_model
 from lmforge.objectives.preference import document_rewards
+from lmforge.parallel.dims import data_parallel_rank_and_size
 from lmforge.rewards.functions import FunctionResult, load_reward_functions
 from lmforge.run_records import completions_path
 from lmforge.stages.alignment.completions import SampledCompletion
@@ -48,6 +49,8 @@ class CompletionScorer:
     ) -> None:
         """`prompts`: all of the run, so that functions are always called with the same columns. Every rank calls it."""
         self._ctx, self._tokenizer, self._environment = ctx, tokenizer, environment
+        rank, world_size = ctx.dist_ctx.rank_info.rank, ctx.dist_ctx.world_size
+        self._rank, _ = data_parallel_rank_and_size(ctx.config.parallel, rank, world_size)
         self._shown_failures: set[str] = set()
         self._warned_of_no_reward = False
         self._columns = sorted({name for prompt in prompts for name in prompt.columns})
@@ -122,7 +125,7 @@ class CompletionScorer:
             of_episodes = [{"turns": each.turns} | ({"error": each.error} if each.error else {}) for each in episodes]
             rewards = [math.nan if each.error else reward for each, reward in zip(episodes, rewards, strict=True)]
         if table is not None:
-            path = completions_path(self._ctx.run.path, table, self._ctx.dist_ctx.rank_info.rank)
+            path = completions_path(self._ctx.run.path, table, self._rank)
             path.parent.mkdir(exist_ok=True)
             # Half of a surrogate pair, which UTF-8 cannot encode, becomes JSON's own escape of it.
             with open(path, "w", encoding="utf-8", errors="backslashreplace") as file:
@@ -192,13 +195,13 @@ def completions_table_name(set_index: int, options: RolloutOptions) -> str | Non
     return f"set-{set_index:06d}" if set_index % options.log_completions_every == 0 else None
 
 
-def locate_completions(batch_index: int, options: RolloutOptions, world_size: int) -> dict[str, Any]:
+def locate_completions(batch_index: int, options: RolloutOptions, num_ranks: int) -> dict[str, Any]:
     """Where the completions of a batch are, for the file of a bad step.
 
-    {"completions": pattern of their files, relative to the run, or None where they were not written; "ranks": the number of
-    ranks; "part": which part of each file the batch is, from 0, and of how many}.
+    {"completions": pattern of their files, relative to the run, or None where they were not written; "ranks": how many
+    data-parallel ranks; "part": which part of each file the batch is, from 0, and of how many}.
     """
     set_index, iteration = divmod(batch_index, options.num_iterations)
     table = completions_table_name(set_index, options)
     files = str(completions_path(Path(), table, "*")) if table else None
-    return {"completions": files, "ranks": world_size, "part": [iteration, options.num_iterations]}
+    return {"completions": files, "ranks": num_ranks, "part": [iteration, options.num_iterations]}

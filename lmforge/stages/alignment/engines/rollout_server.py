@@ -104,14 +104,18 @@ class SampledTokens:
         if with_experts:
             if choice.routed_experts is None:
                 raise ValueError(EXPERTS_MISSING)
-            experts = np.load(io.BytesIO(base64.b64decode(choice.routed_experts, validate=True)), allow_pickle=False)
-            if (
-                experts.ndim != 3
-                or len(experts) != num_prompt_tokens + len(self.token_ids) - 1
-                or experts.dtype.kind not in "iu"
-            ):
-                raise ValueError("its routed experts are not those of each token")
-            self.routed_experts = experts.astype(np.int32)
+            self.routed_experts = _read_experts(choice.routed_experts, num_prompt_tokens + len(self.token_ids) - 1)
+
+
+def _read_experts(encoded: str, num_tokens: int) -> np.ndarray:
+    try:
+        experts = np.load(io.BytesIO(base64.b64decode(encoded, validate=True)), allow_pickle=False)
+        fits = experts.ndim == 3 and len(experts) == num_tokens and experts.dtype.kind in "iu"
+    except Exception:  # numpy's reader raises errors of zip files, of Python's parser and of memory too
+        fits = False
+    if not fits:
+        raise ValueError("its routed experts are not those of each token")
+    return experts.astype(np.int32)
 
 
 class RolloutServer:
@@ -216,7 +220,7 @@ class RolloutServer:
                 received = answer.read(MAX_ANSWER_BYTES + 1)
         except urllib.error.HTTPError as problem:
             with problem:
-                raise self._refusal(path, problem.code, problem.read(2**16)) from None
+                raise self._refusal(path, problem.code, _read_refusal(problem)) from None
         except (OSError, HTTPException, ValueError) as problem:
             reason = getattr(problem, "reason", None) or problem
             raise ServerProblem(
@@ -244,6 +248,13 @@ class RolloutServer:
         return ServerProblem(
             f"{self.url}: {route}: {cut(' '.join(str(message).split()), MAX_LISTED)} (status {status})", status
         )
+
+
+def _read_refusal(answer: urllib.error.HTTPError) -> bytes:
+    try:
+        return answer.read(2**16)
+    except (OSError, HTTPException, ValueError):
+        return b"its answer broke off"
 
 
 def check_servers(options: RolloutOptions, config: ModelConfig, sequence_length: int) -> None:
