@@ -248,6 +248,8 @@ class EnvironmentPool(AbstractContextManager["EnvironmentPool"]):
         return response
 
     def _start(self, worker: int) -> None:
+        if not self.close.alive:
+            raise UserError(f"environment {self.spec}: is closed")
         module, what = "lmforge.environments.server", f"environment {self.spec}"
         self._workers[worker], description = start_server(module, self.spec, self._first, what, CLOSING_SECONDS)
         self._declarations = {name: Declaration(**declared) for name, declared in description.items()}

@@ -250,11 +250,14 @@ class _RewardProcess:
         self._request: dict[str, Any] = {"functions": functions, "plugins": plugins, "options": dict(options)}
         # Specs that are called together.
         self._call_groups: list[list[str]] = []
+        self._ended = False
         self._start()
 
     def score(self, request: dict[str, Any], timeout_seconds: float) -> dict[str, FunctionResult]:
         results: dict[str, FunctionResult] = {}
         for specs in self._call_groups:
+            if self._ended:
+                raise UserError(f"rewards {self._file}: closed")
             if self._process.closed:
                 self._start()
             call = {**request, "functions": specs, "timeout_seconds": timeout_seconds}
@@ -297,4 +300,5 @@ class _RewardProcess:
         self._call_groups = description["call_groups"]
 
     def close(self) -> None:
+        self._ended = True
         self._process.close()

@@ -6,9 +6,10 @@ others. A set can be read on another number of ranks.
 
 import re
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 from uuid import uuid4
 
 import torch
@@ -23,8 +24,11 @@ from lmforge.checksums import hash_json
 from lmforge.cluster.distributed import DistributedContext
 from lmforge.config.align import AlignConfig
 from lmforge.data.batch import Batch, Extras
+from lmforge.environments.process import identify
 from lmforge.errors import UserError
 from lmforge.parallel.dims import data_parallel_rank_and_size
+from lmforge.plugins import describe_plugins
+from lmforge.rewards.functions import is_model_folder
 from lmforge.stages.attempt import RunContext
 from lmforge.stages.inputs import RunInputs
 from lmforge.untrusted import parse_json
@@ -32,9 +36,16 @@ from lmforge.untrusted import parse_json
 JOURNAL_FOLDER = "rollouts"  # in the run
 SEQUENCE_TENSORS = {"tokens": torch.int64, "labels": torch.int64, "positions": torch.int64, "document_ids": torch.int32}
 FILE_PATTERN = re.compile(r"set-(\d{6,12})-rank-(\d{1,7})-of-(\d{1,7})\.safetensors")
+FORMAT = 1  # of the tensors in a file: another where a set has others
 
-
-# Options with which a journal may be read that was written with others.
+# Options with which a journal may be read that was written with others: how the run is operated, and what other facts cover.
+OPERATION = {
+    *("plugins", "run", "data", "parallel", "validation", "sample", "checkpoint", "log", "watch", "launch"),
+}
+OF_THE_LOOP = {
+    *("steps", "epochs", "global_batch_size", "global_batch_tokens", "micro_batch_size"),
+    *("device", "compile", "deterministic", "threads", "callbacks"),
+}
 DO_NOT_CHANGE_COMPLETIONS = {
     *(
         "engine",
@@ -118,9 +129,9 @@ class RolloutJournal:
         return Batch(**tensors, extras=Extras(**full))
 
     def prune(self, first_set: int) -> None:
-        """Delete the sets before the first that a checkpoint may need."""
+        """Delete the sets before the first that a checkpoint may need. One rank calls it. Raises OSError."""
         for set_index, part in self._parts():
-            if set_index < first_set and self._dist_ctx.is_rank0:
+            if set_index < first_set:
                 part.path.unlink(missing_ok=True)
 
     def _parts(self) -> Iterable[tuple[int, _Part]]:
@@ -130,7 +141,10 @@ class RolloutJournal:
                 yield set_index, _Part(rank, ranks, path)
 
     def _find(self, first_set: int) -> dict[int, list[Path]]:
-        """The complete sets, on rank 0."""
+        """The complete sets, on rank 0, before any rank writes."""
+        for left in self._folder.glob(".set-*.partial"):  # by a rank that was killed
+            with suppress(OSError):
+                left.unlink()
         by_set: dict[tuple[int, int, str], dict[int, Path]] = {}
         problems: list[str] = []
         for set_index, part in self._parts():
@@ -157,14 +171,9 @@ class RolloutJournal:
 
 def open_journal(ctx: RunContext, config: AlignConfig, inputs: RunInputs, first_batch: int) -> RolloutJournal:
     """The journal of a run that goes on with a batch. Every rank calls it."""
-    facts = {
-        "rollout": config.rollout.model_dump(mode="json", exclude=DO_NOT_CHANGE_COMPLETIONS),
-        "run": [config.run.name, str(config.model.source), config.train.seed, inputs.batch_plan.global_batch_size],
-        "data": [inputs.packed_dataset.plan_hash_at(0), inputs.batch_plan.sequence_length],
-    }
     journal = RolloutJournal(
         ctx.run.path / JOURNAL_FOLDER,
-        hash_json(facts, sort_keys=True),
+        ctx.dist_ctx.decide_on_rank0(partial(_key, config, inputs)),
         ctx.dist_ctx,
         num_iterations=config.rollout.num_iterations,
         sequence_length=inputs.batch_plan.sequence_length,
@@ -173,6 +182,23 @@ def open_journal(ctx: RunContext, config: AlignConfig, inputs: RunInputs, first_
     )
     journal.find(first_batch // config.rollout.num_iterations)
     return journal
+
+
+def _key(config: AlignConfig, inputs: RunInputs) -> str:
+    """What the sets of a run depend on. Raises UserError where a file of reward functions cannot be read."""
+    excluded: Any = {**dict.fromkeys(OPERATION, True), "rollout": DO_NOT_CHANGE_COMPLETIONS, "train": OF_THE_LOOP}
+    try:
+        rewards = [[spec] if is_model_folder(spec) else identify(spec) for spec in config.rollout.reward_functions]
+    except OSError as problem:
+        raise UserError(f"rollout.reward_functions: {problem}") from None
+    facts = {
+        "format": FORMAT,
+        "options": config.model_dump(mode="json", exclude=excluded),
+        "code": [rewards, describe_plugins(config.plugins)],
+        "run": [config.run.name, inputs.batch_plan.global_batch_size],
+        "data": [inputs.packed_dataset.plan_hash_at(0), inputs.batch_plan.sequence_length],
+    }
+    return hash_json(facts, sort_keys=True)
 
 
 def _compact(tensor: Tensor, used: int) -> Tensor:

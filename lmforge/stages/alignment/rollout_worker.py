@@ -105,9 +105,10 @@ class RolloutWorker:
         ]
         return SampledSet(played, [episode.completion for episode in episodes], episodes)
 
-    def score(self, sampled: SampledSet, table: str | None) -> None:
+    def score(self, sampled: SampledSet, table: str | None, on_scored: Callable[[], None] = lambda: None) -> None:
         """Add the rewards of a set that was just sampled. Raises UserError as CompletionScorer does."""
-        sampled.rewards, sampled.failures = self._scorer.score(table, sampled.prompts, sampled.completions, sampled.episodes)
+        scored = self._scorer.score(table, sampled.prompts, sampled.completions, sampled.episodes, on_scored)
+        sampled.rewards, sampled.failures = scored
 
     def check_episodes(self, sampled: SampledSet, step: int) -> None:
         """Raise UserError, on every rank, where the environment failed in all episodes of a set. Every rank calls it."""

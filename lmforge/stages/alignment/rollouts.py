@@ -81,7 +81,7 @@ class Rollouts:
         self._experts_shape = (model.num_hidden_layers, model.num_experts_per_tok) if options.replay_routed_experts else None
         seed, warn = ctx.config.train.seed, ctx.console.warn
         self._group_prompts = GroupPrompts(packing.prompts, self.dataset.indices, options, seed, warn)
-        self._warned_of_difference = options.max_staleness > 0  # then other weights have sampled
+        self._warned_of_difference, self._wait_seconds = False, 0.0
         self._batch_offset = built.detector.batch_offset
         self._ahead: SamplingAhead[SampledSet] | None = None
         self._journal: RolloutJournal | None = None
@@ -127,18 +127,17 @@ class Rollouts:
 
     def batches(self, batch_index: int) -> list[Batch]:
         """This rank's micro-batches of a step. At the first step of a set its completions are sampled and scored."""
-        began = time.perf_counter()
+        began, self._wait_seconds = time.perf_counter(), 0.0
         set_index, iteration = divmod(batch_index, self._options.num_iterations)
         if self._ahead is not None:
             self._begin_sets(self._ahead, batch_index)
         if self._set is None or self._set_index != set_index:
             step = batch_index - self._built.detector.batch_offset
             self._set, self._set_index = self._make_set(set_index, step), set_index
-        seconds = time.perf_counter() - began
-        self.data_wait_seconds += seconds
+        self.data_wait_seconds += time.perf_counter() - began
         local = self._set[iteration * self._local_batch_size : (iteration + 1) * self._local_batch_size]
         if self._ahead is not None:
-            local = add_staleness(local, batch_index, seconds)
+            local = add_staleness(local, batch_index, self._wait_seconds)
         if iteration:
             local = with_extras(local, reused=torch.ones(local.tokens.shape))
         parts = 2 * self._group_size if self._group_size > 1 else 1
@@ -159,7 +158,9 @@ class Rollouts:
             self._group_prompts.replace_even(sampled, set_index, places, sample, self._sum_over_ranks)
         else:
             with self._dist_ctx.raise_on_all():
+                began = time.perf_counter()
                 sampled = self._ahead.take(set_index, partial(self._ctx.watch.set_phase, "sample", step))
+                self._wait_seconds = time.perf_counter() - began
             self._workers[0].check_episodes(sampled, step)
             self._workers[0].report(sampled, step, table)
         batch = self._to_batch(self._share(sampled))
@@ -265,7 +266,8 @@ class Rollouts:
 
             def sample(prompts: Sequence[TokenizedPrompt], seeds: Sequence[int], table: str | None) -> SampledSet:
                 sampled = worker.sample(prompts, seeds, sampler.session_from(first_version), on_step)
-                worker.score(sampled, table)
+                on_step()
+                worker.score(sampled, table, on_step)
                 return sampled
 
             places = self._places(set_index)
@@ -293,6 +295,8 @@ class Rollouts:
     def warning(self, step: int, record: dict[str, Any]) -> str | None:
         """Says once that what samples computes something else than the trainer. A nucleus alone makes its tokens likelier."""
         difference = record.get(MEAN_DIFFERENCE, 0.0)
+        if record.get("staleness/max", 0.0) > 0:  # other weights have sampled
+            return None
         if self._warned_of_difference or difference <= MAX_MEAN_DIFFERENCE - math.log(self._options.top_p):
             return None
         self._warned_of_difference = True
@@ -315,9 +319,11 @@ class Rollouts:
         which what no checkpoint needs any more is deleted. Every rank calls it.
         """
         iterations = self._options.num_iterations
-        if self._journal is not None:
-            kept = self._ctx.run.checkpoint_steps() if self._dist_ctx.is_rank0 else []
-            self._journal.prune(min(kept, default=0) // iterations)
+        if self._journal is not None and self._dist_ctx.is_rank0:
+            try:
+                self._journal.prune(min(self._ctx.run.checkpoint_steps(), default=0) // iterations)
+            except (OSError, UserError) as problem:  # other ranks go on
+                self._ctx.console.warn(f"{problem}; the journal keeps what no checkpoint needs")
         if iterations == 1 or self._journal is not None:
             return {}
         assert self._set is not None

@@ -103,12 +103,13 @@ class CompletionScorer:
         prompts: Sequence[TokenizedPrompt],
         completions: Sequence[SampledCompletion],
         episodes: Sequence[Episode] | None = None,
+        on_scored: Callable[[], None] = lambda: None,
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """Rewards, fp64 [completions], NaN where there is none, and metrics of what failed, fp32 [completions]: the fraction of
         functions, and with `episodes` whether its environment did, its turns, and its calls of tools.
 
         Functions are given completions as text, and those of `episodes`, which these prompts and completions are, as messages.
-        Writes the table called `table`, one JSON object per line, unless that is None.
+        Writes the table called `table`, one JSON object per line, unless that is None, or `on_scored` raises before.
         """
         if not prompts:
             return torch.zeros(0, dtype=torch.float64), {}
@@ -124,6 +125,7 @@ class CompletionScorer:
             texts = [episode.describe() for episode in episodes]
             of_episodes = [{"turns": each.turns} | ({"error": each.error} if each.error else {}) for each in episodes]
             rewards = [math.nan if each.error else reward for each, reward in zip(episodes, rewards, strict=True)]
+        on_scored()
         if table is not None:
             path = completions_path(self._ctx.run.path, table, self._rank)
             path.parent.mkdir(exist_ok=True)
