@@ -196,7 +196,7 @@ def test_sets_that_are_damaged_or_of_other_options_are_sampled_again_with_one_li
         assert "of another run, or of other options or data" in "".join(capfd.readouterr())
     shutil.rmtree(run / "checkpoints" / "step-00000004")
     assert command(ahead("run", 2, *options, steps=4)) == 0
-    assert "of another run" not in "".join(capfd.readouterr()).readouterr()
+    assert "of another run" not in "".join(capfd.readouterr())
 
 
 def test_a_trainer_that_samples_itself_does_not_sample_ahead(grpo: Callable[..., list[str]], refused: Refusal) -> None:
