@@ -16,6 +16,8 @@ import torch
 from rich.table import Table
 from torch import Tensor, nn
 
+from lmforge.atomic_files import without_non_finite
+from lmforge.config.batch_plan import divisors
 from lmforge.config.sections import BASE_OPTIONS, ModelOptions, OptimizerOptions
 from lmforge.config.stage import StageConfig
 from lmforge.data.batch import Batch
@@ -48,12 +50,12 @@ class Coordinates:
 
     @property
     def spread(self) -> float:
-        """The largest change over the smallest, or size, where that is more. Those of logits may shrink before they are
-        learned: only their changes count."""
-        spreads = [max(self.changes) / min(self.changes)]
-        if self.module != "logits":
-            spreads.append(max(self.sizes) / min(self.sizes))
-        return max(spreads)
+        """The largest change over the smallest, or size, where that is more; infinite where one is 0 or not finite. Those of
+        logits may shrink before they are learned: only their changes count."""
+        compared = [self.changes] if self.module == "logits" else [self.changes, self.sizes]
+        if not all(math.isfinite(each) and each > 0 for values in compared for each in values):
+            return math.inf
+        return max(max(values) / min(values) for values in compared)
 
 
 def small(config: ModelConfig, width: int, layers: int | None = None) -> ModelConfig:
@@ -63,10 +65,12 @@ def small(config: ModelConfig, width: int, layers: int | None = None) -> ModelCo
     def grown(size: int | None) -> int | None:
         return size and max(8, round(size * ratio / 8) * 8)
 
-    groups, heads = config.num_attention_heads // config.num_key_value_heads, width // HEAD_DIM
+    heads = width // HEAD_DIM
+    keys = heads * config.num_key_value_heads // config.num_attention_heads
+    keys = max(each for each in divisors(heads) if each <= max(1, keys))
     sizes = ("intermediate_size", "moe_intermediate_size", "q_lora_rank", "kv_lora_rank")
     changes: dict[str, Any] = {name: grown(getattr(config, name)) for name in sizes}
-    changes |= {"num_attention_heads": heads, "num_key_value_heads": max(1, heads // groups)}
+    changes |= {"num_attention_heads": heads, "num_key_value_heads": keys}
     if not config.family.latent_attention:
         changes["head_dim"] = HEAD_DIM
     changes |= {"num_hidden_layers": layers or min(config.num_hidden_layers, MOST_LAYERS), "layer_types": None}
@@ -87,8 +91,8 @@ def compare(
 
 
 def check_coordinates(config: StageConfig, model: ModelConfig, steps: int, output: str) -> int:
-    """Compare small models like this one in its parametrization (mup where it has none) and in the standard one, and print a
-    table. Returns 1 where the former is not flat."""
+    """Compare small models like this one under mup, with the narrowest as the base, and in the standard parametrization, and
+    print a table. Returns 1 where the former is not flat."""
     configs = [small(model, width) for width in WIDTHS]
     standard = config.model.model_copy(update=dict.fromkeys(BASE_OPTIONS) | {"parametrization": "standard"})
     scaled = standard.model_copy(update={"parametrization": "mup", "base_width": WIDTHS[0]})
@@ -97,7 +101,7 @@ def check_coordinates(config: StageConfig, model: ModelConfig, steps: int, outpu
     if output == "json":
         pairs = zip(results, plain, strict=True)
         rows = [asdict(each) | {"spread": each.spread, "standard": other.spread} for each, other in pairs]
-        print(json.dumps({"widths": WIDTHS, "flat": FLAT, "modules": rows}, indent=1))
+        print(json.dumps(without_non_finite({"widths": WIDTHS, "flat": FLAT, "modules": rows}), indent=1))
     else:
         _print_table(results, plain, steps)
     return int(any(each.spread > FLAT for each in results))
@@ -123,8 +127,9 @@ def _print_table(results: list[Coordinates], plain: list[Coordinates], steps: in
 
 def _bars(values: Sequence[float]) -> str:
     """A character for each value, an eighth of its height for each factor of the root of 2 below the largest."""
-    most = max(values)
-    return "".join("▁▂▃▄▅▆▇█"[max(0, 7 - round(2 * math.log2(most / value)))] for value in values)
+    known = [value for value in values if math.isfinite(value) and value > 0]
+    heights = [max(0, 7 - round(2 * math.log2(max(known) / value))) if value in known else None for value in values]
+    return "".join("?" if height is None else "▁▂▃▄▅▆▇█"[height] for height in heights)
 
 
 def _measure(

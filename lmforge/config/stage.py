@@ -97,6 +97,9 @@ class StageConfig(Options):
                 yield f"sample.every_steps: {reason} generate from the checkpoints"
             if self.validation.tasks:
                 yield f"validation.tasks: {reason} evaluate the checkpoints"
+        if self.model.parametrization != "standard" and self.optimizer.name not in ("adamw", "muon"):
+            name = self.optimizer.name
+            yield f"optimizer.name = {name}: model.parametrization is for adamw and muon; use one, or standard"
         if self.parallel.tensor_parallel_degree > 1 and self.train.float8:
             yield "train.float8: not with parallel.tensor_parallel_degree; shard with fsdp2 instead, or leave it out"
         if self.parallel.cuts_rows and self.optimizer.state_dtype == "8bit":

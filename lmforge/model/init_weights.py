@@ -35,10 +35,10 @@ class InitialValue:
     scale: float = 1.0
 
     def scaled(self, factor: float, offset: float = 0.0) -> "InitialValue":
-        """With `factor` times the random numbers, or the constant; `offset` is what is added to that where it is used."""
+        """With `factor` times the random numbers, or the constant. `offset` is what is added to a constant where it is used."""
         if self.distribution is not None:
             return replace(self, scale=factor * self.scale)
-        return replace(self, loc=factor * (self.loc + offset) - offset if self.loc + offset == 1.0 else self.loc)
+        return replace(self, loc=factor * (self.loc + offset) - offset)
 
 
 @dataclass(frozen=True)
@@ -130,7 +130,8 @@ def init_adapters(model: nn.Module, seed: int, new_names: Collection[str] = ()) 
     for name, part in _held_parts(model).items():
         if name.endswith(LORA_SUFFIXES) or name in new_names:
             config: ModelConfig = model.config  # type: ignore[assignment]
-            part.fill(initial_value(name, part.shape, config), derive_key(seed, "weights", name))
+            factor = model.tensor_scale(name, tuple(part.shape)).init  # type: ignore[operator]
+            part.fill(initial_value(name, part.shape, config).scaled(factor), derive_key(seed, "weights", name))
 
 
 def _held_parts(model: nn.Module) -> dict[str, HeldPart]:

@@ -313,7 +313,8 @@ class LanguageModel(nn.Module):
         for name, shape in shapes.items():
             is_embedding = name == f"{self.embedding_names[0]}.weight"
             value = initial_value(name, shape, self.config, embedding_std if is_embedding else None)
-            yield name, value.scaled(self.tensor_scale(name, shape).init, self.config.family.norm_offset or 0.0)
+            offset = 0.0 if name.endswith("bias") else self.config.family.norm_offset or 0.0
+            yield name, value.scaled(self.tensor_scale(name, shape).init, offset)
 
     def tensor_scale(self, name: str, shape: tuple[int, ...]) -> TensorScale:
         """The factors of the parameter `name`, of this full shape, by the parametrization."""

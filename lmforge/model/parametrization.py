@@ -11,6 +11,7 @@ All that grows with a model (hidden and feed-forward sizes, numbers of heads, la
 """
 
 import math
+import re
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
@@ -56,32 +57,34 @@ class Parametrization:
 
     def _scale_in_block(self, name: str, shape: tuple[int, ...], config: ModelConfig) -> TensorScale:
         width, depth, family = self.width, self.depth, config.family
-        module, _, _ = name.rpartition(".") if name.endswith((".weight", ".bias")) else (name, "", "")
+        module = re.sub(r"(\.lora_[AB])?\.(weight|bias)$", "", name)
         linears = {*config.block_linears(False), *config.block_linears(any(config.sparse_layers))}
         residual = module.endswith(tuple(each.name for each in linears if each.residual))
         # What a block adds to the residual stream is divided by the depth in the last tensor that it passes.
         norms_of_outputs = tuple(name for _, name in (family.attention_norms, family.mlp_norms) if name)
         last = module.endswith(norms_of_outputs) if norms_of_outputs else residual
         branch, inside = (1 / depth, 1.0) if last else (1.0, 1 / depth)
-        attention = math.sqrt(self.head_dim) if self._scales_scores(module, config) else 1.0
+        attention = self._attention_factor(module, config)
         factor, eps = branch * attention, inside / width / attention
         if name.endswith(".lora_B.weight"):  # its inputs do not grow
-            return TensorScale("input", 1.0, 1.0, 1.0, eps)
+            return TensorScale("input", factor, factor, factor, eps)
+        if name.endswith(".lora_A.weight"):  # whose first value already follows from its inputs
+            return TensorScale("hidden", 1.0, 1 / width, 1 / math.sqrt(width), eps)
         if len(shape) == 1:
             return TensorScale("vector", factor, factor, factor, eps)
         if module.endswith("mlp.gate"):  # a router scores experts, whose number does not grow
             return TensorScale("output", 1 / width, 1 / width, 1 / width, inside)
         # The standard first value of these has the root of the depth, which the base model has of its own depth.
         init = factor / math.sqrt(width) * (math.sqrt(depth) if residual else 1.0)
-        init = 1.0 if name.endswith(".lora_A.weight") else init  # already by its inputs
         return TensorScale("hidden", init, factor / width, factor / math.sqrt(width), eps)
 
-    def _scales_scores(self, module: str, config: ModelConfig) -> bool:
-        """Whether this module's output has the factor of attention's scores: heads divide them by the root of their width."""
-        if self.head_dim == 1.0:
-            return False
+    def _attention_factor(self, module: str, config: ModelConfig) -> float:
+        """The factor of attention's scores, which is that of one module's output: heads divide them by the root of their width, or
+        by a number that does not grow with it."""
         names = ("q_norm",) if config.family.qk_norm else ("q_b_proj",) if config.q_lora_rank else ("q_proj",)
-        return module.endswith(names)
+        if self.head_dim == 1.0 or not module.endswith(names):
+            return 1.0
+        return math.sqrt(self.head_dim) if config.query_pre_attn_scalar in (None, config.head_dim) else self.head_dim
 
 
 # All factors of a model that is its own base model are 1.
@@ -97,7 +100,8 @@ def relative_to_base(options: ModelOptions, config: ModelConfig) -> Parametrizat
     assert options.base_width is not None, "which the options need"
     if config.implementation == "transformers":
         raise UserError(f"model.parametrization = {kind}: not with model.implementation = transformers; use standard")
-    head_dim = 1.0 if options.base_head_dim is None else options.base_head_dim / config.head_dim
+    own_head_dim = config.qk_head_dim if config.family.latent_attention else config.head_dim
+    head_dim = 1.0 if options.base_head_dim is None else options.base_head_dim / own_head_dim
     if head_dim != 1.0 and not (config.family.grouped_heads or config.family.latent_attention):
         way = "keep the width of heads, and add heads"
         raise UserError(f"model.base_head_dim: {config.model_type} has queries and keys in one matrix; {way}")

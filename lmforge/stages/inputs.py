@@ -17,6 +17,7 @@ from lmforge.evaluate.tasks import QuestionTask
 from lmforge.interop.config_json import to_config_json
 from lmforge.model.config import ModelConfig
 from lmforge.model.layers import LanguageModel
+from lmforge.model.parametrization import relative_to_base
 from lmforge.parallel.dims import plan_batches
 from lmforge.parallel.validate import check_parallel
 from lmforge.plan.parameter_counts import build_meta_model, get_lora_config
@@ -121,6 +122,7 @@ def check_model(config: StageConfig, model_config: ModelConfig, batch_plan: Batc
         raise UserError(f"data.sequence_length = {length}: this model has positions for {limit} tokens; use at most that")
     _check_samples(config, model_config, tokenizer)
     check_parallel(config.parallel, model_config, batch_plan)
+    relative_to_base(config.model, model_config)
     if config.optimizer.groups or get_lora_config(config) is not None:
         parameters = build_meta_model(model_config, get_lora_config(config)).named_parameters()
         assign_groups([name for name, each in parameters if each.requires_grad], config.optimizer.groups)

@@ -1,6 +1,7 @@
 """Settings transfer over widths and depths: activations and changes keep their size, and steps are those of the papers."""
 
 import json
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -8,15 +9,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from lmforge.bench.coordinates import FLAT, _batch, compare, small
+from lmforge.bench.coordinates import FLAT, Coordinates, _bars, _batch, compare, small
 from lmforge.bench.parity import SMALL_MIXTURE, SMALL_MODEL
 from lmforge.cli import run
 from lmforge.config.sections import ModelOptions, OptimizerOptions
 from lmforge.model import build_model
-from lmforge.model.config import ModelConfig
+from lmforge.model.config import ModelConfig, get_preset
 from lmforge.model.init_weights import init_weights
 from lmforge.model.layers import LanguageModel
-from lmforge.model.parametrization import relative_to_base
+from lmforge.model.parametrization import Parametrization, relative_to_base
+from lmforge.model.presets import PRESETS
 from lmforge.objectives.language import NextTokenObjective
 from lmforge.train.optimizers.optimizer import build_optimizer
 from tests.conftest import Refusal
@@ -239,3 +241,26 @@ def test_a_parametrization_without_its_base_model_is_refused(
     tiny_options: list[str], words: str, message: str, refused: Refusal
 ) -> None:
     assert message in refused("pretrain", *tiny_options, *words.split())
+
+
+@pytest.mark.parametrize("preset", [name for name in PRESETS if name != "nano"])
+def test_every_preset_has_small_models_for_the_check(preset: str) -> None:
+    for width in (64, 512):
+        assert small(get_preset(preset), width).hidden_size == width
+
+
+def test_what_diverges_or_stands_still_is_not_flat() -> None:
+    for changes in ((1.0, math.nan), (math.inf, 1.0), (0.0, 1.0)):
+        each = Coordinates("attention", (1.0, 1.0), changes)
+        assert each.spread == math.inf
+        assert len(_bars(changes)) == 2
+
+
+def test_adapters_share_the_factor_of_a_branch() -> None:
+    """B has it; A has the learning rate of a hidden matrix."""
+    scale = Parametrization(4.0, 2.0)
+    config = FAMILIES["llama"]
+    name = "model.layers.0.self_attn.o_proj"
+    first, second = (scale.scale(f"{name}.lora_{each}.weight", (4, 4), "block", config) for each in "AB")
+    assert (first.init, first.lr) == (1.0, 0.25)
+    assert (second.lr, scale.scale(f"{name}.weight", (4, 4), "block", config).lr) == (0.5, 0.125)

@@ -14,7 +14,6 @@ from lmforge.config.sections import GroupOptions, OptimizerOptions
 from lmforge.data.order import derive_key
 from lmforge.errors import UserError
 from lmforge.model.layers import LanguageModel
-from lmforge.model.parametrization import STANDARD
 from lmforge.parallel.precision import DTYPES
 from lmforge.train.optimizers.adamw import AdamW
 from lmforge.train.optimizers.muon import Muon
@@ -41,8 +40,6 @@ def build_optimizer(
         option = f"name = {options.name}" if needs_matrices else option
         reason = "fsdp1 flattens the parameters, and this needs their shapes"
         raise UserError(f"optimizer.{option}: {reason}; use engine = fsdp2")
-    if model.parametrization != STANDARD and options.name not in ("adamw", "muon"):
-        raise UserError(f"optimizer.name = {options.name}: model.parametrization is for adamw and muon; use one, or standard")
     groups = _parameter_groups(model, options, shapes, needs_matrices)
     optimizer: torch.optim.Optimizer = entry.build(groups, options, entry_options(options, entry))
     if options.stochastic_rounding:

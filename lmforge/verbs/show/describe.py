@@ -85,7 +85,15 @@ def _describe_parametrization(config: StageConfig, model: ModelConfig) -> list[s
 
     built, rows = empty_model(config, model), dict[str, tuple[str, ...]]()
     is_muon = config.optimizer.name == "muon"
+    if isinstance(config, TunedConfig) and config.lora.rank is not None:
+        from lmforge.model.lora import add_lora
+        from lmforge.plan.parameter_counts import get_lora_config
+
+        if (adapters := get_lora_config(config)) is not None:
+            add_lora(built, adapters)
     for name, parameter in built.named_parameters():
+        if not parameter.requires_grad:
+            continue
         scale = built.tensor_scale(name, tuple(parameter.shape))
         lr = scale.muon_lr if is_muon and name.startswith(built.blocks_name) and parameter.ndim > 1 else scale.lr
         decay = 0.0 if parameter.ndim < 2 else 1 / lr
