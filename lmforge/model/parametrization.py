@@ -79,8 +79,8 @@ class Parametrization:
         return TensorScale("hidden", init, factor / width, factor / math.sqrt(width), eps)
 
     def _attention_factor(self, module: str, config: ModelConfig) -> float:
-        """The factor of attention's scores, which is that of one module's output: heads divide them by the root of their width, or
-        by a number that does not grow with it."""
+        """The factor of attention's scores, which is that of one module's output: heads divide them by the root of their width,
+        or by a number that does not grow."""
         names = ("q_norm",) if config.family.qk_norm else ("q_b_proj",) if config.q_lora_rank else ("q_proj",)
         if self.head_dim == 1.0 or not module.endswith(names):
             return 1.0
