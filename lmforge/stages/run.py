@@ -111,7 +111,9 @@ def _train(
     with explain_out_of_memory(estimator, dist_ctx, ctx.watch.describe_progress, ctx.memory_snapshot):
         built = build(ctx, inputs, point, objective)
         peak_flops = rank_peak_flops(dist_ctx, built.dtype)
-        prediction = estimator.predict_run(config, dist_ctx.device) if dist_ctx.is_rank0 else None
+        # Of no distillation is there a prediction (plan/planning.py), and nobody has asked for one.
+        predicts = dist_ctx.is_rank0 and config.of_stage != "distill"
+        prediction = estimator.predict_run(config, dist_ctx.device) if predicts else None
         log_summary(ctx, inputs, built, peak_flops, prediction)
         checkpointer = build_checkpointer(ctx, inputs, built)
         began = time.perf_counter()

@@ -2,6 +2,7 @@
 
 import json
 import random
+import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,9 +12,15 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from lmforge.bench.bounds import FP32
+from lmforge.cluster.distributed import init_distributed
+from lmforge.config.load import parse_config
+from lmforge.config.tuning import DistillConfig
 from lmforge.data.tokenizer import byte_tokenizer
+from lmforge.errors import UserError
 from lmforge.runs import Run
-from lmforge.stages.distillation.stored import record_dtype
+from lmforge.stages.distillation.stored import begin_stored, record_dtype
+from lmforge.stages.distillation.teacher import open_distill_inputs
+from lmforge.stages.inputs import RunInputs
 from tests.conftest import Command, Refusal
 from tests.distributed.conftest import Recipe, losses, run_cases, weights
 
@@ -100,6 +107,7 @@ def world(recipe: Recipe, lmforge: Command, tmp_path_factory: pytest.TempPathFac
         world.words("sampled fsdp2", *SAMPLED, steps=2),
         world.words("online fsdp2"),
         world.words("online ddp", "--parallel.engine", "ddp", steps=2),
+        world.words("online fsdp1", "--parallel.engine", "fsdp1", steps=2),
         world.words("online tensor", "--parallel.tensor_parallel_degree", 2),
         world.words("online padded tensor", "--parallel.tensor_parallel_degree", 2, teacher="padded", steps=2),
         world.words("online context", "--parallel.context_parallel_degree", 2, steps=2),
@@ -125,11 +133,16 @@ def test_a_line_warns_where_what_is_stored_is_little_of_the_teacher(world: World
     assert "likeliest tokens hold" not in logs["stored all"]
 
 
+def test_a_run_says_nothing_of_a_prediction_that_there_is_not(world: World) -> None:
+    assert "predicted" not in world.run("online").log_path(1, 0).read_text()
+
+
 @pytest.mark.parametrize(
     ("name", "elsewhere"),
     [
         ("online", "online fsdp2"),
         ("online", "online ddp"),
+        ("online", "online fsdp1"),
         ("online", "online tensor"),
         ("online", "online context"),
         ("online", "online padded"),
@@ -195,6 +208,29 @@ def test_what_was_stored_for_something_else_is_refused(
     teacher = "padded" if given[0] == "--teacher" else "teacher"
     more = [*stored(world.folder / "few"), *(given if teacher == "teacher" else [])]
     assert message in refused(*world.words("refused", *more, teacher=teacher))
+
+
+@pytest.mark.parametrize("kept", [0, 60, 200, 700])
+def test_a_stored_file_that_is_cut_is_named(world: World, refused: Refusal, tmp_path: Path, kept: int) -> None:
+    shutil.copytree(world.folder / "few", tmp_path / "few")
+    cut = tmp_path / "few" / "train" / "000000000.npy"
+    cut.write_bytes(cut.read_bytes()[:kept])
+    said = refused(*world.words(f"cut {kept}", *stored(tmp_path / "few"), steps=1), status=1)
+    assert f"{cut}: not what was stored of this data; delete it" in said
+
+
+def test_a_folder_that_another_run_has_begun_meanwhile_is_refused(world: World, tmp_path: Path) -> None:
+    def inputs_of(temperature: int) -> tuple[DistillConfig, RunInputs]:
+        words = world.words("meanwhile", *stored(tmp_path / "new"), "--distill.temperature", temperature)
+        config = parse_config(DistillConfig, words[1:])
+        return config, open_distill_inputs(config, 1)
+
+    alone, digest = init_distributed("cpu"), "of one teacher"
+    (config, inputs), (other, other_inputs) = inputs_of(1), inputs_of(2)  # both find the folder new
+    begin_stored(config, inputs, digest, alone)
+    begin_stored(config, inputs, digest, alone)
+    with pytest.raises(UserError, match=r"written for another distill\.temperature"):
+        begin_stored(other, other_inputs, digest, alone)
 
 
 def test_without_its_teacher_what_is_stored_of_it_is_enough(world: World, lmforge: Command, refused: Refusal) -> None:

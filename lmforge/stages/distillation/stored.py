@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from lmforge.atomic_files import atomic_write_json
+from lmforge.cluster.distributed import DistributedContext
 from lmforge.config.tuning import DistillConfig
 from lmforge.data.batch import Batch
 from lmforge.data.dataset import PackedDataset
@@ -86,19 +87,30 @@ def check_stored(config: DistillConfig, inputs: RunInputs, teacher_digest: str |
         raise UserError(f"distill.logprobs: {folder}: {missing} files are missing; name the teacher, distill.teacher, again")
 
 
+def begin_stored(config: DistillConfig, inputs: RunInputs, teacher_digest: str | None, dist_ctx: DistributedContext) -> None:
+    """Make distill.logprobs a folder with this manifest. Raises UserError as `check_stored` does, also where another run has
+    begun the folder since that was called. Every rank calls it."""
+    folder = config.distill.logprobs
+    assert folder is not None
+
+    def begin() -> None:
+        if not (folder / MANIFEST).exists():
+            folder.mkdir(parents=True, exist_ok=True)
+            atomic_write_json(folder / MANIFEST, describe_stored(config, inputs, teacher_digest))
+
+    dist_ctx.run_once_per_folder(begin, folder.parent)
+    with dist_ctx.raise_on_all():
+        check_stored(config, inputs, teacher_digest)
+
+
 def read_stored(ctx: RunContext, inputs: RunInputs, digest: str | None, score: Callable[[Batch], Any]) -> None:
     """Give the sequences of all datasets the extras "teacher_ids" and "teacher_logprobs". What is missing is computed by
     `score` (TeacherModel.score_top) and written. Every rank calls it."""
     assert isinstance(ctx.config, DistillConfig)
     folder = ctx.config.distill.logprobs
     assert folder is not None
-    manifest = describe_stored(ctx.config, inputs, digest)
-    k = manifest["top_k"]
-
-    def begin() -> None:
-        if not (folder / MANIFEST).exists():
-            folder.mkdir(parents=True, exist_ok=True)
-            atomic_write_json(folder / MANIFEST, manifest)
+    begin_stored(ctx.config, inputs, digest, ctx.dist_ctx)
+    k = min(ctx.config.distill.top_k, inputs.tokenizer.vocab_size)
 
     def save(file: Any, values: np.ndarray) -> None:
         scored = values[..., 0] >= 0
@@ -107,7 +119,6 @@ def read_stored(ctx: RunContext, inputs: RunInputs, digest: str | None, score: C
         records["ids"], records["logprobs"] = values[scored][:, :k], values[scored][:, k:]
         file.write(records.tobytes())
 
-    ctx.dist_ctx.run_once_per_folder(begin, folder.parent)
     for name, dataset in distilled_datasets(inputs).items():
         paths = write_chunks(ctx, inputs, dataset, folder / name, score, save)
         dataset.packing = stored = StoredPacking(dataset.packing, tuple(paths), k)
@@ -140,7 +151,7 @@ class StoredPacking(Packing):
         scored = out.labels != IGNORE_INDEX
         records = self._records(index) if index < self.num_sequences else np.empty(0, record_dtype(self.k))
         if len(records) != scored.sum():
-            raise UserError(f"{self.paths[index // CHUNK_SEQUENCES]}: not what was stored of this data; delete it")
+            raise self._damaged(index)
         for name in ("ids", "logprobs"):
             out.extras[f"teacher_{name}"][:] = 0
             out.extras[f"teacher_{name}"][scored] = records[name]
@@ -154,7 +165,16 @@ class StoredPacking(Packing):
         number, at = divmod(index, CHUNK_SEQUENCES)
         dtype = record_dtype(self.k)
         with open(self.paths[number], "rb") as file:
-            counts = np.load(file, allow_pickle=False)
-            file.seek(int(counts[:at].sum()) * dtype.itemsize, 1)
-            content = file.read(int(counts[at]) * dtype.itemsize)
-        return np.frombuffer(content[: len(content) // dtype.itemsize * dtype.itemsize], dtype)
+            try:
+                counts = np.lib.format.read_array(file, allow_pickle=False)
+                before, count = int(counts[:at].sum()), int(counts[at])
+            except (ValueError, IndexError):  # cut, empty, or of something else
+                raise self._damaged(index) from None
+            file.seek(before * dtype.itemsize, 1)
+            content = file.read(count * dtype.itemsize)
+        if len(content) != count * dtype.itemsize:
+            raise self._damaged(index)
+        return np.frombuffer(content, dtype)
+
+    def _damaged(self, index: int) -> UserError:
+        return UserError(f"{self.paths[index // CHUNK_SEQUENCES]}: not what was stored of this data; delete it")

@@ -118,20 +118,31 @@ def _packed_top_of_head(hidden: Tensor, weight: Tensor, k: int, config: Distilla
     return packed
 
 
-def _hidden_and_head(model: Any, batch: Batch) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Hidden states [sequences, length, width] of full sequences, and the head's weight and bias, whole, on every rank."""
+def _hidden(model: Any, batch: Batch) -> Tensor:
+    """Hidden states [sequences, length, width] of full sequences, on every rank."""
     hidden = model(batch.tokens, batch.positions, batch.document_ids, document_starts=batch.document_starts)
-    states, weight, bias = model.lm_head(hidden, _whole)
-    if model.context_parallel is not None:
-        states = model.context_parallel.all_gather_sequence(states, 1)
-    return states, weight, bias
+    states: Tensor = model.lm_head(hidden, _whole_hidden)
+    return states if model.context_parallel is None else model.context_parallel.all_gather_sequence(states, 1)
 
 
-def _whole(hidden: Tensor, weight: Tensor, head: HeadOptions) -> tuple[Tensor, Tensor, Tensor | None]:
+def _whole_hidden(hidden: Tensor, weight: Tensor, head: HeadOptions) -> Tensor:
     if isinstance(weight, DTensor):
         hidden = DTensor.from_local(hidden, weight.device_mesh, [Shard(1)], run_check=False).full_tensor()
+    return hidden
+
+
+def _head(model: Any, batch: Batch, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
+    """Copies of the head's weight, in `dtype`, and bias, whole, on every rank."""
+    hidden = model(batch.tokens, batch.positions, batch.document_ids, document_starts=batch.document_starts)
+    copies: tuple[Tensor, Tensor | None] = model.lm_head(hidden, partial(_copied_head, dtype=dtype))
+    return copies
+
+
+def _copied_head(hidden: Tensor, weight: Tensor, head: HeadOptions, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
+    if isinstance(weight, DTensor):
         weight = weight.full_tensor()
-    return hidden, weight, head.bias
+    # Here, since a sharded engine frees what it gathered when the head returns.
+    return weight.to(dtype, copy=True), None if head.bias is None else head.bias.clone()
 
 
 @dataclass(frozen=True)
@@ -146,14 +157,13 @@ class TeacherModel:
         """A copy of its head, whole on each rank: the student's may be split over ranks between other ids. Every rank calls
         it."""
         batch = Batch.from_token_lists([[0] * sequence_length]).to(self.parallel_model.dist_ctx.device)
-        _, weight, bias = self.parallel_model.score(batch, _hidden_and_head)
-        bias = None if bias is None else bias.clone()
-        return TeacherHead(weight.to(self.dtype, copy=True), bias, self.parallel_model.model.lm_head.softcap)
+        weight, bias = self.parallel_model.score(batch, partial(_head, dtype=self.dtype))
+        return TeacherHead(weight, bias, self.parallel_model.model.lm_head.softcap)
 
     @torch.no_grad()
     def add_hidden(self, batch: Batch) -> Batch:
         """The batch with the extra "teacher_hidden" [sequences, length, width]. Every rank calls it equally often."""
-        states, *_ = self.parallel_model.score(batch, _hidden_and_head)
+        states: Tensor = self.parallel_model.score(batch, _hidden)
         return with_extras(batch, teacher_hidden=states.to(self.dtype))
 
     @torch.no_grad()
