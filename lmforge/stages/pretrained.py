@@ -34,6 +34,8 @@ from lmforge.model.presets import PRESETS
 from lmforge.rewards.functions import is_model_folder
 
 ConfigT = TypeVar("ConfigT", bound=StageConfig)
+# Of a file in `content_digest`: 1 MiB in all.
+SAMPLES, SAMPLE_BYTES = 256, 4096
 
 
 @dataclass(frozen=True)
@@ -58,12 +60,20 @@ class Pretrained:
     @property
     def digest(self) -> str:
         """A hash that changes with the weights: of a checkpoint's checksums, or of the sizes and times of a folder's files."""
+        return self._digest(lambda path: path.stat().st_mtime_ns)
+
+    @property
+    def content_digest(self) -> str:
+        """As `digest`, and the same for a copy: of a folder's files their headers and samples of the rest, not their times."""
+        return self._digest(_sample_file)
+
+    def _digest(self, of_file: Callable[[Path], object]) -> str:
         if self.manifest is not None:
             described: Any = {name: dict(written) for name, written in self.manifest.files.items()}
         else:
             folders = [self.folder, *([self.adapters] if self.adapters else [])]
-            files = [(path.name, path.stat()) for folder in folders for path in sorted(folder.glob("*.safetensors"))]
-            described = [(name, stat.st_size, stat.st_mtime_ns) for name, stat in files]
+            files = [path for folder in folders for path in sorted(folder.glob("*.safetensors"))]
+            described = [(path.name, path.stat().st_size, of_file(path)) for path in files]
         return xxhash.xxh3_64_hexdigest(json.dumps(described, sort_keys=True).encode())
 
     @property
@@ -90,6 +100,16 @@ class Pretrained:
         if self.adapters is not None:
             merge_adapters(model, *load_peft_folder(self.adapters), str(self.adapters))
         return new
+
+
+def _sample_file(path: Path) -> str:
+    """A hash of what each of SAMPLES equal parts of a file begins with: models of one shape have the same headers and sizes."""
+    digest, size = xxhash.xxh3_64(), path.stat().st_size
+    with open(path, "rb") as file:
+        for start in range(0, size, -(-size // SAMPLES) or 1):
+            file.seek(start)
+            digest.update(file.read(SAMPLE_BYTES))
+    return digest.hexdigest()
 
 
 def find_pretrained(source: Path, required_file: Literal["weights", "config.json"] = "config.json") -> Pretrained:

@@ -1,6 +1,7 @@
 """Complete runs of distillation: the same on any ranks and from where it was stopped, and what is refused."""
 
 import json
+import os
 import random
 import shutil
 from dataclasses import dataclass
@@ -21,6 +22,7 @@ from lmforge.runs import Run
 from lmforge.stages.distillation.stored import begin_stored, record_dtype
 from lmforge.stages.distillation.teacher import open_distill_inputs
 from lmforge.stages.inputs import RunInputs
+from lmforge.stages.pretrained import find_pretrained
 from tests.conftest import Command, Refusal
 from tests.distributed.conftest import Recipe, losses, run_cases, weights
 
@@ -231,6 +233,16 @@ def test_a_folder_that_another_run_has_begun_meanwhile_is_refused(world: World, 
     begin_stored(config, inputs, digest, alone)
     with pytest.raises(UserError, match=r"written for another distill\.temperature"):
         begin_stored(other, other_inputs, digest, alone)
+
+
+def test_a_copied_teacher_is_the_same_one_and_other_weights_of_its_shape_are_not(world: World, tmp_path: Path) -> None:
+    shutil.copytree(world.folder / "padded", tmp_path / "copy", copy_function=shutil.copyfile)
+    [file] = (tmp_path / "copy").glob("*.safetensors")
+    os.utime(file, (1, 1))
+    theirs = find_pretrained(world.folder / "padded").content_digest
+    assert find_pretrained(tmp_path / "copy").content_digest == theirs
+    save_file({name: -tensor for name, tensor in load_file(file).items()}, file, {"format": "pt"})
+    assert find_pretrained(tmp_path / "copy").content_digest != theirs
 
 
 def test_without_its_teacher_what_is_stored_of_it_is_enough(world: World, lmforge: Command, refused: Refusal) -> None:

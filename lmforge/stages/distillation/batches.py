@@ -36,7 +36,7 @@ def build_distill_batches(ctx: RunContext, inputs: RunInputs, built: BuiltModel)
         loss = DistillationConfig(0.0, config.distill.temperature, 1.0, inputs.tokenizer.vocab_size)
         k = min(config.distill.top_k, inputs.tokenizer.vocab_size)
         get_teacher = cache(partial(build_teacher, ctx, built))  # only if something is missing
-        digest = None if config.distill.teacher is None else find_teacher(config).digest
+        digest = None if config.distill.teacher is None else find_teacher(config).content_digest
         read_stored(ctx, inputs, digest, lambda batch: get_teacher().score_top(batch, k, loss))
         return DatasetBatches(ctx, inputs, built)
     teacher = build_teacher(ctx, built)

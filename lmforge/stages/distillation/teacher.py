@@ -65,7 +65,7 @@ def open_distill_inputs(config: DistillConfig, world_size: int) -> RunInputs:
     """The inputs of fine-tuning, of which the teacher can say something. Raises UserError where it cannot."""
     inputs = open_example_inputs(config, world_size)
     if config.distill.logprobs is not None:
-        check_stored(config, inputs, None if config.distill.teacher is None else find_teacher(config).digest)
+        check_stored(config, inputs, None if config.distill.teacher is None else find_teacher(config).content_digest)
     if config.distill.teacher is None:
         return inputs
     teacher = find_teacher(config)
