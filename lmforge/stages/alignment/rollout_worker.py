@@ -24,7 +24,7 @@ from lmforge.stages.alignment.completions import SampledCompletion
 from lmforge.stages.alignment.episodes import Episode, EpisodePlayer
 from lmforge.stages.alignment.prompt_inputs import PromptPacking, is_conversational, name_environment
 from lmforge.stages.alignment.sampling import SampleRequest, SamplingSession, sample_all
-from lmforge.stages.alignment.scoring import CompletionScorer, completions_table_name
+from lmforge.stages.alignment.scoring import CompletionScorer, RewardModelScorer, completions_table_name
 from lmforge.stages.attempt import RunContext
 from lmforge.stages.inputs import RunInputs
 
@@ -61,17 +61,29 @@ class SampledSet:
 class RolloutWorker:
     """Samples with any session, and scores. One thread uses it at a time."""
 
-    def __init__(self, ctx: RunContext, inputs: RunInputs, dtype: torch.dtype, another: bool = False) -> None:
-        """Every rank calls it. `dtype`: that of reward models. `another`: not with the processes that `inputs` has opened."""
+    def __init__(
+        self,
+        ctx: RunContext,
+        inputs: RunInputs,
+        open_reward_model: Callable[[str], RewardModelScorer],
+        *,
+        samples: bool = True,
+        another: bool = False,
+    ) -> None:
+        """Every rank calls it. `samples`: whether this rank does; else it opens no reward functions. `another`: not with the
+        processes that `inputs` has opened."""
         packing, tokenizer, plan = inputs.packed_dataset.packing, inputs.tokenizer, inputs.batch_plan
         assert isinstance(packing, PromptPacking)
         assert isinstance(ctx.config, AlignConfig)
         options = ctx.config.rollout
         self._dist_ctx, self._environment, self._max_tokens = ctx.dist_ctx, options.environment, options.max_completion_length
         prompts = [*packing.prompts, *packing.validation_prompts]
+        without_rewards = options.model_copy(update={"reward_functions": (), "reward_weights": ()})
         turns = packing.turns
         pool = (name_environment(options) if another else turns.pool) if turns else None
-        self._scorer = CompletionScorer(ctx, options, tokenizer, prompts, dtype, pool)
+        self._scorer = CompletionScorer(
+            ctx, options if samples else without_rewards, tokenizer, prompts, open_reward_model, pool
+        )
         self._player = None
         # As in `generate` and `chat`.
         self.stop_token_ids = frozenset(inputs.model_config.end_token_ids | {tokenizer.eos_token_id})

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
@@ -36,7 +36,7 @@ from lmforge.stages.alignment.rollout_batches import add_advantages, add_stalene
 from lmforge.stages.alignment.rollout_worker import GroupPrompts, RolloutWorker, SampledSet
 from lmforge.stages.alignment.sampling import SamplingSettings
 from lmforge.stages.alignment.sampling_ahead import SamplingAhead
-from lmforge.stages.alignment.scoring import completions_table_name, locate_completions
+from lmforge.stages.alignment.scoring import RewardModelScorer, completions_table_name, locate_completions
 from lmforge.stages.attempt import RunContext
 from lmforge.stages.build_model import BuiltModel
 from lmforge.stages.inputs import RunInputs
@@ -100,10 +100,14 @@ class Rollouts:
     def _open(self, opened: ExitStack, ctx: RunContext, inputs: RunInputs, num_workers: int) -> None:
         """What must be closed, also where something after it cannot be opened, and the models that are asked."""
         options, built = self._options, self._built
+        heartbeat, device = partial(ctx.watch.set_phase, "reward"), self._dist_ctx.device
+        # Workers share the models.
+        open_reward_model = cache(partial(RewardModelScorer, device=device, dtype=built.dtype, on_batch=heartbeat))
         for number in range(num_workers):
-            self._workers.append(RolloutWorker(ctx, inputs, built.dtype, another=number > 0))
-            opened.callback(self._workers[-1].close)
-            self._free_workers.put(self._workers[-1])
+            worker = RolloutWorker(ctx, inputs, open_reward_model, samples=self._samples, another=number > 0)
+            self._workers.append(worker)
+            opened.callback(worker.close)
+            self._free_workers.put(worker)
         settings = SamplingSettings(
             options.temperature,
             options.top_p,

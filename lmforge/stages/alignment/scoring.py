@@ -5,6 +5,7 @@ A table has prompts, completions and rewards; there is one file for each set and
 
 import json
 import math
+import threading
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -44,7 +45,7 @@ class CompletionScorer:
         options: RolloutOptions,
         tokenizer: Tokenizer,
         prompts: Sequence[TokenizedPrompt],
-        dtype: torch.dtype,
+        open_reward_model: Callable[[str], "RewardModelScorer"],
         environment: EnvironmentPool | None = None,
     ) -> None:
         """`prompts`: all of the run, so that functions are always called with the same columns. Every rank calls it."""
@@ -54,7 +55,7 @@ class CompletionScorer:
         self._shown_failures: set[str] = set()
         self._warned_of_no_reward = False
         self._columns = sorted({name for prompt in prompts for name in prompt.columns})
-        heartbeat, device = partial(ctx.watch.set_phase, "reward"), ctx.dist_ctx.device
+        heartbeat = partial(ctx.watch.set_phase, "reward")
         with ctx.dist_ctx.raise_on_all():
             self._functions = load_reward_functions(
                 options.reward_functions,
@@ -62,7 +63,7 @@ class CompletionScorer:
                 timeout_seconds=options.reward_timeout_seconds,
                 # Functions may fail on some ranks only, and the console prints on rank 0 only; other ranks print to their logs.
                 log=ctx.console.warn if ctx.dist_ctx.is_rank0 else partial(print, flush=True),
-                open_reward_model=partial(RewardModelScorer, device=device, dtype=dtype, on_batch=heartbeat),
+                open_reward_model=open_reward_model,
                 heartbeat=heartbeat,
                 options=reward_options(options),
                 environment=environment,
@@ -157,13 +158,14 @@ class CompletionScorer:
 class RewardModelScorer:
     """A reward model as a reward function, unsharded on one device. Raises UserError where the model is not a reward model. It
     reads prompt and completion with its own tokenizer and chat template, to the end of the assistant's turn. `on_batch` is
-    called before each batch.
+    called before each batch. Threads may share it.
     """
 
     def __init__(
         self, spec: str, device: torch.device, dtype: torch.dtype, on_batch: Callable[[], None] = lambda: None
     ) -> None:
         self._spec, self._device, self._on_batch = spec, device, on_batch
+        self._lock = threading.Lock()
         self._loaded = load_model(Path(spec), device, dtype, reward_model=True)
         self.required_columns: dict[str, list[str]] = {spec: []}
         self.accepted_columns: dict[str, list[str] | None] = {spec: ["tools", "documents"]}
@@ -183,7 +185,8 @@ class RewardModelScorer:
             self._on_batch()
             members = indices[first : first + SCORING_BATCH_SIZE]
             batch = Batch.from_token_lists([encoded[index] for index in members]).to(self._device)
-            rewards = document_rewards(self._loaded.model, batch)[:, 0].tolist()
+            with self._lock:
+                rewards = document_rewards(self._loaded.model, batch)[:, 0].tolist()
             for index, reward in zip(members, rewards, strict=True):
                 scores[index] = reward
         return {self._spec: FunctionResult(scores)}
