@@ -28,7 +28,7 @@ class OpenEnvironment(Environment):
         try:
             from openenv.core import GenericEnvClient
         except ImportError:
-            raise UserError("needs the package openenv; pip install openenv") from None
+            raise UserError("needs the package openenv, which is not installed here") from None
         try:
             with urllib.request.urlopen(f"{url}/schema", timeout=REQUEST_SECONDS) as answer:
                 content = answer.read(MAX_SCHEMA_BYTES + 1)
