@@ -95,6 +95,9 @@ class RandomBatches:
     def validate(self, step: int) -> dict[str, float]:
         return {}
 
+    def warning(self, step: int, record: dict[str, Any]) -> None:
+        return None
+
     def state_dict(self) -> dict[str, torch.Tensor]:
         return {}
 
