@@ -7,7 +7,6 @@ for some seeds.
 """
 
 import argparse
-import subprocess
 import sys
 import tempfile
 from dataclasses import replace
@@ -17,7 +16,7 @@ from typing import Any
 import torch
 from contender_process import Contender
 from contenders import LMFORGE, LMFORGE_DENSE, TRAINER, WARM_UP_STEPS, Contest
-from setting import benchmark_parser, machine, machine_lines, summarize, tokens_of_stdlib, write_result
+from setting import benchmark_parser, machine, machine_lines, run_lmforge, summarize, tokens_of_stdlib, train_run, write_result
 
 from lmforge.cluster.rank_info import threads_per_rank
 from lmforge.config.sections import ModelOptions
@@ -26,7 +25,6 @@ from lmforge.interop.resolve import model_config_from_options
 from lmforge.model.config import ModelConfig
 from lmforge.model.flops import flops_per_token, parameter_count
 from lmforge.parallel.precision import has_native_bf16, missing_for_compile
-from lmforge.runs import Run
 
 MIXTURE = "lmforge, mixture"
 GOALS = {"fp32": {LMFORGE_DENSE: 0.7}, "bf16": {TRAINER: 1.3, LMFORGE_DENSE: 0.55}}
@@ -105,18 +103,10 @@ def learning(folder: Path, seeds: int, chosen: argparse.Namespace) -> dict[str, 
                 "--train.threads",
                 chosen.threads,
             ]
-            where = ["--data.folder", folder / "stdlib", "--run.folder", folder, "--run.name", name]
-            run_lmforge("pretrain", RECIPE, *words, *where, *few)
-            bits.append(Run(folder / name).read_last_metrics()[BITS])
+            bits.append(train_run(folder, name, BITS, "pretrain", RECIPE, "--data.folder", folder / "stdlib", *words, *few))
             say(f"{name}: {bits[-1]:.4f} bits per byte after {own_steps:,} steps")
         results[preset] = {"steps": own_steps, "flops_per_token": of_token, "bits_per_byte": summarize(bits)}
     return results
-
-
-def run_lmforge(*words: object) -> None:
-    ended = subprocess.run([sys.executable, "-m", "lmforge", *map(str, words)], capture_output=True, text=True, check=False)
-    if ended.returncode:
-        raise SystemExit(ended.stdout + ended.stderr)
 
 
 def table(record: dict[str, Any]) -> str:

@@ -8,7 +8,6 @@ samples, trains and serves.
 import json
 import random
 import shutil
-import subprocess
 import sys
 import tempfile
 import time
@@ -16,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from setting import benchmark_parser, machine, machine_lines, summarize, write_result
+from setting import benchmark_parser, machine, machine_lines, run_lmforge, summarize, write_result
 
 from lmforge.data.tokenizer import train_tokenizer
 from lmforge.interop.export import export_folder
@@ -53,9 +52,7 @@ def train(folder: Path, engine: str, seed: int, steps: int) -> dict[str, Any]:
     options |= {} if engine == "in-process" else {"rollout.engine_start": "cpu"}
     words = [str(word) for option, value in options.items() for word in (f"--{option}", value)]
     began = time.perf_counter()
-    ended = subprocess.run([sys.executable, "-m", "lmforge", "align", *words], capture_output=True, text=True, check=False)
-    if ended.returncode:
-        raise SystemExit(f"{name}: {ended.stderr[-2000:]}")
+    run_lmforge("align", *words)
     seconds = time.perf_counter() - began
     records = [json.loads(line) for line in (folder / name / "metrics.jsonl").read_text().splitlines()]
     rewards, tenth = [record["reward"] for record in records], max(1, steps // 10)

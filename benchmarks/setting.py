@@ -23,7 +23,7 @@ import torch
 
 from lmforge.data.prepare.prepare import prepare
 from lmforge.data.shards.folder import TokenFolder
-from lmforge.runs import describe_environment
+from lmforge.runs import Run, describe_environment
 
 RESULTS = Path(__file__).parent / "results"
 
@@ -44,6 +44,19 @@ def tokens_of_stdlib(folder: Path, *, files: int | None, vocab_size: int) -> Tok
         shutil.copy(module, text)
     prepare(str(text), folder / "tokens", vocab_size=vocab_size)
     return TokenFolder.open(folder / "tokens")
+
+
+def run_lmforge(*words: object) -> None:
+    """Run lmforge with these words in a process of its own. Where it fails, this ends with what it said."""
+    ended = subprocess.run([sys.executable, "-m", "lmforge", *map(str, words)], capture_output=True, text=True, check=False)
+    if ended.returncode:
+        raise SystemExit(f"lmforge {words[0]}: {ended.stdout[-2000:]}{ended.stderr[-2000:]}")
+
+
+def train_run(folder: Path, name: str, metric: str, *words: object) -> float:
+    """Train a run of this name in `folder`, or go on with it where it stands; the last value of a metric."""
+    run_lmforge(*words, "--run.folder", folder, "--run.name", name)
+    return float(Run(folder / name).read_last_metrics()[metric])
 
 
 def summarize(values: list[float]) -> dict[str, Any]:

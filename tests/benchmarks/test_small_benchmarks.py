@@ -13,6 +13,7 @@ LEAST_WORK = {
     "loader": "--rounds 1 --steps 1 --threads 1",
     "mixture_cpu": "--tiny --rounds 1 --seconds 0.1 --threads 1 --seeds 1",
     "staleness": "--rounds 1 --steps 3",
+    "small_states": "--tiny --rounds 1 --threads 1",
     "prepare": "--rounds 1 --megabytes 1 --workers 1 --beside lmforge",
     "rollout_engines": "--rounds 1 --steps 1 --engines in-process lmforge",
 }
