@@ -64,7 +64,7 @@ DISTRIBUTED = (
     "tuning",
     "watch",
 )
-TRAIN = ("train", "trackers", "objectives", "rewards", "environments", "plan", "monitor", "checkpoint", "cluster")
+TRAIN = ("train", "trackers", "objectives", "rewards", "environments", "plan", "monitor", "checkpoint", "cluster", "ladder")
 GENERATE = ("generate", "evaluate", "serve", "report", "verbs", "interop")
 STRATEGIES = ("strategies", "same_result", "dropout", "lora", "optimizers", "objectives", "foreign")
 

@@ -1,0 +1,100 @@
+"""The fit of a ladder: known laws are found, intervals hold them, and points that do not fit a law are named or refused."""
+
+from dataclasses import replace
+from itertools import product
+
+import numpy as np
+import pytest
+
+from lmforge.errors import UserError
+from lmforge.ladder.fit import fit_points
+from lmforge.ladder.law import Law, Point, best_law
+
+LAW = Law(E=1.82, A=482.0, alpha=0.348, B=2085.0, beta=0.366)
+SIZES, RATIOS = (6e4, 1.5e5, 4e5, 1e6), (8, 20, 50)
+
+
+def ladder(law: Law = LAW, noise: float = 0.0, seed: int = 0) -> list[Point]:
+    """Twelve runs, with the standard deviation of the logarithm of their losses."""
+    errors = noise * np.random.default_rng(seed).standard_normal(12)
+    shapes = [(size, ratio * size) for size, ratio in product(SIZES, RATIOS)]
+    return [
+        Point(f"rung-{number}", *shape, law.loss(*shape) * float(np.exp(error)))
+        for number, (shape, error) in enumerate(zip(shapes, errors, strict=True))
+    ]
+
+
+@pytest.mark.parametrize("law", [LAW, Law(0.9, 60, 0.25, 300, 0.5), Law(0, 900, 0.3, 40, 0.2)])
+def test_a_law_without_noise_is_found(law: Law) -> None:
+    found, _ = best_law(ladder(law))
+    assert [found.alpha, found.beta] == pytest.approx([law.alpha, law.beta], rel=2e-3)
+    assert found.loss(1e7, 2e8) == pytest.approx(law.loss(1e7, 2e8), rel=1e-3)
+
+
+def test_one_bad_run_hardly_moves_the_law() -> None:
+    points = ladder(noise=0.002)
+    bad = [*points[:5], replace(points[5], loss=points[5].loss * 1.06), *points[6:]]
+    moved = [
+        abs(best_law(bad, huber)[0].loss(3e6, 6e7) / best_law(points, huber)[0].loss(3e6, 6e7) - 1) for huber in (None, 1.0)
+    ]
+    assert moved[0] < 0.005
+    assert moved[1] > 2 * moved[0]
+
+
+def test_the_same_seed_draws_the_same_laws() -> None:
+    points = ladder(noise=0.003)
+    assert fit_points(points, draws=100, seed=3) == fit_points(points, draws=100, seed=3)
+    assert fit_points(points, draws=100, seed=3).draws != fit_points(points, draws=100, seed=4).draws
+
+
+def test_intervals_of_ninety_percent_hold_the_law_that_often() -> None:
+    """Of 24 ladders with 4 values each; a tenth should miss, and intervals half as wide do miss a third."""
+    values = (lambda law: law.alpha, lambda law: law.beta, lambda law: law.E, lambda law: law.loss(1e7, 2e8))
+    held = half = 0
+    for seed in range(24):
+        fit = fit_points(ladder(noise=0.004, seed=seed), draws=300, seed=seed)
+        for value_of in values:
+            low, high = fit.interval(value_of)
+            held += low <= value_of(LAW) <= high
+            half += (3 * low + high) / 4 <= value_of(LAW) <= (low + 3 * high) / 4
+    print(held, half)
+    assert half < 78 <= held <= 94
+
+
+def test_the_interval_is_wider_for_fewer_runs_and_for_a_larger_target() -> None:
+    def width(points: list[Point], size: float) -> float:
+        low, high = fit_points(points, draws=300).interval(lambda law: law.loss(size, 20 * size))
+        return high - low
+
+    points = ladder(noise=0.003)
+    assert width(points[::2], 1e7) > 1.2 * width(points, 1e7)
+    assert width(points, 1e8) > 1.2 * width(points, 1e7)
+
+
+def test_diverged_runs_are_left_out_and_named() -> None:
+    points = ladder(noise=0.002)
+    bad = [*points, Point("not-a-number", 1e6, 1e7, float("nan")), Point("spiked", 2e6, 8e7, 1.2 * points[0].loss)]
+    fit = fit_points(bad, draws=50)
+    assert fit == replace(fit_points(points, draws=50), left_out=fit.left_out)
+    assert [name for name, _ in fit.left_out] == ["not-a-number", "spiked"]
+    assert "nan" in fit.left_out[0][1]
+    assert points[-1].name in fit.left_out[1][1]
+
+
+def test_fewer_than_five_runs_are_refused_with_how_many_are_missing() -> None:
+    with pytest.raises(UserError, match="3 runs cannot fix them: add at least 2 more runs"):
+        fit_points(ladder()[:3])
+
+
+def test_runs_of_one_size_or_one_token_count_are_refused() -> None:
+    with pytest.raises(UserError, match="all runs have the same size"):
+        fit_points([replace(each, parameters=1e5) for each in ladder()])
+    shapes = [(1e5 * 2**number, 1e6) for number in range(6)]
+    with pytest.raises(UserError, match="all runs have the same token count"):
+        fit_points([Point(str(shape), *shape, LAW.loss(*shape)) for shape in shapes])
+
+
+def test_five_runs_have_an_interval() -> None:
+    points = [ladder()[number] for number in (0, 4, 6, 8, 10)]
+    low, high = fit_points(points, draws=300).interval(lambda law: law.loss(1e7, 2e8))
+    assert low < LAW.loss(1e7, 2e8) < high
