@@ -17,7 +17,6 @@ from rich.table import Table
 from torch import Tensor, nn
 
 from lmforge.atomic_files import without_non_finite
-from lmforge.config.batch_plan import divisors
 from lmforge.config.sections import BASE_OPTIONS, ModelOptions, OptimizerOptions
 from lmforge.config.stage import StageConfig
 from lmforge.data.batch import Batch
@@ -26,6 +25,7 @@ from lmforge.model.config import ModelConfig
 from lmforge.model.init_weights import init_weights
 from lmforge.model.layers import LanguageModel
 from lmforge.model.parametrization import relative_to_base
+from lmforge.model.proportions import in_proportion
 from lmforge.objectives.language import NextTokenObjective
 from lmforge.terminal.cells import page_console
 from lmforge.train.optimizers.optimizer import build_optimizer
@@ -60,21 +60,9 @@ class Coordinates:
 
 def small(config: ModelConfig, width: int, layers: int | None = None) -> ModelConfig:
     """A small model of this kind and hidden size: all else grows in proportion, but heads have the same width."""
-    ratio = width / config.hidden_size
-
-    def grown(size: int | None) -> int | None:
-        return size and max(8, round(size * ratio / 8) * 8)
-
-    heads = width // HEAD_DIM
-    keys = heads * config.num_key_value_heads // config.num_attention_heads
-    keys = max(each for each in divisors(heads) if each <= max(1, keys))
-    sizes = ("intermediate_size", "moe_intermediate_size", "q_lora_rank", "kv_lora_rank")
-    changes: dict[str, Any] = {name: grown(getattr(config, name)) for name in sizes}
-    changes |= {"num_attention_heads": heads, "num_key_value_heads": keys}
-    if not config.family.latent_attention:
-        changes["head_dim"] = HEAD_DIM
-    changes |= {"num_hidden_layers": layers or min(config.num_hidden_layers, MOST_LAYERS), "layer_types": None}
-    return replace(config, hidden_size=width, vocab_size=min(config.vocab_size, MOST_IDS), **changes)
+    layers = layers or min(config.num_hidden_layers, MOST_LAYERS)
+    config = replace(config, vocab_size=min(config.vocab_size, MOST_IDS))
+    return in_proportion(config, width, width // HEAD_DIM, HEAD_DIM, layers)
 
 
 def compare(

@@ -39,6 +39,8 @@ SHORT_OPTIONS = {
     "trace": "bench.trace",
     "calibrate": "bench.calibrate",
     "out": "bench.out",
+    "budget": "ladder.budget",
+    "mixtures": "ladder.mixtures",
 }
 
 

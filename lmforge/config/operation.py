@@ -62,6 +62,9 @@ class LogOptions(Options):
     calibration: Path | None = option(
         None, "a file of `lmforge bench --calibrate`, from which the speed that is logged at the start is predicted"
     )
+    prediction: Path | None = option(
+        None, "a file of `lmforge ladder`: the report draws the predicted loss, and a run that leaves its interval says so"
+    )
     memory_snapshot: bool = option(False, "on a GPU: record allocations, and write them at the end or when memory runs out")
 
     @property

@@ -14,7 +14,7 @@ from lmforge.config.align import AlignConfig
 from lmforge.config.batch_plan import DEFAULT_GLOBAL_BATCH_SIZE, BatchPlan
 from lmforge.config.mixture import tokens_by_length
 from lmforge.config.stage import PretrainConfig, StageConfig
-from lmforge.config.verbs.plan import AnyPlanConfig, PlanOptions
+from lmforge.config.verbs.plan import AnyPlanConfig, MachineOptions, PlanOptions
 from lmforge.errors import UserError, format_bytes
 from lmforge.model.config import ModelConfig
 from lmforge.objectives.policy import build_policy_loss_config
@@ -89,9 +89,8 @@ class Machine:
         return options.model_copy(update={"disk_gb_s": self._disk / GB})
 
 
-def find_machine(config: AnyPlanConfig) -> Machine:
+def find_machine(options: MachineOptions) -> Machine:
     """Raises UserError for hardware that is not known, and for a calibration of another device."""
-    options = config.plan
     hardware: Hardware = read_hardware(options.hardware)
     network = hardware.network(options.network)
     per_host = min(options.gpus_per_host, options.gpus)

@@ -19,6 +19,7 @@ from lmforge.data.shards.source_report import read_source
 from lmforge.errors import UserError, format_count, format_duration
 from lmforge.manifests import read_manifest
 from lmforge.monitor.heartbeat import FINAL_PHASES
+from lmforge.monitor.predicted_loss import read_predicted_loss
 from lmforge.monitor.run_status import RunState, RunStatus, read_run_status
 from lmforge.report.expert_map import read_expert_loads
 from lmforge.run_records import Count, StepNumber, completion_tables, newest_values, read_first_completions
@@ -71,6 +72,7 @@ def read_run(run: Run, state: str | None = None) -> dict[str, Any]:
         "series": _series(records),
         "last": newest_values(records),
         "prediction": _prediction(records),
+        "predicted_loss": _predicted_loss(config),
         "axis": _axis(records),
         "experts": _experts(run, _begin(records)["step"]),
         "step_times": _downsample(_step_times(records), MAX_POINTS),
@@ -146,6 +148,14 @@ def _prediction(records: list[dict[str, Any]]) -> dict[str, float]:
     """The predictions for the run and the measured values, of its last attempt; empty where there are none."""
     compared = ({name: value for name, value in each.items() if name.startswith(PREDICTION_PREFIXES)} for each in records)
     return next(filter(None, reversed(list(compared))), {})
+
+
+def _predicted_loss(config: StageConfig) -> list[tuple[int, float, float, float]]:
+    """(step, loss, low, high) of the ladder that has predicted this run; empty where there is none, or its file is gone."""
+    with suppress(UserError):
+        if config.log.prediction is not None:
+            return read_predicted_loss(config.log.prediction, config.train.steps).points
+    return []
 
 
 def _axis(records: list[dict[str, Any]]) -> dict[str, list[float]]:

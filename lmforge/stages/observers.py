@@ -20,6 +20,7 @@ from lmforge.errors import format_bytes, format_count
 from lmforge.model.attention_backend import describe_attention_backend
 from lmforge.model.flops import describe_experts
 from lmforge.monitor.expert_load import ExpertLoad
+from lmforge.monitor.predicted_loss import LossWatch, read_predicted_loss
 from lmforge.monitor.usage.other_trainings import other_trainings
 from lmforge.parallel.precision import choose_dtype, has_compiled_blocks
 from lmforge.plan.memory import DTYPE_BYTES
@@ -66,6 +67,9 @@ class Observers(LoopCallbacks):
         if any(model.config.sparse_layers):
             self._expert_load = ExpertLoad(model, ctx.dist_ctx, built.point.step)
             self._experts_file = MetricsFile(ctx.run.experts_path) if ctx.dist_ctx.is_rank0 else None
+        self._loss_watch: LossWatch | None = None
+        if ctx.config.log.prediction is not None and ctx.dist_ctx.is_rank0:
+            self._loss_watch = LossWatch(read_predicted_loss(ctx.config.log.prediction, ctx.config.train.steps))
         self._metrics_file = MetricsFile(ctx.run.metrics_path) if ctx.dist_ctx.is_rank0 else None
         self._report = ReportThread(ctx.run)
         trace = ctx.run.path / "profile" / f"rank-{ctx.dist_ctx.rank_info.rank}.json"
@@ -146,6 +150,8 @@ class Observers(LoopCallbacks):
             self._metrics_file.write(record)
             self._report.write_if_due()
         self._ctx.console.log_metrics(record)
+        if self._loss_watch is not None and (line := self._loss_watch.check(step, record.get("val/loss"))):
+            self._ctx.console.warn(line)
         self._ctx.trackers.wake()
 
     def on_save(self, step: int, kept: bool) -> None:

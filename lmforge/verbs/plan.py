@@ -59,7 +59,7 @@ def run_plan(config: AnyPlanConfig) -> int:
     """Print the plan of a recipe. Returns the exit status. Raises UserError where the recipe does not fit the GPUs."""
     if config.plan.search:
         return run_search(config)
-    machine = find_machine(config)
+    machine = find_machine(config.plan)
     config, batch_note = with_default_batch(config)
     config = config.model_copy(update={"plan": machine.with_disk(config.plan)})
     step_config = make_step_config(config, resolve_model(config, find_vocab_size(config)), config.plan.gpus, machine)
@@ -251,7 +251,7 @@ def run_search(config: AnyPlanConfig) -> int:
     files = _files(config)
     for file in files:
         check_output(file, "--write")
-    machine = find_machine(config)
+    machine = find_machine(config.plan)
     model = resolve_model(config, find_vocab_size(config))
     parallel = config.parallel.model_copy(update={"engine": "auto", "sharding": None, "shard_degree": None})
     degrees = {f"{name}_parallel_degree": 1 for name in ("tensor", "context", "pipeline", "expert")}

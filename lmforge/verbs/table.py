@@ -13,7 +13,7 @@ from lmforge.config.align import AlignConfig
 from lmforge.config.options import Options
 from lmforge.config.stage import PretrainConfig
 from lmforge.config.tuning import DistillConfig, SftConfig
-from lmforge.config.verbs import bench, examine, models, plan, prepare, running
+from lmforge.config.verbs import bench, examine, ladder, models, plan, prepare, running
 
 
 @contextmanager
@@ -82,6 +82,7 @@ VERBS = {
     "download": Verb(models.DownloadOptions, "lmforge.verbs.download:run_download", writes=True),
     "bench": Verb(bench.BenchConfig, "lmforge.bench.step_timing:bench", distributed=True, pass_arguments=True),
     "plan": Verb(plan.PlanConfig, "lmforge.verbs.plan:run_plan"),
+    "ladder": Verb(ladder.LadderConfig, "lmforge.verbs.ladder:run_ladder", writes=True),
     "doctor": Verb(examine.DoctorOptions, "lmforge.verbs.doctor:run_doctor", distributed=True),
     "logs": Verb(running.LogsOptions, "lmforge.verbs.running.logs:run_logs"),
     "top": Verb(running.TopOptions, "lmforge.verbs.running.top:run_top"),

@@ -18,8 +18,8 @@ FINALIST_RANGE: Range = {"gt": 0, "le": FINALISTS}
 USABLE_FRACTION = 0.94
 
 
-class PlanOptions(Options):
-    """What the run is planned for."""
+class MachineOptions(Options):
+    """The hardware that a run is planned for, and what it costs."""
 
     gpus: int = option(1, "GPUs of the run, one rank each", **RANKS)
     gpu_type: str = option("h100-80", "name of the GPU in the hardware file, such as a100-80, h100-80, h200, b200, mi300x, cpu")
@@ -33,6 +33,11 @@ class PlanOptions(Options):
         50_000.0, "GPU-hours between failures (Llama 3, arXiv 2407.21783: 419 in 54 days on 16,384 GPUs)", **HOURS
     )
     restart_minutes: float = option(10.0, "minutes from a failure to the first new step", **DURATION)
+
+
+class PlanOptions(MachineOptions):
+    """What the run is planned for, and what is searched."""
+
     search: bool = option(False, "rank the configurations that fit, and say why each of the others is slower")
     configurations: int = option(10_000, "with --search: configurations to try at most", **CONFIGURATIONS)
     write: Path | None = option(None, "with --search: write the fastest configuration as this recipe")

@@ -5,7 +5,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from lmforge.config.verbs.plan import PlanOptions
+from lmforge.config.verbs.plan import MachineOptions
 from lmforge.model.flops import adapted_flops_per_token, flops_per_token
 from lmforge.plan.hardware import GB, GPU, data_sheets
 from lmforge.plan.memory import checkpoint_bytes
@@ -235,7 +235,7 @@ class RunCost:
     goodput: float
 
 
-def run_cost(phases: Sequence[tuple[int, Prediction]], options: PlanOptions, gpu: GPU, *, async_save: bool) -> RunCost:
+def run_cost(phases: Sequence[tuple[int, Prediction]], options: MachineOptions, gpu: GPU, *, async_save: bool) -> RunCost:
     """The cost of a run with these numbers of steps of each kind. An asynchronous save costs the time to copy a rank's part to
     host memory."""
     step_config = phases[0][1].step_config

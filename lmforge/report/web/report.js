@@ -168,6 +168,8 @@ if (!one) {
     names.forEach((name) => used.add(name));
     const curves = curvesOf(names);
     if (!curves.length) continue;
+    if (one && names.includes("val/loss") && runs[0].predicted_loss.length) for (const [which, label] of [[1, "predicted validation"], [2, "least"], [3, "most"]])
+      curves.push({ run: runs[0], points: runs[0].predicted_loss.map((point) => [point[0], point[which]]), color: color(which === 1 ? 2 : 7), dashed: true, label });
     const wide = heading === "Loss" || heading === "Reward";
     box.append(chart(heading, curves, { wide }));
   }

@@ -1,0 +1,84 @@
+"""The options of `lmforge ladder`: how many small runs predict a big one, and what they may cost."""
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import ClassVar, Literal, NamedTuple
+
+from lmforge.config.options import Options, option, section
+from lmforge.config.ranges import COUNT
+from lmforge.config.stage import PretrainConfig
+from lmforge.config.verbs.plan import MachineOptions
+from lmforge.untrusted import quoted
+
+BudgetUnit = Literal["share", "FLOPs", "GPU-hours", "price"]
+SUFFIXES: dict[str, BudgetUnit] = {"": "FLOPs", "%": "share", "h": "GPU-hours", "$": "price"}
+
+
+class Budget(NamedTuple):
+    """An amount of what it is measured in; a share is a fraction of the big run's FLOPs."""
+
+    amount: float
+    unit: BudgetUnit
+
+
+def parse_budget(text: str) -> Budget | None:
+    """The budget that a word says: a share up to 1 (0.1, 10%), FLOPs (1e18), GPU-hours (20h), or a price (500$); None for any
+    other word."""
+    match = re.fullmatch(r"([0-9]+\.?[0-9]*|\.[0-9]+)(e\+?[0-9]{1,2})?([%h$]?)", text)
+    if match is None or not (amount := float(f"{match[1]}{match[2] or ''}")):
+        return None
+    unit = SUFFIXES[match[3]]
+    if match[3] == "%":
+        amount /= 100
+    return Budget(amount, "share" if not match[3] and amount <= 1 else unit)
+
+
+class LadderOptions(Options):
+    """The rungs of the ladder: small runs, from whose losses that of the big run is predicted."""
+
+    budget: str | None = option(
+        None,
+        "what all rungs together may cost: a share of the big run (0.1), FLOPs (1e18), GPU-hours (20h), or a price (500$)",
+    )
+    target: str | None = option(
+        None,
+        "what the big run may cost, as FLOPs, GPU-hours or a price: its best size and length are then chosen (default: the"
+        " recipe's)",
+    )
+    runs: tuple[Path, ...] = option((), "finished runs that count as rungs; without ladder.budget no others are trained")
+    mixtures: tuple[Path, ...] = option(
+        (), "recipes with the same sources of data in other weights, which are compared; each has a ladder of this budget"
+    )
+    sizes: int = option(4, "sizes of models, each with half the parameters of the one before", gt=1, le=64)
+    tokens_per_parameter: tuple[float, ...] = option(
+        (5.0, 10.0, 20.0, 40.0), "lengths of the runs of each size; the largest size is not trained for the longest"
+    )
+    parallel_runs: int = option(1, "rungs that are trained at once", **COUNT)
+    dry_run: bool = option(False, "print the rungs and what they cost, and stop")
+
+    def problems(self) -> Iterator[str]:
+        for name in ("budget", "target"):
+            text = getattr(self, name)
+            if text is not None and (parse_budget(text) is None or (name == "target" and parse_budget(text)[1] == "share")):  # type: ignore[index]
+                share = "a share such as 0.1, " if name == "budget" else ""
+                yield f"--ladder.{name}: expected {share}FLOPs such as 1e18, GPU-hours such as 20h, or 500$, got {quoted(text)}"
+        if self.budget is None and not self.runs:
+            yield "--ladder.budget: say what the rungs may cost, such as 0.1 of the big run; or name finished --ladder.runs"
+        if self.runs and self.mixtures:
+            yield "--ladder.runs: not with --ladder.mixtures, which have rungs of their own; leave one of them out"
+        if not all(0 < each <= 1e6 for each in self.tokens_per_parameter) or len(self.tokens_per_parameter) < 2:
+            yield "--ladder.tokens_per_parameter: give two numbers or more, such as 5 10 20 40"
+
+
+class LadderConfig(PretrainConfig):
+    """lmforge ladder RECIPE.toml --budget 0.1: predict a big run by a ladder of small ones, before it is paid for."""
+
+    of_verb: ClassVar[str | None] = "ladder"
+    ESSENTIAL: ClassVar[str] = (
+        "ladder.budget ladder.target ladder.runs ladder.mixtures ladder.sizes ladder.tokens_per_parameter"
+        " ladder.parallel_runs ladder.dry_run plan.gpus plan.gpu_type plan.price plan.calibration launch.on"
+        " launch.processes run.name run.folder"
+    )
+    ladder: LadderOptions = section(LadderOptions, "small runs, from whose losses that of the big run is predicted")
+    plan: MachineOptions = section(MachineOptions, "the ranks and the hardware of the big run, for what it costs")

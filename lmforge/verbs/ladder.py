@@ -1,0 +1,228 @@
+"""`lmforge ladder`: plans small runs from the recipe of a big one, says what they cost, trains them, and predicts it."""
+
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from math import isfinite
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from lmforge.atomic_files import atomic_write_json, atomic_write_text
+from lmforge.config.options import read_recipe, to_toml, validate_options
+from lmforge.config.stage import PretrainConfig
+from lmforge.config.verbs.ladder import LadderConfig, parse_budget
+from lmforge.errors import UserError, format_count, typed_command
+from lmforge.ladder.costs import Cost, Costs
+from lmforge.ladder.fit import Fit, Point, fit_points
+from lmforge.ladder.prediction import best_shape, predict_curve
+from lmforge.ladder.rungs import Trial, check_target, make_rung, plan_rungs, reshape, tokens_per_step, with_changes
+from lmforge.ladder.runs import Reached, RungRunner, check_same_text, read_reached, read_rung
+from lmforge.locks import hold_lock
+from lmforge.runs import storage_errors
+from lmforge.stages.training_data import TokenSources
+
+# With more passes over the data the law is too low (arXiv 2305.16264); further than this it is a guess.
+MOST_EPOCHS, MOST_TIMES = 4, 100
+RECIPES, RECORD, TARGET, PREDICTION = "recipes", "ladder.json", "target.toml", "prediction.json"
+
+
+@dataclass(frozen=True)
+class Ladder:
+    """The ladder of one mixture of data, which is named where several are compared."""
+
+    mixture: str
+    target: Trial
+    rungs: tuple[Trial, ...]
+    sources: TokenSources
+
+
+def run_ladder(config: LadderConfig) -> int:
+    """Plan, train, fit and write. Returns the exit status. Raises UserError where no law can be fitted."""
+    folder = config.run.folder / f"{config.run.name}-ladder"
+    costs = Costs(config.plan, config.train.device)
+    ladders = [_plan(name, each, config, folder, costs) for name, each in _mixtures(config)]
+    _check_held_out_text(ladders)
+    for ladder in ladders:
+        _print_plan(ladder, config, costs)
+    if config.ladder.dry_run:
+        return 0
+    with _locked(folder):
+        _write_recipes(ladders, folder)
+        rungs = [rung for ladder in ladders for rung in ladder.rungs]
+        tell = partial(print, "rung      ", flush=True)
+        runner = RungRunner(folder / RECIPES, config.ladder.parallel_runs, tell)
+        stopped_by = runner.run(rungs, lambda rung: tell(f"{rung.name}: val/loss {read_rung(rung).loss:.4f}"))
+        if stopped_by:
+            print(f"stopped by signal {stopped_by}; to go on, repeat the command", flush=True)
+            return 128 + stopped_by
+        for ladder in ladders:
+            _finish(ladder, config, folder, costs)
+    return 0
+
+
+# --- what is planned --------------------------------------------------------------------------------------------------
+
+
+def _mixtures(config: LadderConfig) -> Iterator[tuple[str, PretrainConfig]]:
+    """(name, recipe of the big run) of each mixture that is compared; one without a name where there are none."""
+    recipe = with_changes(config, {})
+    if not config.ladder.mixtures:
+        yield "", recipe
+    for path in config.ladder.mixtures:
+        data = read_recipe(path).get("data")
+        if not isinstance(data, dict):
+            raise UserError(f"{path}: no [data] section; a mixture is a recipe, of which only that is read")
+        table = recipe.model_dump(mode="json")
+        table["data"] = {"sequence_length": config.data.sequence_length, **data}
+        yield path.stem, validate_options(PretrainConfig, table, str(path))
+
+
+def _plan(mixture: str, recipe: PretrainConfig, config: LadderConfig, folder: Path, costs: Costs) -> Ladder:
+    """Raises UserError where a budget does not suffice, or the data does not."""
+    sources = TokenSources.open(recipe)
+    vocab_size = sources.tokenizer.vocab_size
+    target = check_target(recipe, vocab_size)
+    options, rungs = config.ladder, list[Trial]()
+    if options.budget is not None:
+        budget, big = parse_budget(options.budget), costs.of(target, config.plan.gpus)
+        assert budget is not None, "which the options have checked"
+
+        def cost(rung: Trial) -> float:
+            return costs.amount(costs.of(rung, config.launch.processes), budget, big)
+
+        def make(shape: Any, tokens: float) -> Trial:
+            return make_rung(target, shape, tokens, vocab_size, folder, mixture)
+
+        share = len(config.ladder.mixtures) or 1
+        rungs = plan_rungs(target, options.sizes, options.tokens_per_parameter, cost, budget.amount / share, make)
+    return Ladder(mixture, target, tuple(rungs), sources)
+
+
+def _check_held_out_text(ladders: Sequence[Ladder]) -> None:
+    """Raise UserError where mixtures would be validated on different text: that of their sources, whatever these weigh."""
+    folders = [[str(folder.path.resolve()) for folder in ladder.sources.folders] for ladder in ladders]
+    for ladder, own in zip(ladders, folders, strict=True):
+        if sorted(own) != sorted(folders[0]):
+            way = "give both the same sources; one that is left out has a weight in no phase of data.phases"
+            raise UserError(
+                f"--ladder.mixtures: {ladder.mixture} has other sources than {ladders[0].mixture}, so its losses are of other"
+                f" held-out text; {way}"
+            )
+
+
+def _print_plan(ladder: Ladder, config: LadderConfig, costs: Costs) -> None:
+    target, rungs = ladder.target, ladder.rungs
+    big = costs.of(target, config.plan.gpus)
+    if ladder.mixture:
+        print(f"mixture    {ladder.mixture}")
+    print(f"target     {_describe(target)}: {costs.describe(big)} ({costs.source})")
+    if rungs:
+        total = sum((costs.of(rung, config.launch.processes) for rung in rungs), Cost())
+        share = f"{total.flops / big.flops:.2%} of the target's FLOPs"
+        print(f"ladder     {format_count(len(rungs), 'rung')}, {costs.describe(total)}: {share}")
+        for rung in rungs:
+            print(f"           {rung.name}: {_describe(rung)}, {rung.config.train.steps:,} steps")
+        if target.flops > MOST_TIMES * (largest := max(rung.flops for rung in rungs)):
+            print(
+                f"far        the target is {target.flops / largest:,.0f} times the largest rung: see the interval, not the line"
+            )
+    for trial, who in ((target, "the target"), *((rung, rung.name) for rung in rungs)):
+        name, epochs = _most_epochs(trial, ladder.sources)
+        if epochs > MOST_EPOCHS:
+            print(
+                f"epochs     {who} reads {name} {epochs:.1f} times; after {MOST_EPOCHS} the law does not hold, and is too low"
+            )
+            break
+    sys.stdout.flush()
+
+
+def _describe(trial: Trial) -> str:
+    model = trial.model
+    shape = f"{model.num_hidden_layers} layers of {model.hidden_size}"
+    ratio = trial.tokens / trial.parameters
+    return f"{trial.parameters:,} parameters ({shape}), {trial.tokens:,} tokens, {ratio:.3g} for each"
+
+
+def _most_epochs(trial: Trial, sources: TokenSources) -> tuple[str, float]:
+    """The source of which a run reads most, and how often it reads it."""
+    size = tokens_per_step(trial.config) // trial.config.data.sequence_length
+    epochs, left = dict.fromkeys(sources.names, 0.0), trial.config.train.steps * size
+    for phase in TokenSources(trial.config, sources.folders).training(size).phases:
+        samples = left if phase.num_samples is None else min(left, phase.num_samples)
+        left -= samples
+        for name, proportion, dataset in zip(sources.names, phase.proportions, phase.datasets, strict=True):
+            epochs[name] += float(proportion) * samples / dataset.sequences_per_epoch
+    return max(epochs.items(), key=lambda item: item[1])
+
+
+# --- what is written --------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """The ladder's folder, made and locked. Raises UserError."""
+    with storage_errors(folder, "cannot be made a folder", "choose another --run.folder or --run.name"):
+        (folder / RECIPES).mkdir(parents=True, exist_ok=True)
+        with hold_lock(folder / ".lock") as is_ours:
+            if not is_ours:
+                raise UserError(f"{folder}: another lmforge ladder works there; wait for it, or give another --run.name")
+            yield
+
+
+def _write_recipes(ladders: Sequence[Ladder], folder: Path) -> None:
+    """The rungs' recipes, and the record of what is planned."""
+    for ladder in ladders:
+        for rung in ladder.rungs:
+            atomic_write_text(folder / RECIPES / f"{rung.name}.toml", to_toml(rung.config, changed_only=True))
+    table = {"command": typed_command(), "ladders": [_planned(ladder) for ladder in ladders]}
+    atomic_write_json(folder / RECORD, table)
+
+
+def _planned(ladder: Ladder) -> dict[str, Any]:
+    rungs = [_trial_as_json(rung) for rung in ladder.rungs]
+    return {"mixture": ladder.mixture, "target": _trial_as_json(ladder.target), "rungs": rungs}
+
+
+def _trial_as_json(trial: Trial) -> dict[str, Any]:
+    names = ("name", "parameters", "tokens", "flops")
+    return {name: getattr(trial, name) for name in names} | {"steps": trial.config.train.steps}
+
+
+def _finish(ladder: Ladder, config: LadderConfig, folder: Path, costs: Costs) -> None:
+    """Fit the law, print what it predicts, and write it with the recipe of the big run. Raises UserError."""
+    reached = [read_rung(rung) for rung in ladder.rungs]
+    reached += [read_reached(path) for path in config.ladder.runs]
+    check_same_text(reached)
+    fit = fit_points([Point(each.name, each.parameters, each.tokens, each.loss) for each in reached])
+    target = _choose_target(ladder, config, fit, costs)
+    stem = f"{ladder.mixture}-" if ladder.mixture else ""
+    curve = predict_curve(fit, target, [(each.parameters, each.tokens, each.curve) for each in reached])
+    prediction = folder / f"{stem}{PREDICTION}"
+    atomic_write_json(prediction, {"steps": target.config.train.steps, "points": curve})
+    recipe = with_changes(target.config, {"log": {"prediction": str(prediction)}})
+    atomic_write_text(folder / f"{stem}{TARGET}", to_toml(recipe, changed_only=True))
+    _print_prediction(fit, target, reached)
+    print(f"to start   {typed_command()} pretrain {folder / f'{stem}{TARGET}'}")
+
+
+def _choose_target(ladder: Ladder, config: LadderConfig, fit: Fit, costs: Costs) -> Trial:
+    """The recipe's run, or the best one that the budget of ladder.target pays for."""
+    target = ladder.target
+    if config.ladder.target is None:
+        return target
+    budget = parse_budget(config.ladder.target)
+    assert budget is not None, "which the options have checked"
+    shape, tokens = best_shape(fit, target, costs.flops_for(budget, costs.of(target, config.plan.gpus)))
+    return reshape(target, shape, max(1, round(tokens / tokens_per_step(target.config))), ladder.sources.tokenizer.vocab_size)
+
+
+def _print_prediction(fit: Fit, target: Trial, reached: Sequence[Reached]) -> None:
+    loss = fit.law.loss(target.parameters, target.tokens)
+    low, high = fit.interval(lambda law: law.loss(target.parameters, target.tokens))
+    bits = median(each.bits_per_byte / each.loss for each in reached if isfinite(each.loss))
+    print(f"predicted  {_describe(target)}: val/loss {loss:.4f} ({low:.4f} to {high:.4f}), {loss * bits:.4f} bits per byte")
+    lr, kind = target.config.optimizer.lr, target.config.model.parametrization
+    print(f"           learning rate {lr:g}" + (f", with the factors of {kind}" if kind != "standard" else ""))
