@@ -43,6 +43,9 @@ READ = {
 }
 READ |= {"fewshot_file", "file", "hosts", "launch.hosts", "lm_eval_include_path", "log.calibration", "model", "model.source"}
 READ |= {
+    "ladder.mixtures",
+    "ladder.runs",
+    "log.prediction",
     "models",
     "of",
     "plan.calibration",

@@ -65,8 +65,6 @@ def tokens_per_step(config: PretrainConfig) -> int:
 
 def check_target(config: PretrainConfig, vocab_size: int) -> Trial:
     """The big run. Raises UserError where no ladder leads to it."""
-    if config.train.epochs is not None:
-        raise UserError(f"train.epochs = {config.train.epochs:g}: a ladder counts tokens; give --train.steps instead")
     if config.model.implementation != "lmforge" or (config.model.source and config.model.load_weights):
         raise UserError("model.source: a ladder trains lmforge's models from random weights; add --model.load_weights false")
     return Trial(config, model_config_from_options(config.model, vocab_size))

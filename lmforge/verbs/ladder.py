@@ -45,6 +45,7 @@ def run_ladder(config: LadderConfig) -> int:
     costs = Costs(config.plan, config.train.device)
     ladders = [_plan(name, each, config, folder, costs) for name, each in _mixtures(config)]
     _check_held_out_text(ladders)
+    adopted = [read_reached(path) for path in config.ladder.runs]
     for ladder in ladders:
         _print_plan(ladder, config, costs)
     if config.ladder.dry_run:
@@ -59,7 +60,7 @@ def run_ladder(config: LadderConfig) -> int:
             print(f"stopped by signal {stopped_by}; to go on, repeat the command", flush=True)
             return 128 + stopped_by
         for ladder in ladders:
-            _finish(ladder, config, folder, costs)
+            _finish(ladder, adopted, config, folder, costs)
     return 0
 
 
@@ -126,15 +127,14 @@ def _print_plan(ladder: Ladder, config: LadderConfig, costs: Costs) -> None:
         for rung in rungs:
             print(f"           {rung.name}: {_describe(rung)}, {rung.config.train.steps:,} steps")
         if target.flops > MOST_TIMES * (largest := max(rung.flops for rung in rungs)):
-            print(
-                f"far        the target is {target.flops / largest:,.0f} times the largest rung: see the interval, not the line"
-            )
+            times = f"{target.flops / largest:,.0f} times the FLOPs of the largest rung"
+            print(f"far        the target has {times}: its interval says more than its prediction")
+
     for trial, who in ((target, "the target"), *((rung, rung.name) for rung in rungs)):
         name, epochs = _most_epochs(trial, ladder.sources)
         if epochs > MOST_EPOCHS:
-            print(
-                f"epochs     {who} reads {name} {epochs:.1f} times; after {MOST_EPOCHS} the law does not hold, and is too low"
-            )
+            passes = f"{who} reads {name} {epochs:.1f} times"
+            print(f"epochs     {passes}: beyond {MOST_EPOCHS} the law does not hold, and is too low")
             break
     sys.stdout.flush()
 
@@ -191,10 +191,9 @@ def _trial_as_json(trial: Trial) -> dict[str, Any]:
     return {name: getattr(trial, name) for name in names} | {"steps": trial.config.train.steps}
 
 
-def _finish(ladder: Ladder, config: LadderConfig, folder: Path, costs: Costs) -> None:
+def _finish(ladder: Ladder, adopted: list[Reached], config: LadderConfig, folder: Path, costs: Costs) -> None:
     """Fit the law, print what it predicts, and write it with the recipe of the big run. Raises UserError."""
-    reached = [read_rung(rung) for rung in ladder.rungs]
-    reached += [read_reached(path) for path in config.ladder.runs]
+    reached = [*(read_rung(rung) for rung in ladder.rungs), *adopted]
     check_same_text(reached)
     fit = fit_points([Point(each.name, each.parameters, each.tokens, each.loss) for each in reached])
     target = _choose_target(ladder, config, fit, costs)

@@ -82,3 +82,8 @@ class LadderConfig(PretrainConfig):
     )
     ladder: LadderOptions = section(LadderOptions, "small runs, from whose losses that of the big run is predicted")
     plan: MachineOptions = section(MachineOptions, "the ranks and the hardware of the big run, for what it costs")
+
+    def problems(self) -> Iterator[str]:
+        yield from super().problems()
+        if self.train.epochs is not None:
+            yield f"train.epochs = {self.train.epochs:g}: a ladder counts tokens; give train.steps instead"

@@ -1,0 +1,267 @@
+"""`lmforge ladder`: which rungs it plans, what it refuses, that it goes on wherever it was killed, and what it writes."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from lmforge.cli import run
+from lmforge.config.load import parse_config
+from lmforge.config.stage import PretrainConfig
+from lmforge.config.verbs.ladder import Budget, parse_budget
+from lmforge.interop.resolve import model_config_from_options
+from lmforge.ladder.rungs import Trial, make_rung, shapes
+from lmforge.ladder.runs import Reached, check_same_text, read_reached
+from lmforge.manifests import read_manifest
+from lmforge.model.parametrization import relative_to_base
+from lmforge.runs import MANIFEST, Run
+from tests.conftest import Command, Refusal
+
+RECIPE = """
+[data]
+folder = "{tokens}"
+sequence_length = 16
+[model]
+hidden_size = 64
+intermediate_size = 160
+num_hidden_layers = 4
+num_attention_heads = 8
+num_key_value_heads = 4
+[train]
+steps = 20000
+global_batch_size = 2
+dtype = "fp32"
+device = "cpu"
+compile = "off"
+threads = 1
+[optimizer]
+lr = 1e-2
+[schedule]
+warmup_steps = 2000
+[validation]
+sequences = 8
+"""
+# A ladder of six rungs of 100 steps and more.
+SMALL = ["--ladder.sizes", "2", "--ladder.tokens_per_parameter", "0.15", "0.2", "0.3", "0.4", "--budget", "0.2"]
+PLANNED = ["--gpu_type", "a100-80"]
+
+
+@pytest.fixture
+def recipe(tiny_tokens: Path) -> Path:
+    """The recipe of a big run, in the test's folder."""
+    Path("big.toml").write_text(RECIPE.format(tokens=tiny_tokens))
+    return Path("big.toml")
+
+
+@pytest.fixture
+def target(recipe: Path) -> Trial:
+    config = parse_config(PretrainConfig, [str(recipe)])
+    return Trial(config, model_config_from_options(config.model, 512))
+
+
+@pytest.mark.parametrize(
+    ("text", "budget"),
+    [
+        ("0.1", Budget(0.1, "share")),
+        ("10%", Budget(0.1, "share")),
+        ("1e18", Budget(1e18, "FLOPs")),
+        ("2.5h", Budget(2.5, "GPU-hours")),
+        ("500$", Budget(500, "price")),
+        ("-1", None),
+        ("0", None),
+        ("some", None),
+        ("1e999", None),
+    ],
+)
+def test_a_budget_is_a_share_flops_hours_or_a_price(text: str, budget: Budget | None) -> None:
+    assert parse_budget(text) == budget
+
+
+def test_smaller_models_have_the_proportions_of_the_big_one(target: Trial) -> None:
+    models = shapes(target.model)
+    assert len(models) == 8
+    assert models[-1] == target.model
+    for model in models:
+        assert model.head_dim == target.model.head_dim
+        assert model.hidden_size == model.num_attention_heads * model.head_dim
+        assert abs(model.intermediate_size / model.hidden_size - 2.5) <= 0.5
+        if model.num_attention_heads % 2 == 0:
+            assert model.num_attention_heads == 2 * model.num_key_value_heads
+
+
+def test_a_rung_has_the_big_runs_data_and_settings_and_a_schedule_of_its_own(target: Trial) -> None:
+    shape = shapes(target.model)[3]
+    rung = make_rung(target, shape, 64_000, 512, Path("ladder"))
+    big, config = target.config, rung.config
+    assert config.train.steps == 2000
+    assert config.schedule.warmup(2000) == 200
+    assert config.validation.every_steps == 400
+    for same in ("sequence_length", "folder", "sources"):
+        assert getattr(config.data, same) == getattr(big.data, same)
+    assert (config.train.seed, config.train.global_batch_size) == (big.train.seed, big.train.global_batch_size)
+    # The big run's settings are for its own model: a narrower one has larger rates.
+    assert relative_to_base(config.model, rung.model).width == shape.hidden_size / 64
+    assert relative_to_base(config.model, rung.model).depth == shape.num_hidden_layers / 4
+
+
+def test_phases_of_a_rung_are_shorter_in_proportion(target: Trial, tiny_tokens: Path) -> None:
+    data = target.config.data.model_dump(mode="json") | {
+        "phases": [{"steps": 5000, "sequence_length": 8}, {"tokens": 160_000}, {}]
+    }
+    config = PretrainConfig.model_validate_json(json.dumps(target.config.model_dump(mode="json") | {"data": data}))
+    rung = make_rung(replace(target, config=config), shapes(target.model)[0], 64_000, 512, Path("ladder"))
+    assert [(phase.steps, phase.tokens) for phase in rung.config.data.phases] == [(500, None), (None, 16_000), (None, None)]
+
+
+def test_a_ladder_costs_at_most_its_budget_and_says_so_first(recipe: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    assert run(["ladder", str(recipe), "--budget", "0.1", "--ladder.dry_run", *PLANNED]) == 0
+    lines = capfd.readouterr().out.splitlines()
+    (ladder,) = (line for line in lines if line.startswith("ladder "))
+    assert 1 < float(ladder.rpartition(": ")[2].partition("%")[0]) <= 10, ladder
+    assert not Path("runs").exists()
+
+
+def test_hours_and_prices_are_budgets(recipe: Path, capfd: pytest.CaptureFixture[str], refused: Refusal) -> None:
+    assert run(["ladder", str(recipe), "--budget", "0.05h", "--ladder.dry_run", "--price", "2", *PLANNED]) == 0
+    hours = capfd.readouterr().out
+    assert run(["ladder", str(recipe), "--budget", "0.1$", "--ladder.dry_run", "--price", "2", *PLANNED]) == 0
+    assert capfd.readouterr().out == hours
+    assert "add --price" in refused("ladder", recipe, "--budget", "5$", "--ladder.dry_run", *PLANNED)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ("", "--ladder.budget: say what the rungs may cost"),
+        ("--budget much", "--ladder.budget: expected a share such as 0.1, FLOPs such as 1e18"),
+        ("--budget 0.1 --ladder.target 0.1", "--ladder.target: expected FLOPs such as 1e18"),
+        ("--budget 1e6", "--ladder.budget: the smallest ladder of this recipe takes"),
+        ("--budget 0.1 --train.global_batch_size 16384", "rungs of this recipe would have fewer than 100 steps"),
+        ("--budget 0.1 --ladder.tokens_per_parameter 20", "--ladder.tokens_per_parameter: give two numbers or more"),
+        ("--budget 0.1 --train.epochs 2", "train.epochs = 2: a ladder counts tokens"),
+        ("--ladder.runs runs/none", "runs/none: no run of lmforge"),
+        ("--budget 0.1 --ladder.mixtures none.toml", "none.toml: no such recipe"),
+        ("--budget 0.1 --gpu_type none", "none"),
+    ],
+)
+def test_what_no_ladder_leads_from_is_refused_in_one_line(recipe: Path, refused: Refusal, options: str, message: str) -> None:
+    assert message in refused("ladder", recipe, *PLANNED, *options.split())
+    assert not Path("runs").exists()
+
+
+def test_more_than_four_passes_and_a_far_target_are_said(recipe: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    assert run(["ladder", str(recipe), "--budget", "0.005", "--ladder.dry_run", *PLANNED, *SMALL[:-2]]) == 0
+    out = capfd.readouterr().out
+    assert "epochs     the target reads tokens" in out
+    assert "times the FLOPs of the largest rung" in out
+
+
+def test_mixtures_with_other_held_out_text_are_refused(recipe: Path, tiny_tokens: Path, refused: Refusal) -> None:
+    shutil.copytree(tiny_tokens, "other")
+    for name, weights in (("a", "1.0"), ("b", "3.0")):
+        Path(f"{name}.toml").write_text(f'[data]\nsources = [{{folder = "{tiny_tokens}", weight = {weights}}}]\n')
+    Path("c.toml").write_text('[data]\nsources = [{folder = "other"}]\n')
+    Path("d.toml").write_text("[train]\nsteps = 3\n")
+    ladder = ["ladder", recipe, "--budget", "0.2", *PLANNED, "--ladder.mixtures", "a.toml"]
+    assert run([str(word) for word in (*ladder, "b.toml", "--ladder.dry_run")]) == 0
+    assert "c has other sources than a" in refused(*ladder, "c.toml")
+    assert "d.toml: no [data] section" in refused(*ladder, "d.toml")
+
+
+def pretended(tiny_run: Path, name: str, loss: float | None = 5.0, **changes: object) -> Path:
+    """A copy of a finished run that has reached another loss, with other fields of its manifest."""
+    path = Path("runs") / name
+    shutil.copytree(tiny_run, path)
+    checkpoint = Run.open(path).checkpoint_path(6)
+    manifest = replace(read_manifest(checkpoint), **changes)  # type: ignore[arg-type]
+    (checkpoint / MANIFEST).write_text(manifest.json_text)
+    records = [json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()]
+    records[-1]["val/loss"] = loss
+    (path / "metrics.jsonl").write_text("".join(f"{json.dumps(record)}\n" for record in records))
+    return path
+
+
+def test_runs_that_do_not_compare_or_are_not_finished_are_refused(recipe: Path, tiny_run: Path, refused: Refusal) -> None:
+    runs = [pretended(tiny_run, f"rung-{number}") for number in range(4)]
+    adopt = ["ladder", recipe, *PLANNED, "--ladder.runs", *runs]
+    assert "5 points" in (message := refused(*adopt)) or "one more" in message or "1 more" in message
+    other = pretended(tiny_run, "other", tokenizer_hash="ab")
+    assert "other: trained with another tokenizer than rung-0" in refused(*adopt, other)
+    elsewhere = pretended(tiny_run, "elsewhere", data_plan={"phases": [{"proportions": {"cd": "1"}}]})
+    assert "elsewhere: trained with other data than rung-0" in refused(*adopt, elsewhere)
+    shutil.rmtree(runs[0] / "checkpoints/step-00000006")
+    assert "rung-0: not finished" in refused(*adopt)
+
+
+def test_a_run_says_what_it_has_reached(tiny_run: Path) -> None:
+    reached = read_reached(tiny_run)
+    last = Run.open(tiny_run).read_metrics()[-1]
+    assert (reached.tokens, reached.loss) == (6 * 4 * 48, last["val/loss"])
+    assert [part for part, _ in reached.curve] == [0.5, 1.0]
+    check_same_text([reached, Reached("diverged", 1, 1, float("nan"), float("nan"), (), {}, {})])
+
+
+# --- whole ladders ----------------------------------------------------------------------------------------------------
+
+
+def files_of(folder: Path) -> dict[str, str]:
+    """What a ladder says in the end, by file."""
+    return {name: (folder / name).read_text() for name in ("prediction.json", "target.toml")}
+
+
+@pytest.mark.slow
+def test_a_ladder_that_is_killed_goes_on_and_ends_as_an_unbroken_one(recipe: Path, lmforge: Command) -> None:
+    words = ["ladder", str(recipe), *SMALL]
+    for folder in ("whole", "broken"):
+        Path(folder).mkdir()
+        shutil.copy(recipe, folder)
+    assert (done := lmforge(*words, cwd=Path("whole"))).returncode == 0, done.stderr
+    ladder = subprocess.Popen([sys.executable, "-m", "lmforge", *words], cwd="broken", stdout=subprocess.DEVNULL)
+    runs = Path("broken/runs/big-ladder")
+    while not list(runs.glob("*/checkpoints/step-*")):  # of the first rung
+        assert ladder.poll() is None
+        time.sleep(0.1)
+    ladder.kill()
+    ladder.wait()
+    # Its rung goes on alone; the next ladder waits for it, or finds it finished. The rung after that is killed.
+    again = subprocess.Popen([sys.executable, "-m", "lmforge", *words], cwd="broken", stdout=subprocess.PIPE, text=True)
+    while len(holders := list(runs.glob("*/metrics.jsonl"))) < 2:
+        assert again.poll() is None
+        time.sleep(0.1)
+    newest = max(holders, key=lambda path: path.stat().st_mtime_ns).parent
+    os.kill(int((newest / ".lock").read_text().split()[1]), signal.SIGKILL)
+    out, _ = again.communicate()
+    assert again.returncode == 0, out
+    assert files_of(runs) == files_of(Path("whole/runs/big-ladder"))
+    assert (repeated := lmforge(*words, cwd=Path("broken"))).returncode == 0, repeated.stderr
+    assert files_of(runs) == files_of(Path("whole/runs/big-ladder"))
+
+
+@pytest.mark.slow
+def test_rungs_at_once_and_as_jobs_reach_the_same(recipe: Path, lmforge: Command) -> None:
+    done = lmforge("ladder", recipe, *SMALL, "--ladder.parallel_runs", "2", "--run.name", "both")
+    assert done.returncode == 0, done.stderr
+    table = json.loads(Path("runs/both-ladder/ladder.json").read_text())
+    names = [rung["name"] for rung in table["ladders"][0]["rungs"]]
+    assert len(names) == 6
+    for name in names:
+        assert Run.open(Path("runs/both-ladder") / name).checkpoint_steps()
+    predicted = json.loads(Path("runs/both-ladder/prediction.json").read_text())
+    assert predicted["steps"] == 20_000
+    assert all(low <= loss <= high for _, loss, low, high in predicted["points"])
+    started = lmforge("pretrain", "runs/both-ladder/target.toml", "--dry-run")
+    assert "both-ladder/prediction.json" in started.stdout
+
+
+@pytest.mark.slow
+def test_a_rung_that_is_refused_ends_the_ladder_in_one_line(recipe: Path, lmforge: Command) -> None:
+    done = lmforge("ladder", recipe, *SMALL, "--log.trackers", "none-such")
+    assert done.returncode == 2
+    assert done.stderr.count("\n") == 1
