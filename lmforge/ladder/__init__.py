@@ -1,8 +1,8 @@
 """A ladder of small runs, and what its losses say about a big one.
 
 To plan and train one: `rungs.py` (the runs), `costs.py`, `runs.py` (who trains them, and what they reached). To predict: begin
-with `law.py` (the law, and the one that fits best), then `draws.py` (laws that the losses allow), `fit.py` (both, with intervals)
-and `prediction.py` (the big run). verbs/ladder.py puts them together.
+with `law.py` (the law, and the one that fits best), then `draws.py` (laws that the losses allow), `fit.py` (both) and
+`prediction.py` (the big run). verbs/ladder.py puts them together.
 
 For others: `Point` and `Law` (`law.py`), `fit_points` and `Fit` (`fit.py`).
 """

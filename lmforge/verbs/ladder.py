@@ -16,7 +16,8 @@ from lmforge.config.stage import PretrainConfig
 from lmforge.config.verbs.ladder import LadderConfig, parse_budget
 from lmforge.errors import UserError, format_count, typed_command
 from lmforge.ladder.costs import Cost, Costs
-from lmforge.ladder.fit import Fit, Point, fit_points
+from lmforge.ladder.fit import Fit, fit_points
+from lmforge.ladder.law import Point
 from lmforge.ladder.prediction import best_shape, predict_curve
 from lmforge.ladder.rungs import Trial, check_target, make_rung, plan_rungs, reshape, tokens_per_step, with_changes
 from lmforge.ladder.runs import Reached, RungRunner, check_same_text, read_reached, read_rung
@@ -196,6 +197,8 @@ def _finish(ladder: Ladder, adopted: list[Reached], config: LadderConfig, folder
     reached = [*(read_rung(rung) for rung in ladder.rungs), *adopted]
     check_same_text(reached)
     fit = fit_points([Point(each.name, each.parameters, each.tokens, each.loss) for each in reached])
+    for name, reason in fit.left_out:
+        print(f"left out   {name}: {reason}")
     target = _choose_target(ladder, config, fit, costs)
     stem = f"{ladder.mixture}-" if ladder.mixture else ""
     curve = predict_curve(fit, target, [(each.parameters, each.tokens, each.curve) for each in reached])
