@@ -27,7 +27,8 @@ def predict_curve(
     points = []
     for part in np.linspace(CURVE_FROM, 1.0, CURVE_POINTS).tolist():
         factors = [
-            float(np.interp(part, *zip(*curve, strict=True))) / fit.law.loss(parameters, tokens * part)
+            float(np.interp(part, [at for at, _ in curve], [loss for _, loss in curve]))
+            / fit.law.loss(parameters, tokens * part)
             for parameters, tokens, curve in curves
             if curve and curve[0][0] <= part
         ]

@@ -97,8 +97,8 @@ def read_rung(rung: Trial) -> Reached:
 
 def check_same_text(reached: Sequence[Reached]) -> None:
     """Raise UserError where the losses of runs do not compare."""
-    first, *others = [each for each in reached if each.text] or [None]
-    for each in others:
+    finished = [each for each in reached if each.text]
+    for first, each in ((finished[0], each) for each in finished[1:]):
         for name, value in each.text.items():
             if value != first.text[name]:
                 what = {"tokenizer": "another tokenizer", "data": "other data"}.get(name, f"another {name}")

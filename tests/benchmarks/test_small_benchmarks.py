@@ -10,6 +10,7 @@ import pytest
 PROGRAMS = Path(__file__).parents[2] / "benchmarks"
 LEAST_WORK = {
     "checkpoint": "--rounds 1 --minutes 0.01 --every_minutes 0.01 --width 64",
+    "ladder": "--tiny --parameters 1e5 --budget 0.5 --texts c++",
     "loader": "--rounds 1 --steps 1 --threads 1",
     "mixture_cpu": "--tiny --rounds 1 --seconds 0.1 --threads 1 --seeds 1",
     "staleness": "--rounds 1 --steps 3",

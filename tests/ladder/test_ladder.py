@@ -194,7 +194,10 @@ def test_runs_that_do_not_compare_or_are_not_finished_are_refused(recipe: Path, 
     assert "4 runs cannot fix them: add at least 1 more run" in refused(*adopt)
     other = pretended(tiny_run, "other", tokenizer_hash="ab")
     assert "other: trained with another tokenizer than rung-0" in refused(*adopt, other)
-    elsewhere = pretended(tiny_run, "elsewhere", data_plan={"phases": [{"proportions": {"cd": "1"}}]})
+    plan = read_manifest(Run.open(tiny_run).checkpoint_path(6)).data_plan
+    elsewhere = pretended(
+        tiny_run, "elsewhere", data_plan=plan | {"phases": [plan["phases"][0] | {"proportions": {"cd": "1"}}]}
+    )
     assert "elsewhere: trained with other data than rung-0" in refused(*adopt, elsewhere)
     shutil.rmtree(runs[0] / "checkpoints/step-00000006")
     assert "rung-0: not finished" in refused(*adopt)
