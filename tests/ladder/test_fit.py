@@ -1,27 +1,13 @@
 """The fit of a ladder: known laws are found, intervals hold them, and points that do not fit a law are named or refused."""
 
 from dataclasses import replace
-from itertools import product
 
-import numpy as np
 import pytest
 
 from lmforge.errors import UserError
 from lmforge.ladder.fit import fit_points
 from lmforge.ladder.law import Law, Point, best_law
-
-LAW = Law(E=1.82, A=482.0, alpha=0.348, B=2085.0, beta=0.366)
-SIZES, RATIOS = (6e4, 1.5e5, 4e5, 1e6), (8, 20, 50)
-
-
-def ladder(law: Law = LAW, noise: float = 0.0, seed: int = 0) -> list[Point]:
-    """Twelve runs, with the standard deviation of the logarithm of their losses."""
-    errors = noise * np.random.default_rng(seed).standard_normal(12)
-    shapes = [(size, ratio * size) for size, ratio in product(SIZES, RATIOS)]
-    return [
-        Point(f"rung-{number}", *shape, law.loss(*shape) * float(np.exp(error)))
-        for number, (shape, error) in enumerate(zip(shapes, errors, strict=True))
-    ]
+from tests.ladder.ladders import LAW, ladder
 
 
 @pytest.mark.parametrize("law", [LAW, Law(0.9, 60, 0.25, 300, 0.5), Law(0, 900, 0.3, 40, 0.2)])

@@ -1,0 +1,90 @@
+"""What follows from a law: the best size by search, the price of others, cautions, and mixtures side by side."""
+
+import json
+from math import log
+
+import numpy as np
+import pytest
+
+from lmforge.ladder.fit import Fit, fit_points
+from lmforge.ladder.frontier import (
+    Target,
+    best_size,
+    cautions,
+    compare,
+    conclusions,
+    flat_range,
+    flops_ratio,
+    loss_at,
+    predicted_loss,
+)
+from lmforge.ladder.law import Law
+from tests.ladder.ladders import LAW, ladder
+
+TARGET = Target(parameters=3e6, tokens=6e7, flops_per_token=6.6 * 3e6, bytes_per_token=4.0)
+
+
+@pytest.fixture(scope="module")
+def fit() -> Fit:
+    return fit_points(ladder(noise=0.003), draws=200)
+
+
+def test_no_other_size_is_better_than_the_best_for_the_same_flops() -> None:
+    sizes = np.geomspace(1e4, 1e9, 2001)
+    losses = [LAW.loss(size, TARGET.flops / (6.6 * size)) for size in sizes]
+    assert best_size(LAW, TARGET, TARGET.flops) == pytest.approx(sizes[int(np.argmin(losses))], rel=0.01)
+    assert loss_at(LAW, TARGET, TARGET.flops) <= min(losses)
+
+
+@pytest.mark.parametrize("ratio", [0.5, 1.0, 3.0])
+def test_the_flops_that_a_size_needs_for_the_best_loss_reach_it(ratio: float) -> None:
+    times = flops_ratio(LAW, TARGET, TARGET.flops, ratio)
+    size = ratio * best_size(LAW, TARGET, TARGET.flops)
+    tokens = times * TARGET.flops / (6.6 * size)
+    assert LAW.loss(size, tokens) == pytest.approx(loss_at(LAW, TARGET, TARGET.flops))
+    assert times >= 1 - 1e-12
+
+
+def test_a_size_too_small_for_a_loss_reaches_it_with_no_number_of_tokens() -> None:
+    assert flops_ratio(LAW, TARGET, TARGET.flops, 0.05) == float("inf")
+
+
+def test_at_the_ends_of_the_flat_range_the_loss_is_one_percent_above_the_best() -> None:
+    best = loss_at(LAW, TARGET, TARGET.flops)
+    for ratio in flat_range(LAW, TARGET, TARGET.flops):
+        assert loss_at(LAW, TARGET, TARGET.flops, ratio) == pytest.approx(1.01 * best, rel=1e-3)
+
+
+def test_the_loss_of_a_run_has_a_wider_interval_than_the_law(fit: Fit) -> None:
+    run = predicted_loss(fit, 4e5, 8e6)
+    low, high = fit.interval(lambda law: law.loss(4e5, 8e6))
+    assert run.low < low < run.value < high < run.high
+
+
+def test_a_target_out_of_reach_is_said(fit: Fit) -> None:
+    assert cautions(fit, TARGET) == []
+    far = Target(parameters=3e7, tokens=6e9, flops_per_token=6 * 3e7)
+    beyond, ratio = cautions(fit, far)
+    assert beyond == "the target has 3,600 times the FLOPs of the largest run: beyond 100 times a law says little"
+    assert ratio == "the target has 200 tokens for each parameter, the runs 8 to 50"
+
+
+def test_conclusions_are_json_and_agree_with_the_law(fit: Fit) -> None:
+    found = json.loads(json.dumps(conclusions(fit, TARGET), allow_nan=False))
+    loss = found["target"]["loss"]
+    assert loss["low"] < loss["value"] < loss["high"]
+    assert found["target"]["bits_per_byte"]["value"] == pytest.approx(loss["value"] / log(2) / 4)
+    assert [each["name"] for each in found["points"]] == [each.name for each in ladder()]
+    best = found["best"]
+    assert best["parameters"]["value"] * best["tokens"]["value"] * 6.6 == pytest.approx(TARGET.flops)
+    assert best["loss"]["value"] <= loss["value"]
+
+
+def test_of_two_mixtures_the_better_is_named_only_beyond_the_interval() -> None:
+    other = Law(**{**LAW.__dict__, "E": 1.0})
+    same, better = (fit_points(ladder(law, noise=0.003, seed=seed), draws=200) for law, seed in ((LAW, 1), (other, 2)))
+    first = fit_points(ladder(noise=0.003), draws=200)
+    alike, differ = compare({"a": first, "b": same}, TARGET) + compare({"a": first, "c": better}, TARGET)
+    assert not alike["decided"]
+    assert differ["decided"]
+    assert differ["low"] < LAW.loss(3e6, 6e7) - other.loss(3e6, 6e7) < differ["high"]
