@@ -4,5 +4,6 @@ To plan and train one: begin with `rungs.py` (the runs), then `costs.py` and `ru
 predict: begin with `law.py` (the law that fits best), then `draws.py` (laws that the losses allow), `fit.py` (both),
 `frontier.py` (what follows about the big run) and `prediction.py`. verbs/ladder.py puts them together.
 
-For others: `Point` and `Law` (`law.py`), `fit_points` and `Fit` (`fit.py`), `Target`, `conclusions` and `compare` (`frontier.py`).
+For others: `Point` and `Law` (`law.py`), `fit_points` and `Fit` (`fit.py`), `Target`, `conclusions` and `compare`
+(`frontier.py`).
 """
