@@ -36,13 +36,19 @@ class Environment:
     `close` of its own it has one episode only.
 
     tools: functions, or schemas as OpenAI's API has them, that the model is offered. reply_roles: of the messages that `step`
-    answers, "tool" or "user". The reward of an episode is the sum of those of its replies.
+    answers, "tool" or "user". begins_early: whether `begin` is called. The reward of an episode is the sum of those of its
+    replies, or what `get_reward` says.
     """
 
     tools: ClassVar[Sequence[Callable[..., Any] | dict[str, Any]]] = ()
     reply_roles: ClassVar[Sequence[str]] = ("tool", "user")
     gives_rewards: bool = True
+    begins_early: ClassVar[bool] = False
     failed_calls = 0  # of the last step, for a metric
+
+    def begin(self, call: str, given: dict[str, Any]) -> None:
+        """Begin what takes long in a call of `reset`, `step` or `reward`, without waiting, so that episodes wait at the same
+        time: their calls follow one after the other. `given`: the row or the message."""
 
     def reset(self, **row: Any) -> Sequence[Message]:
         """Begin an episode with a row of the data: its columns, and `prompt`, messages. Returns the first messages."""
@@ -51,6 +57,10 @@ class Environment:
     def step(self, message: Message) -> Reply:
         """Answer a message of the assistant, with its `tool_calls` if it has some. Calls that could not be read are content."""
         raise NotImplementedError
+
+    def get_reward(self) -> Any:
+        """The reward of the episode at its end, which may come early; None if it is the sum of those of its replies."""
+        return None
 
     def close(self) -> None:
         """End what the instance has opened. It is called at the end of its episode, of one that failed too."""
@@ -118,8 +128,7 @@ class ToolEnvironment(Environment):
         return result
 
     def get_reward(self) -> Any:
-        """The reward that the instance says its episode has."""
-        reward = self.instance.get_reward()
+        reward = self.instance.get_reward() if self.gives_rewards else None
         return asyncio.run(reward) if inspect.iscoroutine(reward) else reward
 
     @property

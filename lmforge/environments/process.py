@@ -22,18 +22,22 @@ from lmforge.rewards.functions import GRACE_SECONDS, FunctionResult
 from lmforge.untrusted import expand_home
 
 # Environments of other packages, KIND:ADDRESS.
-ADAPTERS = {"openenv": "lmforge.environments.openenv:OpenEnvironment"}
+ADAPTERS = {
+    "openenv": "lmforge.environments.openenv:OpenEnvironment",
+    "verifiers": "lmforge.environments.verifiers:VerifiersEnvironment",
+}
 # For `close` of all environments of a process that ends.
 CLOSING_SECONDS = 5.0
 
 
 class Declaration(NamedTuple):
     """What an environment declares: schemas of the tools that the model may call, "tool", "user" or both, and whether episodes
-    have a reward without a reward function."""
+    have a reward without a reward function; whether calls can begin before others have ended."""
 
     tools: list[dict[str, Any]]
     reply_roles: list[str]
     gives_rewards: bool
+    begins_early: bool = False
 
 
 class EpisodeReply(NamedTuple):
@@ -63,6 +67,8 @@ def split_spec(spec: str) -> tuple[str, str]:
 def identify(spec: str) -> list[str]:
     """What makes an environment another one: its name, and what its file holds, wherever that is. Raises OSError."""
     file, name = split_spec(spec)
+    if (another := adapted(spec)) and another[1].endswith(".toml"):
+        file = another[1]
     return [name, xxhash.xxh3_128_hexdigest(expand_home(file).read_bytes())] if file else [name]
 
 
@@ -206,7 +212,10 @@ class EnvironmentPool(AbstractContextManager["EnvironmentPool"]):
         answers: dict[int, dict[str, Any]] = {}
 
         def work_through(worker: int) -> None:
-            for number in (each for each in self._episodes_of(worker) if each in requests):
+            mine = [number for number in self._episodes_of(worker) if number in requests and number not in self._failed]
+            if any(each.begins_early for each in self._declarations.values()):
+                self._exchange(worker, {"call": "begin", "requests": [requests[at] for at in mine]}, self._timeout_seconds)
+            for number in mine:
                 if number not in self._failed and not stopped.is_set():
                     answers[number] = self._exchange(worker, requests[number], self._timeout_seconds)
 

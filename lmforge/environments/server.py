@@ -1,12 +1,13 @@
 """The process that environments run in, each with one episode after another. process.py starts it and sends it requests."""
 
+import atexit
 import inspect
 import json
 import math
 import signal
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from functools import partial
 from importlib import import_module
 from itertools import chain
@@ -101,6 +102,9 @@ class _Episodes:
             if request["call"] == "import":
                 self._functions |= self._import_functions(request["functions"])
                 return {}
+            if request["call"] == "begin":
+                self._begin(request["requests"])
+                return {}
             with _time_limit(self._timeout_seconds):
                 return calls[request["call"]](request)
         except _TooLong:
@@ -117,6 +121,7 @@ class _Episodes:
         """End what all environments have opened."""
         for environment in (*self._environments.values(), *chain.from_iterable(self._idle.values())):
             self._close(environment)
+        atexit._run_exitfuncs()  # the process ends without them
 
     def _close(self, environment: Environment | None) -> None:
         if environment is not None and environment.has_close:
@@ -127,13 +132,27 @@ class _Episodes:
                 reason = "takes too long" if isinstance(error, _TooLong) else describe_exception(error)
                 print(f"environment {self._spec}: close fails: {reason}", file=sys.stderr, flush=True)
 
+    def _begin(self, requests: Sequence[dict[str, Any]]) -> None:
+        """Begin calls that follow; those that fail, fail then."""
+        for request in requests:
+            with suppress(Exception):
+                environment = self._environment(request)
+                environment.begin(request["call"], request.get("row") or request.get("message") or {})
+
+    def _environment(self, request: dict[str, Any]) -> Environment:
+        """That of an episode; an instance serves one episode after another, as in TRL."""
+        number = request["episode"]
+        if number not in self._environments:
+            name = "" if "" in self._found else request["row"]["environment"]
+            idle = self._idle[name]
+            self._environments[number] = idle.pop(0) if idle else _build(self._found[name])
+            self._names[number], self._rewards[number] = name, []
+        return self._environments[number]
+
     def _reset(self, request: dict[str, Any]) -> dict[str, Any]:
-        number, row = request["episode"], request["row"]
-        name = "" if "" in self._found else row.pop("environment")
-        # An instance serves one episode after another, as in TRL.
-        idle = self._idle[name]
-        self._environments[number] = environment = idle.pop(0) if idle else _build(self._found[name])
-        self._names[number], self._rewards[number] = name, []
+        environment, row = self._environment(request), request["row"]
+        if "" not in self._found:
+            del row["environment"]
         messages = _checked(environment.reset(**row), "reset")
         if not messages:
             raise WrongReturn("reset returned no messages")
@@ -152,9 +171,8 @@ class _Episodes:
 
     def _reward(self, request: dict[str, Any]) -> dict[str, Any]:
         environment, given = self._environments[request["episode"]], self._rewards[request["episode"]]
-        if isinstance(environment, ToolEnvironment) and environment.gives_rewards:
-            reward = environment.get_reward()
-            return {"reward": None if reward is None else _checked_reward(reward, "get_reward")}
+        if (reward := environment.get_reward()) is not None:
+            return {"reward": _checked_reward(reward, "get_reward")}
         return {"reward": math.fsum(given) if given else None}
 
     def _end(self, request: dict[str, Any]) -> dict[str, Any]:
@@ -229,7 +247,11 @@ def _describe(environment: Environment, name: str) -> dict[str, Any]:
         names.append(function["name"])
     if len(set(names)) < len(names):
         raise UserError(f"{name}.tools: two tools have one name: {', '.join(names)}")
-    return {"tools": tools, "reply_roles": list(roles), "gives_rewards": bool(environment.gives_rewards)}
+    return {
+        "tools": tools,
+        "reply_roles": list(roles),
+        **{name: bool(getattr(environment, name)) for name in ("gives_rewards", "begins_early")},
+    }
 
 
 def _checked(messages: Any, method: str) -> list[dict[str, Any]]:

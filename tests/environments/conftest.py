@@ -1,11 +1,3 @@
 """What the tests of environments share."""
 
-import pytest
-
-from lmforge.data.tokenizer import Tokenizer, train_tokenizer
-
-
-@pytest.fixture(scope="session")
-def byte_tokenizer() -> Tokenizer:
-    """A token a byte, with the tokens of lmforge's own chat template."""
-    return train_tokenizer([""], 261)
+from tests.generate.conftest import byte_tokenizer, models, scripted  # noqa: F401 - fixtures

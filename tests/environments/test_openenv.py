@@ -2,11 +2,8 @@
 
 import json
 import os
-import shutil
 import socket
 import subprocess
-import sys
-import sysconfig
 import time
 import urllib.request
 from collections.abc import Iterator
@@ -18,10 +15,9 @@ import pytest
 
 from lmforge.environments.process import EnvironmentPool
 from lmforge.errors import UserError
+from tests.environments.packages import ROOT, python_with
 
 VERSION = "0.10.0"
-ROOT = Path(__file__).parents[2]
-FOLDER = ROOT / "build" / "openenv"
 
 # Two episodes of the environment of actions, and one of that of tools.
 EPISODES = """
@@ -51,22 +47,7 @@ print(json.dumps(told))
 
 
 def python() -> Path:
-    """The interpreter of OpenEnv's environment, in which our packages are too, after its own."""
-    ready, interpreter = FOLDER / "ready", FOLDER / "bin" / "python"
-    if not ready.exists():
-        shutil.rmtree(FOLDER, ignore_errors=True)
-        for words in (
-            [sys.executable, "-m", "venv", FOLDER],
-            [interpreter, "-m", "pip", "install", "-q", f"openenv=={VERSION}"],
-        ):
-            done = subprocess.run([*map(str, words)], capture_output=True, text=True)
-            if done.returncode:
-                lines = done.stderr.strip().splitlines()
-                pytest.skip(f"OpenEnv {VERSION} cannot be installed here: {lines[-1] if lines else done.returncode}")
-        [packages] = FOLDER.glob("lib/python*/site-packages")
-        (packages / "after.pth").write_text(sysconfig.get_path("purelib"))
-        ready.touch()
-    return interpreter
+    return python_with("openenv", f"openenv=={VERSION}")
 
 
 @contextmanager
