@@ -132,7 +132,8 @@ class RolloutOptions(Options):
     environment: str | None = option(
         None,
         "what the model talks to over several turns: FILE.py:CLASS, FILE.py:FUNCTION (a tool), FILE.py:DICT (of several),"
-        " calculator, python (a sandbox), or openenv:URL; its own reward is added to those of reward_functions",
+        " calculator, python (a sandbox), openenv:URL, or verifiers:TASKSET; its own reward is added to those of"
+        " reward_functions",
     )
     max_turns: int = option(8, "environment: answers in an episode, the last of which ends it", gt=0, le=1000)
     environment_timeout_seconds: float = option(

@@ -213,13 +213,15 @@ class EnvironmentPool(AbstractContextManager["EnvironmentPool"]):
 
         def work_through(worker: int) -> None:
             mine = [number for number in self._episodes_of(worker) if number in requests and number not in self._failed]
-            if any(each.begins_early for each in self._declarations.values()):
+            if early and mine:
                 self._exchange(worker, {"call": "begin", "requests": [requests[at] for at in mine]}, self._timeout_seconds)
             for number in mine:
                 if number not in self._failed and not stopped.is_set():
                     answers[number] = self._exchange(worker, requests[number], self._timeout_seconds)
 
         stopped = threading.Event()
+        calls = {request["call"] for request in requests.values()}
+        early = bool(calls - {"end"}) and any(each.begins_early for each in self.declarations.values())
         pending = {self._threads.submit(work_through, worker) for worker in range(len(self._workers))}
         try:
             while pending:

@@ -221,6 +221,31 @@ NAMELESS = {1: Counter}
 BAD = {"count": Counter, "raises": Raises}
 '''
 
+EARLY = """
+
+class Early(Environment):
+    begins_early = True
+    begun = {"reset": [], "step": [], "reward": []}
+
+    def begin(self, call, given):
+        self.number = given.get("number", getattr(self, "number", None))
+        self.begun[call].append(self.number)
+
+    def told(self, call):
+        return [{"role": "user", "content": " ".join(map(str, [call, *self.begun[call]]))}]
+
+    def reset(self, number, **row):
+        if number > 3:
+            raise RuntimeError("a bad row")
+        return self.told("reset")
+
+    def step(self, message):
+        return Reply(self.told("step"))
+
+    def get_reward(self):
+        return len(self.begun["reward"])
+"""
+
 
 @pytest.fixture
 def file(tmp_path: Path) -> Path:
@@ -495,3 +520,17 @@ def test_what_an_environment_started_in_a_session_of_its_own_ends_with_its_proce
         if ends_itself:
             assert "its process died" in pool.step({0: {"role": "assistant", "content": "exit"}})[0].error
     assert not psutil.pid_exists(child)
+
+
+def test_calls_of_an_environment_that_begins_early_have_all_begun_before_one_waits(file: Path) -> None:
+    with file.open("a") as out:
+        out.write(EARLY)
+    with EnvironmentPool(f"{file}:Early", processes=2) as pool:
+        begun = pool.reset([{"prompt": [], "number": number} for number in range(5)])
+        assert "a bad row" in begun[4].error
+        replies = pool.step({number: {"role": "assistant", "content": "x"} for number in range(4)})
+        results = pool.score({"prompts": [""] * 5, "completions": [""] * 5, "columns": {}}, 5.0)
+    # Two processes have the even and the odd episodes.
+    assert [reply.messages[0]["content"] for reply in begun[:4]] == ["reset 0 2 4", "reset 1 3"] * 2
+    assert [replies[number].messages[0]["content"] for number in range(4)] == ["step 0 2", "step 1 3"] * 2
+    assert results[pool.spec].rewards == [2.0, 2.0, 2.0, 2.0, None]
