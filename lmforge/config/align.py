@@ -285,8 +285,6 @@ class AlignConfig(TunedConfig):
                 " completions on one rank; shard with fsdp2 instead"
                 f"{', or sample with servers (rollout.engine)' if samples_here else ''}"
             )
-        elif self.parallel.pipeline_parallel_degree > 1:
-            yield "parallel.pipeline_parallel_degree: alignment computes losses of whole models; shard with fsdp2 instead"
         if self.rollout.engine != "in-process" and self.lora.base_dtype:
             yield f"lora.base_dtype: not with rollout.engine = {self.rollout.engine}, which gets whole weights; use in-process"
         if self.rollout.engine != "in-process" and self.parallel.engine == "fsdp1":

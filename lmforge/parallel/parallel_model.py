@@ -218,6 +218,16 @@ class ParallelModel:
         with self.autocast():
             return self.model_with_loss(batch, score_fn=score_fn)
 
+    def score_tokens(self, batch: Batch, score_fn: LossFn) -> Tensor:
+        """The result of a `score_fn` that returns fp32 [sequences, length] of full sequences, on every rank."""
+        values: Tensor = self.score(batch, score_fn)
+        return values
+
+    def score_loss(self, batch: Batch, loss_fn: LossFn) -> Metrics:
+        """The metrics of a loss, without gradients: the same names on every rank, and sums over ranks are correct."""
+        _, metrics = self.score(batch, loss_fn)
+        return metrics
+
     def zero_grad(self, optimizer: Optimizer) -> None:
         # Gradients in host memory are kept: host memory is not scarce, and allocating them again costs time.
         optimizer.zero_grad(set_to_none=not self.options.cpu_offload)

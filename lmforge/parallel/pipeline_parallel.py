@@ -4,8 +4,8 @@ torch.distributed.pipelining runs the schedule and sends activations and gradien
 run it. The loss is part of the last stage, so that the head's weight is gathered where it is used.
 """
 
+from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleInterleaved1F1B
 
-from lmforge.data.batch import Batch, Metrics
+from lmforge.data.batch import Batch, Extras, Metrics
 from lmforge.errors import UserError
 from lmforge.model.layers import LanguageModel, LMHead
 from lmforge.parallel.dims import PIPELINE
@@ -43,9 +43,9 @@ class StageModule(nn.Module):
         self._model_ref = (model,)  # in a tuple, so that the model is not registered as a submodule
         self._block_indices = block_indices
         self._loss_fn = loss_fn
-        # Whether the next input is meaningless: before its first step torch runs every stage, to find the shapes of outputs.
-        self.finds_shapes = False
-        # The loss's metrics of each micro-batch, until `forward_backward` clears them.
+        # Of the micro-batches to come, and the loss's metrics of those that came, in the last stage: FSDP would cast extras that
+        # were arguments, and torch's schedule would not cut them.
+        self.extras: deque[Extras | None] = deque()
         self.metrics: list[Metrics] = []
 
     def forward(self, inputs: Tensor, score_fn: LossFn | None = None, **tensors: Any) -> Tensor:
@@ -54,10 +54,7 @@ class StageModule(nn.Module):
         Returns hidden states; in the last stage the summed loss [1], or what `score_fn` returns.
         """
         (model,) = self._model_ref
-        batch = model.local_batch(Batch(**tensors))
-        if self.finds_shapes:
-            self.finds_shapes = False
-            batch = replace(batch, document_ids=torch.full_like(batch.document_ids, -1))  # of padding no expert is counted
+        batch = model.local_batch(Batch(**tensors, extras=self.extras.popleft() if self.is_last else None))
         rng = model.make_token_rng(batch.rng_keys, batch.document_ids)
         hidden = model.embed(batch.tokens, batch.positions, rng) if self.is_first else inputs
         hidden = model.run_blocks(
@@ -83,7 +80,7 @@ class _NormOnly:
 
     def __init__(self, model: LanguageModel, hidden: Tensor) -> None:
         self._model, self._hidden = model, hidden
-        self.lm_head = model.lm_head
+        self.lm_head, self.context_parallel = model.lm_head, model.context_parallel
 
     def __call__(self, *tensors: Tensor, **named_tensors: Tensor | None) -> Tensor:
         return self._model.final_norm(self._hidden)
@@ -109,8 +106,10 @@ class PipelineModel(FSDP2Model):
         ]
         _drop_other_parameters(self.model, self._stages)
         self._schedule: Any = None  # torch's two schedules have no common type that can be called
+        self._schedule_shape: tuple[int, ...] = ()
         self._loss_factor = torch.ones(())
-        self._metric_names: list[str] = []
+        # Those of batches by the names of their extras.
+        self._metric_names: dict[frozenset[str], list[str]] = {}
         return super()._wrap(nn.ModuleList(self._stages))
 
     @property
@@ -129,43 +128,64 @@ class PipelineModel(FSDP2Model):
         set_phase("forward")
         batch = Batch.cat(micro_batches)
         self._loss_factor = self.gradient_divide_factor / num_items
-        schedule = self._schedule or self._build_schedule(len(micro_batches))
-        for stage in self._stages:
-            stage.metrics.clear()
+        shape = len(micro_batches), micro_batches[0].batch_size, batch.sequence_length
+        if shape != self._schedule_shape:
+            self._schedule, self._schedule_shape = self._build_schedule(*shape), shape
+        last = self._stages[-1]
+        last.extras = deque(each.extras for each in micro_batches)
+        last.metrics.clear()
         inputs = [batch.tokens] if self._stages[0].is_first else []
         # torch computes no loss without a target; the loss here does not use it.
-        target: dict[str, Any] = {"target": batch.tokens} if self._stages[-1].is_last else {}
+        target: dict[str, Any] = {"target": batch.tokens} if last.is_last else {}
         tensors: dict[str, Any] = batch.tensors
-        schedule.step(*inputs, **target, return_outputs=False, **tensors)
-        # Without those of a run that finds shapes.
-        metrics = self._stages[-1].metrics[-len(micro_batches) :]
-        if not self._metric_names:
-            self._metric_names = max(self.dist_ctx.all_gather([*metrics[0]] if metrics else []), key=len)
-        zero = torch.zeros((), device=self.dist_ctx.device)
-        return metrics or [dict.fromkeys(self._metric_names, (zero, zero))]
+        self._schedule.step(*inputs, **target, return_outputs=False, **tensors)
+        return self._on_all_stages([*last.metrics], batch)
 
-    def _build_schedule(self, num_micro_batches: int) -> Any:
+    def _on_all_stages(self, metrics: list[Metrics], batch: Batch) -> list[Metrics]:
+        """The metrics of the last stage, and on other ranks the same names with zeros."""
+        extras = frozenset(batch.extras.tensors if batch.extras else ())
+        if extras not in self._metric_names:
+            names = self.dist_ctx.all_gather([*metrics[0]] if metrics else [])
+            self._metric_names[extras] = max(names, key=len)
+        zero = torch.zeros((), device=self.dist_ctx.device)
+        return metrics or [dict.fromkeys(self._metric_names[extras], (zero, zero))]
+
+    def _build_schedule(self, num_micro_batches: int, size: int, length: int) -> Any:
         device = self.dist_ctx.device
+        # Shapes are given, or torch would run every stage forward and backward to find them. Its first message on several ranks
+        # at once needs the communicator of the group, which all of them make together.
+        dist.all_reduce(torch.zeros(1, device=device), group=self._group)
+        tokens = torch.empty(size, length, dtype=torch.int64, device="meta")
+        hidden = torch.empty(self._hidden_shape(size, length), dtype=self._hidden_dtype, device="meta", requires_grad=True)
+        loss = torch.empty(1, device="meta", requires_grad=True)
         stages = [
-            PipelineStage(stage, index, self._num_stages, device, group=self._group)
+            PipelineStage(
+                stage,
+                index,
+                self._num_stages,
+                device,
+                input_args=tokens if stage.is_first else hidden,
+                output_args=loss if stage.is_last else hidden,
+                group=self._group,
+            )
             for stage, index in zip(self._stages, self._indices, strict=True)
         ]
-        for stage in self._stages:
-            stage.finds_shapes = True
         kwargs: dict[str, Any] = {"loss_fn": lambda total, _: total.sum() * self._loss_factor, "scale_grads": False}
         if len(stages) == 1:
-            self._schedule = Schedule1F1B(stages[0], num_micro_batches, **kwargs)
-        else:
-            self._schedule = ScheduleInterleaved1F1B([*stages], num_micro_batches, **kwargs)
-        return self._schedule
+            return Schedule1F1B(stages[0], num_micro_batches, **kwargs)
+        return ScheduleInterleaved1F1B([*stages], num_micro_batches, **kwargs)
+
+    def _hidden_shape(self, size: int, length: int) -> tuple[int, int, int]:
+        """Of what stages send each other."""
+        parts = self.options.context_parallel_degree * self.options.tensor_parallel_degree
+        return size, length // parts, self.model.config.hidden_size
 
     def score(self, batch: Batch, score_fn: LossFn) -> Any:
         """The result of `score_fn` on the rank of the last stage and 0 on the others, so that sums over ranks are correct."""
         hidden, device = batch.tokens, self.dist_ctx.device
         result: Any = torch.zeros((), dtype=torch.float64, device=device)
-        size = self._group.size()
-        parts = self.options.context_parallel_degree * self.options.tensor_parallel_degree
-        shape = batch.batch_size, batch.sequence_length // parts, self.model.config.hidden_size
+        size, shape = self._group.size(), self._hidden_shape(batch.batch_size, batch.sequence_length)
+        self._stages[-1].extras = deque([batch.extras])
         for stage, index in zip(self._stages, self._indices, strict=True):
             if not stage.is_first:
                 hidden = torch.empty(shape, dtype=self._hidden_dtype, device=device)
@@ -177,9 +197,24 @@ class PipelineModel(FSDP2Model):
                 dist.send(hidden.contiguous(), group=self._group, group_dst=(index + 1) % size)
         return result
 
+    def score_tokens(self, batch: Batch, score_fn: LossFn) -> Tensor:
+        values = self.score(batch, score_fn)
+        if not self._stages[-1].is_last:
+            values = torch.empty(batch.tokens.shape, device=self.dist_ctx.device)
+        values = values.float().contiguous()
+        dist.broadcast(values, group=self._group, group_src=self._group.size() - 1)
+        return values
+
+    def score_loss(self, batch: Batch, loss_fn: LossFn) -> Metrics:
+        result = self.score(batch, loss_fn)
+        return self._on_all_stages([result[1]] if self._stages[-1].is_last else [], batch)[0]
+
 
 def check_stages_are_trained(model: LanguageModel, cuts: list[range]) -> None:
-    """Raise UserError, on all ranks, where a stage has no trained weights, for which torch would wait for gradients."""
+    """Raise UserError, on all ranks, where a stage of a model that is trained has no trained weights, for which torch would wait
+    for gradients."""
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        return
     for stage, cut in enumerate(cuts, start=1):
         modules = [model.blocks[number] for number in cut] + [model.lm_head] * (stage == len(cuts))
         if not any(parameter.requires_grad for module in modules for parameter in module.parameters()):

@@ -74,36 +74,34 @@ class DatasetBatches:
         first, after = (index * self.global_batch_size for index in (batch_index, batch_index + 1))
         return {"samples": [first, after], "plan_hash": self.dataset.plan_hash_at(after)}, None
 
+    @torch.no_grad()
     def validate(self, step: int) -> dict[str, float]:
         """Loss and bits per byte of a language model, also by source; of other objectives the mean of each metric.
 
         Every rank calls it.
         """
-        config, dist_ctx, objective = self._ctx.config, self._ctx.dist_ctx, self._built.objective
+        config, dist_ctx = self._ctx.config, self._ctx.dist_ctx
+        objective, parallel_model = self._built.objective, self._built.parallel_model
         if (dataset := self._inputs.validation_dataset) is None:
             return {}
         rank, world_size = dist_ctx.rank_info.rank, dist_ctx.world_size
+        progress = partial(self._ctx.watch.set_phase, "evaluate", step)  # each batch is some, for the watchdog
+        progress()
         plan: dict[str, Any] = {
             "rank_and_size": data_parallel_rank_and_size(config.parallel, rank, world_size),
             "num_sequences": config.validation.sequences,
             "batch_size": self._inputs.batch_plan.micro_batch_size,
+            "on_progress": lambda done, total: progress(),
         }
         if isinstance(objective, NextTokenObjective):
             token_bytes = torch.from_numpy(self._inputs.tokenizer.token_byte_lengths()).to(dist_ctx.device)
-            score = partial(self._score, step=step, score_fn=partial(score_text, token_bytes=token_bytes))
+            score = partial(parallel_model.score, score_fn=partial(score_text, token_bytes=token_bytes))
             measured = evaluate_loss(score, dataset, dist_ctx, **plan)
             return {f"val/{name}": value for name, value in measured.items() if name.startswith(("loss", "bits_per_byte"))}
         accumulator = MetricsAccumulator(dist_ctx)
         for batch in local_batches(dataset, **plan):
-            _, metrics = self._score(self._add_extras(batch.to(dist_ctx.device)), step, objective.loss)
-            accumulator.add(metrics)
+            accumulator.add(parallel_model.score_loss(self._add_extras(batch.to(dist_ctx.device)), objective.loss))
         return {f"val/{name}": value for name, value in accumulator.reduce_and_reset().items()}
-
-    @torch.no_grad()
-    def _score(self, batch: Batch, step: int, score_fn: Callable[..., Any]) -> Any:
-        # Each batch counts as progress for the watchdog.
-        self._ctx.watch.set_phase("evaluate", step)
-        return self._built.parallel_model.score(batch, score_fn=score_fn)
 
     def state_dict(self) -> dict[str, Tensor]:
         """Empty: a batch depends only on its index."""

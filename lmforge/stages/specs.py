@@ -82,8 +82,7 @@ def _check_reference_agrees(ctx: RunContext, built: BuiltModel, batches: Dataset
     batch = replace(batches.batches(0)[0], rng_keys=None)
     accumulator = MetricsAccumulator(ctx.dist_ctx)
     with torch.no_grad():
-        _, metrics = built.parallel_model.score(batch, score_fn=built.objective.loss)
-    accumulator.add(metrics)
+        accumulator.add(built.parallel_model.score_loss(batch, built.objective.loss))
     means = accumulator.reduce_and_reset()
     if mismatch := reference_mismatch_warning(means):
         ctx.console.warn(mismatch)

@@ -86,7 +86,7 @@ def test_two_ranks_that_share_servers_learn_what_one_process_does(
         assert torch.allclose(tensor, theirs[name], rtol=0, atol=1e-5), name
 
 
-@pytest.mark.parametrize("split", ["tensor", pytest.param("context", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("split", ["tensor", *(pytest.param(name, marks=pytest.mark.slow) for name in ("context", "pipeline"))])
 @pytest.mark.parametrize("loss", ["grpo", pytest.param("gspo", marks=pytest.mark.slow)])
 def test_a_policy_that_ranks_split_learns_from_servers_what_one_process_does(
     split: str, loss: str, grpo: Callable[..., list[str]], rollout_server: Server, lmforge: Command, tmp_path: Path
@@ -95,7 +95,8 @@ def test_a_policy_that_ranks_split_learns_from_servers_what_one_process_does(
     options = ["--optimizer.eps", 1e-3, "--optimizer.lr", 2e-4, "--rollout.loss_type", loss]
     assert command(grpo("inside", *options, steps=20)) == 0
     options += [*by(rollout_server.url), f"--parallel.{split}_parallel_degree", 2]
-    done = lmforge(*grpo("outside", *options, steps=20), ranks=2)
+    # A pipeline needs two micro-batches.
+    done = lmforge(*grpo("outside", *options, "--train.micro_batch_size", 4, steps=20), ranks=2)
     assert done.returncode == 0, done.stdout + done.stderr
     for inside, outside in zip(numbers(tmp_path / "inside"), numbers(tmp_path / "outside"), strict=True):
         # The terms of a gradient cancel, since the advantages of a group sum to 0: its norm is small beside what is rounded.

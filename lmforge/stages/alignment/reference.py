@@ -66,8 +66,7 @@ class ReferenceModel:
         """log p of each scored label: fp32 [sequences, sequence_length]. Every rank calls it equally often."""
         score_fn = partial(reference_logprobs, temperature=self.temperature, replays=self.replays)
         with torch.no_grad(), self.adapters_off():
-            logprobs: Tensor = self.parallel_model.score(batch, score_fn)
-            return logprobs
+            return self.parallel_model.score_tokens(batch, score_fn)
 
     def add_logprobs(self, batch: Batch) -> Batch:
         """The batch with the extra "reference_logprobs"."""

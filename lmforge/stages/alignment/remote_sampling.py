@@ -17,6 +17,7 @@ from typing import Any, Protocol
 from uuid import uuid4
 
 import torch
+import torch.distributed as dist
 import xxhash
 from torch import Tensor
 
@@ -168,11 +169,17 @@ class RemoteSampler:
         return folder
 
     def _write_to(self, folder: Path) -> None:
-        """One tensor at a time: rank 0 says which one all ranks gather next."""
-        model = self._parallel_model.model
+        """One tensor at a time: rank 0 says which one is next, and the ranks that hold parts of it gather it."""
+        model, is_rank0 = self._parallel_model.model, self.dist_ctx.is_rank0
         tensors = dict(named_tensors(model))
         layers = [name.removesuffix(LORA_A) for name in tensors if name.endswith(LORA_A)]
         layer_of = {adapted_name(layer): layer for layer in layers}
+        # Of the tensors of each stage of a pipeline: the shape, and the rank from which rank 0 gets them.
+        own = _full_shapes(tensors) if is_rank0 or self._parallel_model.pipeline_rank else {}
+        shapes, senders = dict[str, Tensor](), dict[str, int]()
+        for rank, stage in enumerate(self.dist_ctx.gather(own) or []):
+            senders = dict.fromkeys(stage, rank) | senders
+            shapes |= stage
 
         def gather(name: str) -> Tensor:
             value = full_tensor(tensors[name].detach())
@@ -182,18 +189,28 @@ class RemoteSampler:
             module: Any = model.get_submodule(layer)
             return value + lora_delta(module.scaling, a, b, getattr(module, "transposed", False))
 
-        def gather_on_all(name: str) -> Tensor:
-            return gather(self.dist_ctx.broadcast(name))
+        def get(name: str) -> Tensor:
+            self.dist_ctx.broadcast((name, senders[name]))
+            if name in tensors:
+                return gather(name)
+            value = torch.empty_like(shapes[name], device=self.dist_ctx.device)
+            dist.recv(value, src=senders[name])
+            return value
 
         with torch.no_grad(), self.dist_ctx.raise_on_all():
-            if self.dist_ctx.is_rank0:
+            if is_rank0:
                 try:
-                    write_weights(folder, _full_shapes(tensors), self._config, gather_on_all)
+                    write_weights(folder, shapes, self._config, get)
                 finally:
                     self.dist_ctx.broadcast(None)
-            else:
-                while (name := self.dist_ctx.broadcast(None)) is not None:
-                    gather(name)
+                return
+            while (asked := self.dist_ctx.broadcast(None)) is not None:
+                name, sender = asked
+                if name not in tensors:
+                    continue
+                value = gather(name)
+                if sender == self.dist_ctx.rank_info.rank:
+                    dist.send(value.to(self.dist_ctx.device, tensors[name].dtype).contiguous(), dst=0)
 
     def choose(self, in_flight: dict[int, int]) -> int:
         """The server with the fewest requests of this rank. Raises RunFailed where none has the current weights."""

@@ -61,12 +61,13 @@ class Rollouts:
         self._ctx, self._built, self._options, self._packing = ctx, built, options, packing
         self._dist_ctx, self._batch_plan = ctx.dist_ctx, inputs.batch_plan
         self.dataset, self.global_batch_size = inputs.packed_dataset, inputs.batch_plan.global_batch_size
-        # Ranks of tensor and context parallelism, which follow each other, train on the same completions: the first samples.
-        # What is called rank here is that of data parallelism.
-        self._group_size = built.parallel_model.model_parallel_size
-        rank, world_size = self._dist_ctx.rank_info.rank, self._dist_ctx.world_size
-        self._rank, self._world_size = data_parallel_rank_and_size(ctx.config.parallel, rank, world_size)
-        self._samples = rank % self._group_size == 0
+        # Ranks of tensor, context and pipeline parallelism train on the same completions: the first of them samples. What is
+        # called rank here is that of data parallelism.
+        parallel, rank, world_size = ctx.config.parallel, self._dist_ctx.rank_info.rank, self._dist_ctx.world_size
+        self._rank, self._world_size = data_parallel_rank_and_size(parallel, rank, world_size)
+        self._shares, split = self._world_size < world_size, parallel.context_parallel_degree * parallel.tensor_parallel_degree
+        self._samples = built.parallel_model.pipeline_rank == 0 and rank % split == 0
+        self._cuts, self._is_pipeline = 2 * split if split > 1 else 1, parallel.pipeline_parallel_degree > 1
         # A group stays on one rank. If the number of groups is not divisible, the first ranks have one more and the others
         # padding, so that all have the same number of micro-batches.
         self._num_groups = self._batch_plan.global_batch_size // options.num_generations
@@ -144,8 +145,9 @@ class Rollouts:
             local = add_staleness(local, batch_index, self._wait_seconds)
         if iteration:
             local = with_extras(local, reused=torch.ones(local.tokens.shape))
-        parts = 2 * self._group_size if self._group_size > 1 else 1
-        return [trim_padding(batch, parts).to(self._dist_ctx.device) for batch in self._micro_batches(local)]
+        if self._is_pipeline:  # its micro-batches have one length
+            return [batch.to(self._dist_ctx.device) for batch in self._micro_batches(trim_padding(local, self._cuts))]
+        return [trim_padding(batch, self._cuts).to(self._dist_ctx.device) for batch in self._micro_batches(local)]
 
     def _micro_batches(self, batch: Batch) -> list[Batch]:
         return split_micro_batches(batch, self._batch_plan.local_batch_size, self._batch_plan.micro_batch_size)
@@ -176,7 +178,7 @@ class Rollouts:
 
     def _share(self, sampled: SampledSet) -> SampledSet:
         """What the first rank of those that share sequences has sampled, on all of them."""
-        if self._group_size == 1:
+        if not self._shares:
             return sampled
         ids = [prompt._replace(prompt="", columns={}) for prompt in sampled.prompts]
         own = replace(sampled, prompts=ids, episodes=None) if self._samples else None
