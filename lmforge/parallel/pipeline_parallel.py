@@ -43,8 +43,8 @@ class StageModule(nn.Module):
         self._model_ref = (model,)  # in a tuple, so that the model is not registered as a submodule
         self._block_indices = block_indices
         self._loss_fn = loss_fn
-        # Of the micro-batches to come, and the loss's metrics of those that came, in the last stage: FSDP would cast extras that
-        # were arguments, and torch's schedule would not cut them.
+        # In the last stage: those of the micro-batches to come, and the loss's metrics of those that came. As arguments extras
+        # would be cast by FSDP, and not cut by torch's schedule.
         self.extras: deque[Extras | None] = deque()
         self.metrics: list[Metrics] = []
 
@@ -129,6 +129,9 @@ class PipelineModel(FSDP2Model):
         batch = Batch.cat(micro_batches)
         self._loss_factor = self.gradient_divide_factor / num_items
         shape = len(micro_batches), micro_batches[0].batch_size, batch.sequence_length
+        # Torch does so with a new schedule, which other pipelines may not need now, and ranks of a stage gather together.
+        for unit in self._units:
+            unit.reshard()
         if shape != self._schedule_shape:
             self._schedule, self._schedule_shape = self._build_schedule(*shape), shape
         last = self._stages[-1]
@@ -211,8 +214,8 @@ class PipelineModel(FSDP2Model):
 
 
 def check_stages_are_trained(model: LanguageModel, cuts: list[range]) -> None:
-    """Raise UserError, on all ranks, where a stage of a model that is trained has no trained weights, for which torch would wait
-    for gradients."""
+    """Raise UserError, on all ranks, where one stage of a model has trained weights and another none, for whose gradients torch
+    would wait."""
     if not any(parameter.requires_grad for parameter in model.parameters()):
         return
     for stage, cut in enumerate(cuts, start=1):

@@ -131,6 +131,7 @@ def world(recipe: Recipe, tmp_path_factory: pytest.TempPathFactory) -> World:
     # Long enough for several answers in a row, each with another one to the same prompt.
     judging = ["--method", "kto", "--data.files", folder / "judged.jsonl", "--data.sequence_length", 192]
     whole = {"sft": world.words("sft", "sft"), "dpo": world.words("align", "dpo"), "grpo": world.grpo("grpo")}
+    stages = ["--parallel.pipeline_parallel_degree", 2, "--train.micro_batch_size", 3]
     four_bits = ["--lora.rank", 4, "--lora.base_dtype", "nf4", "--lora.double_quant"]
     whole["sft qlora"] = world.words("sft", "sft qlora", *four_bits)
     whole["reward"] = world.words("align", "reward", "--method", "reward", "--validation.at_start")
@@ -202,10 +203,15 @@ def world(recipe: Recipe, tmp_path_factory: pytest.TempPathFactory) -> World:
         world.words("align", "reward ddp", "--method", "reward", "--parallel.engine", "ddp"),
         world.words("align", "kto tensor", *judging, "--parallel.tensor_parallel_degree", 2),
         world.words("align", "dpo context", "--parallel.context_parallel_degree", 2),
+        world.words("align", "dpo pipeline", *stages),
+        world.words("align", "dpo computed pipeline", "--align.reference", "precomputed", *stages),
+        world.words("align", "dpo lora pipeline", "--lora.rank", 4, *stages),
+        world.words("align", "kto pipeline", *judging, *stages),
     ]
     # On four ranks context × tensor, and one of them × two that shard.
     world.slow[4] = [
         world.words("align", "dpo both", "--parallel.context_parallel_degree", 2, "--parallel.tensor_parallel_degree", 2),
+        world.words("align", "dpo context pipeline", *stages, "--parallel.context_parallel_degree", 2),
         world.words("align", "dpo computed tensor", "--align.reference", "precomputed", "--parallel.tensor_parallel_degree", 2),
         *(
             world.words("align", f"{method} context", "--method", method, "--parallel.context_parallel_degree", 2)
@@ -249,6 +255,11 @@ def test_stopped_and_continued_a_run_ends_in_the_same_bits(world: World, name: s
         pytest.param("kto", "kto tensor", marks=SLOW),
         pytest.param("dpo", "dpo context", marks=SLOW),
         pytest.param("dpo", "dpo both", marks=SLOW),
+        pytest.param("dpo", "dpo pipeline", marks=SLOW),
+        pytest.param("dpo", "dpo computed pipeline", marks=SLOW),
+        pytest.param("dpo", "dpo context pipeline", marks=SLOW),
+        pytest.param("dpo lora", "dpo lora pipeline", marks=SLOW),
+        pytest.param("kto", "kto pipeline", marks=SLOW),
         pytest.param("dpo", "dpo computed tensor", marks=SLOW),
         pytest.param("orpo", "orpo context", marks=SLOW),
         pytest.param("simpo", "simpo context", marks=SLOW),

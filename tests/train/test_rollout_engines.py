@@ -107,6 +107,40 @@ def test_a_policy_that_ranks_split_learns_from_servers_what_one_process_does(
         assert torch.allclose(tensor, theirs[name], rtol=0, atol=1e-5), name
 
 
+def test_in_a_pipeline_servers_get_the_weights_and_adapters_of_all_stages(
+    grpo: Callable[..., list[str]], rollout_server: Server, lmforge: Command, tmp_path: Path
+) -> None:
+    options = ["--optimizer.eps", 1e-3, "--lora.rank", 4, "--train.micro_batch_size", 4]
+    assert command(grpo("inside", *options, steps=3)) == 0
+    words = grpo("outside", *options, *by(rollout_server.url), "--parallel.pipeline_parallel_degree", 2, steps=3)
+    done = lmforge(*words, ranks=2)
+    assert done.returncode == 0, done.stdout + done.stderr
+    for inside, outside in zip(numbers(tmp_path / "inside"), numbers(tmp_path / "outside"), strict=True):
+        assert outside == pytest.approx(inside, rel=2e-6, abs=2e-6)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_a_pipeline_resumes_amid_a_set_with_the_probabilities_of_its_first_use(
+    ranks: int, grpo: Callable[..., list[str]], rollout_server: Server, lmforge: Command, tmp_path: Path
+) -> None:
+    """On four ranks two pipelines shard each stage."""
+    options = ["--optimizer.eps", 1e-3, "--train.micro_batch_size", 2, "--schedule.name", "constant"]
+    options += ["--rollout.num_iterations", 2, "--rollout.importance_sampling_mode", "token_truncate"]
+    assert command(grpo("inside", *options, steps=6)) == 0
+    options += [*by(rollout_server.url), "--parallel.pipeline_parallel_degree", 2, "--train.threads", 1]
+    for steps in (3, 6):
+        done = lmforge(*grpo("outside", *options, steps=steps), ranks=ranks)
+        assert done.returncode == 0, done.stdout + done.stderr
+    insides, outsides = ({each["step"]: each for each in numbers(tmp_path / name)} for name in ("inside", "outside"))
+    assert outsides.keys() == insides.keys()
+    for step, inside in insides.items():
+        outside = outsides[step]
+        assert outside.pop("grad_norm") == pytest.approx(inside.pop("grad_norm"), rel=5e-5)
+        outside.pop("val/reward", None)  # the first attempt ends with one more
+        assert outside == pytest.approx({name: each for name, each in inside.items() if name in outside}, rel=2e-6, abs=2e-6)
+
+
 def test_adapters_are_merged_into_the_weights_that_servers_get(
     grpo: Callable[..., list[str]], rollout_server: Server, tmp_path: Path
 ) -> None:

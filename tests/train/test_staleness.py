@@ -17,7 +17,7 @@ from lmforge.objectives.objective import label_logprobs
 from lmforge.stages.alignment.journal import SEQUENCE_TENSORS
 from tests.conftest import Command, Refusal
 from tests.serve.conftest import Server
-from tests.train.test_rollout_engines import started
+from tests.train.test_rollout_engines import STARTED, started
 
 STEPS = 8
 
@@ -61,6 +61,30 @@ def versions_of(file: Path) -> list[int]:
     return [int(each) for each in versions.flatten().tolist() if each >= 0]
 
 
+def assert_equals_its_journal(run: Path, words: list[str], call: Callable[[list[str]], int]) -> None:
+    """From the first checkpoint again: the journal has all, nothing is sampled, and the weights become the same."""
+    again = run.parent / "again"
+    shutil.copytree(run, again / "run")
+    for folder in (again / "run" / "checkpoints").iterdir():
+        if int(folder.name.removeprefix("step-")) > 2:
+            shutil.rmtree(folder)
+    shutil.rmtree(again / "run" / "completions")
+    assert call([*words, "--run.folder", str(again)]) == 0
+    [sampled] = (again / "run" / "completions").iterdir()
+    assert sampled.name == f"step-{STEPS:06d}-validation-rank-0.jsonl"
+    assert equal(again / "run", run)
+
+
+def assert_not_older_than(staleness: int, run: Path, first: int = 0) -> None:
+    """The tokens of each set that the journal has: from the first that a checkpoint needs."""
+    journal = sorted((run / "rollouts").iterdir())
+    numbers = range(first, STEPS)
+    assert [file.name for file in journal] == [f"set-{number:06d}-rank-0-of-1.safetensors" for number in numbers]
+    for number, file in zip(numbers, journal, strict=True):
+        assert max(0, number - staleness) <= min(versions_of(file))
+        assert max(versions_of(file)) <= number
+
+
 @pytest.mark.parametrize("staleness", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_groups_are_learned_once_in_the_order_of_the_data_from_tokens_that_are_not_older_than_allowed(
     staleness: int, ahead: Callable[..., list[str]], grpo: Callable[..., list[str]], tmp_path: Path
@@ -68,11 +92,8 @@ def test_groups_are_learned_once_in_the_order_of_the_data_from_tokens_that_are_n
     assert command(grpo("inside", steps=STEPS)) == 0
     assert command(ahead("run", staleness, "--checkpoint.every_steps", 100)) == 0
     assert prompts_by_set(tmp_path / "run") == prompts_by_set(tmp_path / "inside")
+    assert_not_older_than(staleness, tmp_path / "run")
     journal = sorted((tmp_path / "run" / "rollouts").iterdir())
-    assert [file.name for file in journal] == [f"set-{number:06d}-rank-0-of-1.safetensors" for number in range(STEPS)]
-    for number, file in enumerate(journal):
-        assert max(0, number - staleness) <= min(versions_of(file))
-        assert max(versions_of(file)) <= number
     records = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     for number, (file, record) in enumerate(zip(journal, records, strict=True)):
         assert record["staleness/max"] <= number - min(versions_of(file))
@@ -93,16 +114,32 @@ def test_a_run_that_is_killed_resumes_as_its_journal_says_and_asks_for_no_set_tw
     assert command(words) == 0
     after = {file.name: file.read_bytes() for file in (run / "rollouts").iterdir()}
     assert {name: content for name, content in after.items() if name in before}.items() <= before.items()
-    # From the first checkpoint again: the journal has all, and nothing is rewarded.
-    shutil.copytree(run, tmp_path / "again" / "run")
-    for folder in (tmp_path / "again" / "run" / "checkpoints").iterdir():
-        if int(folder.name.removeprefix("step-")) > 2:
-            shutil.rmtree(folder)
-    shutil.rmtree(tmp_path / "again" / "run" / "completions")
-    assert command([*words, "--run.folder", str(tmp_path / "again")]) == 0
-    [sampled] = (tmp_path / "again" / "run" / "completions").iterdir()
-    assert sampled.name == f"step-{STEPS:06d}-validation-rank-0.jsonl"
-    assert equal(tmp_path / "again" / "run", run)
+    assert_equals_its_journal(run, words, command)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("split", ["tensor", "context", "pipeline"])
+def test_ranks_that_split_the_policy_sample_ahead_and_resume_as_their_journal_says(
+    split: str, ahead: Callable[..., list[str]], lmforge: Command, tmp_path: Path
+) -> None:
+    def call(words: list[str]) -> int:
+        return lmforge(*words, ranks=2).returncode
+
+    words = ahead("run", 1, f"--parallel.{split}_parallel_degree", 2, "--train.micro_batch_size", 4, "--train.threads", 1)
+    assert call(words) == 0
+    assert_not_older_than(1, tmp_path / "run", first=2)
+    assert_equals_its_journal(tmp_path / "run", words, call)
+
+
+@pytest.mark.slow  # interpreters start
+def test_servers_that_a_run_starts_sample_ahead_and_it_resumes_as_its_journal_says(
+    grpo: Callable[..., list[str]], tmp_path: Path
+) -> None:
+    words = grpo("run", *STARTED, "cpu", "--rollout.max_staleness", 1, "--checkpoint.every_steps", 2, steps=STEPS)
+    words += ["--checkpoint.keep_last", "20", "--validation.every_steps", "100"]
+    assert command(words) == 0
+    assert_not_older_than(1, tmp_path / "run", first=2)
+    assert_equals_its_journal(tmp_path / "run", words, command)
 
 
 def test_after_a_rollback_no_token_is_of_weights_that_were_left(

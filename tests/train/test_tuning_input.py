@@ -189,7 +189,11 @@ def recipe_of(kind: type[Tuned], place: Path, source: Path, **tables: Mapping[st
             ["--method", "reward", "--parallel.context_parallel_degree", "2"],
             "parallel.tensor_parallel_degree, context_parallel_degree, pipeline_parallel_degree: reward needs whole",
         ),
-        ("align", ["--parallel.pipeline_parallel_degree", "2"], "parallel.pipeline_parallel_degree: alignment computes losses"),
+        (
+            "align",
+            ["--method", "grpo", "--parallel.pipeline_parallel_degree", "2"],
+            "grpo needs whole completions on one rank; shard with fsdp2 instead, or sample with servers (rollout.engine)",
+        ),
         ("align", ["--method", "grpo", "--data.files", "prompts.jsonl"], "rollout.reward_functions: name a reward function"),
         (
             "align",
