@@ -51,13 +51,13 @@ def environment() -> Path:
 
 
 @contextmanager
-def vllm_server(model: Path, log: Path, *flags: str, max_length: int) -> Iterator[str]:
+def vllm_server(model: Path, log: Path, *, max_length: int) -> Iterator[str]:
     """The address of a vLLM that serves a model in fp32, with its interface for ids and weights."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     words = [environment() / "bin" / "vllm", "serve", model, "--host", "127.0.0.1", "--port", port, "--dtype", "float32"]
-    words += ["--max-model-len", max_length, "--enforce-eager", "--enable-scale-out", *flags]
+    words += ["--max-model-len", max_length, "--enforce-eager", "--enable-scale-out"]
     settings = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1"}
     own = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "OMP_NUM_THREADS")}
     with log.open("wb") as out:
