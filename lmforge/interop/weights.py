@@ -206,6 +206,41 @@ def _read_parts(file: SafetensorsFile, requests: list[tuple[str, Tensor, tuple[s
 
 
 @torch.no_grad()
+def continue_adapters(
+    model: LanguageModel, lora_config: LoraConfig, tensors: Mapping[str, Tensor], source: str
+) -> dict[str, Tensor]:
+    """Fill a model's own adapters, beside its quantized matrices, with adapters of these, so that nothing is rounded with them.
+    Returns the other tensors, for `merge_adapters`: without quantized matrices, all.
+
+    Arguments and errors are those of `merge_adapters`. Raises UserError too where the model's adapters are others.
+    """
+    own, full_model = model.lora_config, _full_model(model)
+    if own is None or own.stored is None:
+        return dict(tensors)
+    if full_model is not model:
+        own.add_to(full_model)
+    matrices = quantized_matrices(full_model)
+    shapes = {name: [*each.shape] for name, each in full_model.named_parameters()}
+    local, left = dict(model.named_parameters()), {}
+    for name, value in tensors.items():
+        layer = next((name.removesuffix(end) for end in LORA_SUFFIXES if name.endswith(end)), None)
+        matrix = name if layer is None else adapted_name(layer)
+        if matrix not in matrices:
+            left[name] = value
+            continue
+        stored = f"lora.base_dtype = {own.base_dtype}: {source}"
+        if layer is None:
+            raise UserError(f"{stored} replaces {name}, which would be rounded; merge it first (lmforge.save_model)")
+        if name not in shapes:
+            raise UserError(f"{stored} has adapters of {matrix}; add it to lora.target_modules or lora.target_parameters")
+        if shapes[name] != [*value.shape]:
+            raise UserError(f"{stored} has {name} as {[*value.shape]} and the run {shapes[name]}; give lora.rank its rank")
+        if name in local:
+            copy_part(local[name], value * (lora_config.scaling / own.scaling) if name.endswith(LORA_SUFFIXES[1]) else value)
+    return left
+
+
+@torch.no_grad()
 def merge_adapters(model: LanguageModel, lora_config: LoraConfig, tensors: Mapping[str, Tensor], source: str) -> None:
     """Add low-rank adapters, full tensors by our names, to the weights of a model in place; other tensors replace its own.
 

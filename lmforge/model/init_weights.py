@@ -125,10 +125,10 @@ def init_weights(model: Model, seed: int, embedding_std: float | None = None) ->
 
 
 @torch.no_grad()
-def init_adapters(model: nn.Module, seed: int, new_names: Collection[str] = ()) -> None:
-    """As `init_weights`, but only the low-rank adapters and `new_names`: for a model whose other weights are loaded."""
+def init_adapters(model: nn.Module, seed: int, ends: Collection[str] = LORA_SUFFIXES) -> None:
+    """As `init_weights`, but only the tensors whose names end so: for a model whose other weights are loaded."""
     for name, part in _held_parts(model).items():
-        if name.endswith(LORA_SUFFIXES) or name in new_names:
+        if name.endswith(tuple(ends)):
             config: ModelConfig = model.config  # type: ignore[assignment]
             factor = model.tensor_scale(name, tuple(part.shape)).init  # type: ignore[operator]
             part.fill(initial_value(name, part.shape, config).scaled(factor), derive_key(seed, "weights", name))

@@ -111,7 +111,8 @@ def build_model_and_optimizer(
                 if load_weights is None:
                     init_weights(model, config.train.seed, config.model.embedding_initializer_range)
                 else:
-                    init_adapters(model, config.train.seed, new_names=load_weights(model))
+                    init_adapters(model, config.train.seed)
+                    init_adapters(model, config.train.seed, ends=load_weights(model))
             except CorruptCheckpoint as reason:
                 raise CorruptCheckpoint(f"{config.model.source}: {reason}; name another checkpoint") from None
 

@@ -1,6 +1,7 @@
 """The model that a run begins from: its config, tokenizer and weights, from a checkpoint or a Hugging Face folder.
 
-Where a recipe names a PEFT folder, that is its base model with the adapters merged.
+Where a recipe names a PEFT folder, that is its base model with the adapters merged; beside a base in few bits they stay
+adapters, and are trained further.
 """
 
 import json
@@ -27,7 +28,7 @@ from lmforge.interop.config_json import is_nf4_folder, read_config_json
 from lmforge.interop.kinds import MODELS, Kind, kind_of, unexpected
 from lmforge.interop.peft_folder import base_model_of, base_model_overrides, load_peft_folder
 from lmforge.interop.resolve import check_balance, model_config_from_options, stored_model_config
-from lmforge.interop.weights import LM_HEAD_WEIGHT, describe_folder, load_folder, merge_adapters
+from lmforge.interop.weights import LM_HEAD_WEIGHT, continue_adapters, describe_folder, load_folder, merge_adapters
 from lmforge.model.config import ModelConfig
 from lmforge.model.layers import LanguageModel
 from lmforge.model.presets import PRESETS
@@ -98,7 +99,9 @@ class Pretrained:
         else:
             checkpoint.load_weights(self.folder, self.manifest, model, new)
         if self.adapters is not None:
-            merge_adapters(model, *load_peft_folder(self.adapters), str(self.adapters))
+            lora, tensors = load_peft_folder(self.adapters)
+            tensors = continue_adapters(model, lora, tensors, str(self.adapters))
+            merge_adapters(model, lora, tensors, str(self.adapters))
         return new
 
 
@@ -138,6 +141,11 @@ def open_tuned_model(config: TunedConfig) -> tuple[Pretrained, Tokenizer, ModelC
     pretrained = find_required_pretrained(config)
     check_has_weights(pretrained)
     check_base(pretrained, config.lora)
+    if config.lora.base_dtype and pretrained.adapters and isinstance(config, AlignConfig) and config.reference is not None:
+        way = "use a method without one (orpo, simpo), or merge them first (lmforge.save_model)"
+        raise UserError(
+            f"align.reference = {config.reference}: {pretrained.adapters} is adapters, which the reference would lack; {way}"
+        )
     tokenizer = pretrained.tokenizer()
     return pretrained, tokenizer, pretrained.resolve_model_config(config.model, tokenizer.vocab_size)
 
@@ -173,16 +181,11 @@ def check_has_weights(pretrained: Pretrained) -> None:
 
 
 def check_base(pretrained: Pretrained, lora: LoraOptions | None) -> None:
-    """Raise UserError where weights in 4 bits would be trained themselves, or would have to be merged with adapters."""
+    """Raise UserError where weights in 4 bits would be trained themselves."""
     content = {} if pretrained.manifest else read_config_json(pretrained.folder / "config.json")
     if is_nf4_folder(content) and (lora is None or lora.rank is None):
         way = "give lora.rank" if lora else "use lmforge sft with lora.rank"
         raise UserError(f"{pretrained.folder}: its weights are in 4 bits, so only adapters beside them can be trained; {way}")
-    if lora and lora.base_dtype and pretrained.adapters is not None:
-        raise UserError(
-            f"lora.base_dtype = {lora.base_dtype}: {pretrained.adapters} is adapters, which would be rounded with their model;"
-            " begin from their model, or merge them first (lmforge.save_model)"
-        )
 
 
 def pin_checkpoints(config: ConfigT) -> ConfigT:

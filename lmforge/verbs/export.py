@@ -24,7 +24,7 @@ from lmforge.hub import resolve_model_folder
 from lmforge.interop.export import export_folder
 from lmforge.interop.kinds import Kind, kind_of
 from lmforge.interop.layouts import LAYOUTS, LayoutHints, convert_checkpoint
-from lmforge.interop.peft_folder import save_peft_folder
+from lmforge.interop.peft_folder import base_model_of, load_peft_folder, save_peft_folder
 from lmforge.interop.resolve import resolve_model_config, stored_model_config
 from lmforge.interop.torch_checkpoints import open_tensor_source
 from lmforge.model.config import ModelConfig
@@ -72,6 +72,8 @@ def _write_adapters(options: ExportOptions, stored: checkpoint.StoredModel, mani
         )
     if stored.lora is None or base is None:
         raise UserError(f"{options.model}: was not trained with adapters; export it without --adapters")
+    if kind_of(base) == Kind.ADAPTERS and stored.lora.stored and load_peft_folder(base)[1].keys() <= stored.adapters.keys():
+        base = str(base_model_of(Path(base)))  # the run went on with those
     if kind_of(base) == Kind.ADAPTERS:
         raise UserError(
             f"{options.model}: began from {base}, which is adapters too, and adapters cannot belong to adapters; export it"

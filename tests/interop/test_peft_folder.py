@@ -116,6 +116,40 @@ def test_a_run_starts_from_a_folder_of_adapters_and_exports_a_full_model(
         assert torch.equal(whole[name], value), name
 
 
+def test_adapters_beside_a_base_in_few_bits_are_trained_further_and_exported_again(
+    tuned: Tuned, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    few_bits = ["--lora.base_dtype", "int8", "--run.folder", tmp_path, "--lora.rank", 3, "--lora.alpha", 9]
+    begun = [*tuned.words, "--schedule.name", "constant", *map(str, [*few_bits, "--model.source", tuned.adapters])]
+    assert command(["sft", *begun, "--run.name", "on", "--train.steps", "3"]) == 0
+    for steps in ("2", "3"):  # stopped after two, and resumed
+        assert command(["sft", *begun, "--run.name", "resumed", "--train.steps", steps]) == 0
+    resumed = weights(tmp_path / "resumed")
+    for name, value in weights(tmp_path / "on").items():
+        assert torch.equal(resumed[name], value), name
+    still = [*begun, "--run.name", "still", "--optimizer.lr", "1e-30"]
+    assert command(["sft", *still]) == 0
+    assert command(["export", str(tmp_path / "still"), str(tmp_path / "out"), "--adapters", "--dtype", "fp32"]) == 0
+    (config, mine), (theirs_config, theirs) = (load_peft_folder(each) for each in (tmp_path / "out", tuned.adapters))
+    base = json.loads((tmp_path / "out" / "adapter_config.json").read_text())["base_model_name_or_path"]
+    assert (config.alpha, Path(base)) == (9, tuned.base)
+    for name, value in theirs.items():
+        scale = theirs_config.scaling / config.scaling if "lora_B" in name else 1.0
+        torch.testing.assert_close(mine[name].float(), value.float() * scale, rtol=1e-6, atol=0)
+    for other, complaint in (
+        (["--lora.rank", "2"], "give lora.rank its rank"),
+        (["--lora.target_modules", "c_fc"], "add it to lora.target_modules"),
+    ):
+        assert command(["sft", *begun, "--run.name", "other", *other, "--run.overwrite"]) == 2
+        said = capfd.readouterr().err
+        assert f"lora.base_dtype = int8: {tuned.adapters} has" in said
+        assert complaint in said
+    pairs = tmp_path / "pairs.jsonl"
+    pairs.write_text(json.dumps({"prompt": "a", "chosen": "b", "rejected": "c"}) + "\n")
+    assert command(["align", *begun, "--run.name", "dpo", "--data.files", str(pairs)]) == 2
+    assert "align.reference = adapters-off" in capfd.readouterr().err
+
+
 def test_adapters_of_a_checkpoint_belong_to_it_wherever_they_are_opened(tuned: Tuned, tmp_path: Path) -> None:
     more = ["--model.source", tuned.run, "--run.folder", tmp_path, "--run.name", "on", "--lora.rank", 2]
     assert command(["sft", *tuned.words, *map(str, more)]) == 0

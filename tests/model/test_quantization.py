@@ -18,12 +18,13 @@ from lmforge.interop.peft_folder import save_peft_folder
 from lmforge.interop.resolve import resolve_model_config
 from lmforge.interop.weights import describe_folder, load_folder
 from lmforge.model import build_model
-from lmforge.model.init_weights import init_weights
+from lmforge.model.init_weights import init_adapters, init_weights
 from lmforge.model.layers import LanguageModel
 from lmforge.model.lora import LoraConfig, adapter_parameters, add_lora, disable_adapters
 from lmforge.model.quantization.blocks import BlockFormat, dequantize, dynamic_values, quantize
 from lmforge.model.quantization.matrices import quantized_matrices
 from lmforge.parallel.activation_checkpointing import apply_activation_checkpointing
+from lmforge.stages.pretrained import find_pretrained
 from tests.distributed.shapes import SHAPES
 from tests.model.test_lora import assert_close, gradients, logits, one_document, set_adapters, with_adapters
 from tests.seeds import fresh_random
@@ -121,6 +122,12 @@ def test_logits_and_gradients_of_adapters_are_those_of_peft_on_bitsandbytes(
     theirs = peft.PeftModel.from_pretrained(base, tmp_path / "adapters", is_trainable=True).train()  # else it computes in bf16
     batch = one_document(3, 17, shape.vocab_size)
     assert_close(logits(model, batch), theirs(batch.tokens).logits)
+    # A run that begins from the folder: of the same adapters, another scaling, and an adapted layer more, which begins at zero.
+    again = build_model(shape)
+    add_lora(again, replace(config, alpha=5.0, target_modules=("q_proj", "down_proj", "up_proj")))
+    init_adapters(again, 3)
+    find_pretrained(tmp_path / "adapters").load_weights(again)
+    assert_close(logits(again, batch), theirs(batch.tokens).logits)
     torch.nn.functional.cross_entropy(
         theirs(batch.tokens).logits.flatten(0, 1), batch.labels.flatten(), reduction="sum"
     ).backward()
