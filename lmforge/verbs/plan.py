@@ -21,7 +21,6 @@ from lmforge.config.verbs.plan import AnyPlanConfig
 from lmforge.errors import RunFailed, UserError, format_bytes, format_count, format_duration
 from lmforge.model.flops import active_parameters, describe_experts
 from lmforge.parallel.dims import plan_batches
-from lmforge.plan.memory import DTYPE_BYTES
 from lmforge.plan.planning import (
     Machine,
     find_machine,
@@ -68,7 +67,7 @@ def run_plan(config: AnyPlanConfig) -> int:
     cost = run_cost(phases, config.plan, machine.gpu, async_save=config.checkpoint.async_save)
     budget = config.plan.usable * machine.gpu.memory_bytes
     fits_device = prediction.device_bytes <= budget
-    host_bytes = _host_bytes(prediction, cost)
+    host_bytes = prediction.host_bytes
     fits = fits_device and host_bytes <= machine.host_memory_bytes
     on_host = f"{format_bytes(host_bytes)} of host memory on each host, for offload"
     advice = "" if fits_device else suggest_what_fits(step_config, lambda other: sum(peak_memory(other).values()), budget)
@@ -116,15 +115,6 @@ def run_plan(config: AnyPlanConfig) -> int:
     _print_phases(console, phases)
     _print_cost(console, prediction, cost, config)
     return 0
-
-
-def _host_bytes(prediction: Prediction, cost: RunCost) -> float:
-    """What offload keeps on a host: activations, or master weights, gradients and optimizer states, of its ranks."""
-    step_config, of_a_rank = prediction.step_config, prediction.offloaded_bytes
-    if step_config.options.cpu_offload:
-        gradients = step_config.parameters.trained * DTYPE_BYTES[step_config.master_dtype]
-        of_a_rank += (cost.checkpoint_bytes + gradients) / (step_config.shards * step_config.tensor * step_config.pipeline)
-    return of_a_rank * min(step_config.gpus_per_host, step_config.world_size)
 
 
 def _memory_table(prediction: Prediction) -> Table:
@@ -283,7 +273,7 @@ def run_search(config: AnyPlanConfig) -> int:
         if not config.train.float8 and machine.gpu.peak_flops("fp8") is not None:
             print("float8 changes results and is tried only with --train.float8 true")
     if not result.best:
-        least = format_bytes(result.too_large[0].device_bytes) if result.too_large else "nothing"
+        least = result.too_large[0].needs if result.too_large else "nothing"
         mend = "raise --configurations, or use more GPUs" if result.left_out else "use more GPUs"
         raise RunFailed(f"--search: no configuration fits into {format_bytes(budget)}; the smallest takes {least}; {mend}")
     written = list(zip(files, result.best, strict=False))
@@ -331,7 +321,7 @@ def other_choices(result: SearchResult) -> list[tuple[str, Candidate, str]]:
                 continue
             seen.add((name, value))
             fits = each in result.fitting
-            reason = why_slower(each, winner) if fits else f"does not fit: {format_bytes(each.device_bytes)} at least"
+            reason = why_slower(each, winner) if fits else f"does not fit: {each.needs} at least"
             rows.append((f"{name} = {value}", each, reason))
     return sorted(rows, key=lambda row: row[0])
 

@@ -335,6 +335,19 @@ def test_a_search_tries_to_offload_activations_on_gpus_alone() -> None:
     assert tried == {True: {"none", "full"}, False: set()}
 
 
+def test_a_search_leaves_out_what_the_host_cannot_hold() -> None:
+    base, gpu = step_config_of("124m", gpus=1, sequence_length=512), data_sheets().gpu("h100-80")
+    results = {}
+    for name, sheet in (("roomy", gpu), ("small", gpu.model_copy(update={"host_memory_gb": 0.5}))):
+        machine = Machine(sheet, None, 1)
+        results[name] = search(base, 2, sheet, machine.rates("bf16"), gpu.memory_bytes, 40, False)
+    assert max(each.host_bytes for each in results["roomy"].fitting) > 2**29
+    assert not results["roomy"].too_large
+    assert 0 < max(each.host_bytes for each in results["small"].fitting) <= 2**29
+    assert min(each.host_bytes for each in results["small"].too_large) > 2**29
+    assert " on a host" in results["small"].too_large[0].needs
+
+
 def test_a_search_stores_states_in_8_bits_where_nothing_fits_otherwise(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from lmforge.config.verbs.plan import MachineOptions
 from lmforge.model.flops import adapted_flops_per_token, flops_per_token
 from lmforge.plan.hardware import GB, GPU, data_sheets
-from lmforge.plan.memory import checkpoint_bytes
+from lmforge.plan.memory import DTYPE_BYTES, checkpoint_bytes
 from lmforge.plan.prediction.program import StepProgram
 from lmforge.plan.prediction.rates import COLLECTIVE_SMS, CONSTANTS, Rates, make_group
 from lmforge.plan.prediction.simulator import COMPUTE, HOST_COPIES, NETWORK, Simulation, simulate
@@ -24,6 +24,9 @@ HOST_BYTES = 320 * 2**20
 # How far the true value may be below and above a prediction with constants from data sheets.
 SPEED_INTERVAL = (0.70, 1.20)
 MEMORY_INTERVAL = (0.92, 1.10)
+# torch's allocator of page-locked memory rounds each tensor up to a power of two. Sizes that are spread evenly over the factors
+# from 1 to 2 take so much more on average: 1 / ln 2.
+PAGE_LOCKED_ROUNDING = 1.44
 # The kind of memory that does not belong to tensors.
 OVERHEAD = "context and libraries"
 # The same where every constant was measured on the device: the goal of benchmarks/plan_cpu.py, whose 12 rows are within 8 %.
@@ -77,6 +80,16 @@ class Prediction:
     @property
     def memory_interval(self) -> tuple[float, float]:
         return self.device_bytes * MEMORY_INTERVAL[0], self.device_bytes * MEMORY_INTERVAL[1]
+
+    @property
+    def host_bytes(self) -> float:
+        """What offload keeps on a host: activations, or master weights, gradients and optimizer states, of its ranks."""
+        step_config, of_a_rank = self.step_config, self.offloaded_bytes * PAGE_LOCKED_ROUNDING
+        if step_config.options.cpu_offload:
+            counts, master = step_config.parameters, step_config.master_dtype
+            nbytes = checkpoint_bytes(step_config.optimizer, master, counts) + counts.trained * DTYPE_BYTES[master]
+            of_a_rank += nbytes / (step_config.shards * step_config.tensor * step_config.pipeline)
+        return of_a_rank * min(step_config.gpus_per_host, step_config.world_size)
 
     @property
     def parts(self) -> dict[str, float]:

@@ -40,15 +40,21 @@ class Candidate:
 
     step_config: StepConfig
     device_bytes: float
+    host_bytes: float
     step_seconds: float
     parts: dict[str, float]
+
+    @property
+    def needs(self) -> str:
+        """The memory of a GPU, and of a host where something is offloaded."""
+        return format_bytes(self.device_bytes) + (f" and {format_bytes(self.host_bytes)} on a host" if self.host_bytes else "")
 
 
 @dataclass(frozen=True)
 class SearchResult:
     """best: what fits, the fastest first, predicted in full. fitting: all estimates that fit, the fastest first.
 
-    too_large: the smallest estimates that do not fit. refused: how many the checks of a run refuse.
+    too_large: the estimates that do not fit, those nearest to it first. refused: how many the checks of a run refuse.
     """
 
     best: list[Prediction]
@@ -62,7 +68,13 @@ class SearchResult:
 def search(
     base: StepConfig, global_batch_size: int, gpu: GPU, rates: Rates, budget: float, most: int, float8: bool
 ) -> SearchResult:
-    """Try the configurations of `base`'s model, batch and GPUs, at most `most`. `budget` is the memory of a GPU in bytes."""
+    """Try the configurations of `base`'s model, batch and GPUs, at most `most`. `budget` is the memory of a GPU in bytes. What
+    is offloaded has to fit into the host."""
+    on_host = gpu.host_memory_gb * 2**30 * min(base.gpus_per_host, base.world_size)
+
+    def fits(candidate: Candidate | Prediction) -> bool:
+        return candidate.device_bytes <= budget and candidate.host_bytes <= on_host
+
     fitting, too_large, refused, tried, left_out = list[Candidate](), list[Candidate](), 0, 0, 0
     for step_config in candidates(base, global_batch_size, float8):
         if tried == most:
@@ -75,11 +87,11 @@ def search(
         except UserError:
             refused += 1
             continue
-        (fitting if candidate.device_bytes <= budget else too_large).append(candidate)
+        (fitting if fits(candidate) else too_large).append(candidate)
     fitting.sort(key=lambda each: each.step_seconds)
-    too_large.sort(key=lambda each: each.device_bytes)
+    too_large.sort(key=lambda each: max(each.device_bytes / budget, each.host_bytes / on_host))
     predicted = (predict(each.step_config, gpu, rates) for each in fitting[:FINALISTS])
-    best = sorted((each for each in predicted if each.device_bytes <= budget), key=lambda each: each.step_seconds)
+    best = sorted(filter(fits, predicted), key=lambda each: each.step_seconds)
     return SearchResult(best, fitting, too_large, tried, refused, left_out)
 
 
@@ -183,12 +195,12 @@ def _on_straight_line(step_config: StepConfig, gpu: GPU, rates: Rates) -> Candid
     few, more = (count * step_config.pipeline for count in FEW_BLOCKS)
     if layers <= more:
         prediction = predict(step_config, gpu, rates)
-        return Candidate(step_config, prediction.device_bytes, prediction.step_seconds, prediction.parts)
+        return Candidate(step_config, prediction.device_bytes, prediction.host_bytes, prediction.step_seconds, prediction.parts)
 
     def line(below: float, above: float) -> float:
         return above + (layers - more) / (more - few) * (above - below)
 
-    memory, seconds, parts = 0.0, 0.0, dict[str, float]()
+    memory, host, seconds, parts = 0.0, 0.0, 0.0, dict[str, float]()
     for kind, count in Counter(step_config.model.layer_kinds).items():
         low, high = (
             predict(replace(step_config, model=_shorter(step_config.model, blocks, *kind)), gpu, rates)
@@ -196,10 +208,11 @@ def _on_straight_line(step_config: StepConfig, gpu: GPU, rates: Rates) -> Candid
         )
         share, low_parts = count / layers, low.parts
         memory += share * line(low.device_bytes, high.device_bytes)
+        host += share * line(low.host_bytes, high.host_bytes)
         seconds += share * line(low.step_seconds, high.step_seconds)
         for name, above in high.parts.items():
             parts[name] = parts.get(name, 0.0) + share * line(low_parts.get(name, 0.0), above)
-    return Candidate(step_config, memory, seconds, parts)
+    return Candidate(step_config, memory, host, seconds, parts)
 
 
 def why_slower(candidate: Candidate | Prediction, winner: Candidate | Prediction) -> str:
