@@ -31,7 +31,8 @@ from lmforge.config.verbs.examine import DoctorOptions
 from lmforge.errors import EXIT_PEER_LOST, RunFailed, UserError, name_some
 from lmforge.untrusted import describe_os_error
 from lmforge.verbs.running.launch import with_nodes
-from lmforge.verbs.show.describe import find_vocab_size, resolve_model
+from lmforge.verbs.show.describe import resolve_model
+from lmforge.verbs.show.describe_data import find_vocab_size
 
 POLL_SECONDS, STATE_SECONDS = 0.1, 3.0
 # How long a scheduler may take to report the end of a job after its script has written its exit status.

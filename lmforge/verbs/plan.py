@@ -35,7 +35,8 @@ from lmforge.plan.prediction.search import Candidate, SearchResult, in_fewer_bit
 from lmforge.plan.prediction.simulator import COMPUTE, HOST_COPIES, NETWORK
 from lmforge.terminal.cells import page_console
 from lmforge.untrusted import describe_os_error
-from lmforge.verbs.show.describe import find_vocab_size, resolve_model
+from lmforge.verbs.show.describe import resolve_model
+from lmforge.verbs.show.describe_data import find_vocab_size
 
 SHOWN = 10
 # The options that a search chooses, and their values, for which the best configuration of each is shown.

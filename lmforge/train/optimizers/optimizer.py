@@ -31,19 +31,21 @@ def build_optimizer(
     that of the rest. The groups of the options override this for their parameters. `full_shapes` has the full shape of each
     parameter by name, where parameters do not have it (FSDP1's are flat).
     """
-    shapes = {name: parameter.shape for name, parameter in model.named_parameters()} | dict(full_shapes or {})
-    flat = any(len(shapes[name]) != parameter.ndim for name, parameter in model.named_parameters())
-    entry = registry.get("optimizer", options.name)
-    needs_matrices = bool(entry.facts.get("needs_matrices"))
+    parameters = dict(model.named_parameters())
+    shapes = {name: parameter.shape for name, parameter in parameters.items()} | dict(full_shapes or {})
+    flat = any(len(shapes[name]) != parameter.ndim for name, parameter in parameters.items())
+    entry, needs_matrices = registry.get("optimizer", options.name), _needs_matrices(options)
     if flat and (needs_matrices or options.state_dtype != "fp32" or options.stochastic_rounding):
         option = f"state_dtype = {options.state_dtype}" if options.state_dtype != "fp32" else "stochastic_rounding"
         option = f"name = {options.name}" if needs_matrices else option
         reason = "fsdp1 flattens the parameters, and this needs their shapes"
         raise UserError(f"optimizer.{option}: {reason}; use engine = fsdp2")
-    groups = _parameter_groups(model, options, shapes, needs_matrices)
-    optimizer: torch.optim.Optimizer = entry.build(groups, options, entry_options(options, entry))
+    groups: dict[tuple[Any, ...], dict[str, Any]] = {}
+    for name, numbers in tensor_options(model, options, shapes).items():
+        groups.setdefault(tuple(numbers.values()), {"params": [], **numbers})["params"].append(parameters[name])
+    optimizer: torch.optim.Optimizer = entry.build(list(groups.values()), options, entry_options(options, entry))
     if options.stochastic_rounding:
-        trained = {name: each for name, each in model.named_parameters() if each.requires_grad}
+        trained = {name: each for name, each in parameters.items() if each.requires_grad}
         optimizer.rounding_keys = {each: derive_key(0, "rounding", name) for name, each in trained.items()}  # type: ignore[attr-defined]
     if not isinstance(optimizer, torch.optim.Optimizer):
         kind = type(optimizer).__name__
@@ -76,17 +78,25 @@ def _common_numbers(options: OptimizerOptions) -> dict[str, Any]:
     return {"lr": options.lr, "betas": (options.beta1, options.beta2), "eps": options.eps}
 
 
-def _parameter_groups(
-    model: LanguageModel, options: OptimizerOptions, shapes: Mapping[str, torch.Size], marks_matrices: bool
-) -> list[dict[str, Any]]:
-    """Trainable parameters, grouped by the hyperparameters that apply to them."""
+def _needs_matrices(options: OptimizerOptions) -> bool:
+    return bool(registry.get("optimizer", options.name).facts.get("needs_matrices"))
+
+
+def tensor_options(
+    model: LanguageModel, options: OptimizerOptions, full_shapes: Mapping[str, torch.Size] | None = None
+) -> dict[str, dict[str, Any]]:
+    """What applies to each trainable parameter, by name: `weight_decay`, `lr_ratio` (of the learning rate to the recipe's), and
+    where they are not the same for all `eps`, `orthogonal` (Muon's) and `stores_8bit`. For `full_shapes` and errors see
+    `build_optimizer`.
+    """
+    shapes = {name: parameter.shape for name, parameter in model.named_parameters()} | dict(full_shapes or {})
+    marks_matrices, result = _needs_matrices(options), dict[str, dict[str, Any]]()
     trainable = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
     tables = {id(parameter) for module in (*model.embeddings, model.lm_head) for parameter in module.parameters()}
     hidden = {id(parameter) for parameter in model.blocks.parameters() if parameter.ndim >= 2}
     # A pipeline rank has only some of the tensors, so a pattern may match none of them. No pattern may be for a frozen tensor.
     frozen = {name for name, _ in model.named_parameters()} - trainable.keys()
     chosen = assign_groups([name for name in shapes if name not in frozen], options.groups)
-    groups: dict[tuple[Any, ...], dict[str, Any]] = {}
     for name, parameter in trainable.items():
         numbers: dict[str, Any] = {
             "weight_decay": 0.0 if len(shapes[name]) < 2 else options.weight_decay,
@@ -104,8 +114,8 @@ def _parameter_groups(
             numbers["orthogonal"] = id(parameter) in hidden
         if options.state_dtype == "8bit":
             numbers["stores_8bit"] = id(parameter) in hidden
-        groups.setdefault(tuple(numbers.values()), {"params": [], **numbers})["params"].append(parameter)
-    return list(groups.values())
+        result[name] = numbers
+    return result
 
 
 def assign_groups(names: Iterable[str], groups: Iterable[GroupOptions]) -> dict[str, GroupOptions]:

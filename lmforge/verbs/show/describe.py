@@ -1,18 +1,14 @@
-"""Lines about a recipe, its data and its model: for `lmforge show`, for `--dry-run` of the training verbs, and for plans."""
+"""Lines about a recipe and its model: for `lmforge show`, for `--dry-run` of the training verbs, and for plans."""
 
-import re
-from collections.abc import Sequence
 from dataclasses import replace
 
 from lmforge.cluster.rank_info import read_rank_info
 from lmforge.config.align import AlignConfig
-from lmforge.config.batch_plan import batch_plan
-from lmforge.config.mixture import is_remote, tokens_by_length
+from lmforge.config.mixture import tokens_by_length
 from lmforge.config.options import to_toml
 from lmforge.config.sections import OptimizerOptions
 from lmforge.config.stage import PretrainConfig, StageConfig
 from lmforge.config.tuning import TunedConfig
-from lmforge.data.mixture import MixedDataset
 from lmforge.errors import format_bytes
 from lmforge.interop.kinds import Kind, kind_of
 from lmforge.interop.resolve import model_config_from_options
@@ -21,7 +17,7 @@ from lmforge.model.flops import FLOPS_CONVENTION, describe_experts, flops_per_to
 from lmforge.parallel.dims import parallel_dims, plan_batches
 from lmforge.parallel.validate import check_parallel, choose_engine
 from lmforge.plan.memory import DTYPE_BYTES, checkpoint_bytes, count_all
-from lmforge.stages.training_data import TokenSources, find_missing_folders
+from lmforge.verbs.show.describe_data import describe_data
 
 
 def dry_run(config: StageConfig, everything: bool = False) -> str:
@@ -67,7 +63,9 @@ def describe_recipe(config: StageConfig, everything: bool = False) -> str:
             f" and {format_bytes(state_bytes)} of weights and optimizer states"
         )
     if config.model.parametrization != "standard":
-        lines += _describe_parametrization(config, model)
+        from lmforge.verbs.show.tensor_table import describe_tensors  # with torch
+
+        lines += describe_tensors(config, model)
     check_parallel(config.parallel, model, plan)
     lines += _describe_sharding(config, ranks, state_bytes)
     if passes is None:
@@ -77,33 +75,6 @@ def describe_recipe(config: StageConfig, everything: bool = False) -> str:
         lines.append(f"compute    {total_flops:.3g} FLOPs in the whole run")
     shown = "every option" if everything else "what differs from the defaults; --dry-run all prints every option"
     return "\n".join([*lines, "", f"# {shown}", to_toml(config, changed_only=not everything).rstrip()])
-
-
-def _describe_parametrization(config: StageConfig, model: ModelConfig) -> list[str]:
-    """The factors of each kind of tensor, relative to the options of the recipe."""
-    from lmforge.stages.build_model import empty_model  # with torch
-
-    built, rows = empty_model(config, model), dict[str, tuple[str, ...]]()
-    is_muon = config.optimizer.name == "muon"
-    if isinstance(config, TunedConfig) and config.lora.rank is not None:
-        from lmforge.model.lora import add_lora
-        from lmforge.plan.parameter_counts import get_lora_config
-
-        if (adapters := get_lora_config(config)) is not None:
-            add_lora(built, adapters)
-    for name, parameter in built.named_parameters():
-        if not parameter.requires_grad:
-            continue
-        scale = built.tensor_scale(name, tuple(parameter.shape))
-        lr = scale.muon_lr if is_muon and name.startswith(built.blocks_name) and parameter.ndim > 1 else scale.lr
-        decay = 0.0 if parameter.ndim < 2 else 1 / lr
-        numbers = (scale.init, lr, decay, scale.eps)
-        rows[re.sub(r"\.\d+\.", ".N.", name)] = (scale.kind, *(f"{each:.4g}" for each in numbers))
-    title = f"factors    of {config.model.parametrization}: of first values, learning rate, weight decay and epsilon"
-    return [
-        title,
-        *align_right([["tensor", "kind", "first", "lr", "decay", "eps"], *([name, *row] for name, row in rows.items())]),
-    ]
 
 
 def resolve_model(config: StageConfig, vocab_size: int | None) -> ModelConfig:
@@ -144,59 +115,6 @@ def describe_cost(model: ModelConfig, sequence_length: int, optimizer: Optimizer
         f" {format_bytes(checkpoint_bytes(optimizer, master_dtype, count_all(model)))} with the states of {optimizer.name},"
         " over all ranks that shard it"
     )
-
-
-def describe_data(config: PretrainConfig, step: int | None = None, batch_offset: int = 0) -> tuple[list[str], int | None]:
-    """Lines about the data, and the size of the vocabulary where the data is there.
-
-    With `step`, also how much has been read after that many steps. `batch_offset` is the number of batches that rollbacks have
-    left out so far: they count as read. Raises UserError where the data is damaged.
-    """
-    if missing := find_missing_folders(config):
-        return [f"data       {missing[0]}: not there yet; `lmforge prepare SOURCE {missing[0]}` makes it"], None
-    sources = TokenSources.open(config)
-    size = batch_plan(config.train, config.data.sequence_length, ranks=1).global_batch_size
-    if not config.data.sources and not config.data.phases:
-        num_tokens = sources.folders[0].split("train").num_tokens
-        epochs = config.train.steps * size * config.data.sequence_length / num_tokens
-        line = f"data       {sources.location}: {num_tokens:,} tokens, so {epochs:.2f} epochs"
-        return [line], sources.tokenizer.vocab_size
-    dataset = sources.training(size)
-    steps = {} if step is None else {f"after {step:,} steps": step}
-    steps[f"after all {config.train.steps:,}"] = config.train.steps
-    rows = _rows(dataset, {title: (number + batch_offset) * size for title, number in steps.items()})
-    title = "data       tokens of each source, padding included, and how often it is read"
-    return [title, *align_right(rows), *dataset.describe_phases()], sources.tokenizer.vocab_size
-
-
-def align_right(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Rows of cells as lines of a table."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return ["  ".join(map(str.rjust, row, widths)) for row in rows]
-
-
-def find_vocab_size(config: StageConfig) -> int | None:
-    """The size of the vocabulary of the recipe's data, where all of it is prepared on this machine; else None.
-
-    Raises UserError where the data is damaged.
-    """
-    if not isinstance(config, PretrainConfig) or find_missing_folders(config):
-        return None
-    if any(is_remote(source.folder) for source in config.data.all_sources):
-        return None
-    return TokenSources.open(config).tokenizer.vocab_size
-
-
-def _rows(dataset: MixedDataset, samples: dict[str, int]) -> list[list[str]]:
-    """A row a source; for each number of samples, by its title: the tokens, their fraction of all, and the epochs."""
-    rows = [["source"], *([name] for name in dataset.names)]
-    for title, n in samples.items():
-        uses = dataset.use_until(n)
-        total = sum(use.tokens for use in uses) or 1
-        rows[0] += [title, "of all", "epochs"]
-        for row, use in zip(rows[1:], uses, strict=True):
-            row += [f"{use.tokens:,}", f"{use.tokens / total:.2%}", f"{use.epochs:.2f}"]
-    return rows
 
 
 DEFAULT_SEQUENCE_LENGTH = 4096

@@ -17,7 +17,8 @@ from lmforge.model.presets import PRESETS
 from lmforge.run_records import newest_values, skipped_batches
 from lmforge.runs import Run
 from lmforge.untrusted import describe_os_error
-from lmforge.verbs.show.describe import describe_data, describe_model, describe_recipe
+from lmforge.verbs.show.describe import describe_model, describe_recipe
+from lmforge.verbs.show.describe_data import describe_data
 
 
 def run_show(options: ShowOptions) -> int:

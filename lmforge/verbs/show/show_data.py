@@ -27,7 +27,7 @@ from lmforge.run_records import BadStepFile, CompletionRecord, read_bad_step
 from lmforge.runs import Run
 from lmforge.stages.training_data import TokenSources
 from lmforge.untrusted import check_content
-from lmforge.verbs.show.describe import align_right
+from lmforge.verbs.show.describe_data import align_right
 
 MAX_SAMPLES = 10_000  # printed at once
 RULE_STYLE = "\x1b[36m"
