@@ -2,8 +2,9 @@
 
 Begin with `step_timing.py` (`lmforge bench`; `trial.py` times one recipe); `doctor/` is `lmforge doctor`, the checks of this
 machine. `parity.py` trains a small model under each strategy and compares it with one process, `parity_table.py` prints that
-(`lmforge doctor --parity`); `bounds.py` is the table of how far two trainings may be apart. `calibrate.py` measures the
-constants that plans use instead of data sheets (`lmforge bench --calibrate`).
+(`lmforge doctor --parity`); `coordinates.py` measures what modules compute over widths and depths, `coordinates_table.py`
+prints it (`lmforge doctor --coordinates`); `bounds.py` is the table of how far two trainings may be apart. `calibrate.py`
+measures the constants that plans use instead of data sheets (`lmforge bench --calibrate`).
 
 For others: `bench`, `bounds.py`, `doctor/`. The tests of the strategies use `parity` too.
 

@@ -1,24 +1,20 @@
-"""`lmforge doctor --coordinates`: whether activations and their changes keep their size as a model gets wider.
+"""Whether activations and their changes keep their size as a model gets wider or deeper.
 
-The coordinate check of Yang et al. (arXiv 2203.03466, appendix D): models of several widths take a few steps on one batch, and
-what each kind of module computes is compared with what it computed before the first.
+The coordinate check of Yang et al. (arXiv 2203.03466, appendix D): models of several sizes take a few steps on one batch, and
+what each kind of module computes is compared with what it computed before the first. The verdict is in coordinates_table.py.
 """
 
-import json
 import math
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 import torch
-from rich.table import Table
 from torch import Tensor, nn
 
-from lmforge.atomic_files import without_non_finite
-from lmforge.config.sections import BASE_OPTIONS, ModelOptions, OptimizerOptions
-from lmforge.config.stage import StageConfig
+from lmforge.config.sections import ModelOptions, OptimizerOptions
 from lmforge.data.batch import Batch
 from lmforge.model import build_model
 from lmforge.model.config import ModelConfig
@@ -27,32 +23,29 @@ from lmforge.model.layers import LanguageModel
 from lmforge.model.parametrization import relative_to_base
 from lmforge.model.proportions import in_proportion
 from lmforge.objectives.language import NextTokenObjective
-from lmforge.terminal.cells import page_console
 from lmforge.train.optimizers.optimizer import build_optimizer
 
-WIDTHS = (64, 128, 256, 512)
 SEEDS = 2
 SEQUENCES, LENGTH = 4, 32
 HEAD_DIM, MOST_LAYERS, MOST_IDS = 16, 4, 512
-# The largest over the smallest size that counts as flat.
-FLAT = 1.6
 # Modules of a block, by the ends of their names, whose outputs are compared.
 OUTPUTS = {"self_attn": "attention", "attn": "attention", "mlp": "feed-forward"}
 
 
 @dataclass(frozen=True)
 class Coordinates:
-    """Of one kind of module: the mean absolute value of its output after the steps, and of how it changed, for each width."""
+    """Of one kind of module: the mean absolute value of its output after the steps, and of how it changed, for each model.
+    changes_alone: sizes do not count."""
 
     module: str
     sizes: tuple[float, ...]
     changes: tuple[float, ...]
+    changes_alone: bool = False
 
     @property
     def spread(self) -> float:
-        """The largest change over the smallest, or size, where that is more; infinite where one is 0 or not finite. Those of
-        logits may shrink before they are learned: only their changes count."""
-        compared = [self.changes] if self.module == "logits" else [self.changes, self.sizes]
+        """The largest change over the smallest, or size, where that is more; infinite where one is 0 or not finite."""
+        compared = [self.changes] if self.changes_alone else [self.changes, self.sizes]
         if not all(math.isfinite(each) and each > 0 for values in compared for each in values):
             return math.inf
         return max(max(values) / min(values) for values in compared)
@@ -75,49 +68,11 @@ def compare(
         for name in runs[0]:
             sizes, changes = zip(*(run[name] for run in runs), strict=True)
             found[name].append((sum(sizes) / seeds, sum(changes) / seeds))
-    return [Coordinates(name, *zip(*pairs, strict=True)) for name, pairs in found.items()]
-
-
-def check_coordinates(config: StageConfig, model: ModelConfig, steps: int, output: str) -> int:
-    """Compare small models like this one under mup, with the narrowest as the base, and in the standard parametrization, and
-    print a table. Returns 1 where the former is not flat."""
-    configs = [small(model, width) for width in WIDTHS]
-    standard = config.model.model_copy(update=dict.fromkeys(BASE_OPTIONS) | {"parametrization": "standard"})
-    scaled = standard.model_copy(update={"parametrization": "mup", "base_width": WIDTHS[0]})
-    results = compare(configs, scaled, config.optimizer, steps)
-    plain = compare(configs, standard, config.optimizer, steps)
-    if output == "json":
-        pairs = zip(results, plain, strict=True)
-        rows = [asdict(each) | {"spread": each.spread, "standard": other.spread} for each, other in pairs]
-        print(json.dumps(without_non_finite({"widths": WIDTHS, "flat": FLAT, "modules": rows}), indent=1))
-    else:
-        _print_table(results, plain, steps)
-    return int(any(each.spread > FLAT for each in results))
-
-
-def _print_table(results: list[Coordinates], plain: list[Coordinates], steps: int) -> None:
-    title = f"change of a module's output after {steps} steps, at widths {WIDTHS[0]} to {WIDTHS[-1]}"
-    table = Table(title=title, title_justify="left")
-    table.add_column("module")
-    for name in (*map(str, WIDTHS), "mup", "spread", "standard", "spread"):
-        table.add_column(name, justify="right")
-    for each, other in zip(results, plain, strict=True):
-        row = [each.module, *(f"{change:.3g}" for change in each.changes), _bars(each.changes), f"{each.spread:.2f}"]
-        table.add_row(*row, _bars(other.changes), f"{other.spread:.2f}", style="bold red" if each.spread > FLAT else None)
-    console = page_console(120)
-    console.print(table)
-    how = "spread: largest ÷ smallest size or change over the widths, whichever is more (of logits, change)"
-    console.print(how, soft_wrap=True)
-    uneven = [each.module for each in results if each.spread > FLAT]
-    verdict = f"NOT FLAT, spread above {FLAT}: {', '.join(uneven)}" if uneven else f"flat: every spread is at most {FLAT}"
-    console.print(f"mup: {verdict}", style="bold red" if uneven else None, soft_wrap=True)
-
-
-def _bars(values: Sequence[float]) -> str:
-    """A character for each value, an eighth of its height for each factor of the root of 2 below the largest."""
-    known = [value for value in values if math.isfinite(value) and value > 0]
-    heights = [max(0, 7 - round(2 * math.log2(max(known) / value))) if value in known else None for value in values]
-    return "".join("?" if height is None else "▁▂▃▄▅▆▇█"[height] for height in heights)
+    # Logits may shrink before they are learned.
+    return [
+        Coordinates(name, tuple(size for size, _ in pairs), tuple(change for _, change in pairs), name == "logits")
+        for name, pairs in found.items()
+    ]
 
 
 def _measure(

@@ -56,7 +56,7 @@ def _examine_here(options: DoctorOptions) -> int:
     info = read_rank_info()
     config = read_config(options.recipe) if options.recipe is not None else None
     if options.coordinates and config is not None:
-        from lmforge.bench.coordinates import check_coordinates
+        from lmforge.bench.coordinates_table import check_coordinates
 
         return check_coordinates(config, resolve_model(config, find_vocab_size(config)), options.steps, options.output)
     findings = list(examine_machine(options.device)) if info.local_rank == 0 else []

@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 from dataclasses import replace
 from typing import Any
 
@@ -9,10 +10,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from lmforge.bench.coordinates import FLAT, Coordinates, _bars, _batch, compare, small
+from lmforge.bench.coordinates import Coordinates, _batch, compare, small
+from lmforge.bench.coordinates_table import FLAT, bars
 from lmforge.bench.parity import SMALL_MIXTURE, SMALL_MODEL
 from lmforge.cli import run
-from lmforge.config.sections import ModelOptions, OptimizerOptions
+from lmforge.config.sections import GroupOptions, ModelOptions, OptimizerOptions
+from lmforge.config.stage import PretrainConfig
 from lmforge.model import build_model
 from lmforge.model.config import ModelConfig, get_preset
 from lmforge.model.init_weights import init_weights
@@ -20,7 +23,9 @@ from lmforge.model.layers import LanguageModel
 from lmforge.model.parametrization import Parametrization, relative_to_base
 from lmforge.model.presets import PRESETS
 from lmforge.objectives.language import NextTokenObjective
+from lmforge.stages.build_model import empty_model
 from lmforge.train.optimizers.optimizer import build_optimizer
+from lmforge.verbs.show.tensor_table import describe_tensors
 from tests.conftest import Refusal
 
 _DENSE: dict[str, Any] = {"vocab_size": 512, "hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4}
@@ -210,9 +215,44 @@ def test_doctor_says_which_modules_keep_their_size(capfd: pytest.CaptureFixture[
     recipe.write_text('[model]\npreset = "nano"\nnum_hidden_layers = 1\n[optimizer]\nlr = 4e-3\n')
     assert run(["doctor", str(recipe), "--coordinates", "--output", "json"]) == 0
     found = json.loads(capfd.readouterr().out)
-    assert found["widths"] == [64, 128, 256, 512]
-    assert max(each["spread"] for each in found["modules"]) <= found["flat"]
-    assert max(each["standard"] for each in found["modules"]) > 2 * found["flat"]
+    (over_widths,) = found["comparisons"]
+    assert (over_widths["widths"], over_widths["parametrization"]) == ([64, 128, 256, 512], "mup")
+    assert max(each["spread"] for each in over_widths["modules"]) <= found["flat"]
+    assert max(each["standard"] for each in over_widths["modules"]) > 2 * found["flat"]
+
+
+@pytest.mark.slow  # some seconds
+def test_doctor_checks_a_recipe_with_completep_over_depths_too(capfd: pytest.CaptureFixture[str], tmp_path: Any) -> None:
+    recipe = tmp_path / "recipe.toml"
+    base = 'parametrization = "completep"\nbase_width = 64\nbase_depth = 2\nembedding_initializer_range = 1.0\n'
+    recipe.write_text(f'[model]\npreset = "nano"\n{base}[optimizer]\nlr = 4e-3\n')
+    assert run(["doctor", str(recipe), "--coordinates", "--output", "json"]) == 0
+    found = json.loads(capfd.readouterr().out)
+    over_depths = found["comparisons"][1]
+    assert (over_depths["depths"], over_depths["parametrization"]) == ([2, 4, 8, 16], "completep")
+    assert [each["module"] for each in over_depths["modules"]] == ["embedding", "residual stream", "logits"]
+    assert max(each["spread"] for each in over_depths["modules"]) <= found["flat"]
+    assert max(each["standard"] for each in over_depths["modules"]) > found["flat"]
+
+
+@pytest.mark.parametrize("name", ["adamw", "muon"])
+def test_the_table_of_a_recipe_has_the_numbers_of_its_optimizer(name: str) -> None:
+    optimizer = OptimizerOptions(
+        name=name, lr=0.01, embedding_lr_ratio=5.0, groups=(GroupOptions(pattern="down_proj", weight_decay=0.3, lr_ratio=2.0),)
+    )
+    options = ModelOptions(preset="nano", parametrization="mup", base_width=64)
+    config = PretrainConfig(model=options, optimizer=optimizer)
+    model_config = get_preset("nano")
+    _, _, *rows = describe_tensors(config, model_config)
+    printed = {row.split()[0]: [float(each) for each in row.split()[3:]] for row in rows}
+    model = empty_model(config, model_config)
+    of_tensor = {parameter: name for name, parameter in model.named_parameters()}
+    built = build_optimizer(model, optimizer)
+    for group in built.param_groups:
+        for parameter in group["params"]:
+            numbers = [0.01 * group["lr_ratio"], group["weight_decay"], group["eps"]]
+            row = printed[re.sub(r"\.\d+\.", ".N.", of_tensor[parameter])]
+            assert row == pytest.approx(numbers, rel=1e-3)
 
 
 @pytest.mark.parametrize(
@@ -253,7 +293,7 @@ def test_what_diverges_or_stands_still_is_not_flat() -> None:
     for changes in ((1.0, math.nan), (math.inf, 1.0), (0.0, 1.0)):
         each = Coordinates("attention", (1.0, 1.0), changes)
         assert each.spread == math.inf
-        assert len(_bars(changes)) == 2
+        assert len(bars(changes)) == 2
 
 
 def test_adapters_share_the_factor_of_a_branch() -> None:

@@ -49,7 +49,8 @@ class DoctorOptions(JobOptions):
     recipe: Path | None = argument(None, "recipe whose data, model and checkpoint folder are checked too, on every host")
     parity: bool = option(False, "train a small model with every strategy that fits the ranks, and compare")
     coordinates: bool = option(
-        False, "train small models like RECIPE's of several widths, and compare what their modules compute (arXiv 2203.03466)"
+        False,
+        "train small models like RECIPE's of several widths (completep: and depths), and compare what their modules compute",
     )
     on: Literal["local", "ssh", "slurm", "pbs", "mpi"] | None = option(  # type: ignore[assignment]
         None, "start a job that checks its hosts; takes the options of lmforge launch"
