@@ -216,8 +216,8 @@ def _sizes(ladder: Mapping[str, Any]) -> str:
         )
     head = ("÷ best size", "parameters", "tokens", "loss", "above the best", "FLOPs for the best loss, times", "tokens for it")
     words = (
-        "A smaller model that is trained for longer costs less to use, and more to train: so many times the FLOPs, for the loss "
-        "of the best size."
+        "A smaller model that is trained for longer costs less to use, and more to train: so many times the FLOPs, for the "
+        "loss of the best size."
     )
     return f"<p>{words}</p>" + _table(head, rows)
 

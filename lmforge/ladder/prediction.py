@@ -5,6 +5,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from lmforge.ladder.fit import Fit
+from lmforge.ladder.frontier import predicted_loss
 from lmforge.ladder.rungs import Trial, scaled_parameters, shapes
 from lmforge.model.config import ModelConfig
 from lmforge.model.flops import flops_per_token
@@ -35,9 +36,8 @@ def predict_curve(
         # At the end they are the residuals of the fit, which its interval has already.
         low, middle, high = np.quantile(factors, [0.05, 0.5, 0.95]).tolist() if factors and part < 1.0 else (1.0, 1.0, 1.0)
         tokens = target.tokens * part
-        least, most = fit.interval(lambda law: law.loss(target.parameters, tokens))  # noqa: B023
-        loss = fit.law.loss(target.parameters, tokens)
-        points.append([round(part * target.config.train.steps), loss * middle, least * low, most * high])
+        loss = predicted_loss(fit, target.parameters, tokens)
+        points.append([round(part * target.config.train.steps), loss.value * middle, loss.low * low, loss.high * high])
     return points
 
 

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from math import isfinite
+from math import isfinite, log
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -15,9 +15,12 @@ from lmforge.config.options import read_recipe, to_toml, validate_options
 from lmforge.config.stage import PretrainConfig
 from lmforge.config.verbs.ladder import LadderConfig, parse_budget
 from lmforge.errors import UserError, format_count, typed_command
+from lmforge.ladder.charts import short
 from lmforge.ladder.costs import Cost, Costs
 from lmforge.ladder.fit import Fit, fit_points
+from lmforge.ladder.frontier import Target, compare, conclusions
 from lmforge.ladder.law import Point
+from lmforge.ladder.page import write_page
 from lmforge.ladder.prediction import best_shape, predict_curve
 from lmforge.ladder.rungs import Trial, check_target, make_rung, plan_rungs, reshape, tokens_per_step, with_changes
 from lmforge.ladder.runs import Reached, RungRunner, check_same_text, read_reached, read_rung
@@ -28,6 +31,16 @@ from lmforge.stages.training_data import TokenSources
 # With more passes over the data the law is too low (arXiv 2305.16264); further than this it is a guess.
 MOST_EPOCHS, MOST_TIMES = 4, 100
 RECIPES, RECORD, TARGET, PREDICTION = "recipes", "ladder.json", "target.toml", "prediction.json"
+
+
+@dataclass(frozen=True)
+class Fitted:
+    """What a ladder says: `numbers` are those of its page."""
+
+    mixture: str
+    fit: Fit
+    target: Target
+    numbers: dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -60,8 +73,8 @@ def run_ladder(config: LadderConfig) -> int:
         if stopped_by:
             print(f"stopped by signal {stopped_by}; to go on, repeat the command", flush=True)
             return 128 + stopped_by
-        for ladder in ladders:
-            _finish(ladder, adopted, config, folder, costs)
+        fitted = [_finish(ladder, adopted, config, folder, costs) for ladder in ladders]
+        _write_page(fitted, config, folder)
     return 0
 
 
@@ -192,22 +205,35 @@ def _trial_as_json(trial: Trial) -> dict[str, Any]:
     return {name: getattr(trial, name) for name in names} | {"steps": trial.config.train.steps}
 
 
-def _finish(ladder: Ladder, adopted: list[Reached], config: LadderConfig, folder: Path, costs: Costs) -> None:
+def _finish(ladder: Ladder, adopted: list[Reached], config: LadderConfig, folder: Path, costs: Costs) -> Fitted:
     """Fit the law, print what it predicts, and write it with the recipe of the big run. Raises UserError."""
     reached = [*(read_rung(rung) for rung in ladder.rungs), *adopted]
     check_same_text(reached)
     fit = fit_points([Point(each.name, each.parameters, each.tokens, each.loss) for each in reached])
-    for name, reason in fit.left_out:
-        print(f"left out   {name}: {reason}")
-    target = _choose_target(ladder, config, fit, costs)
+    trial = _choose_target(ladder, config, fit, costs)
     stem = f"{ladder.mixture}-" if ladder.mixture else ""
-    curve = predict_curve(fit, target, [(each.parameters, each.tokens, each.curve) for each in reached])
+    curve = predict_curve(fit, trial, [(each.parameters, each.tokens, each.curve) for each in reached])
     prediction = folder / f"{stem}{PREDICTION}"
-    atomic_write_json(prediction, {"steps": target.config.train.steps, "points": curve})
-    recipe = with_changes(target.config, {"log": {"prediction": str(prediction)}})
+    atomic_write_json(prediction, {"steps": trial.config.train.steps, "points": curve})
+    recipe = with_changes(trial.config, {"log": {"prediction": str(prediction)}})
     atomic_write_text(folder / f"{stem}{TARGET}", to_toml(recipe, changed_only=True))
-    _print_prediction(fit, target, reached)
+    bytes_per_token = median(each.loss / each.bits_per_byte for each in reached if isfinite(each.loss)) / log(2)
+    target = Target(trial.parameters, trial.tokens, trial.flops / trial.tokens, bytes_per_token)
+    curves = {each.name: [[part * each.tokens, loss] for part, loss in each.curve] for each in reached}
+    fitted = Fitted(ladder.mixture, fit, target, {"name": ladder.mixture, "curves": curves, **conclusions(fit, target)})
+    _print_prediction(fitted, trial)
     print(f"to start   {typed_command()} pretrain {folder / f'{stem}{TARGET}'}")
+    return fitted
+
+
+def _write_page(fitted: Sequence[Fitted], config: LadderConfig, folder: Path) -> None:
+    """Compare the mixtures at the first one's target, and write the page of all."""
+    pairs = compare({each.mixture: each.fit for each in fitted}, fitted[0].target)
+    for pair in pairs:
+        verdict = "" if pair["decided"] else ", which is not decided"
+        difference = f"{pair['value']:+.4f} ({pair['low']:+.4f} to {pair['high']:+.4f})"
+        print(f"compared   {pair['first']} less {pair['second']}: {difference} nats per token{verdict}")
+    print(f"page       {write_page(folder, [each.numbers for each in fitted], pairs, f'Ladder of {config.run.name}')}")
 
 
 def _choose_target(ladder: Ladder, config: LadderConfig, fit: Fit, costs: Costs) -> Trial:
@@ -221,10 +247,16 @@ def _choose_target(ladder: Ladder, config: LadderConfig, fit: Fit, costs: Costs)
     return reshape(target, shape, max(1, round(tokens / tokens_per_step(target.config))), ladder.sources.tokenizer.vocab_size)
 
 
-def _print_prediction(fit: Fit, target: Trial, reached: Sequence[Reached]) -> None:
-    loss = fit.law.loss(target.parameters, target.tokens)
-    low, high = fit.interval(lambda law: law.loss(target.parameters, target.tokens))
-    bits = median(each.bits_per_byte / each.loss for each in reached if isfinite(each.loss))
-    print(f"predicted  {_describe(target)}: val/loss {loss:.4f} ({low:.4f} to {high:.4f}), {loss * bits:.4f} bits per byte")
-    lr, kind = target.config.optimizer.lr, target.config.model.parametrization
+def _print_prediction(fitted: Fitted, trial: Trial) -> None:
+    numbers, best = fitted.numbers, fitted.numbers["best"]
+    for line in numbers["cautions"]:
+        print(f"caution    {line}")
+    loss, bits = (
+        "{value:.4f} ({low:.4f} to {high:.4f})".format(**numbers["target"][name]) for name in ("loss", "bits_per_byte")
+    )
+    print(f"predicted  {_describe(trial)}: val/loss {loss}, {bits} bits per byte")
+    size = f"{short(best['parameters']['value'])} parameters, {short(best['tokens']['value'])} tokens"
+    print(f"best       for as many FLOPs: {size}, val/loss {best['loss']['value']:.4f}")
+    print(f"           {numbers['flat']['low']:.2g} to {numbers['flat']['high']:.2g} times that size are within 1 %")
+    lr, kind = trial.config.optimizer.lr, trial.config.model.parametrization
     print(f"           learning rate {lr:g}" + (f", with the factors of {kind}" if kind != "standard" else ""))

@@ -225,7 +225,7 @@ def test_a_ladder_that_is_killed_goes_on_and_ends_as_an_unbroken_one(recipe: Pat
     for folder in ("whole", "broken"):
         Path(folder).mkdir()
         shutil.copy(recipe, folder)
-    assert (done := lmforge(*words, cwd=Path("whole"))).returncode == 0, done.stderr
+    assert (done := lmforge(*words, cwd=Path("whole").resolve())).returncode == 0, done.stderr
     ladder = subprocess.Popen([sys.executable, "-m", "lmforge", *words], cwd="broken", stdout=subprocess.DEVNULL)
     runs = Path("broken/runs/big-ladder")
     while not list(runs.glob("*/checkpoints/step-*")):  # of the first rung
@@ -243,7 +243,7 @@ def test_a_ladder_that_is_killed_goes_on_and_ends_as_an_unbroken_one(recipe: Pat
     out, _ = again.communicate()
     assert again.returncode == 0, out
     assert files_of(runs) == files_of(Path("whole/runs/big-ladder"))
-    assert (repeated := lmforge(*words, cwd=Path("broken"))).returncode == 0, repeated.stderr
+    assert (repeated := lmforge(*words, cwd=Path("broken").resolve())).returncode == 0, repeated.stderr
     assert files_of(runs) == files_of(Path("whole/runs/big-ladder"))
 
 
@@ -253,12 +253,16 @@ def test_rungs_at_once_and_as_jobs_reach_the_same(recipe: Path, lmforge: Command
     assert done.returncode == 0, done.stderr
     table = json.loads(Path("runs/both-ladder/ladder.json").read_text())
     names = [rung["name"] for rung in table["ladders"][0]["rungs"]]
-    assert len(names) == 6
+    assert len(names) == 7
     for name in names:
         assert Run.open(Path("runs/both-ladder") / name).checkpoint_steps()
     predicted = json.loads(Path("runs/both-ladder/prediction.json").read_text())
     assert predicted["steps"] == 20_000
     assert all(low <= loss <= high for _, loss, low, high in predicted["points"])
+    numbers = json.loads(Path("runs/both-ladder/ladder-fit.json").read_text())["ladders"][0]
+    assert predicted["points"][-1][1:] == pytest.approx([numbers["target"]["loss"][name] for name in ("value", "low", "high")])
+    assert set(numbers["curves"]) == {point["name"] for point in numbers["points"]}
+    assert numbers["points"][0]["name"] in Path("runs/both-ladder/ladder.html").read_text()
     started = lmforge("pretrain", "runs/both-ladder/target.toml", "--dry-run")
     assert "both-ladder/prediction.json" in started.stdout
 
