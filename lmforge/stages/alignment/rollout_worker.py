@@ -165,28 +165,23 @@ class GroupPrompts:
         self._prompts, self._indices, self._options, self._seed, self._warn = prompts, indices, options, seed, warn
         self._has_given_up = False
 
-    def at(self, places: Sequence[range]) -> tuple[list[TokenizedPrompt], list[int]]:
-        """Those of the groups at these places."""
-        count = self._options.num_generations
-        indices = [index for part in places for index in self._indices(part.start, part.stop)]
-        prompts = [self._prompts[index] for index in indices for _ in range(count)]
-        in_order = [place for part in places for place in part]
-        return prompts, [derive_key(self._seed, "rollout", place, number) for place in in_order for number in range(count)]
+    def sample_set(self, set_index: int, places: Sequence[range], sample: Sample, add_up: Callable[[int], int]) -> SampledSet:
+        """Those at these places, sampled; groups whose rewards are all equal give way to groups of other prompts (dynamic
+        sampling: DAPO, arXiv 2503.14476).
 
-    def replace_even(
-        self, sampled: SampledSet, set_index: int, places: Sequence[range], sample: Sample, add_up: Callable[[int], int]
-    ) -> None:
-        """Replace groups whose rewards are all equal by groups of other prompts (dynamic sampling: DAPO, arXiv 2503.14476).
-
-        `places`: those of the groups of `sampled`. `add_up` sums over the ranks that sample together. After
-        `dynamic_sampling_rounds` what is left stays, and a line says so once.
+        `places`: those in the order of the data, of each step of the set, of the groups that this rank samples. `add_up` sums
+        over the ranks that sample together. After `dynamic_sampling_rounds` what is left stays, and a line says so once.
         """
         rounds, count = self._options.dynamic_sampling_rounds, self._options.num_generations
         in_order, table = [place for part in places for place in part], completions_table_name(set_index, self._options)
+        indices = [index for part in places for index in self._indices(part.start, part.stop)]
+        prompts = [self._prompts[index] for index in indices for _ in range(count)]
+        seeds = [derive_key(self._seed, "rollout", place, number) for place in in_order for number in range(count)]
+        sampled = sample(prompts, seeds, table)
         for number in range(1, rounds + 1):
             even = _even_groups(sampled, count)
             if not add_up(len(even)):
-                return
+                return sampled
             keys = [derive_key(self._seed, "replacement", in_order[group], number) for group in even]
             prompts = [self._prompts[key % len(self._prompts)] for key in keys for _ in range(count)]
             seeds = [derive_key(key, "rollout", index) for key in keys for index in range(count)]
@@ -199,6 +194,7 @@ class GroupPrompts:
                 f" {format_count(rounds, 'round')} of further prompts, and nothing is learned from them (from here on see the"
                 " metric frac_reward_zero_std)"
             )
+        return sampled
 
 
 def _even_groups(sampled: SampledSet, num_generations: int) -> list[int]:

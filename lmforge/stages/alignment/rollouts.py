@@ -1,4 +1,4 @@
-"""Rollouts: completions are sampled (sampling.py), scored (scoring.py), and made into batches (rollout_batches.py).
+"""Rollouts: completions are sampled and scored (completion_sets.py), and made into batches (rollout_batches.py).
 
 A set of completions serves `num_iterations` optimizer steps. Its prompts and the seed of each completion depend only on the
 index of the set, so ranks and restarts change only the last bits of sums. The completions of a prompt are a group, which stays
@@ -8,12 +8,9 @@ learned from (sampling_ahead.py, async_sampling.py), and kept in a journal (jour
 
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing
 from dataclasses import replace
-from functools import cache, partial
 from pathlib import Path
-from queue import SimpleQueue
 from typing import Any
 
 import numpy as np
@@ -23,20 +20,16 @@ from torch import Tensor
 from lmforge import checkpoint
 from lmforge.config.align import AlignConfig
 from lmforge.data.batch import Batch, Extras
-from lmforge.data.chat.preferences import TokenizedPrompt
 from lmforge.errors import UserError
 from lmforge.objectives.policy import MEAN_DIFFERENCE, build_policy_loss_config, completion_metric_names
 from lmforge.parallel.dims import data_parallel_rank_and_size
-from lmforge.stages.alignment.async_sampling import AsyncSampler
-from lmforge.stages.alignment.build_sampler import build_sampler
+from lmforge.stages.alignment.completion_sets import CompletionSets, SetsAhead
 from lmforge.stages.alignment.journal import SEQUENCE_TENSORS, RolloutJournal, open_journal
 from lmforge.stages.alignment.prompt_inputs import PromptPacking
 from lmforge.stages.alignment.reference import ReferenceModel, build_reference, with_extras
 from lmforge.stages.alignment.rollout_batches import add_advantages, add_staleness, lay_out, split_micro_batches, trim_padding
-from lmforge.stages.alignment.rollout_worker import GroupPrompts, RolloutWorker, SampledSet
-from lmforge.stages.alignment.sampling import SamplingSettings
-from lmforge.stages.alignment.sampling_ahead import SamplingAhead
-from lmforge.stages.alignment.scoring import RewardModelScorer, completions_table_name, locate_completions
+from lmforge.stages.alignment.rollout_worker import SampledSet
+from lmforge.stages.alignment.scoring import locate_completions
 from lmforge.stages.attempt import RunContext
 from lmforge.stages.build_model import BuiltModel
 from lmforge.stages.inputs import RunInputs
@@ -80,69 +73,37 @@ class Rollouts:
         self._set: Batch | None = None
         model = inputs.model_config
         self._experts_shape = (model.num_hidden_layers, model.num_experts_per_tok) if options.replay_routed_experts else None
-        seed, warn = ctx.config.train.seed, ctx.console.warn
-        self._group_prompts = GroupPrompts(packing.prompts, self.dataset.indices, options, seed, warn)
-        self._warned_of_difference, self._wait_seconds = False, 0.0
-        self._batch_offset = built.detector.batch_offset
-        self._ahead: SamplingAhead[SampledSet] | None = None
+        self._warned_of_difference = False
         self._journal: RolloutJournal | None = None
         if options.max_staleness:
-            self._ahead = SamplingAhead(self._sample_ahead, self._publish, options.max_staleness, options.num_iterations)
-            self._journal = open_journal(ctx, ctx.config, inputs, first_batch=built.point.step + self._batch_offset)
-        num_workers = self._ahead.most_at_once if self._ahead else 1
-        self._workers: list[RolloutWorker] = []
-        self._free_workers: SimpleQueue[RolloutWorker] = SimpleQueue()
+            self._journal = open_journal(ctx, ctx.config, inputs, built.point.step + built.detector.batch_offset)
+        self._loss_config = build_policy_loss_config(options)
+        self._proximal: ReferenceModel | None = None
+        self._reference: ReferenceModel | None = None
         with ExitStack() as opened:
-            self._open(opened, ctx, inputs, num_workers)
+            make_sets = SetsAhead if options.max_staleness else CompletionSets
+            self._sets = opened.enter_context(closing(make_sets(ctx, inputs, built, self._places, self._samples)))
+            if self._loss_config.importance_sampling_mode != "none" and options.num_iterations > 1:
+                self._proximal = ReferenceModel(built.parallel_model, temperature=options.temperature, replays=True)
+            if self._loss_config.kl_estimator != "none":
+                self._reference = build_reference(ctx, inputs, built, self._loss_config.temperature)
             if options.num_iterations > 1 and built.point.checkpoint_folder is not None and self._journal is None:
                 self._restore(built.point.checkpoint_folder)
             self._opened = opened.pop_all()
 
-    def _open(self, opened: ExitStack, ctx: RunContext, inputs: RunInputs, num_workers: int) -> None:
-        """What must be closed, also where something after it cannot be opened, and the models that are asked."""
-        options, built = self._options, self._built
-        heartbeat, device = partial(ctx.watch.set_phase, "reward"), self._dist_ctx.device
-        # Workers share the models.
-        open_reward_model = cache(partial(RewardModelScorer, device=device, dtype=built.dtype, on_batch=heartbeat))
-        for number in range(num_workers):
-            worker = RolloutWorker(ctx, inputs, open_reward_model, samples=self._samples, another=number > 0)
-            self._workers.append(worker)
-            opened.callback(worker.close)
-            self._free_workers.put(worker)
-        settings = SamplingSettings(
-            options.temperature,
-            options.top_p,
-            inputs.tokenizer.vocab_size,
-            self._batch_plan.sequence_length,
-            self._workers[0].stop_token_ids,
-            options.decode_batch_size,
-            options.replay_routed_experts,
-        )
-        self._sampler = build_sampler(ctx, inputs, built, settings)
-        opened.callback(self._sampler.close)
-        if self._ahead is not None:
-            opened.callback(self._ahead.close)
-        self._loss_config = build_policy_loss_config(options)
-        self._proximal = None
-        if self._loss_config.importance_sampling_mode != "none" and options.num_iterations > 1:
-            self._proximal = ReferenceModel(built.parallel_model, temperature=options.temperature, replays=True)
-        self._reference = None
-        if self._loss_config.kl_estimator != "none":
-            self._reference = build_reference(ctx, inputs, built, self._loss_config.temperature)
-
     def batches(self, batch_index: int) -> list[Batch]:
         """This rank's micro-batches of a step. At the first step of a set its completions are sampled and scored."""
-        began, self._wait_seconds = time.perf_counter(), 0.0
+        began = time.perf_counter()
         set_index, iteration = divmod(batch_index, self._options.num_iterations)
-        if self._ahead is not None:
-            self._begin_sets(self._ahead, batch_index)
+        if self._sets.begin(batch_index, known=self._journal or ()):
+            self._set = self._set_index = None
         if self._set is None or self._set_index != set_index:
             step = batch_index - self._built.detector.batch_offset
             self._set, self._set_index = self._make_set(set_index, step), set_index
         self.data_wait_seconds += time.perf_counter() - began
         local = self._set[iteration * self._local_batch_size : (iteration + 1) * self._local_batch_size]
-        if self._ahead is not None:
-            local = add_staleness(local, batch_index, self._wait_seconds)
+        if self._journal is not None:
+            local = add_staleness(local, batch_index, self._sets.wait_seconds)
         if iteration:
             local = with_extras(local, reused=torch.ones(local.tokens.shape))
         if self._is_pipeline:  # its micro-batches have one length
@@ -157,19 +118,7 @@ class Rollouts:
             with self._dist_ctx.raise_on_all():
                 first = self._first_group * self._options.num_generations
                 return self._journal.read(set_index, first, self._local_batch_size)
-        table = completions_table_name(set_index, self._options)
-        if self._ahead is None:
-            places, sample = self._places(set_index), partial(self._sample, step)
-            sampled = sample(*self._group_prompts.at(places), table)
-            self._group_prompts.replace_even(sampled, set_index, places, sample, self._sum_over_ranks)
-        else:
-            with self._dist_ctx.raise_on_all():
-                began = time.perf_counter()
-                sampled = self._ahead.take(set_index, partial(self._ctx.watch.set_phase, "sample", step))
-                self._wait_seconds = time.perf_counter() - began
-            self._workers[0].check_episodes(sampled, step)
-            self._workers[0].report(sampled, step, table)
-        batch = self._to_batch(self._share(sampled))
+        batch = self._to_batch(self._share(self._sets.take(set_index, step)))
         if self._journal is not None:
             with self._dist_ctx.raise_on_all():
                 if self._samples:
@@ -189,17 +138,14 @@ class Rollouts:
         assert sampled.rewards is not None
         assert sampled.failures is not None
         prompt_ids = [prompt.tokens.tolist() for prompt in sampled.prompts]
-        length, with_versions = self._batch_plan.sequence_length, self._ahead is not None
+        length, with_versions = self._batch_plan.sequence_length, self._journal is not None
         batch = lay_out(prompt_ids, sampled.completions, length, with_versions, self._experts_shape)
         models = {"reference_logprobs": self._reference, "proximal_logprobs": self._proximal}
         batch = with_extras(batch, **{name: self._logprobs(batch, model) for name, model in models.items() if model})
         return add_advantages(batch, sampled.completions, sampled.rewards, sampled.failures, self._options, self._loss_config)
 
-    def _sum_over_ranks(self, count: int) -> int:
-        return int(self._dist_ctx.all_reduce_sum(torch.tensor(count, device=self._dist_ctx.device)))
-
     def _places(self, set_index: int) -> list[range]:
-        """The places in the order of the data, of each step of a set, of the groups that this rank samples."""
+        """Those of the groups that this rank samples: GroupPrompts."""
         if not self._samples:
             return []
         steps = range(set_index * self._options.num_iterations, (set_index + 1) * self._options.num_iterations)
@@ -217,70 +163,6 @@ class Rollouts:
             logprobs.append(computed.float()[: of_step.batch_size])
         return torch.cat(logprobs)
 
-    def _sample(
-        self, step: int, prompts: Sequence[TokenizedPrompt], seeds: Sequence[int], table: str | None, greedy: bool = False
-    ) -> SampledSet:
-        """Completions by the policy as it is now, and their rewards. Every rank calls it, with prompts of its own."""
-        version, on_step = step + self._built.detector.batch_offset, partial(self._ctx.watch.set_phase, "sample", step)
-        sampled, problem = SampledSet([], []), None
-        with self._free_worker() as worker:
-            with self._sampler.session(len(prompts), version, greedy=greedy) as session:
-                try:
-                    sampled = worker.sample(prompts, seeds, session, on_step)
-                except UserError as error:  # other ranks wait at the end of the session
-                    problem = error
-            with self._dist_ctx.raise_on_all():
-                if problem is not None:
-                    raise problem
-            worker.check_episodes(sampled, step)
-            with self._dist_ctx.raise_on_all():
-                worker.score(sampled, table)
-        self._workers[0].report(sampled, step, table)
-        return sampled
-
-    @contextmanager
-    def _free_worker(self) -> Iterator[RolloutWorker]:
-        worker = self._free_workers.get()
-        try:
-            yield worker
-        finally:
-            self._free_workers.put(worker)
-
-    # --- sampling ahead ----------------------------------------------------------------------------------------------
-
-    def _begin_sets(self, ahead: SamplingAhead[SampledSet], batch_index: int) -> None:
-        """Publish the weights and begin the sets that may begin before this step. Every rank calls it."""
-        offset = self._built.detector.batch_offset
-        if offset != self._batch_offset:  # the run has rolled back: later weights, and what they sampled, are not of this run
-            ahead.abandon()
-            assert isinstance(self._sampler, AsyncSampler)
-            self._sampler.forget()
-            self._set = self._set_index = None
-            self._batch_offset = offset
-        assert self._journal is not None
-        ahead.advance(batch_index, self._ctx.config.train.steps + offset, self._journal)
-
-    def _publish(self, version: int) -> None:
-        assert isinstance(self._sampler, AsyncSampler)
-        self._sampler.publish(version)
-
-    def _sample_ahead(self, set_index: int, first_version: int, on_step: Callable[[], None]) -> SampledSet:
-        """A set of this rank, sampled and scored in a thread. No rank waits for another one."""
-        assert isinstance(self._sampler, AsyncSampler)
-        sampler = self._sampler
-        with self._free_worker() as worker:
-
-            def sample(prompts: Sequence[TokenizedPrompt], seeds: Sequence[int], table: str | None) -> SampledSet:
-                sampled = worker.sample(prompts, seeds, sampler.session_from(first_version), on_step)
-                on_step()
-                worker.score(sampled, table, on_step)
-                return sampled
-
-            places = self._places(set_index)
-            sampled = sample(*self._group_prompts.at(places), completions_table_name(set_index, self._options))
-            self._group_prompts.replace_even(sampled, set_index, places, sample, add_up=int)
-        return sampled
-
     def validate(self, step: int) -> dict[str, float]:
         """Mean reward and pass rate of greedy completions of validation prompts. Every rank calls it, for its part of them."""
         prompts = self._packing.validation_prompts
@@ -290,7 +172,7 @@ class Rollouts:
         # Evenly spaced.
         chosen = [prompts[index * len(prompts) // count] for index in range(count)]
         local = chosen[self._rank :: self._world_size] if self._samples else []
-        rewards = self._sample(step, local, [0] * len(local), f"step-{step:06d}-validation", greedy=True).rewards
+        rewards = self._sets.sample(step, local, [0] * len(local), f"step-{step:06d}-validation", greedy=True).rewards
         assert rewards is not None
         known = rewards[~rewards.isnan()]
         passed = (known >= self._options.pass_threshold).double().sum()
