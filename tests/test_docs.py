@@ -28,6 +28,7 @@ from lmforge.config.align import AlignConfig
 from lmforge.config.options import iter_options
 from lmforge.config.tuning import DistillConfig
 from lmforge.config.verbs.bench import BenchConfig
+from lmforge.config.verbs.ladder import LadderConfig
 from lmforge.config.verbs.plan import PLAN_OPTIONS, PlanConfig
 from lmforge.data.tokenizer import train_tokenizer
 from lmforge.errors import how_to_install
@@ -50,12 +51,18 @@ EXECUTED = [README, START, *TUTORIALS, *sorted(set((ROOT / "docs").rglob("*.md")
 PAGES = [*EXECUTED, ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md"]
 BIN = Path(sys.executable).parent
 
-OF_A_RUN = {".".join(path) for tree in (BenchConfig, PlanConfig, DistillConfig, AlignConfig) for path, _ in iter_options(tree)}
+OF_A_RUN = {
+    ".".join(path)
+    for tree in (BenchConfig, PlanConfig, LadderConfig, DistillConfig, AlignConfig)
+    for path, _ in iter_options(tree)
+}
 OF_VERBS = {path[0] for verb in VERBS.values() for path, _ in iter_options(verb.options)}
 # What metrics are called that have a slash in their names.
 METRICS = ("loss/", "val/", "rewards/", "logps/", "tokens/", "predicted/", "measured/", "experts/")
 OF_FILES = {".py", ".md", ".toml", ".json", ".jsonl", ".txt", ".png"}
 FLAGS = {
+    "budget",
+    "mixtures",
     "method",
     "teacher",
     "environment",

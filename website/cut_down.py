@@ -27,18 +27,38 @@ FEW_STEPS = {
 }
 
 
+# What makes the rungs of a ladder short: the big run is not trained.
+SMALL_LADDER = {
+    "data.sequence_length": 16,
+    "model.hidden_size": 64,
+    "model.intermediate_size": 160,
+    "model.num_hidden_layers": 2,
+    "model.num_attention_heads": 8,
+    "model.num_key_value_heads": 8,
+    "model.head_dim": 8,
+    "train.global_batch_size": 2,
+    "train.steps": 20_000,
+    "train.compile": "off",
+    "validation.sequences": 4,
+    "ladder.sizes": 2,
+    "ladder.tokens_per_parameter": "0.1 0.15 0.2 0.25",
+}
+
+
 def shortened(line: str) -> str:
     """A training in 4 steps of 4 short sequences on a CPU, or in 6 where the line gives train.steps.
 
     The model config of a preset becomes tiny; that of a model folder, which is tiny already, stays. The ranks are those the
     line says, not its recipe. An evaluation on documents sees 32 sequences. A benchmark is cut down alike, to one step.
-    Of games of chess there are a few.
+    Of games of chess there are a few, and a ladder has short rungs.
     """
     words = shlex.split(line)
     if "recipes/chess/games.py" in words:
         return f"{line} --games 20 --positions 4 --nodes 10 --workers 1"
     if words[:2] == ["lmforge", "evaluate"] and "--tasks" not in words:
         return f"{line} --sequences 32"
+    if words[:2] == ["lmforge", "ladder"] and "--ladder.dry_run" not in words:
+        return " ".join([line, *(f"--{name} {value}" for name, value in SMALL_LADDER.items())])
     if not {*TRAINING, "bench"} & set(words) or {"--dry-run", "--help"} & set(words):
         return line
     # A recipe that a page writes itself is not in the repository.
@@ -52,6 +72,8 @@ def shortened(line: str) -> str:
         chosen |= {"train.global_batch_size": 8, "rollout.max_completion_length": 16}
     if "--rollout.environment" in words:  # prompts with the tools' schemas, and what they return
         chosen |= {"data.sequence_length": 768, "rollout.max_completion_length": 64}
+    if any(word.endswith("-ladder/target.toml") for word in words):  # whose prediction is of the whole run
+        chosen |= {"log.prediction": "none"}
     if "bench" in words:
         chosen |= {"bench.steps": 1, "bench.warmup_steps": 1}
     if "--calibrate" in words:
