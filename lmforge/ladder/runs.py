@@ -14,10 +14,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from lmforge.atomic_files import atomic_write_text
 from lmforge.cluster.jobs.job import read_job
 from lmforge.cluster.jobs.launchers import job_state
 from lmforge.cluster.processes import STOP_SIGNALS, handle_signals, restore_signals
 from lmforge.cluster.rank_info import threads_per_rank
+from lmforge.config.options import to_toml
 from lmforge.config.stage import PretrainConfig
 from lmforge.errors import EXIT_PEER_LOST, RunFailed, UserError
 from lmforge.interop.resolve import stored_model_config
@@ -140,8 +142,8 @@ class RungRunner:
         self._signal = 0
         self._restarts = Counter[str]()
 
-    def run(self, rungs: Sequence[Trial], on_end: Callable[[Trial], None]) -> int:
-        """Train what is not finished; `on_end` is called for each rung that is. Returns 0, or the signal that interrupted it.
+    def run(self, rungs: Sequence[Trial]) -> int:
+        """Train what is not finished. Returns 0, or the signal that interrupted it.
 
         Raises RunFailed where a rung fails, but not for one that diverged, and UserError where one is refused.
         """
@@ -154,7 +156,7 @@ class RungRunner:
                     run = Run.from_config(rung.config)
                     check_options(rung, run)
                     if is_finished(run, rung.config.train.steps) or has_diverged(run):
-                        on_end(rung)
+                        self._tell_reached(rung)
                         continue
                     active[rung.name] = self._start(rung, run, slots.pop())
                 for name, each in list(active.items()):
@@ -162,7 +164,7 @@ class RungRunner:
                         del active[name]
                         slots.append(each.slot)
                         if self._has_ended(each, status):
-                            on_end(each.rung)
+                            self._tell_reached(each.rung)
                         elif not self._signal:
                             waiting.appendleft(each.rung)
                 time.sleep(POLL_SECONDS)
@@ -175,6 +177,10 @@ class RungRunner:
         finally:
             restore_signals(previous)
         return self._signal
+
+    def _tell_reached(self, rung: Trial) -> None:
+        loss = read_rung(rung).loss
+        self._tell(f"{rung.name}: " + ("diverged" if math.isnan(loss) else f"val/loss {loss:.4f}"))
 
     def _interrupt(self, number: int, active: dict[str, "_Active"]) -> None:
         self._signal = number
@@ -189,6 +195,7 @@ class RungRunner:
                 self._tell(f"{rung.name}: trains already, in another process; waiting for it")
                 return _Elsewhere(rung, run, slot)
             lock.release()
+        atomic_write_text(recipe, to_toml(rung.config, changed_only=True))
         self._tell(f"{rung.name}: {rung.parameters:,} parameters, {rung.tokens:,} tokens")
         if launch.on != "local":
             return _Job(rung, run, slot, recipe)
@@ -209,7 +216,6 @@ class RungRunner:
         if is_finished(run, rung.config.train.steps):
             return True
         if has_diverged(run):
-            self._tell(f"{rung.name}: diverged")
             return True
         log = self._recipes / f"{rung.name}.log"
         was_killed = status < 0 or status in (0, EXIT_PEER_LOST) or status > 128

@@ -3,7 +3,7 @@
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from math import isfinite, log
 from pathlib import Path
@@ -22,6 +22,7 @@ from lmforge.ladder.frontier import Target, compare, conclusions
 from lmforge.ladder.law import Point
 from lmforge.ladder.page import write_page
 from lmforge.ladder.prediction import best_shape, predict_curve
+from lmforge.ladder.rates import best_rate, rate_trials, with_rate
 from lmforge.ladder.rungs import Trial, check_target, make_rung, plan_rungs, reshape, tokens_per_step, with_changes
 from lmforge.ladder.runs import Reached, RungRunner, check_same_text, read_reached, read_rung
 from lmforge.locks import hold_lock
@@ -65,11 +66,13 @@ def run_ladder(config: LadderConfig) -> int:
     if config.ladder.dry_run:
         return 0
     with _locked(folder):
-        _write_recipes(ladders, folder)
-        rungs = [rung for ladder in ladders for rung in ladder.rungs]
-        tell = partial(print, "rung      ", flush=True)
-        runner = RungRunner(folder / RECIPES, config.ladder.parallel_runs, tell)
-        stopped_by = runner.run(rungs, lambda rung: tell(f"{rung.name}: val/loss {read_rung(rung).loss:.4f}"))
+        runner = RungRunner(folder / RECIPES, config.ladder.parallel_runs, partial(print, "rung      ", flush=True))
+        stopped_by = 0
+        if config.ladder.learning_rates:
+            stopped_by, ladders = _choose_rate(ladders[0], config.ladder.learning_rates, runner)
+        table = {"command": typed_command(), "ladders": [_planned(ladder) for ladder in ladders]}
+        atomic_write_json(folder / RECORD, table)
+        stopped_by = stopped_by or runner.run([rung for ladder in ladders for rung in ladder.rungs])
         if stopped_by:
             print(f"stopped by signal {stopped_by}; to go on, repeat the command", flush=True)
             return 128 + stopped_by
@@ -128,6 +131,18 @@ def _check_held_out_text(ladders: Sequence[Ladder]) -> None:
             )
 
 
+def _choose_rate(ladder: Ladder, rates: Sequence[float], runner: RungRunner) -> tuple[int, list[Ladder]]:
+    """(the signal that interrupted it, or 0; the ladder with the best of the learning rates)."""
+    trials = rate_trials(ladder.rungs, rates)
+    if stopped_by := runner.run(trials):
+        return stopped_by, [ladder]
+    rate, is_outer = best_rate(rates, [read_rung(each).loss for each in trials])
+    hint = ", the outermost: try others beyond it" if is_outer else ""
+    print(f"rate       {rate:g} is the best learning rate on {ladder.rungs[len(ladder.rungs) // 2].name}{hint}", flush=True)
+    rungs = tuple(with_rate(rung, rate) for rung in ladder.rungs)
+    return 0, [replace(ladder, target=with_rate(ladder.target, rate), rungs=rungs)]
+
+
 def _print_plan(ladder: Ladder, config: LadderConfig, costs: Costs) -> None:
     target, rungs = ladder.target, ladder.rungs
     big = costs.of(target, config.plan.gpus)
@@ -140,6 +155,9 @@ def _print_plan(ladder: Ladder, config: LadderConfig, costs: Costs) -> None:
         print(f"ladder     {format_count(len(rungs), 'rung')}, {costs.describe(total)}: {share}")
         for rung in rungs:
             print(f"           {rung.name}: {_describe(rung)}, {rung.config.train.steps:,} steps")
+        if rates := config.ladder.learning_rates:
+            tried = sum((costs.of(each, config.launch.processes) for each in rate_trials(rungs, rates)), Cost())
+            print(f"rates      {len(rates)} are tried first: {costs.describe(tried)} more")
         if target.flops > MOST_TIMES * (largest := max(rung.flops for rung in rungs)):
             times = f"{target.flops / largest:,.0f} times the FLOPs of the largest rung"
             print(f"far        the target has {times}: its interval says more than its prediction")
@@ -184,15 +202,6 @@ def _locked(folder: Path) -> Iterator[None]:
             if not is_ours:
                 raise UserError(f"{folder}: another lmforge ladder works there; wait for it, or give another --run.name")
             yield
-
-
-def _write_recipes(ladders: Sequence[Ladder], folder: Path) -> None:
-    """The rungs' recipes, and the record of what is planned."""
-    for ladder in ladders:
-        for rung in ladder.rungs:
-            atomic_write_text(folder / RECIPES / f"{rung.name}.toml", to_toml(rung.config, changed_only=True))
-    table = {"command": typed_command(), "ladders": [_planned(ladder) for ladder in ladders]}
-    atomic_write_json(folder / RECORD, table)
 
 
 def _planned(ladder: Ladder) -> dict[str, Any]:

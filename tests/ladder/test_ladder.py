@@ -1,6 +1,7 @@
 """`lmforge ladder`: which rungs it plans, what it refuses, that it goes on wherever it was killed, and what it writes."""
 
 import json
+import math
 import os
 import shutil
 import signal
@@ -16,7 +17,9 @@ from lmforge.cli import run
 from lmforge.config.load import parse_config
 from lmforge.config.stage import PretrainConfig
 from lmforge.config.verbs.ladder import Budget, parse_budget
+from lmforge.errors import UserError
 from lmforge.interop.resolve import model_config_from_options
+from lmforge.ladder.rates import best_rate
 from lmforge.ladder.rungs import Trial, make_rung, shapes
 from lmforge.ladder.runs import Reached, check_same_text, read_reached
 from lmforge.manifests import read_manifest
@@ -50,6 +53,7 @@ sequences = 8
 """
 # A ladder of five rungs of 100 steps and more.
 SMALL = ["--ladder.sizes", "2", "--ladder.tokens_per_parameter", "0.15", "0.2", "0.3", "--budget", "0.02"]
+RATES = ["--ladder.learning_rates", "5e-3", "1e-2"]
 PLANNED = ["--gpu_type", "a100-80"]
 
 
@@ -211,6 +215,16 @@ def test_a_run_says_what_it_has_reached(tiny_run: Path) -> None:
     check_same_text([reached, Reached("diverged", 1, 1, float("nan"), float("nan"), (), {}, {})])
 
 
+def test_the_best_rate_is_the_vertex_of_a_parabola_or_the_outer_one() -> None:
+    rates = [1e-3, 2e-3, 4e-3, 8e-3]
+    losses = [(math.log(rate / 3e-3)) ** 2 for rate in rates]
+    assert best_rate(rates, losses) == (3e-3, False)
+    assert best_rate(rates, [1.0, 2.0, 3.0, math.nan]) == (1e-3, True)
+    assert best_rate(rates, [3.0, 2.0, math.nan, math.nan]) == (2e-3, False)
+    with pytest.raises(UserError, match="every run diverged"):
+        best_rate(rates, [math.nan] * 4)
+
+
 # --- whole ladders ----------------------------------------------------------------------------------------------------
 
 
@@ -249,8 +263,9 @@ def test_a_ladder_that_is_killed_goes_on_and_ends_as_an_unbroken_one(recipe: Pat
 
 @pytest.mark.slow
 def test_rungs_at_once_make_a_recipe_that_is_ready_to_start(recipe: Path, lmforge: Command) -> None:
-    done = lmforge("ladder", recipe, *SMALL, "--ladder.parallel_runs", "2", "--run.name", "both")
+    done = lmforge("ladder", recipe, *SMALL, "--ladder.parallel_runs", "2", "--run.name", "both", *RATES)
     assert done.returncode == 0, done.stderr
+    assert "rate       " in done.stdout
     table = json.loads(Path("runs/both-ladder/ladder.json").read_text())
     names = [rung["name"] for rung in table["ladders"][0]["rungs"]]
     assert len(names) == 5

@@ -54,10 +54,17 @@ class LadderOptions(Options):
     tokens_per_parameter: tuple[float, ...] = option(
         (5.0, 10.0, 20.0, 40.0), "lengths of the runs of each size; the largest size is not trained for the longest"
     )
+    learning_rates: tuple[float, ...] = option(
+        (), "rates of the big run to try first, on one rung each, beside the budget; the best is used (default: optimizer.lr)"
+    )
     parallel_runs: int = option(1, "rungs that are trained at once", **COUNT)
     dry_run: bool = option(False, "print the rungs and what they cost, and stop")
 
     def problems(self) -> Iterator[str]:
+        if self.learning_rates and (
+            self.mixtures or self.budget is None or not all(0 < each < 1e3 for each in self.learning_rates)
+        ):
+            yield "--ladder.learning_rates: rates above 0, for a ladder.budget of one mixture"
         for name in ("budget", "target"):
             text = getattr(self, name)
             if text is not None and (parse_budget(text) is None or (name == "target" and parse_budget(text)[1] == "share")):  # type: ignore[index]
@@ -77,8 +84,8 @@ class LadderConfig(PretrainConfig):
     of_verb: ClassVar[str | None] = "ladder"
     ESSENTIAL: ClassVar[str] = (
         "ladder.budget ladder.target ladder.runs ladder.mixtures ladder.sizes ladder.tokens_per_parameter"
-        " ladder.parallel_runs ladder.dry_run plan.gpus plan.gpu_type plan.price plan.calibration launch.on"
-        " launch.processes run.name run.folder"
+        " ladder.learning_rates ladder.parallel_runs ladder.dry_run plan.gpus plan.gpu_type plan.price plan.calibration"
+        " launch.on launch.processes run.name run.folder"
     )
     ladder: LadderOptions = section(LadderOptions, "small runs, from whose losses that of the big run is predicted")
     plan: MachineOptions = section(MachineOptions, "the ranks and the hardware of the big run, for what it costs")
