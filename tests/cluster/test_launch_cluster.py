@@ -13,10 +13,12 @@ from pathlib import Path
 
 import pytest
 
+from lmforge.cluster.jobs.job import read_job
 from lmforge.runs import Run
 from tests.cluster.laboratory import Laboratory
 from tests.cluster.launching import Desk, assert_same_result, job_id, losses, with_programs, write_executable
 from tests.conftest import Command
+from tests.ladder.test_ladder import RECIPE, SMALL
 
 STEPS = 60
 LONG = ("--train.steps", str(STEPS), "--checkpoint.every_steps", "5", "--validation.every_steps", "none")
@@ -79,6 +81,24 @@ def test_a_job_of_slurm_trains_on_both_hosts(cluster: Desk) -> None:
     assert sorted(losses(run)) == list(range(1, 7))
     assert "2 ranks on cpu" in cluster.output(run)
     cluster.wait_for_state(run, rf"^recipe +slurm +{job_id(run)} +done +6 of 6 ")
+
+
+@pytest.mark.slow
+def test_the_rungs_of_a_ladder_are_jobs_that_reach_what_they_reach_here(
+    cluster: Desk, tiny_tokens: Path, lmforge: Command
+) -> None:
+    (cluster.folder / "big.toml").write_text(RECIPE.format(tokens=tiny_tokens))
+    words = ["ladder", "big.toml", *SMALL, "--launch.on", "slurm", "--ladder.parallel_runs", "2"]
+    done = lmforge(*words, cwd=cluster.folder, **cluster.variables)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "predicted  " in done.stdout
+    ladder = cluster.folder / "runs" / "big-ladder"
+    recipes = sorted((ladder / "recipes").glob("*.toml"))
+    jobs = [read_job(ladder / recipe.stem) for recipe in recipes]
+    assert [job and job.launcher for job in jobs] == ["slurm"] * 5
+    here = lmforge("pretrain", recipes[0], "--run.folder", cluster.folder / "here", "--launch.on", "local")
+    assert here.returncode == 0, here.stderr
+    assert losses(Run(cluster.folder / "here" / recipes[0].stem)) == losses(Run(ladder / recipes[0].stem))
 
 
 def test_slurm_and_ssh_refuse_in_one_line_and_nothing_is_started(
