@@ -9,6 +9,7 @@ import pytest
 
 PROGRAMS = Path(__file__).parents[2] / "benchmarks"
 LEAST_WORK = {
+    "calculator": "--rounds 1 --steps 1 --staleness 1",
     "checkpoint": "--rounds 1 --minutes 0.01 --every_minutes 0.01 --width 64",
     "ladder": "--tiny --parameters 1e5 --budget 0.5 --texts c++",
     "loader": "--rounds 1 --steps 1 --threads 1",

@@ -1,0 +1,125 @@
+"""What the calculator recipe learns, and what it learns from completions that are sampled while it trains.
+
+The recipe's pipeline runs with each seed: reward on held-out questions before and after GRPO, and calls in an episode. Then its
+last stage alone, from one model of its SFT, with rollout.max_staleness 0, 1 and 2 and a server that the run starts on the CPU.
+Speeds are not compared: one machine samples, trains and serves.
+"""
+
+import json
+import os
+import resource
+import statistics
+import subprocess
+import sys
+import tempfile
+import tomllib
+from pathlib import Path
+from typing import Any
+
+from setting import benchmark_parser, machine, machine_lines, write_result
+
+from lmforge.config.verbs.running import PipelineOptions
+from lmforge.verbs.running.pipeline import PlannedStage, plan_stages
+
+ROOT = Path(__file__).parents[1]
+RECIPE = "recipes/calculator"
+STALENESS = (0, 1, 2)
+
+
+def run(words: list[str], folder: Path) -> float:
+    """Carry out a program of Python in `folder`. Returns its CPU time in seconds, with that of the processes it waited for."""
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    ended = subprocess.run([sys.executable, *words], cwd=folder, capture_output=True, text=True, check=False)
+    if ended.returncode:
+        raise SystemExit(f"{words}: {ended.stderr[-2000:]}")
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+
+
+def stages_of(folder: Path, name: str) -> list[PlannedStage]:
+    file = folder / RECIPE / "pipeline.toml"
+    table = tomllib.loads(file.read_text(encoding="utf-8")) | {"name": name, "folder": "runs"}
+    return plan_stages(PipelineOptions.model_validate(table), file)
+
+
+def learned(folder: Path, name: str, seed: int, seconds: float) -> dict[str, Any]:
+    """Of a run of GRPO: held-out reward before the first and after the last step, and calls in sampled episodes."""
+    lines = (folder / "runs" / name / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    records = [json.loads(line) for line in lines]
+    rewards = [record["val/reward"] for record in records if "val/reward" in record]
+    calls = [record["tool_calls"] for record in records if "tool_calls" in record]
+    staleness = max((record.get("staleness/max", 0.0) for record in records), default=0.0)
+    return {
+        "seed": seed,
+        "before": rewards[0],
+        "after": rewards[-1],
+        "rewards": rewards,
+        "calls_before": calls[0],
+        "calls_after": calls[-1],
+        "largest_staleness": staleness,
+        "cpu_seconds": round(seconds, 1),
+    }
+
+
+def pipeline(folder: Path, seed: int, changed: list[str]) -> dict[str, Any]:
+    """The recipe with a seed. `changed`: options of all stages that train."""
+    seconds = 0.0
+    for stage in stages_of(folder, f"seed-{seed}"):
+        if stage.name == "prepare" and (folder / "data" / "calculator" / "tokens").exists():
+            continue
+        words = [] if stage.run is None else ["--train.seed", str(seed), *changed]
+        seconds += run(["-m", "lmforge", *stage.arguments, *words], folder)
+    return learned(folder, f"seed-{seed}-align", seed, seconds)
+
+
+def stale(folder: Path, source: str, staleness: int, seed: int, changed: list[str]) -> dict[str, Any]:
+    """The recipe's last stage from `source`."""
+    name = f"staleness-{staleness}-seed-{seed}"
+    arguments = stages_of(folder, name)[-1].arguments
+    words = ["--model.source", source, "--run.name", name, "--train.seed", str(seed), "--rollout.engine", "lmforge"]
+    words += ["--rollout.engine_start", "cpu", "--rollout.max_staleness", str(staleness), *changed]
+    return learned(folder, name, seed, run(["-m", "lmforge", *arguments, *words], folder))
+
+
+def row(title: str, runs: list[dict[str, Any]]) -> str:
+    after = [each["after"] for each in runs]
+    cells = (
+        ", ".join(f"{each['before']:.2f}" for each in runs),
+        ", ".join(f"{value:.2f}" for value in after),
+        f"{statistics.median(after):.2f}",
+        ", ".join(f"{each['calls_before']:.2f} → {each['calls_after']:.2f}" for each in runs),
+        f"{statistics.median(each['cpu_seconds'] for each in runs):.0f}",
+    )
+    return f"| {title} | {' | '.join(cells)} |"
+
+
+def main() -> int:
+    parser = benchmark_parser(__doc__ or "", 3, "seeds")
+    parser.add_argument("--steps", type=int, help="steps of each stage (default: the recipe's)")
+    parser.add_argument("--staleness", type=int, nargs="*", default=STALENESS, help="which to compare (default: 0 1 2)")
+    options = parser.parse_args()
+    environment = machine()
+    changed = ["--train.device", "cpu"] + (["--train.steps", str(options.steps)] if options.steps else [])
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(temporary)
+        os.symlink(ROOT / "recipes", folder / "recipes")
+        run([f"{RECIPE}/problems.py", "data/calculator"], folder)
+        seeds = [pipeline(folder, seed, changed) for seed in range(options.rounds)]
+        by_staleness = {
+            each: [stale(folder, "runs/seed-0-sft", each, seed, changed) for seed in range(options.rounds)]
+            for each in options.staleness
+        }
+    record = {"benchmark": "calculator", "machine": environment, "recipe": seeds, "staleness": by_staleness}
+    lines = ["# The calculator recipe", "", *machine_lines(environment)]
+    lines += [f"- {options.rounds} seeds; reward of greedy answers to 100 held-out questions, calls in a sampled episode", ""]
+    lines += ["| | before | after | median | calls | CPU seconds |", "|---|---|---|---|---|---|"]
+    lines += [row("the pipeline, in process", seeds)]
+    lines += [row(f"GRPO alone, with a server, max_staleness {each}", runs) for each, runs in by_staleness.items()]
+    table = "\n".join(lines)
+    print(table)
+    print(f"\n{write_result('calculator', record, table, options.out)}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
