@@ -6,7 +6,6 @@ Speeds are not compared: one machine samples, trains and serves.
 """
 
 import json
-import os
 import resource
 import statistics
 import subprocess
@@ -26,14 +25,18 @@ RECIPE = "recipes/calculator"
 STALENESS = (0, 1, 2)
 
 
-def run(words: list[str], folder: Path) -> float:
-    """Carry out a program of Python in `folder`. Returns its CPU time in seconds, with that of the processes it waited for."""
-    before = resource.getrusage(resource.RUSAGE_CHILDREN)
-    ended = subprocess.run([sys.executable, *words], cwd=folder, capture_output=True, text=True, check=False)
-    if ended.returncode:
-        raise SystemExit(f"{words}: {ended.stderr[-2000:]}")
-    after = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+def run(name: str, words: list[str], folder: Path) -> float:
+    """Carry out a program of Python in `folder`, unless one of this name was. Returns its CPU time in seconds, with that of the
+    processes it waited for."""
+    done = folder / f"{name}.seconds"
+    if not done.exists():
+        before = resource.getrusage(resource.RUSAGE_CHILDREN)
+        ended = subprocess.run([sys.executable, *words], cwd=folder, capture_output=True, text=True, check=False)
+        if ended.returncode:
+            raise SystemExit(f"{words}: {ended.stderr[-2000:]}")
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)
+        done.write_text(str(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime))
+    return float(done.read_text())
 
 
 def stages_of(folder: Path, name: str) -> list[PlannedStage]:
@@ -65,10 +68,11 @@ def pipeline(folder: Path, seed: int, changed: list[str]) -> dict[str, Any]:
     """The recipe with a seed. `changed`: options of all stages that train."""
     seconds = 0.0
     for stage in stages_of(folder, f"seed-{seed}"):
-        if stage.name == "prepare" and (folder / "data" / "calculator" / "tokens").exists():
-            continue
-        words = [] if stage.run is None else ["--train.seed", str(seed), *changed]
-        seconds += run(["-m", "lmforge", *stage.arguments, *words], folder)
+        if stage.run is None:  # the data are the same for all seeds
+            seconds += run(stage.name, ["-m", "lmforge", *stage.arguments], folder)
+        else:
+            words = ["-m", "lmforge", *stage.arguments, "--train.seed", str(seed), *changed]
+            seconds += run(stage.run.name, words, folder)
     return learned(folder, f"seed-{seed}-align", seed, seconds)
 
 
@@ -78,7 +82,7 @@ def stale(folder: Path, source: str, staleness: int, seed: int, changed: list[st
     arguments = stages_of(folder, name)[-1].arguments
     words = ["--model.source", source, "--run.name", name, "--train.seed", str(seed), "--rollout.engine", "lmforge"]
     words += ["--rollout.engine_start", "cpu", "--rollout.max_staleness", str(staleness), *changed]
-    return learned(folder, name, seed, run(["-m", "lmforge", *arguments, *words], folder))
+    return learned(folder, name, seed, run(name, ["-m", "lmforge", *arguments, *words], folder))
 
 
 def row(title: str, runs: list[dict[str, Any]]) -> str:
@@ -97,13 +101,16 @@ def main() -> int:
     parser = benchmark_parser(__doc__ or "", 3, "seeds")
     parser.add_argument("--steps", type=int, help="steps of each stage (default: the recipe's)")
     parser.add_argument("--staleness", type=int, nargs="*", default=STALENESS, help="which to compare (default: 0 1 2)")
+    parser.add_argument("--folder", type=Path, help="where data and runs stay; what is finished there is not run again")
     options = parser.parse_args()
     environment = machine()
-    changed = ["--train.device", "cpu"] + (["--train.steps", str(options.steps)] if options.steps else [])
+    changed = ["--train.device", "cpu", "--run.overwrite"] + (["--train.steps", str(options.steps)] if options.steps else [])
     with tempfile.TemporaryDirectory() as temporary:
-        folder = Path(temporary)
-        os.symlink(ROOT / "recipes", folder / "recipes")
-        run([f"{RECIPE}/problems.py", "data/calculator"], folder)
+        folder = options.folder or Path(temporary)
+        folder.mkdir(parents=True, exist_ok=True)
+        if not (folder / "recipes").exists():
+            (folder / "recipes").symlink_to(ROOT / "recipes")
+        run("problems", [f"{RECIPE}/problems.py", "data/calculator"], folder)
         seeds = [pipeline(folder, seed, changed) for seed in range(options.rounds)]
         by_staleness = {
             each: [stale(folder, "runs/seed-0-sft", each, seed, changed) for seed in range(options.rounds)]
