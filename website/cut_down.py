@@ -65,11 +65,13 @@ def shortened(line: str) -> str:
     files = [ROOT / word for word in words if word.startswith("recipes/") and (ROOT / word).is_file()]
     recipes = [tomllib.loads(file.read_text(encoding="utf-8")) for file in files if file.suffix == ".toml"]
     begun = any("source" in recipe.get("model", {}) for recipe in recipes)
-    shape = {} if begun or {"--model.source", "align"} & set(words) else TINY_MODEL
+    shape = {} if begun or {"--model.source", "sft", "align"} & set(words) else TINY_MODEL
     alone = {} if {"torchrun", "--launch.processes"} & set(words) else {"launch.processes": 1}
     chosen = {**FEW_STEPS, **shape, **alone, "train.steps": 6 if "--train.steps" in words else 4}
     if "grpo" in words:  # whole groups of answers
         chosen |= {"train.global_batch_size": 8, "rollout.max_completion_length": 16}
+    if "data/calculator/chats.jsonl" in words:  # with the tool's schema
+        chosen |= {"data.sequence_length": 192}
     if "--rollout.environment" in words:  # prompts with the tools' schemas, and what they return
         chosen |= {"data.sequence_length": 768, "rollout.max_completion_length": 64}
     if any(word.endswith("-ladder/target.toml") for word in words):  # whose prediction is of the whole run

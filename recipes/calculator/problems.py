@@ -75,7 +75,7 @@ def write(path: Path, records: Sequence[dict[str, Any]]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description="Problems, conversations and a tokenizer for the calculator recipe.")
     parser.add_argument("out", type=Path)
-    parser.add_argument("--calls", type=int, default=4, help="one in so many conversations calls the calculator")
+    parser.add_argument("--calls", type=int, default=3, help="one in so many conversations calls the calculator")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
     rng = random.Random(options.seed)
