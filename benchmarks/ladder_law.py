@@ -35,12 +35,12 @@ LAWS = {
 # (sizes, each twice the one before; tokens for each parameter; standard deviation of the logarithm of a loss)
 LADDERS = {
     "9 runs, 0.3 %": (3, (5, 12, 30), 0.003),
-    "12 runs, 0.3 %": (4, (8, 20, 50), 0.003),
     "16 runs, 0.3 %": (4, (5, 10, 20, 40), 0.003),
     "16 runs, 1 %": (4, (5, 10, 20, 40), 0.01),
 }
 VALUES = ("E", "A", "alpha", "B", "beta", "10 times", "100 times", "run, 10 times")
-BOOTSTRAPS = 200
+BOOTSTRAPS = 100
+ENDS = [(1 - LEVEL) / 2, (1 + LEVEL) / 2]
 EXCLUDED = 5  # points with the highest losses, which Besiroglu et al. leave out
 
 
@@ -75,14 +75,14 @@ def held(kind: str, name: str, draws: int, bootstraps: bool) -> dict[str, Any]:
         began = time.perf_counter()
         fit = fit_points(points, seed=seed)
         seconds += time.perf_counter() - began
-        bounds = np.array([fit.interval(lambda law, place=place: values_of(law, runs)[place]) for place in range(7)])  # type: ignore[misc]
+        bounds = np.quantile([values_of(each, runs) for each in fit.draws], ENDS, axis=0).T
         inside = ((bounds[:, 0] <= truth) & (truth <= bounds[:, 1])).tolist()
         hits["drawn by likelihood"].append([*inside, run_is_held(fit, law, runs[0], noise, chance)])
         widths.append((bounds[:, 1] - bounds[:, 0]) / truth)
         if bootstraps:
             for method, again in (("bootstrap over runs", over_runs), ("bootstrap over residuals", over_residuals)):
                 found = np.array([values_of(each, runs) for each in again(points, chance)])
-                low, high = np.quantile(found, [(1 - LEVEL) / 2, (1 + LEVEL) / 2], axis=0)
+                low, high = np.quantile(found, ENDS, axis=0)
                 hits.setdefault(method, []).append(((low <= truth) & (truth <= high)).tolist())
     return {
         "ladder": kind,
@@ -102,17 +102,17 @@ def run_is_held(fit: Fit, law: Law, run: tuple[float, float], noise: float, chan
 
 def over_runs(points: list[Point], chance: np.random.Generator) -> list[Law]:
     """Laws of as many runs, drawn with repetition; draws that fix no law are drawn again."""
-    laws: list[Law] = []
+    laws, huber = list[Law](), best_law(points)[1]
     while len(laws) < BOOTSTRAPS:
         chosen = [points[number] for number in chance.integers(len(points), size=len(points))]
         if len({each.name for each in chosen}) >= NUM_FITTED and len({each.parameters for each in chosen}) > 1:
-            laws.append(best_law(chosen)[0])
+            laws.append(best_law(chosen, huber)[0])
     return laws
 
 
 def over_residuals(points: list[Point], chance: np.random.Generator) -> list[Law]:
     """Laws of the fitted losses with residuals drawn with repetition, each divided by the root of 1 − its leverage."""
-    law, _ = best_law(points)
+    law, huber = best_law(points)
     fitted = np.array([law.loss(each.parameters, each.tokens) for each in points])
     sizes = Losses(points).sizes
     powers = np.exp(-np.array([law.alpha, law.beta]) * sizes)
@@ -122,7 +122,9 @@ def over_residuals(points: list[Point], chance: np.random.Generator) -> list[Law
     residuals /= np.sqrt(np.maximum(1 - (basis**2).sum(1), 0.05))
     residuals -= residuals.mean()
     drawn = fitted * np.exp(chance.choice(residuals, (BOOTSTRAPS, len(points))))
-    return [best_law([replace(each, loss=loss) for each, loss in zip(points, row, strict=True)])[0] for row in drawn.tolist()]
+    return [
+        best_law([replace(each, loss=loss) for each, loss in zip(points, row, strict=True)], huber)[0] for row in drawn.tolist()
+    ]
 
 
 def published(path: Path) -> dict[str, Any]:
@@ -147,8 +149,11 @@ def main() -> int:
     parser.add_argument("--points", type=Path, help="the published points, as a CSV file")
     options = parser.parse_args()
     environment = machine()
-    rows = [held(kind, name, options.rounds, False) for kind, name in product(LADDERS, LAWS)]
-    beside = [held(kind, "small models", options.bootstraps, True) for kind in tuple(LADDERS)[:3] if options.bootstraps]
+    rows = []
+    for kind, name in product(LADDERS, LAWS):
+        rows.append(held(kind, name, options.rounds, False))
+        print(rows[-1], flush=True)
+    beside = [held(kind, "small models", options.bootstraps, True) for kind in tuple(LADDERS)[:1] if options.bootstraps]
     result: dict[str, Any] = {"benchmark": "ladder_law", "machine": environment, "level": LEVEL, "values": VALUES, "rows": rows}
     result |= {"bootstraps": beside, "published": published(options.points) if options.points else None}
     table = "\n".join(report(result, options.rounds))
