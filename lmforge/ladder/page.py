@@ -226,8 +226,8 @@ def _tasks(ladder: Mapping[str, Any], name: str) -> str:
     tasks = ladder.get("tasks", ())
     if not tasks:
         return ""
-    rows = [(task["name"], task["metric"], interval_text(task["score"]), task["caution"]) for task in tasks]
-    return _section(f"Tasks{name}", _table(("task", "metric", "at the target", ""), rows))
+    rows = [(task["name"], interval_text(task["score"]), task["caution"]) for task in tasks]
+    return _section(f"Tasks{name}", _table(("score", "at the target", ""), rows))
 
 
 def _law(ladder: Mapping[str, Any]) -> str:

@@ -17,6 +17,7 @@ from lmforge.config.verbs.ladder import LadderConfig, parse_budget
 from lmforge.errors import UserError, format_count, typed_command
 from lmforge.ladder.charts import short
 from lmforge.ladder.costs import Cost, Costs
+from lmforge.ladder.downstream import predict_scores
 from lmforge.ladder.fit import Fit, fit_points
 from lmforge.ladder.frontier import Target, compare, conclusions
 from lmforge.ladder.law import Point
@@ -229,7 +230,9 @@ def _finish(ladder: Ladder, adopted: list[Reached], config: LadderConfig, folder
     bytes_per_token = median(each.loss / each.bits_per_byte for each in reached if isfinite(each.loss)) / log(2)
     target = Target(trial.parameters, trial.tokens, trial.flops / trial.tokens, bytes_per_token)
     curves = {each.name: [[part * each.tokens, loss] for part, loss in each.curve] for each in reached}
-    fitted = Fitted(ladder.mixture, fit, target, {"name": ladder.mixture, "curves": curves, **conclusions(fit, target)})
+    tasks = predict_scores(fit, {each.name: each.scores for each in reached}, target)
+    numbers = {"name": ladder.mixture, "curves": curves, "tasks": tasks, **conclusions(fit, target)}
+    fitted = Fitted(ladder.mixture, fit, target, numbers)
     _print_prediction(fitted, trial)
     print(f"to start   {typed_command()} pretrain {folder / f'{stem}{TARGET}'}")
     return fitted
@@ -264,6 +267,9 @@ def _print_prediction(fitted: Fitted, trial: Trial) -> None:
         "{value:.4f} ({low:.4f} to {high:.4f})".format(**numbers["target"][name]) for name in ("loss", "bits_per_byte")
     )
     print(f"predicted  {_describe(trial)}: val/loss {loss}, {bits} bits per byte")
+    for task in numbers["tasks"]:
+        caution = f" ({task['caution']})" if task["caution"] else ""
+        print(f"score      {task['name']}: {'{value:.3f} ({low:.3f} to {high:.3f})'.format(**task['score'])}{caution}")
     size = f"{short(best['parameters']['value'])} parameters, {short(best['tokens']['value'])} tokens"
     print(f"best       for as many FLOPs: {size}, val/loss {best['loss']['value']:.4f}")
     print(f"           {numbers['flat']['low']:.2g} to {numbers['flat']['high']:.2g} times that size are within 1 %")

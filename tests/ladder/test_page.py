@@ -10,6 +10,7 @@ import pytest
 from playwright.sync_api import Browser, Page, expect
 
 from lmforge.ladder.charts import short
+from lmforge.ladder.downstream import predict_scores
 from lmforge.ladder.fit import fit_points
 from lmforge.ladder.frontier import Target, compare, conclusions
 from lmforge.ladder.law import Point
@@ -28,7 +29,9 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
     fits = {"web": fit_points(first, draws=100), "code": fit_points(ladder(noise=0.003, seed=1), draws=100)}
     target = Target(3e7, 6e8, 6.6 * 3e7, 4.0)
     curves = {each.name: [[each.tokens / 2, 1.1 * each.loss], [each.tokens, each.loss]] for each in fits["web"].points}
-    ladders = [{"name": name, "curves": curves, **conclusions(fit, target)} for name, fit in fits.items()]
+    scores = {each.name: {"val/quiz/acc": 1 / (1 + each.loss)} for each in ladder()}
+    tasks = {name: predict_scores(fit, scores, target) for name, fit in fits.items()}
+    ladders = [{"name": name, "curves": curves, "tasks": tasks[name], **conclusions(fit, target)} for name, fit in fits.items()]
     return write_page(tmp_path_factory.mktemp("ladder"), ladders, compare(fits, target), HOSTILE)
 
 
@@ -55,6 +58,7 @@ def test_the_page_has_the_numbers_of_the_json(page: Page, numbers: dict[str, Any
             assert f"{point['loss']:.4f}\t{point['predicted']:.4f}\t{100 * point['residual']:+.2f} %" in text
         for size in found["sizes"]:
             assert f"{size['ratio']:g}\t{short(size['parameters'])}\t{short(size['tokens'])}\t{size['loss']:.4f}" in text
+        assert f"val/quiz/acc\t{interval_text(found['tasks'][0]['score'])}" in text
         for caution in found["cautions"]:
             assert caution in text
     assert interval_text(numbers["comparison"][0]) in text
