@@ -16,6 +16,7 @@ LEAST_WORK = {
     "mixture_cpu": "--tiny --rounds 1 --seconds 0.1 --threads 1 --seeds 1",
     "staleness": "--rounds 1 --steps 3",
     "small_states": "--tiny --rounds 1 --threads 1",
+    "lr_transfer": "--rounds 1 --widths 64 128 --rates 0.01 --steps 2",
     "prepare": "--rounds 1 --megabytes 1 --workers 1 --beside lmforge",
     "rollout_engines": "--rounds 1 --steps 1 --engines in-process lmforge",
 }
