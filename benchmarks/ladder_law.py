@@ -12,7 +12,9 @@ import csv
 import sys
 import time
 from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, replace
+from functools import partial
 from itertools import product
 from math import exp, sqrt
 from pathlib import Path
@@ -25,11 +27,11 @@ from lmforge.ladder.fit import LEVEL, Fit, fit_points
 from lmforge.ladder.frontier import predicted_loss
 from lmforge.ladder.law import FIRST_HUBER, NUM_FITTED, Law, Losses, Point, best_law
 
-# That of Besiroglu et al. with runs of their size; one of small models, at the loss of text in small vocabularies; and one
-# whose exponents differ.
+# One of small models, at the loss of text in small vocabularies; that of Besiroglu et al. with runs of such size; and one whose
+# exponents differ. Each with the parameters of its largest run.
 LAWS = {
-    "published": (Law(E=1.82, A=482.0, alpha=0.348, B=2085.0, beta=0.366), 1.6e8),
     "small models": (Law(E=1.2, A=32.0, alpha=0.3, B=180.0, beta=0.35), 5e5),
+    "published size": (Law(E=1.82, A=482.0, alpha=0.348, B=2085.0, beta=0.366), 1.6e8),
     "unequal": (Law(E=1.6, A=10.0, alpha=0.2, B=900.0, beta=0.5), 5e5),
 }
 # (sizes, each twice the one before; tokens for each parameter; standard deviation of the logarithm of a loss)
@@ -94,6 +96,10 @@ def held(kind: str, name: str, draws: int, bootstraps: bool) -> dict[str, Any]:
     }
 
 
+def held_of(which: tuple[str, str], draws: int) -> dict[str, Any]:
+    return held(*which, draws, False)
+
+
 def run_is_held(fit: Fit, law: Law, run: tuple[float, float], noise: float, chance: np.random.Generator) -> bool:
     """Whether the interval of a run, which has noise of its own, holds it."""
     predicted = predicted_loss(fit, *run)
@@ -147,12 +153,14 @@ def main() -> int:
     parser = benchmark_parser(__doc__ or "", 200, "draws of each law and ladder")
     parser.add_argument("--bootstraps", type=int, default=0, help="draws for which bootstraps are measured too (default: 0)")
     parser.add_argument("--points", type=Path, help="the published points, as a CSV file")
+    parser.add_argument("--processes", type=int, default=2, help="processes that share the draws (default: 2)")
     options = parser.parse_args()
     environment = machine()
-    rows = []
-    for kind, name in product(LADDERS, LAWS):
-        rows.append(held(kind, name, options.rounds, False))
-        print(rows[-1], flush=True)
+    with ProcessPoolExecutor(options.processes) as pool:
+        rows = []
+        for row in pool.map(partial(held_of, draws=options.rounds), product(LADDERS, LAWS)):
+            rows.append(row)
+            print(row, flush=True)
     beside = [held(kind, "small models", options.bootstraps, True) for kind in tuple(LADDERS)[:1] if options.bootstraps]
     result: dict[str, Any] = {"benchmark": "ladder_law", "machine": environment, "level": LEVEL, "values": VALUES, "rows": rows}
     result |= {"bootstraps": beside, "published": published(options.points) if options.points else None}
