@@ -12,6 +12,7 @@ LEAST_WORK = {
     "calculator": "--rounds 1 --steps 1 --staleness 1",
     "checkpoint": "--rounds 1 --minutes 0.01 --every_minutes 0.01 --width 64",
     "ladder": "--tiny --parameters 1e5 --budget 0.5 --texts c++",
+    "ladder_law": "--rounds 1 --bootstraps 1 --processes 1",
     "loader": "--rounds 1 --steps 1 --threads 1",
     "mixture_cpu": "--tiny --rounds 1 --seconds 0.1 --threads 1 --seeds 1",
     "staleness": "--rounds 1 --steps 3",
