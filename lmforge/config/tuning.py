@@ -251,7 +251,9 @@ class DistillOptions(Options):
     """The teacher, and the loss. Names are TRL's (GKD) and torchtune's (kd_ratio)."""
 
     teacher: Path | None = option(
-        None, "the teacher: a run, a checkpoint, a Hugging Face folder or a name on the hub, with the student's tokenizer"
+        None,
+        "the teacher: a run, a checkpoint, a Hugging Face folder or a name on the hub, with the student's tokenizer; with"
+        " distill.logprobs also the address of a server, http://HOST:PORT, of lmforge serve or vLLM",
     )
     beta: float = option(
         0.5,
@@ -274,9 +276,19 @@ class DistillOptions(Options):
     )
     max_completion_length: int = option(128, "on-policy: longest sampled answer, in tokens", **LENGTH)
 
+    @property
+    def server(self) -> str | None:
+        """The address of a teacher that is a server. A path has lost one of its slashes."""
+        scheme, _, place = str(self.teacher).partition(":/")
+        return f"{scheme}://{place.strip('/')}" if scheme in ("http", "https") and place else None
+
     def problems(self) -> Iterator[str]:
         if self.logprobs and self.lmbda:
             yield "distill.lmbda: not with distill.logprobs, which has nothing of what the student samples; leave one out"
+        if self.server and not self.logprobs:
+            yield f"distill.teacher: {self.server} says its likeliest tokens once; name a folder for them, distill.logprobs"
+        if self.server and self.temperature != 1:
+            yield "distill.temperature: a server reports at temperature 1; leave it out, or name a teacher that runs here"
         if self.lmbda == 1 and self.kd_ratio < 1:
             yield "distill.kd_ratio: with distill.lmbda = 1 no text of the data is learned; leave it out"
         if not self.lmbda and "max_completion_length" in self.changed():
@@ -297,6 +309,10 @@ class DistillConfig(SftConfig):
 
     def require_inputs(self) -> None:
         super().require_inputs()
+        self.require_teacher()
+
+    def require_teacher(self) -> None:
+        """Raise UserError where there is nothing to learn from."""
         if self.distill.teacher is None and self.distill.logprobs is None:
             raise UserError("distill.teacher: name the model to learn from, such as --teacher runs/large")
 

@@ -66,6 +66,8 @@ class FSDP2Model(ParallelModel):
         self, root: nn.Module, blocks: nn.ModuleList, embeddings: Iterable[nn.Module], heads: Iterable[nn.Module]
     ) -> None:
         self._in_fp32 = self._shard_routers(root, blocks)
+        # What stays gathered between a forward and its backward pass would stay for good in a model that is only scored with.
+        self._is_frozen = not any(parameter.requires_grad for parameter in root.parameters())
         for block in blocks:
             experts = [each for each in block.modules() if isinstance(each, Experts) and isinstance(each.dispatch, Dispatch)]
             for each in experts:  # with expert parallelism they are sharded over fewer ranks than the block
@@ -77,8 +79,8 @@ class FSDP2Model(ParallelModel):
             self._shard_block(embedding, self._fsdp_mesh)
         for head in heads:
             # The backward pass begins with the head.
-            self._fully_shard(head, reshard_after_forward=False)
-        self._fully_shard(root)
+            self._fully_shard(head, reshard_after_forward=self._is_frozen)
+        self._fully_shard(root, reshard_after_forward=self._is_frozen)
         if self._in_fp32:
             root.register_forward_pre_hook(lambda *_: cast(nn.Module, root.routers)())
 
@@ -98,7 +100,7 @@ class FSDP2Model(ParallelModel):
 
     def _shard_block(self, module: nn.Module, mesh: DeviceMesh) -> None:
         placement = partial(_placement, num_ranks=mesh.size(-1))
-        reshard = self._dims.reshard_after_forward
+        reshard = self._dims.reshard_after_forward or self._is_frozen
         self._fully_shard(
             module,
             mesh=mesh,

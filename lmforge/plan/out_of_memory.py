@@ -65,8 +65,9 @@ class MemoryEstimator:
         dist_ctx: DistributedContext,
         *,
         step: int = 0,
+        teacher: ModelConfig | None = None,
     ) -> Self:
-        """The estimator of a recipe on these ranks, for a run that continues from `step`."""
+        """The estimator of a recipe on these ranks, for a run that continues from `step`, beside its teacher."""
         on_gpu = dist_ctx.device.type == "cuda"
         dtype, _ = choose_dtype(config.train.dtype, dist_ctx.device)
         compiled, _ = choose_compile(config, dist_ctx.device, config.train.steps - step)
@@ -79,6 +80,7 @@ class MemoryEstimator:
             on_gpu=on_gpu,
             dtype=dtype_name(dtype),
             compiled=compiled,
+            teacher=teacher,
         )
         return cls(step_config, plan, count_parameters(model_config, get_lora_config(config)), peak_resident_bytes())
 
@@ -110,6 +112,8 @@ class MemoryEstimator:
         master, options = DTYPE_BYTES[step_config.master_dtype], step_config.options
         state_bytes = checkpoint_bytes(step_config.optimizer, step_config.master_dtype, counts)
         state_bytes += (counts.trained + (counts.total if step_config.reference == "copy" else 0)) * master
+        if step_config.teacher is not None:
+            state_bytes += step_config.teacher.parameters.weight_bytes(step_config.dtype)
         if options.cpu_offload and step_config.on_gpu:
             state_bytes = 0
         working = 0

@@ -14,6 +14,7 @@ from lmforge.model.flops import adapted_flops_per_token, flops_per_token
 from lmforge.model.layers import LanguageModel
 from lmforge.model.lora import LoraConfig, LoraLinear, ParameterAdapter, adapted_name, adapter_parameters, add_lora
 from lmforge.model.quantization.matrices import quantized_matrices
+from lmforge.parallel.validate import check_float8_layers
 from lmforge.plan.memory import ParameterCounts, count_all
 
 
@@ -78,3 +79,11 @@ def training_flops_per_token(config: StageConfig, model_config: ModelConfig, seq
         return float(flops_per_token(model_config, sequence_length))
     counts = count_parameters(model_config, lora)
     return float(adapted_flops_per_token(model_config, sequence_length, counts.total, counts.trained))
+
+
+def check_float8(model: ModelConfig) -> None:
+    """Raise UserError where the linear layers of blocks cannot be multiplied in float8."""
+    block = build_meta_model(replace(model, num_hidden_layers=1, layer_types=None), None).blocks[0]
+    layers = {name: each for name, each in block.named_modules() if isinstance(each, nn.Linear)}
+    sizes = {name.rpartition(".")[2]: (each.in_features, each.out_features) for name, each in layers.items()}
+    check_float8_layers(model, sizes)

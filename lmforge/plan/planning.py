@@ -8,12 +8,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from torch import nn
-
 from lmforge.config.align import AlignConfig
 from lmforge.config.batch_plan import DEFAULT_GLOBAL_BATCH_SIZE, BatchPlan
 from lmforge.config.mixture import tokens_by_length
 from lmforge.config.stage import PretrainConfig, StageConfig
+from lmforge.config.tuning import DistillConfig
 from lmforge.config.verbs.plan import AnyPlanConfig, MachineOptions, PlanOptions
 from lmforge.errors import UserError, format_bytes
 from lmforge.model.config import ModelConfig
@@ -22,17 +21,16 @@ from lmforge.parallel.dims import plan_batches
 from lmforge.parallel.validate import (
     check_compiled,
     check_float8_dtype,
-    check_float8_layers,
     check_lora,
     check_parallel,
     choose_engine,
 )
 from lmforge.plan.calibration import Calibration, read_calibration
 from lmforge.plan.hardware import GB, GPU, Hardware, Network, data_sheets, read_hardware
-from lmforge.plan.parameter_counts import block_adapters, build_meta_model, get_lora_config
+from lmforge.plan.parameter_counts import block_adapters, check_float8, get_lora_config
 from lmforge.plan.prediction.predict import MEMORY_INTERVAL, OVERHEAD, Prediction, can_reduce_once, peak_memory, predict
 from lmforge.plan.prediction.rates import CONSTANTS, Rates
-from lmforge.plan.prediction.step_config import StepConfig
+from lmforge.plan.prediction.step_config import Distillation, StepConfig
 from lmforge.plan.traces import LossKind
 from lmforge.untrusted import cut
 
@@ -170,6 +168,7 @@ def build_step_config(
     on_gpu: bool,
     dtype: str,
     compiled: bool,
+    teacher: ModelConfig | None = None,
 ) -> StepConfig:
     """The StepConfig of a recipe on these ranks; arguments are as its fields. Raises UserError for an impossible engine."""
     engine = choose_engine(config.parallel, world_size, "cuda" if on_gpu else "cpu")
@@ -191,6 +190,7 @@ def build_step_config(
         loss=_loss_kind(config),
         reference=_reference(config),
         has_dropout=config.model.dropout > 0,
+        distillation=Distillation.of_recipe(config, teacher),
     )
 
 
@@ -210,9 +210,11 @@ def _reference(config: StageConfig) -> Literal["none", "copy", "policy"]:
 
 
 def _check_predictable(config: StageConfig) -> None:
-    """Raise UserError for a recipe whose step is not one update on given batches, or has another model beside it."""
-    if config.of_stage == "distill":
-        raise UserError("lmforge distill is not predicted: its teacher is another model; plan it as a recipe of lmforge sft")
+    """Raise UserError for a recipe whose step is not one update on given batches."""
+    if isinstance(config, DistillConfig) and config.distill.lmbda:
+        raise UserError(
+            f"distill.lmbda = {config.distill.lmbda:g} is not predicted: its steps sample answers first; plan without it"
+        )
     if isinstance(config, AlignConfig) and config.align.method == "grpo":
         raise UserError("align.method = grpo is not predicted: most of its step samples completions and rewards them")
 
@@ -227,7 +229,9 @@ def with_default_batch(config: AnyPlanConfig) -> tuple[AnyPlanConfig, list[str]]
     return config.model_copy(update={"train": train.model_copy(update={"global_batch_size": gpus})}), [note]
 
 
-def make_step_config(config: StageConfig, model: ModelConfig, gpus: int, machine: Machine) -> StepConfig:
+def make_step_config(
+    config: StageConfig, model: ModelConfig, gpus: int, machine: Machine, teacher: ModelConfig | None = None
+) -> StepConfig:
     """The StepConfig of a recipe on this number of GPUs. Raises UserError where it does not fit the ranks, the model or the
     device."""
     _check_predictable(config)
@@ -252,17 +256,12 @@ def make_step_config(config: StageConfig, model: ModelConfig, gpus: int, machine
         on_gpu=not machine.gpu.is_cpu,
         dtype=dtype,
         compiled=compiled,
+        teacher=teacher,
     )
+    if teacher is not None:
+        check_parallel(config.parallel, teacher, plan)
     _ = step_config.dims  # refused here where the ranks do not fill the mesh
     return step_config
-
-
-def check_float8(model: ModelConfig) -> None:
-    """Raise UserError where the linear layers of blocks cannot be multiplied in float8."""
-    block = build_meta_model(replace(model, num_hidden_layers=1, layer_types=None), None).blocks[0]
-    layers = {name: each for name, each in block.named_modules() if isinstance(each, nn.Linear)}
-    sizes = {name.rpartition(".")[2]: (each.in_features, each.out_features) for name, each in layers.items()}
-    check_float8_layers(model, sizes)
 
 
 def predict_step(step_config: StepConfig, machine: Machine) -> Prediction:

@@ -53,7 +53,7 @@ MAX_DISCARDED_BODIES = 16
 
 
 def create_app(registry: ModelRegistry, max_body_bytes: int, weight_updates: bool = False) -> Starlette:
-    """The routes, for the models of a registry; with `weight_updates` also those of token_api.py."""
+    """The routes, for the models of a registry; `weight_updates`: also those of token_api.py that change weights."""
 
     async def health(request: Request) -> Response:
         running, waiting = registry.request_counts()
@@ -101,7 +101,7 @@ def create_app(registry: ModelRegistry, max_body_bytes: int, weight_updates: boo
             Route("/v1/models/{name:path}", model),
             Route("/v1/completions", completions, methods=["POST"]),
             Route("/v1/chat/completions", chat, methods=["POST"]),
-            *(token_routes(registry, partial(read_json_body, max_bytes=max_body_bytes)) if weight_updates else []),
+            *token_routes(registry, partial(read_json_body, max_bytes=max_body_bytes), weight_updates),
         ],
         exception_handlers=dict.fromkeys([ApiError, UserError, ClientDisconnect, 404, 405, Exception], _on_error),
     )

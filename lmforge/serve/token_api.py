@@ -1,7 +1,7 @@
 """The routes for a trainer, as vLLM's: ids in and out with log-probabilities and versions, and weights replaced in place.
 
-`lmforge serve --weight_updates` has them. Paths, fields and answers are those of vLLM's /inference/v1/generate and of its
-development mode; `starts_with` is an extension. Requests that run while weights are replaced go on, and keep the keys and
+Paths, fields and answers are those of vLLM's /inference/v1/generate, its /tokenize and, with `lmforge serve --weight_updates`,
+its development mode; `starts_with` is an extension. Requests that run while weights are replaced go on, and keep the keys and
 values that the earlier weights computed.
 """
 
@@ -22,19 +22,23 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from torch import Tensor
 
+from lmforge.data.batch import Batch
 from lmforge.errors import UserError
 from lmforge.generate.engine import GeneratedToken, GenerationRequest
 from lmforge.generate.sampling import SamplingParams
 from lmforge.generate.weights_folder import verify_weights
 from lmforge.interop.config_json import to_config_json
 from lmforge.interop.weights import load_folder
+from lmforge.objectives.distillation import DistillationConfig, top_log_probs
 from lmforge.serve.batching import MIN_LOGPROB, ContinuousBatcher, QueuedRequest
-from lmforge.serve.model_registry import ModelRegistry
+from lmforge.serve.model_registry import ModelRegistry, ServedModel
 from lmforge.serve.protocol import ApiError, TokenIds, validation_error
 from lmforge.untrusted import cut
 
 # How long the first of requests that start together waits for the others.
 GATHER_SECONDS = 30
+# The likeliest tokens of each place of a prompt that a request may ask for.
+MAX_PROMPT_LOGPROBS = 1024
 # Fields of config.json by which a trainer sees that the model is its own.
 DESCRIBED = ("model_type", "vocab_size", "hidden_size", "num_hidden_layers", "intermediate_size")
 ReadBody = Callable[[Request], Any]
@@ -57,6 +61,7 @@ class TokenSampling(_Model):
     stop_token_ids: TokenIds = []
     ignore_eos: bool = False
     logprobs: Literal[0] | None = None
+    prompt_logprobs: int | None = Field(None, ge=1, le=MAX_PROMPT_LOGPROBS)
     n: Literal[1] = 1
 
 
@@ -75,6 +80,11 @@ class GenerateRequest(_Model):
     stream: Literal[False] = False
 
 
+class TokenizeRequest(_Model):
+    prompt: str
+    add_special_tokens: Literal[False] = False
+
+
 class NewVersion(_Model):
     new_version: str = Field(max_length=200)
 
@@ -88,8 +98,8 @@ class WorkerCall(_Model):
     kwargs: ReloadArguments
 
 
-def token_routes(registry: ModelRegistry, read_body: ReadBody) -> list[Route]:
-    """The routes, for the first model of a registry."""
+def token_routes(registry: ModelRegistry, read_body: ReadBody, weight_updates: bool) -> list[Route]:
+    """The routes, for the first model of a registry; only with `weight_updates` those that pause it and change its weights."""
     gathering: dict[str, dict[int, QueuedRequest]] = {}
 
     async def parse(schema: type[Body], request: Request) -> Body:
@@ -128,7 +138,16 @@ def token_routes(registry: ModelRegistry, read_body: ReadBody) -> list[Route]:
                 release(served.batcher, together.id)
             elif len(waiting) == 1:
                 asyncio.get_running_loop().call_later(GATHER_SECONDS, release, served.batcher, together.id)
-        return JSONResponse({"choices": [await _choice(queued, request, served.batcher, params.logprobs is not None)]})
+        answer: dict[str, Any] = {"choices": [await _choice(queued, request, served.batcher, params.logprobs is not None)]}
+        if params.prompt_logprobs is not None:
+            score = partial(_prompt_logprobs, served, body.token_ids, min(params.prompt_logprobs, vocab_size))
+            answer["prompt_logprobs"] = await asyncio.to_thread(score)
+        return await asyncio.to_thread(JSONResponse, answer)
+
+    async def tokenize(request: Request) -> Response:
+        served = await registry.get(registry.default_model)
+        ids = await asyncio.to_thread(served.loaded.tokenizer.encode, (await parse(TokenizeRequest, request)).prompt)
+        return JSONResponse({"count": len(ids), "max_model_len": served.max_length, "tokens": ids})
 
     async def pause(request: Request) -> Response:
         if (mode := request.query_params.get("mode")) != "keep":
@@ -171,8 +190,11 @@ def token_routes(registry: ModelRegistry, read_body: ReadBody) -> list[Route]:
         return JSONResponse({})
 
     post = partial(Route, methods=["POST"])
+    computing = [post("/inference/v1/generate", generate), post("/tokenize", tokenize)]
+    if not weight_updates:
+        return computing
     return [
-        post("/inference/v1/generate", generate),
+        *computing,
         post("/pause", pause),
         post("/resume", resume),
         post("/collective_rpc", call_workers),
@@ -180,6 +202,26 @@ def token_routes(registry: ModelRegistry, read_body: ReadBody) -> list[Route]:
         post("/update_weight_version", update_version),
         Route("/weight_info", weight_info, methods=["GET"]),
     ]
+
+
+def _prompt_logprobs(served: ServedModel, token_ids: list[int], k: int) -> list[dict[str, Any] | None]:
+    """Of each token of a prompt the `k` likeliest there, by id, at temperature 1; None of the first."""
+    loaded, scored = served.loaded, list[tuple[Tensor, Tensor]]()
+    config = DistillationConfig(0.0, 1.0, 1.0, loaded.tokenizer.vocab_size)
+
+    @torch.no_grad()
+    def score() -> None:
+        batch = Batch.from_token_lists([token_ids]).to(loaded.model.lm_head.weight.device)
+        hidden = loaded.model(batch.tokens, batch.positions, batch.document_ids, document_starts=batch.document_starts)
+        scored.append(loaded.model.lm_head(hidden, partial(top_log_probs, k=k, config=config)))
+
+    served.batcher.between_steps(score)
+    ids, values = (each[0].tolist() for each in scored[0])
+    places = [
+        {str(id): {"logprob": value, "rank": rank} for rank, (id, value) in enumerate(zip(*place, strict=False), start=1)}
+        for place in zip(ids[:-1], values[:-1], strict=True)
+    ]
+    return [None, *places]
 
 
 async def _choice(queued: QueuedRequest, request: Request, batcher: ContinuousBatcher, with_logprobs: bool) -> dict[str, Any]:

@@ -39,6 +39,7 @@ class RunInputs:
     load_weights          fills a model with its first weights and returns the names it left out; None: random weights
     sequences_per_sample  sequences of a batch made from each sequence of `train_dataset`
     tasks                 tasks scored at each validation, each with its batch size
+    teacher               of a distillation: the model whose forward pass each batch takes; None where it was stored
     """
 
     tokenizer: Tokenizer
@@ -52,6 +53,7 @@ class RunInputs:
     source_folders: Mapping[str, str] = field(default_factory=dict)
     sequences_per_sample: int = 1
     tasks: tuple[tuple[QuestionTask, int], ...] = ()
+    teacher: ModelConfig | None = None
 
     @property
     def packed_dataset(self) -> PackedDataset:

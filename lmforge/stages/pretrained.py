@@ -230,7 +230,7 @@ def _with_sources(config: ConfigT, source: Path | None, replace_model: Callable[
         with prefix_errors("rollout.reward_functions"):
             specs = tuple(str(replace_model(Path(spec))) if is_model_folder(spec) else spec for spec in specs)
         update["rollout"] = config.rollout.model_copy(update={"reward_functions": specs})
-    if isinstance(config, DistillConfig) and config.distill.teacher is not None:
+    if isinstance(config, DistillConfig) and config.distill.teacher is not None and not config.distill.server:
         with prefix_errors("distill.teacher"):
             teacher = replace_model(config.distill.teacher)
         update["distill"] = config.distill.model_copy(update={"teacher": teacher})

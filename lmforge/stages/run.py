@@ -59,7 +59,9 @@ def run_stage(config: StageConfig, custom: CustomCode = NO_CUSTOM_CODE) -> int:
         with explain_failures(run):
             config, inputs, point = enter_run(config, run, dist_ctx, spec.prepare_data, spec.open_inputs)
             with dist_ctx.raise_on_all():
-                estimator = MemoryEstimator.of_run(config, inputs.model_config, inputs.batch_plan, dist_ctx, step=point.step)
+                estimator = MemoryEstimator.of_run(
+                    config, inputs.model_config, inputs.batch_plan, dist_ctx, step=point.step, teacher=inputs.teacher
+                )
                 if point.step < config.train.steps:
                     estimator.check(dist_ctx)
                 objective, callbacks = custom.build(config)
@@ -111,9 +113,7 @@ def _train(
     with explain_out_of_memory(estimator, dist_ctx, ctx.watch.describe_progress, ctx.memory_snapshot):
         built = build(ctx, inputs, point, objective)
         peak_flops = rank_peak_flops(dist_ctx, built.dtype)
-        # Of no distillation is there a prediction (plan/planning.py), and nobody has asked for one.
-        predicts = dist_ctx.is_rank0 and config.of_stage != "distill"
-        prediction = estimator.predict_run(config, dist_ctx.device) if predicts else None
+        prediction = estimator.predict_run(config, dist_ctx.device) if dist_ctx.is_rank0 else None
         log_summary(ctx, inputs, built, peak_flops, prediction)
         checkpointer = build_checkpointer(ctx, inputs, built)
         began = time.perf_counter()

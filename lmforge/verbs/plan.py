@@ -33,9 +33,10 @@ from lmforge.plan.planning import (
 from lmforge.plan.prediction.predict import Prediction, RunCost, can_reduce_once, peak_memory, run_cost
 from lmforge.plan.prediction.search import Candidate, SearchResult, in_fewer_bits, search, suggest_what_fits, why_slower
 from lmforge.plan.prediction.simulator import COMPUTE, HOST_COPIES, NETWORK
+from lmforge.plan.prediction.step_config import StepConfig
 from lmforge.terminal.cells import page_console
 from lmforge.untrusted import describe_os_error
-from lmforge.verbs.show.describe import resolve_model
+from lmforge.verbs.show.describe import resolve_model, resolve_teacher
 from lmforge.verbs.show.describe_data import find_vocab_size
 
 SHOWN = 10
@@ -62,7 +63,7 @@ def run_plan(config: AnyPlanConfig) -> int:
     machine = find_machine(config.plan)
     config, batch_note = with_default_batch(config)
     config = config.model_copy(update={"plan": machine.with_disk(config.plan)})
-    step_config = make_step_config(config, resolve_model(config, find_vocab_size(config)), config.plan.gpus, machine)
+    step_config = _step_config(config, machine)
     prediction = predict_step(step_config, machine)
     phases = predict_phases(config, prediction, machine)
     cost = run_cost(phases, config.plan, machine.gpu, async_save=config.checkpoint.async_save)
@@ -116,6 +117,11 @@ def run_plan(config: AnyPlanConfig) -> int:
     _print_phases(console, phases)
     _print_cost(console, prediction, cost, config)
     return 0
+
+
+def _step_config(config: AnyPlanConfig, machine: Machine) -> StepConfig:
+    model = resolve_model(config, find_vocab_size(config))
+    return make_step_config(config, model, config.plan.gpus, machine, resolve_teacher(config))
 
 
 def _memory_table(prediction: Prediction) -> Table:
@@ -243,11 +249,10 @@ def run_search(config: AnyPlanConfig) -> int:
     for file in files:
         check_output(file, "--write")
     machine = find_machine(config.plan)
-    model = resolve_model(config, find_vocab_size(config))
     parallel = config.parallel.model_copy(update={"engine": "auto", "sharding": None, "shard_degree": None})
     degrees = {f"{name}_parallel_degree": 1 for name in ("tensor", "context", "pipeline", "expert")}
     plain = config.model_copy(update={"parallel": parallel.model_copy(update=degrees | {"cpu_offload": False})})
-    base = make_step_config(plain, model, config.plan.gpus, machine)
+    base = _step_config(plain, machine)
     size = plan_batches(plain, 1).global_batch_size
     budget = config.plan.usable * machine.gpu.memory_bytes
     rates = machine.rates(base.dtype)

@@ -4,7 +4,10 @@ import json
 import os
 import random
 import shutil
+import threading
+from collections.abc import Callable
 from dataclasses import dataclass
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
 import numpy as np
@@ -25,6 +28,7 @@ from lmforge.stages.inputs import RunInputs
 from lmforge.stages.pretrained import find_pretrained
 from tests.conftest import Command, Refusal
 from tests.distributed.conftest import Recipe, losses, run_cases, weights
+from tests.serve.conftest import Server, serving  # noqa: F401 - a fixture
 
 STEPS = 4
 PADDING = 7  # ids more in the teacher's head
@@ -135,8 +139,9 @@ def test_a_line_warns_where_what_is_stored_is_little_of_the_teacher(world: World
     assert "likeliest tokens hold" not in logs["stored all"]
 
 
-def test_a_run_says_nothing_of_a_prediction_that_there_is_not(world: World) -> None:
-    assert "predicted" not in world.run("online").log_path(1, 0).read_text()
+def test_a_run_is_predicted_unless_it_samples(world: World) -> None:
+    assert "predicted  memory" in world.run("online").log_path(1, 0).read_text()
+    assert "predicted  distill.lmbda = 0.5 is not predicted" in world.run("sampled").log_path(1, 0).read_text()
 
 
 @pytest.mark.parametrize(
@@ -243,6 +248,71 @@ def test_a_copied_teacher_is_the_same_one_and_other_weights_of_its_shape_are_not
     assert find_pretrained(tmp_path / "copy").content_digest == theirs
     save_file({name: -tensor for name, tensor in load_file(file).items()}, file, {"format": "pt"})
     assert find_pretrained(tmp_path / "copy").content_digest != theirs
+
+
+def test_what_a_server_says_is_stored_as_what_the_teacher_itself_says_and_asked_for_once(
+    world: World,
+    lmforge: Command,
+    serving: Callable[..., Server],  # noqa: F811 - its fixture
+) -> None:
+    server = serving(world.folder / "teacher", "--max_length", 66)
+    words = world.words("served", *stored(world.folder / "served logprobs"), teacher="teacher")
+    words[words.index("--distill.teacher") + 1] = server.url
+    done = lmforge(*words, "--train.steps", 1)
+    assert done.returncode == 0, done.stderr
+    for path in (world.folder / "few").glob("*/*.npy"):
+        ours = world.folder / "served logprobs" / path.parent.name / path.name
+        assert ours.stat().st_size == path.stat().st_size
+        told, here = (np.frombuffer(each.read_bytes()[-10 * RECORD.itemsize :], RECORD) for each in (ours, path))
+        assert told["logprobs"] == pytest.approx(here["logprobs"], abs=2e-4)
+        assert (told["ids"] == here["ids"]).mean() > 0.9  # equally likely ones may change places
+    (world.folder / "served logprobs" / "train" / "000000064.npy").unlink()
+    again = lmforge(*words)
+    assert again.returncode == 0, again.stderr
+    logs = [(world.run("served").path / "logs" / f"attempt-{n}" / "rank-0.log").read_text() for n in (1, 2)]
+    assert [log.count("computing") for log in logs] == [2, 1]
+    for step, loss in losses(world.run("stored")).items():
+        assert losses(world.run("served"))[step] == pytest.approx(loss, rel=1e-5)
+
+
+class NoTeacher(BaseHTTPRequestHandler):
+    """Has nothing."""
+
+    def do_GET(self) -> None:
+        self.send_error(404)
+
+    def log_message(self, *arguments: object) -> None: ...
+
+
+def test_a_server_that_cannot_teach_is_refused(
+    world: World,
+    refused: Refusal,
+    lmforge: Command,
+    serving: Callable[..., Server],  # noqa: F811 - its fixture
+    tmp_path: Path,
+) -> None:
+    def said_of(url: str, *more: object) -> str:
+        words = world.words("refused", *(more or stored(tmp_path / "new")))
+        words[words.index("--distill.teacher") + 1] = url
+        return refused(*words)
+
+    assert "distill.teacher: http://127.0.0.1:9: nothing answers (" in said_of("http://127.0.0.1:9")
+    assert "name a folder for them, distill.logprobs" in said_of("http://127.0.0.1:9", "--distill.beta", 0)
+    assert "a server reports at temperature 1" in said_of(
+        "http://127.0.0.1:9", *stored(tmp_path / "new"), "--distill.temperature", 2
+    )
+    with HTTPServer(("127.0.0.1", 0), NoTeacher) as empty:
+        threading.Thread(target=empty.serve_forever, daemon=True).start()
+        said = said_of(f"http://127.0.0.1:{empty.server_port}")
+        empty.shutdown()
+    assert "has no /v1/models; start it with lmforge serve, or vllm serve --enable-scale-out --max-logprobs 8" in said
+    other = tmp_path / "other"
+    assert lmforge("export", world.folder / "teacher", other).returncode == 0
+    byte_tokenizer().save(other)
+    assert "distill.teacher: another tokenizer at http://" in said_of(serving(other, "--max_length", 66).url)
+    short = serving(world.folder / "teacher", "--max_length", 32).url
+    assert "66 tokens of prompt and answer, and this server was started with --max_length 32" in said_of(short)
+    assert not (world.folder / "refused" / "recipe.toml").exists()
 
 
 def test_without_its_teacher_what_is_stored_of_it_is_enough(world: World, lmforge: Command, refused: Refusal) -> None:

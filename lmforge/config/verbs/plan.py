@@ -73,7 +73,7 @@ class SftPlanConfig(SftConfig):
 
 
 class DistillPlanConfig(DistillConfig):
-    """lmforge plan RECIPE.toml: for a recipe of `lmforge distill`: not predicted yet."""
+    """lmforge plan RECIPE.toml: the same for a recipe of `lmforge distill`, with its teacher."""
 
     of_verb: ClassVar[str | None] = "plan"
     ESSENTIAL: ClassVar[str] = f"{ESSENTIAL} lora.rank"

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from lmforge.config.activation_checkpointing import FullCheckpointing, NoCheckpointing
 from lmforge.data.labels import loss_chunk_tokens, stores_exponentials
 from lmforge.model.flops import mixture_parameters
+from lmforge.objectives.distillation import CHUNK_TOKENS
 from lmforge.plan.memory import DTYPE_BYTES
 from lmforge.plan.operators import Product, Work
 from lmforge.plan.prediction.rates import Rates, make_group
@@ -18,6 +19,10 @@ LENGTH = 1024
 BACKWARD_ATTENTION = 2.5
 INT64_BYTES = 8
 FP32_BYTES = 4  # losses and the head's gradient are in fp32, whatever the compute dtype
+# Of a divergence from a teacher, by its beta (0, 1, or between): how many fp32 arrays of logits there are at once, and how many
+# bytes its operators move for each logit. Measured.
+DIVERGENCE = {0.0: (6, 200), 1.0: (7, 246)}
+BETWEEN = (8, 274)
 
 # (suffix of a name, seconds, kind of operation)
 Parts = list[tuple[str, float, str]]
@@ -206,10 +211,13 @@ def count_head(step_config: StepConfig, rates: Rates, parameters: int) -> HeadCo
     norm = tokens * trace.norm_bytes / step_config.tensor
     # Autocast casts the head.
     cast = parameters * number_bytes if not step_config.is_fsdp and number_bytes < DTYPE_BYTES[step_config.master_dtype] else 0
-    fused, logits = on_gpu and compiled, float(tokens * vocabulary)
+    distilled = step_config.distillation
+    fused, logits = on_gpu and compiled and distilled is None, float(tokens * vocabulary)
     chunk = tokens
     if step_config.logit_bytes is None:
         chunk = min(tokens, loss_chunk_tokens(vocabulary, number_bytes, on_gpu=on_gpu, fused=fused))
+    if distilled is not None:
+        chunk = min(chunk, CHUNK_TOKENS)
     forward, backward = (
         tokens / chunk * rates.product_seconds(Product(chunk, width, vocabulary, number_bytes), backward=each)
         for each in (False, True)
@@ -222,13 +230,17 @@ def count_head(step_config: StepConfig, rates: Rates, parameters: int) -> HeadCo
         return HeadCost(norm, loss_bytes, number_bytes * logits + cast, added * logits, forward, seconds, backward, 0.0)
     # On a CPU losses are computed in fp32, in place where that is the dtype of the logits.
     once = number_bytes if fused or number_bytes == FP32_BYTES else number_bytes + FP32_BYTES
-    transient = float(chunk * vocabulary * once + cast)
-    if not on_gpu and number_bytes < FP32_BYTES and step_config.loss == "tokens":
+    arrays, moved = (0, 0) if distilled is None else DIVERGENCE.get(distilled.beta, BETWEEN)
+    transient = float(chunk * vocabulary * (number_bytes + arrays * FP32_BYTES if arrays else once) + cast)
+    if not on_gpu and number_bytes < FP32_BYTES and step_config.loss == "tokens" and distilled is None:
         # A CPU has no product of bf16 into fp32; to add it to that of earlier chunks torch widens it.
         transient += parameters * (number_bytes + (FP32_BYTES if chunk < tokens else 0))
     stored = compiled and not on_gpu and stores_exponentials(step_config.model.final_logit_softcapping, step_config.tensor)
-    passes = 3 * number_bytes if fused else 2 * (number_bytes + FP32_BYTES) if stored else 10 * FP32_BYTES
+    passes = moved or (3 * number_bytes if fused else 2 * (number_bytes + FP32_BYTES) if stored else 10 * FP32_BYTES)
     seconds = rates.element_wise_seconds(logits * passes, FP32_BYTES * chunk * vocabulary)
+    if distilled is not None and distilled.teacher is not None:  # whose logits of a chunk are computed beside the student's
+        product = Product(chunk, distilled.teacher.hidden_size, vocabulary, number_bytes)
+        forward += tokens / chunk * rates.product_seconds(product)
     gradient = float(FP32_BYTES * parameters * step_config.trains_head)
     loss_bytes, scoring = tokens * trace.loss_bytes + trace.gradient_bytes, forward + seconds / 2
     if step_config.loss == "tokens":

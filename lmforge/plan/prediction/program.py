@@ -6,13 +6,23 @@ the backward pass the unit before is gathered while this one computes, and a uni
 reduce-scatter. FSDP1 does the same with one flat tensor.
 """
 
+from functools import cached_property
 from itertools import zip_longest
 from typing import Any
 
 from lmforge.config.sections import UPDATE_CHUNK_NUMEL
 from lmforge.model.quantization.blocks import CHUNK_NUMEL
 from lmforge.plan.memory import DTYPE_BYTES, ParameterCounts, optimizer_state_bytes
-from lmforge.plan.prediction.costs import BlockCost, Parts, count_block, count_head, embedded_bytes, is_checkpointed, mask_bytes
+from lmforge.plan.prediction.costs import (
+    BlockCost,
+    HeadCost,
+    Parts,
+    count_block,
+    count_head,
+    embedded_bytes,
+    is_checkpointed,
+    mask_bytes,
+)
 from lmforge.plan.prediction.rates import HOST_OPTIMIZER_BYTES, LAUNCH_SECONDS, UNIT_SECONDS, Rates, make_group
 from lmforge.plan.prediction.simulator import COMPUTE, HOST_COPIES, NETWORK, Operation
 from lmforge.plan.prediction.step_config import StepConfig
@@ -50,8 +60,8 @@ class StepProgram:
         costs = {kind: count_block(step_config, rates, *kind) for kind in set(kinds)}
         self.costs = [costs[kind] for kind in kinds]
         self.units = units = rank_units(step_config, stage, [sparse for _, sparse in layers])
-        if stage.has_head:
-            self.head_cost = count_head(step_config, rates, units.head_parameters)
+        teacher = step_config.teacher
+        self.teacher = None if teacher is None else StepProgram(teacher, rates, Stage(teacher.model.num_hidden_layers))
         # A product with a quantized matrix has it in full, and what computes it.
         self.dequantized_bytes = float(units.widest * self.number_bytes + min(units.widest, CHUNK_NUMEL) * DEQUANTIZE_BYTES)
         # Of a rank.
@@ -70,6 +80,10 @@ class StepProgram:
         # Activations that are on their way to the host: when they are there, and their bytes.
         self._leaving: tuple[tuple[int, ...], float] | None = None
 
+    @cached_property
+    def head_cost(self) -> HeadCost:
+        return count_head(self.step_config, self.rates, self.units.head_parameters)
+
     # --- between steps ---------------------------------------------------------------------------------------------------
 
     def held(self) -> dict[str, float]:
@@ -81,8 +95,15 @@ class StepProgram:
         held["optimizer states"] = float(optimizer_state_bytes(step_config.optimizer, step_config.master_dtype, counts))
         if step_config.reference == "copy":
             held["reference"] = held["weights"]
+        if self.teacher is not None:
+            held["teacher"] = self.teacher.parameters * self.number_bytes
         if step_config.options.cpu_offload and step_config.on_gpu:
             held = {}
+        if self.teacher is not None:  # whose head every rank has a copy of
+            copied = self.teacher.step_config.model.hidden_size * self.teacher.step_config.model.vocab_size * self.number_bytes
+            held["teacher"] = held.get("teacher", 0.0) + copied
+        if step_config.distillation is not None:
+            held["what the teacher says"] = step_config.distilled_bytes
         if step_config.options.engine == "ddp":
             held["gradients"] = self.trained * self.master_bytes  # DDP's buckets, of which gradients are views
         if self.stage.in_flight > 1 and not step_config.offloads_activations:
@@ -103,10 +124,17 @@ class StepProgram:
             seconds = matrices * (self.number_bytes + self.master_bytes) / self.rates.memory
             copies = {"working weights": matrices * self.number_bytes}
             self._add("working weights", allocate=copies, seconds=seconds, kind="element-wise")
+        if self.teacher is not None:  # all micro-batches before the first, while those of the last step still exist
+            said = {"what the teacher says": step_config.distilled_bytes}
+            self._add("teacher, of this step", allocate=said)
+            self._score_by("teacher", self.teacher, step_config.accumulation)
+            self._add("teacher, of the last step", free=said)
         for number in range(1, micro_batches + 1):
             self.starts.append(len(self.operations))
             if step_config.reference != "none":
-                self._score_by_reference()
+                self._score_by("reference", self)
+                self._add("reference, head and loss", seconds=self.head_cost.scoring_seconds, kind="head and loss",
+                          transient={"loss": self.head_cost.forward_transient}, host_seconds=self.launch_seconds)  # fmt: skip
             self._forward()
             self._backward(is_first=number == 1, is_last=number == micro_batches)
         self._optimizer()
@@ -215,26 +243,24 @@ class StepProgram:
                          seconds=cost.saved_bytes / self.rates.host_copy, kind="copies of activations",
                          allocate={"activations": float(cost.saved_bytes)})  # fmt: skip
 
-    def _score_by_reference(self) -> None:
-        """The forward pass of the reference, which is distributed like the policy and keeps nothing."""
-        for unit, cost in zip(self.units.blocks, self.costs, strict=True):
+    def _score_by(self, name: str, scorer: "StepProgram", times: int = 1) -> None:
+        """The forward pass of a model that scores `times` micro-batches, which is distributed like the one that is trained and
+        keeps nothing."""
+        for unit, cost in zip(scorer.units.blocks, scorer.costs, strict=True):
             gathered, after = dict[str, float](), tuple[int, ...]()
             if self.step_config.is_fsdp:
                 gathered = {"gathered weights": float(unit.padded * self.number_bytes)}
                 seconds = self.rates.gather_seconds(gathered["gathered weights"], self.shard_group)
-                after = self._add(f"reference, gather {unit.name}", NETWORK, seconds=seconds, kind="all-gather",
-                                  host_seconds=self.unit_seconds)  # fmt: skip
+                after = self._add(f"{name}, gather {unit.name}", NETWORK, seconds=times * seconds, kind="all-gather",
+                                  host_seconds=times * self.unit_seconds)  # fmt: skip
             transient = gathered | {"temporary": 3.0 * cost.widest_bytes}
-            self._issue(f"reference, {unit.name}", cost.forward, after=after, transient=transient)
-        if self.stage.has_head:
-            self._add("reference, head and loss", seconds=self.head_cost.scoring_seconds, kind="head and loss",
-                      transient={"loss": self.head_cost.forward_transient}, host_seconds=self.launch_seconds)  # fmt: skip
+            self._issue(f"{name}, {unit.name}", cost.forward, times, after=after, transient=transient)
 
-    def _issue(self, name: str, parts: Parts, **fields: Any) -> None:
-        """The operations of a block, whose kernels the host launches with the first."""
+    def _issue(self, name: str, parts: Parts, times: int = 1, **fields: Any) -> None:
+        """The operations of a block, `times` each, whose kernels the host launches with the first."""
         for number, (suffix, seconds, kind) in enumerate(parts):
-            host_seconds = 0.0 if number else self.launch_seconds
-            self._add(f"{name}{suffix}", seconds=seconds, kind=kind, host_seconds=host_seconds, **fields)
+            host_seconds = 0.0 if number else times * self.launch_seconds
+            self._add(f"{name}{suffix}", seconds=times * seconds, kind=kind, host_seconds=host_seconds, **fields)
 
     def _head_forward(self) -> None:
         cost = self.head_cost

@@ -165,6 +165,10 @@ def check_step_config(step_config: StepConfig) -> None:
     global_batch_size = data_parallel * size * step_config.accumulation
     plan = BatchPlan(global_batch_size, step_config.sequence_length, data_parallel, size, step_config.accumulation)
     check_parallel(step_config.options, step_config.model, plan)
+    if step_config.teacher is not None:
+        check_parallel(step_config.options, step_config.teacher.model, plan)
+    if step_config.distillation is not None and step_config.pipeline > 1:
+        raise UserError("parallel.pipeline_parallel_degree: distillation computes losses of whole models")
     if step_config.lora is not None:
         check_lora(step_config.options, step_config.float8, step_config.lora.base_dtype)
     if step_config.options.cuts_rows and step_config.optimizer.state_dtype == "8bit":
@@ -231,7 +235,9 @@ def suggest_what_fits(current: StepConfig, needed_bytes: Callable[[StepConfig], 
     known: dict[str, float] = {}
 
     def needed(step_config: StepConfig) -> float:
-        key = repr((step_config.options, step_config.micro_batch_size, step_config.world_size, step_config.bits))
+        key = repr(
+            (step_config.options, step_config.micro_batch_size, step_config.world_size, step_config.bits, step_config.teacher)
+        )
         if key not in known:
             known[key] = needed_bytes(step_config)
         return known[key]
@@ -278,7 +284,7 @@ def _is_allowed(step_config: StepConfig) -> bool:
 
 def _alternatives(current: StepConfig) -> list[list[StepConfig]]:
     """StepConfigs that need less memory: recompute, offload activations, reduce more often, shard more, offload weights;
-    and, since that changes what is computed, store it in fewer bits."""
+    and, since that changes what is computed, run a teacher once before, and store weights and states in fewer bits."""
     sharded = current.fully_sharded()
     recompute = [current.with_options(activation_checkpointing=mode) for mode in CHECKPOINTING_MODES]
     hosted = [current.with_options(activation_offload=True)] if current.on_gpu else []
@@ -289,7 +295,10 @@ def _alternatives(current: StepConfig) -> list[list[StepConfig]]:
     offload = [(current if current.is_fsdp else sharded).with_options(cpu_offload=True)] if current.on_gpu else []
     reduces_once = current.is_fsdp and not current.options.reduce_every_micro_batch
     reduce = [current.with_options(reduce_every_micro_batch=True)] * reduces_once
-    return [recompute, hosted, reduce, reshard, offload, in_fewer_bits(current)]
+    before = (
+        [] if current.distillation is None else [replace(current, distillation=replace(current.distillation, teacher=None))]
+    )
+    return [recompute, hosted, reduce, reshard, offload, before, in_fewer_bits(current)]
 
 
 def _describe_changes(current: StepConfig, suggested: StepConfig) -> str:
@@ -302,6 +311,8 @@ def _describe_changes(current: StepConfig, suggested: StepConfig) -> str:
         if after[name] != before[name]:
             words.append(f"parallel.{name} = {'true' if after[name] is True else after[name]}")
     words += [f"{name} = {value}" for name, value in suggested.bits.items() if current.bits.get(name) != value]
+    if suggested.teacher != current.teacher and suggested.teacher is None:
+        words.append("distill.logprobs = FOLDER")
     if after["shard_degree"] != before["shard_degree"]:
         words.append("no parallel.shard_degree")
     return " with ".join(words)

@@ -6,6 +6,8 @@ from typing import Any, Literal
 
 from lmforge.config.activation_checkpointing import CHECKPOINTING_MODES, NoCheckpointing
 from lmforge.config.sections import OptimizerOptions, ParallelOptions
+from lmforge.config.stage import StageConfig
+from lmforge.config.tuning import DistillConfig
 from lmforge.model.config import ModelConfig
 from lmforge.model.lora import LoraConfig
 from lmforge.parallel.dims import ParallelDims, parallel_dims
@@ -13,6 +15,22 @@ from lmforge.parallel.precision import DTYPES
 from lmforge.plan.memory import DTYPE_BYTES, ParameterCounts
 from lmforge.plan.parameter_counts import count_parameters
 from lmforge.plan.traces import LossKind, TracedModel
+
+
+@dataclass(frozen=True)
+class Distillation:
+    """What a distillation has beside its student. beta: of the divergence. teacher: the model that scores each batch; None
+    where its `stored_ids` likeliest tokens of each place were stored before."""
+
+    beta: float
+    stored_ids: int
+    teacher: ModelConfig | None
+
+    @classmethod
+    def of_recipe(cls, config: StageConfig, teacher: ModelConfig | None) -> "Distillation | None":
+        if not isinstance(config, DistillConfig):
+            return None
+        return cls(config.distill.beta, config.distill.top_k, None if config.distill.logprobs else teacher)
 
 
 @dataclass(frozen=True)
@@ -29,6 +47,7 @@ class StepConfig:
     loss: what the loss reads of the head. reference: what scores each batch before the policy: nothing, a frozen copy of the
         model's first weights, or the policy without its adapters.
     has_dropout: whether the model drops activations.
+    distillation: what a student learns from, instead of the text alone.
     """
 
     model: ModelConfig
@@ -50,6 +69,7 @@ class StepConfig:
     loss: LossKind = "tokens"
     reference: Literal["none", "copy", "policy"] = "none"
     has_dropout: bool = False
+    distillation: Distillation | None = None
 
     def describe(self) -> str:
         """What a search chooses, in options."""
@@ -89,6 +109,24 @@ class StepConfig:
     @cached_property
     def dims(self) -> ParallelDims:
         return parallel_dims(self.options, self.world_size, min(self.gpus_per_host, self.world_size))
+
+    @cached_property
+    def teacher(self) -> "StepConfig | None":
+        """The teacher of a distillation, which only scores: in the compute dtype, and distributed like the student."""
+        if self.distillation is None or self.distillation.teacher is None:
+            return None
+        alone = replace(self, model=self.distillation.teacher, master_dtype=self.dtype, distillation=None, lora=None)
+        plain = alone.with_options(activation_checkpointing="none", activation_offload=False)
+        return replace(plain, has_dropout=False)
+
+    @property
+    def distilled_bytes(self) -> float:
+        """What a rank is told of all tokens of a step: hidden states of the teacher, or its likeliest tokens in fp32."""
+        if self.distillation is None:
+            return 0.0
+        teacher = self.distillation.teacher
+        per_token = (2 * self.distillation.stored_ids + 1) * 4 if teacher is None else teacher.hidden_size * self.dtype_bytes
+        return float(self.accumulation * self.micro_batch_size * self.sequence_length * per_token)
 
     @property
     def checkpointing(self) -> NoCheckpointing:

@@ -5,6 +5,7 @@ from dataclasses import replace
 from functools import cache, partial
 
 import torch
+from torch import Tensor
 
 from lmforge.config.tuning import DistillConfig
 from lmforge.data.batch import Batch, Extras
@@ -19,7 +20,7 @@ from lmforge.stages.attempt import RunContext
 from lmforge.stages.build_model import BuiltModel
 from lmforge.stages.dataset_batches import DatasetBatches
 from lmforge.stages.distillation.stored import read_stored
-from lmforge.stages.distillation.teacher import TeacherModel, build_teacher, find_teacher
+from lmforge.stages.distillation.teacher import TeacherModel, build_teacher, open_server, teacher_digest
 from lmforge.stages.inputs import RunInputs
 from lmforge.train.callbacks import BatchSource
 
@@ -36,8 +37,14 @@ def build_distill_batches(ctx: RunContext, inputs: RunInputs, built: BuiltModel)
         loss = DistillationConfig(0.0, config.distill.temperature, 1.0, inputs.tokenizer.vocab_size)
         k = min(config.distill.top_k, inputs.tokenizer.vocab_size)
         get_teacher = cache(partial(build_teacher, ctx, built))  # only if something is missing
-        digest = None if config.distill.teacher is None else find_teacher(config).content_digest
-        read_stored(ctx, inputs, digest, lambda batch: get_teacher().score_top(batch, k, loss))
+        served = open_server(config, inputs) if config.distill.server else None
+
+        def score(batch: Batch) -> Tensor:
+            if served is not None:
+                return served.score_top(batch, inputs.tokenizer.vocab_size)
+            return get_teacher().score_top(batch, k, loss)
+
+        read_stored(ctx, inputs, teacher_digest(config, inputs), score)
         return DatasetBatches(ctx, inputs, built)
     teacher = build_teacher(ctx, built)
     if isinstance(objective, DistillationObjective):

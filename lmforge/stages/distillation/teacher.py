@@ -1,7 +1,7 @@
 """The teacher: how it is found, compared with the student, and run beside it."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -27,6 +27,7 @@ from lmforge.stages.alignment.reference import build_frozen_model, with_extras
 from lmforge.stages.attempt import RunContext
 from lmforge.stages.build_model import BuiltModel
 from lmforge.stages.distillation.stored import check_stored
+from lmforge.stages.distillation.teacher_server import TeacherServer
 from lmforge.stages.examples import open_example_inputs, prepare_examples
 from lmforge.stages.inputs import RunInputs
 from lmforge.stages.pretrained import Pretrained, check_has_weights, find_pretrained
@@ -56,7 +57,7 @@ def find_teacher(config: DistillConfig) -> Pretrained:
 def prepare_distillation(config: DistillConfig, dist_ctx: DistributedContext) -> None:
     """Make student, teacher and tokenized examples available on every host. Every rank calls it. Raises UserError."""
     config.require_inputs()
-    if config.distill.teacher is not None:
+    if config.distill.teacher is not None and not config.distill.server:
         dist_ctx.run_once_per_folder(partial(find_teacher, config), cache_folder())
     prepare_examples(config, dist_ctx)
 
@@ -65,8 +66,8 @@ def open_distill_inputs(config: DistillConfig, world_size: int) -> RunInputs:
     """The inputs of fine-tuning, of which the teacher can say something. Raises UserError where it cannot."""
     inputs = open_example_inputs(config, world_size)
     if config.distill.logprobs is not None:
-        check_stored(config, inputs, None if config.distill.teacher is None else find_teacher(config).content_digest)
-    if config.distill.teacher is None:
+        check_stored(config, inputs, teacher_digest(config, inputs))
+    if config.distill.teacher is None or config.distill.server:
         return inputs
     teacher = find_teacher(config)
     with prefix_errors("distill.teacher"):
@@ -80,7 +81,22 @@ def open_distill_inputs(config: DistillConfig, world_size: int) -> RunInputs:
                 f" {inputs.tokenizer.vocab_size:,}; take a teacher with all of them"
             )
         check_parallel(config.parallel, model_config, inputs.batch_plan)
-    return inputs
+    return inputs if config.distill.logprobs else replace(inputs, teacher=model_config)
+
+
+def open_server(config: DistillConfig, inputs: RunInputs) -> TeacherServer:
+    """The teacher that is a server."""
+    assert config.distill.server is not None
+    return TeacherServer(config.distill.server, min(config.distill.top_k, inputs.tokenizer.vocab_size))
+
+
+def teacher_digest(config: DistillConfig, inputs: RunInputs) -> str | None:
+    """What the manifest of stored tokens calls the teacher: of a server the name of its model; None where none is named. Raises
+    UserError where it has another tokenizer, or does not answer."""
+    if config.distill.server is not None:
+        name = open_server(config, inputs).check(inputs.tokenizer, TEXTS, config.data.sequence_length)
+        return f"served as {name}"
+    return None if config.distill.teacher is None else find_teacher(config).content_digest
 
 
 def check_same_tokenizer(theirs: Tokenizer, ours: Tokenizer, teacher: str) -> None:

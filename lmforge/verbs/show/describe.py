@@ -6,10 +6,10 @@ from lmforge.cluster.rank_info import read_rank_info
 from lmforge.config.align import AlignConfig
 from lmforge.config.mixture import tokens_by_length
 from lmforge.config.options import to_toml
-from lmforge.config.sections import OptimizerOptions
+from lmforge.config.sections import ModelOptions, OptimizerOptions
 from lmforge.config.stage import PretrainConfig, StageConfig
-from lmforge.config.tuning import TunedConfig
-from lmforge.errors import format_bytes
+from lmforge.config.tuning import DistillConfig, TunedConfig
+from lmforge.errors import format_bytes, prefix_errors
 from lmforge.interop.kinds import Kind, kind_of
 from lmforge.interop.resolve import model_config_from_options
 from lmforge.model.config import ModelConfig
@@ -62,6 +62,9 @@ def describe_recipe(config: StageConfig, everything: bool = False) -> str:
             f"adapters   {added:,} more parameters; {counts.trained:,} are trained, so {flops:.3g} FLOPs per token"
             f" and {format_bytes(state_bytes)} of weights and optimizer states"
         )
+    if (teacher := resolve_teacher(config)) is not None:
+        lines.append(_describe_teacher(config, teacher))
+        check_parallel(config.parallel, teacher, plan)
     if config.model.parametrization != "standard":
         from lmforge.verbs.show.tensor_table import describe_tensors  # with torch
 
@@ -77,16 +80,39 @@ def describe_recipe(config: StageConfig, everything: bool = False) -> str:
     return "\n".join([*lines, "", f"# {shown}", to_toml(config, changed_only=not everything).rstrip()])
 
 
+def _describe_teacher(config: StageConfig, teacher: ModelConfig) -> str:
+    count = parameter_count(teacher)
+    dtype = "bf16" if config.train.dtype == "auto" else config.train.dtype
+    return (
+        f"teacher    {count.total:,} parameters, {format_bytes(count.total * DTYPE_BYTES[dtype])} in {dtype};"
+        f" {flops_per_token(teacher, config.data.sequence_length) // 3:.3g} more FLOPs per token, of its forward pass"
+    )
+
+
 def resolve_model(config: StageConfig, vocab_size: int | None) -> ModelConfig:
     """The model config of a recipe, also where it begins from a checkpoint. Raises UserError."""
-    source = config.model.source
-    if source is None or kind_of(source) in (Kind.HUB_NAME, Kind.HF_FOLDER):
-        model = model_config_from_options(config.model, vocab_size)
-    else:
-        from lmforge.stages.pretrained import find_pretrained  # with torch, which reads checkpoints
-
-        model = find_pretrained(source).resolve_model_config(config.model, vocab_size)
+    model = _resolve(config.model, vocab_size)
     return replace(model, reward=True) if isinstance(config, AlignConfig) and config.align.method == "reward" else model
+
+
+def resolve_teacher(config: StageConfig) -> ModelConfig | None:
+    """The model config of the teacher that scores the batches of a recipe; None where there is none. Raises UserError."""
+    if not isinstance(config, DistillConfig):
+        return None
+    config.require_teacher()
+    if config.distill.teacher is None or config.distill.logprobs:
+        return None
+    with prefix_errors("distill.teacher"):
+        return _resolve(ModelOptions(source=config.distill.teacher))
+
+
+def _resolve(options: ModelOptions, vocab_size: int | None = None) -> ModelConfig:
+    source = options.source
+    if source is None or kind_of(source) in (Kind.HUB_NAME, Kind.HF_FOLDER):
+        return model_config_from_options(options, vocab_size)
+    from lmforge.stages.pretrained import find_pretrained  # with torch, which reads checkpoints
+
+    return find_pretrained(source).resolve_model_config(options, vocab_size)
 
 
 def _describe_sharding(config: StageConfig, world_size: int, state_bytes: int) -> list[str]:

@@ -30,8 +30,9 @@ API_KEY_VARIABLE = "LMFORGE_API_KEY"
 MAX_ANSWER_BYTES = 2**28
 # How long a server may take to say how it is. It answers at once, unless it hangs.
 ANSWER_SECONDS = 10.0
-# What each server needs, by the path that it lacks without it.
-FLAGS = {
+# What each server needs, by the path that it lacks without it; "": any other.
+Flags = dict[str, str]
+FLAGS: dict[str, Flags] = {
     "lmforge": {"": "start it with lmforge serve --weight_updates"},
     "vllm": {
         "/inference/v1/generate": "start it with vllm serve --enable-scale-out",
@@ -118,16 +119,62 @@ def _read_experts(encoded: str, num_tokens: int) -> np.ndarray:
     return experts.astype(np.int32)
 
 
-class RolloutServer:
+class TokenServer:
     """A server by its address. Every method raises ServerProblem where it does not answer in time, or not as expected."""
+
+    def __init__(self, url: str, flags: Flags, timeout_seconds: float, api_key: str | None) -> None:
+        """`timeout_seconds`: of an answer that has to be computed."""
+        self.url, self._flags, self._timeout_seconds, self._api_key = url.rstrip("/"), flags, timeout_seconds, api_key
+        # The environment's proxies are for the internet.
+        self._opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+
+    def _call(
+        self, path: str, schema: type[Content] | Any, body: dict[str, Any] | None = None, timeout: float = ANSWER_SECONDS
+    ) -> Any:
+        headers = {"content-type": "application/json"} | ({"authorization": f"Bearer {self._api_key}"} if self._api_key else {})
+        content = None if body is None else json.dumps(body).encode()
+        try:
+            request = urllib.request.Request(self.url + path, content, headers)
+            with self._opener.open(request, timeout=timeout) as answer:
+                received = answer.read(MAX_ANSWER_BYTES + 1)
+        except urllib.error.HTTPError as problem:
+            with problem:
+                raise self._refusal(path, problem.code, _read_refusal(problem)) from None
+        except (OSError, HTTPException, ValueError) as problem:
+            reason = getattr(problem, "reason", None) or problem
+            raise ServerProblem(
+                f"{self.url}: nothing answers ({cut(str(reason) or type(problem).__name__, MAX_LISTED)})"
+            ) from None
+        if schema is Any or not received.strip():
+            return None
+        try:
+            return parse_json(received, schema, f"{self.url}{path}", max_bytes=MAX_ANSWER_BYTES)
+        except UserError as problem:
+            raise ServerProblem(str(problem)) from None
+
+    def _refusal(self, path: str, status: int, content: bytes) -> ServerProblem:
+        route = path.partition("?")[0]
+        if status == 404:
+            return ServerProblem(f"{self.url}: has no {route}; {self._flags.get(route, self._flags[''])}", status)
+        if status in (401, 403):
+            return ServerProblem(f"{self.url}: refuses the key; give the server's in LMFORGE_API_KEY", status)
+        try:
+            error = json.loads(content)["error"]
+            message = error["message"] if isinstance(error, dict) else error
+        except (ValueError, KeyError, TypeError):
+            message = content.decode("utf-8", "replace")
+        return ServerProblem(
+            f"{self.url}: {route}: {cut(' '.join(str(message).split()), MAX_LISTED)} (status {status})", status
+        )
+
+
+class RolloutServer(TokenServer):
+    """A server that samples for a run."""
 
     def __init__(self, url: str, kind: str, settings: SamplingSettings, timeout_seconds: float, api_key: str | None) -> None:
         """`kind`: lmforge or vllm. `timeout_seconds`: of an answer with sampled tokens, and of loading weights."""
-        self.url, self.kind = url.rstrip("/"), kind
-        self._settings, self._timeout_seconds, self._api_key = settings, timeout_seconds, api_key
-        self._may_be_paused = False
-        # The environment's proxies are for the internet.
-        self._opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+        super().__init__(url, FLAGS[kind], timeout_seconds, api_key)
+        self.kind, self._settings, self._may_be_paused = kind, settings, False
 
     def sample(
         self, request: SampleRequest, sampling: SamplingParams, starts_with: dict[str, Any] | None = None
@@ -208,46 +255,6 @@ class RolloutServer:
                 raise
         else:
             raise ServerProblem(f"{self.url}: reads ids from {vocab_size} on, which the policy lacks; serve the policy's model")
-
-    def _call(
-        self, path: str, schema: type[Content] | Any, body: dict[str, Any] | None = None, timeout: float = ANSWER_SECONDS
-    ) -> Any:
-        headers = {"content-type": "application/json"} | ({"authorization": f"Bearer {self._api_key}"} if self._api_key else {})
-        content = None if body is None else json.dumps(body).encode()
-        try:
-            request = urllib.request.Request(self.url + path, content, headers)
-            with self._opener.open(request, timeout=timeout) as answer:
-                received = answer.read(MAX_ANSWER_BYTES + 1)
-        except urllib.error.HTTPError as problem:
-            with problem:
-                raise self._refusal(path, problem.code, _read_refusal(problem)) from None
-        except (OSError, HTTPException, ValueError) as problem:
-            reason = getattr(problem, "reason", None) or problem
-            raise ServerProblem(
-                f"{self.url}: nothing answers ({cut(str(reason) or type(problem).__name__, MAX_LISTED)})"
-            ) from None
-        if schema is Any or not received.strip():
-            return None
-        try:
-            return parse_json(received, schema, f"{self.url}{path}", max_bytes=MAX_ANSWER_BYTES)
-        except UserError as problem:
-            raise ServerProblem(str(problem)) from None
-
-    def _refusal(self, path: str, status: int, content: bytes) -> ServerProblem:
-        route = path.partition("?")[0]
-        if status == 404:
-            flags = FLAGS[self.kind]
-            return ServerProblem(f"{self.url}: has no {route}; {flags.get(route, flags[''])}", status)
-        if status in (401, 403):
-            return ServerProblem(f"{self.url}: refuses the key; give the server's in LMFORGE_API_KEY", status)
-        try:
-            error = json.loads(content)["error"]
-            message = error["message"] if isinstance(error, dict) else error
-        except (ValueError, KeyError, TypeError):
-            message = content.decode("utf-8", "replace")
-        return ServerProblem(
-            f"{self.url}: {route}: {cut(' '.join(str(message).split()), MAX_LISTED)} (status {status})", status
-        )
 
 
 def _read_refusal(answer: urllib.error.HTTPError) -> bytes:
