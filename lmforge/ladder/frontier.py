@@ -50,7 +50,13 @@ class Estimate:
 
 
 def estimate(fit: Fit, value_of: Callable[[Law], float]) -> Estimate:
-    return Estimate(value_of(fit.law), *fit.interval(value_of))
+    return _estimate(value_of(fit.law), [value_of(law) for law in fit.draws])
+
+
+def _estimate(best: float, drawn: list[float]) -> Estimate:
+    """The best law can be at an end of what is possible, such as A = 0, and outside the interval: then the median is taken."""
+    low, high = interval(drawn)
+    return Estimate(best if low <= best <= high else float(np.median(drawn)), low, high)
 
 
 def predicted_loss(fit: Fit, parameters: float, tokens: float) -> Estimate:
@@ -58,7 +64,7 @@ def predicted_loss(fit: Fit, parameters: float, tokens: float) -> Estimate:
     chance = np.random.default_rng(0).standard_normal(len(fit.draws))
     pairs = zip(fit.draws, fit.noises, chance, strict=True)
     losses = [law.loss(parameters, tokens) * exp(noise * one) for law, noise, one in pairs]
-    return Estimate(fit.law.loss(parameters, tokens), *interval(losses))
+    return _estimate(fit.law.loss(parameters, tokens), losses)
 
 
 def best_size(law: Law, target: Target, flops: float) -> float:
@@ -102,6 +108,11 @@ def cautions(fit: Fit, target: Target) -> list[str]:
             f"the target has {target.tokens / target.parameters:.3g} tokens for each parameter, "
             f"the runs {min(ratios):.3g} to {max(ratios):.3g}"
         )
+    for name, what in (("A", "size"), ("B", "number of tokens")):
+        if getattr(fit.law, name) == 0:
+            lines.append(
+                f"{name} is 0 in the best law: these runs do not show what a larger {what} gains, nor what the best size is"
+            )
     for name in ("alpha", "beta"):
         low, high = fit.interval(lambda law, name=name: getattr(law, name))  # type: ignore[misc]
         if high / low > (EXPONENTS[1] / EXPONENTS[0]) ** 0.5:
@@ -118,7 +129,10 @@ def conclusions(fit: Fit, target: Target) -> dict[str, Any]:
     smallest = min(target.flops_of(each.parameters, each.tokens) for each in fit.points)
     return {
         "level": LEVEL,
-        "law": {name: asdict(estimate(fit, lambda law, name=name: getattr(law, name))) for name in asdict(law)},  # type: ignore[misc]
+        "law": {
+            name: asdict(Estimate(value, *interval([getattr(each, name) for each in fit.draws])))
+            for name, value in asdict(law).items()
+        },
         "noise": float(np.median(fit.noises)),
         "points": [
             asdict(each) | {"predicted": law.loss(each.parameters, each.tokens), "residual": residual}

@@ -80,7 +80,7 @@ def _ladder(ladder: Mapping[str, Any]) -> str:
     name = f" · {ladder['name']}" if ladder["name"] else ""
     charts = (_losses(ladder, law), _curves(ladder), _residuals(ladder), _frontier(ladder), _sizes_at(ladder), _cost(ladder))
     return (
-        _section(f"Prediction{name}", _verdict(ladder), _tiles(ladder), _cautions(ladder))
+        _section(f"Prediction{name}", _verdict(ladder), _cautions(ladder), _tiles(ladder))
         + _section(f"Charts{name}", f'<div class="charts">{"".join(charts)}</div>')
         + _section(f"Other sizes for the same FLOPs{name}", _sizes(ladder))
         + _tasks(ladder, name)

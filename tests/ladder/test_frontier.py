@@ -1,6 +1,7 @@
 """What follows from a law: the best size by search, the price of others, cautions, and mixtures side by side."""
 
 import json
+from dataclasses import replace
 from math import log
 
 import numpy as np
@@ -67,6 +68,17 @@ def test_a_target_out_of_reach_is_said(fit: Fit) -> None:
     beyond, ratio = cautions(fit, far)
     assert beyond == "the target has 3,600 times the FLOPs of the largest run: beyond 100 times a law says little"
     assert ratio == "the target has 200 tokens for each parameter, the runs 8 to 50"
+
+
+def test_runs_that_gain_nothing_from_size_say_so_and_their_prediction_is_in_its_interval() -> None:
+    points = [
+        replace(each, loss=each.loss * (each.parameters / 1e5) ** 0.02) for each in ladder(Law(3.0, 0.0, 0.3, 100.0, 0.3))
+    ]
+    found = conclusions(fit_points(points, draws=200), TARGET)
+    assert any(line.startswith("A is 0 in the best law") for line in found["cautions"])
+    for estimate in (found["target"]["loss"], *found["best"].values()):
+        if isinstance(estimate, dict):
+            assert estimate["low"] <= estimate["value"] <= estimate["high"]
 
 
 def test_conclusions_are_json_and_agree_with_the_law(fit: Fit) -> None:
