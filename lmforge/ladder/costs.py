@@ -72,7 +72,7 @@ class Costs:
     def amount(self, cost: Cost, budget: Budget, big: Cost) -> float:
         """A cost in what a budget is measured in. Raises UserError where a price is not known."""
         if budget.unit == "price" and not self._options.price:
-            raise UserError(f"--ladder.budget: {budget.amount:g}$ without a price of hours; add --price")
+            raise UserError(f"ladder: {budget.amount:g}$ without a price of hours; add --price")
         amounts = {"share": cost.flops / big.flops, "FLOPs": cost.flops, "GPU-hours": cost.hours, "price": cost.price}
         return amounts[budget.unit]
 

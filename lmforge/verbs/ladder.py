@@ -150,6 +150,8 @@ def _print_plan(ladder: Ladder, config: LadderConfig, costs: Costs) -> None:
     if ladder.mixture:
         print(f"mixture    {ladder.mixture}")
     print(f"target     {_describe(target)}: {costs.describe(big)} ({costs.source})")
+    if config.ladder.target is not None:
+        print(f"           its budget pays {_flops_of_target(ladder, config, costs):.3g} FLOPs: the best run for that follows")
     if rungs:
         total = sum((costs.of(rung, config.launch.processes) for rung in rungs), Cost())
         share = f"{total.flops / big.flops:.2%} of the target's FLOPs"
@@ -253,10 +255,15 @@ def _choose_target(ladder: Ladder, config: LadderConfig, fit: Fit, costs: Costs)
     target = ladder.target
     if config.ladder.target is None:
         return target
-    budget = parse_budget(config.ladder.target)
-    assert budget is not None, "which the options have checked"
-    shape, tokens = best_shape(fit, target, costs.flops_for(budget, costs.of(target, config.plan.gpus)))
+    shape, tokens = best_shape(fit, target, _flops_of_target(ladder, config, costs))
     return reshape(target, shape, max(1, round(tokens / tokens_per_step(target.config))), ladder.sources.tokenizer.vocab_size)
+
+
+def _flops_of_target(ladder: Ladder, config: LadderConfig, costs: Costs) -> float:
+    """The FLOPs that ladder.target pays. Raises UserError for a price without that of hours."""
+    budget = parse_budget(config.ladder.target or "")
+    assert budget is not None, "which the options have checked"
+    return costs.flops_for(budget, costs.of(ladder.target, config.plan.gpus))
 
 
 def _print_prediction(fitted: Fitted, trial: Trial) -> None:
