@@ -59,8 +59,10 @@ def load_folder(folder: str | Path, model: nn.Module, new_names: Collection[str]
     local = dict(named_tensors(model))
     full_model = _full_model(model)
     absent = (*LORA_SUFFIXES, *new_names)
-    expected: dict[str, Tensor] = {}
+    expected, matrices = dict[str, Tensor](), quantized_matrices(full_model)  # a wrapped model's own
     for name, each in named_tensors(full_model):
+        if name in matrices:
+            each = torch.empty(matrices[name].shape, device="meta")
         if not name.endswith(absent):
             stack = {piece.name: piece.cut(each) for piece in pieces(name, each.shape, full_model.config)}
             expected |= stack or {stored_name(name, full_model.config): each}
