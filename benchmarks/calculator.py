@@ -104,7 +104,8 @@ def main() -> int:
     parser.add_argument("--folder", type=Path, help="where data and runs stay; what is finished there is not run again")
     options = parser.parse_args()
     environment = machine()
-    changed = ["--train.device", "cpu", "--run.overwrite"] + (["--train.steps", str(options.steps)] if options.steps else [])
+    changed = ["--train.device", "cpu", "--run.overwrite"]
+    changed += ["--train.steps", str(options.steps), "--schedule.warmup_steps", "1"] if options.steps else []
     with tempfile.TemporaryDirectory() as temporary:
         folder = options.folder or Path(temporary)
         folder.mkdir(parents=True, exist_ok=True)
