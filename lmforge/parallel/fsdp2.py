@@ -36,8 +36,9 @@ class FSDP2Model(ParallelModel):
         """Shard the model in place, on any device (meta too); `model_with_loss` becomes the root."""
         assert self._mesh is not None
         self._fsdp_mesh = self._dims.fsdp_mesh(self._mesh)
-        # Without a dtype nothing is cast, so that bf16 master weights compute in bf16.
-        self._hidden_dtype = self._dtype or next(self.model.parameters()).dtype
+        # Without a dtype nothing is cast, so that bf16 master weights compute in bf16. Quantized matrices are bytes.
+        dtypes = (parameter.dtype for parameter in self.model.parameters() if parameter.is_floating_point())
+        self._hidden_dtype = self._dtype or next(dtypes)
         self._replication: Tensor | None = None
         pin_memory = self.dist_ctx.device.type == "cuda"
         self._fully_shard = partial(

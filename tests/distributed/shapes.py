@@ -315,14 +315,22 @@ CASES_OF_QLORA = {
     "llama": ("ddp", "fsdp2 full", "fsdp2, checkpointing full, compiled", "fsdp2, CPU offload", "context 2", "pipeline 2"),
     "gpt2": ("ddp", "fsdp2 full", "fsdp2, checkpointing selective-ops"),
     "mixture": ("ddp", "fsdp2 full", "fsdp2, checkpointing full"),
+    # A stage that begins with a quantized matrix: no norm is before attention.
+    "olmo2": ("pipeline 2",),
 }
 STORED: dict[str, dict[str, Any]] = {
     "llama": {"base_dtype": "nf4"},
     "gpt2": {"base_dtype": "nf4", "double_quant": True},
     "mixture": {"base_dtype": "int8"},
+    "olmo2": {"base_dtype": "int8"},
 }
 SAMPLE_OF_QLORA: dict[int, dict[str, tuple[str, ...]]] = {
-    2: {"llama": ("ddp", "fsdp2 full-shard"), "gpt2": ("fsdp2 full-shard",), "mixture": ("fsdp2 full-shard",)},
+    2: {
+        "llama": ("ddp", "fsdp2 full-shard"),
+        "gpt2": ("fsdp2 full-shard",),
+        "mixture": ("fsdp2 full-shard",),
+        "olmo2": ("pipeline 2, interleaved, 4 micro-batches",),
+    },
 }
 
 
