@@ -66,7 +66,8 @@ class ReferenceModel:
         """log p of each scored label: fp32 [sequences, sequence_length]. Every rank calls it equally often."""
         score_fn = partial(reference_logprobs, temperature=self.temperature, replays=self.replays)
         with torch.no_grad(), self.adapters_off():
-            return self.parallel_model.score_tokens(batch, score_fn)
+            # Without keys: a pipeline's stages would draw the policy's dropout and noise from them.
+            return self.parallel_model.score_tokens(replace(batch, rng_keys=None), score_fn)
 
     def add_logprobs(self, batch: Batch) -> Batch:
         """The batch with the extra "reference_logprobs"."""
