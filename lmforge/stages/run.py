@@ -46,7 +46,7 @@ def run_stage(config: StageConfig, custom: CustomCode = NO_CUSTOM_CODE) -> int:
     """Train a model as the config of its stage says: from random or given weights, or from this run's newest checkpoint.
 
     Every rank calls it, with objective and callbacks of the program that calls it in `custom`. Returns the exit status: 0, or
-    128 + signal where the run was interrupted and saved. Raises UserError before anything of the run is written, and RunFailed
+    128 + signal where the run was interrupted and saved. Raises UserError before there are batches to train on, and RunFailed
     after that.
     """
     spec = spec_of(config)
@@ -116,7 +116,7 @@ def _train(
         prediction = estimator.predict_run(config, dist_ctx.device) if dist_ctx.is_rank0 else None
         log_summary(ctx, inputs, built, peak_flops, prediction)
         checkpointer = build_checkpointer(ctx, inputs, built)
-        began = time.perf_counter()
+        began, batches = time.perf_counter(), None
         try:
             with ExitStack() as stack:
                 # A save that waits for a lost rank would not end, and other ranks learn from this one that it is lost.
@@ -144,6 +144,8 @@ def _train(
                 )
                 ctx.callbacks.call("on_run_end", ctx, done, "interrupted" if stopped_by else "done")
         except UserError as problem:
+            if batches is None:  # what the recipe names cannot be used, such as a server that does not start
+                raise
             # Such as a corrupt shard: the run has begun, so it has failed.
             raise RunFailed(str(problem)) from problem
     # A rank that hangs while it ends is named by those that wait for it here; once they have ended, nobody is left to name it.

@@ -421,12 +421,20 @@ def test_a_server_that_does_not_come_up_is_a_line_with_the_end_of_its_log(
     grpo: Callable[..., list[str]], refused: Refusal, tmp_path: Path
 ) -> None:
     words = ["--rollout.engine", "vllm", "--rollout.engine_start", "cpu", "--rollout.weights_folder", tmp_path / "weights"]
-    line = refused(*grpo("run", *words), status=1)
+    line = refused(*grpo("run", *words))
     assert not [*(tmp_path / "weights").iterdir()]  # the model for the server
     log = tmp_path / "run" / "logs" / "server-0.log"
     assert line.startswith("rollout.engine_start: cpu: ended with status 127 before it answered: ")
-    assert f"vllm: command not found; its log is {log}; " in line
+    assert line.endswith(f"vllm: command not found; its log is {log}")
     assert "vllm: command not found" in log.read_text()
+
+
+def test_a_server_that_does_not_come_up_ends_all_ranks_with_the_status_of_bad_input(
+    grpo: Callable[..., list[str]], lmforge: Command, tmp_path: Path
+) -> None:
+    done = lmforge(*grpo("run", "--rollout.engine", "vllm", "--rollout.engine_start", "cpu"), ranks=2)
+    assert done.returncode == 2
+    assert only_line(done.stderr).startswith("rollout.engine_start: cpu: ended with status 127 before it answered: ")
 
 
 @pytest.fixture
@@ -471,7 +479,7 @@ def test_servers_on_other_hosts_sample_for_a_run_and_end_with_it_when_it_is_kill
         time.sleep(0.05)
 
     refused = laboratory.run("node1", words("lost", "node7", 2), PATH=path)
-    assert refused.returncode == 1
+    assert refused.returncode == 2
     assert "rollout.engine_start: node7:cpu: ended with status 255" in only_line(refused.stderr)
 
 
