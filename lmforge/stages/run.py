@@ -46,8 +46,8 @@ def run_stage(config: StageConfig, custom: CustomCode = NO_CUSTOM_CODE) -> int:
     """Train a model as the config of its stage says: from random or given weights, or from this run's newest checkpoint.
 
     Every rank calls it, with objective and callbacks of the program that calls it in `custom`. Returns the exit status: 0, or
-    128 + signal where the run was interrupted and saved. Raises UserError before there are batches to train on, and RunFailed
-    after that.
+    128 + signal where the run was interrupted and saved. Raises UserError before anything of the run is written, of alignment
+    also where what samples cannot be opened, and RunFailed after that.
     """
     spec = spec_of(config)
     set_determinism(config.train.deterministic)
@@ -144,7 +144,7 @@ def _train(
                 )
                 ctx.callbacks.call("on_run_end", ctx, done, "interrupted" if stopped_by else "done")
         except UserError as problem:
-            if batches is None:  # what the recipe names cannot be used, such as a server that does not start
+            if batches is None and config.of_stage == "align":  # such as a server that does not start
                 raise
             # Such as a corrupt shard: the run has begun, so it has failed.
             raise RunFailed(str(problem)) from problem

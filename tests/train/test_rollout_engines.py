@@ -6,6 +6,7 @@ import re
 import shutil
 import socket
 import socketserver
+import subprocess
 import sys
 import threading
 import time
@@ -18,6 +19,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 
@@ -417,6 +419,67 @@ def test_servers_that_a_run_starts_end_when_it_is_killed(grpo: Callable[..., lis
         time.sleep(0.05)
 
 
+def kill_server(process: subprocess.Popen[str]) -> None:
+    """Kill -9 the server that a run has started, when it answers, and wait until it is gone."""
+    while True:  # the time of the test bounds it
+        assert process.poll() is None
+        for child in psutil.Process(process.pid).children(recursive=True):
+            with suppress(psutil.NoSuchProcess):
+                words = child.cmdline()
+                if "serve" in words and listens(("127.0.0.1", int(words[words.index("--port") + 1]))):
+                    child.kill()
+                    child.wait()
+                    return
+        time.sleep(0.05)
+
+
+def count_steps(run: Path) -> int:
+    metrics = run / "metrics.jsonl"
+    return metrics.read_text().count("\n") if metrics.exists() else 0
+
+
+def wait_for_steps(run: Path, count: int) -> None:
+    while count_steps(run) < count:  # the time of the test bounds it
+        time.sleep(0.02)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("staleness", [0, 1])
+def test_a_started_server_that_is_killed_is_started_again_and_the_run_goes_on(
+    staleness: int, grpo: Callable[..., list[str]], tmp_path: Path
+) -> None:
+    steps = 60
+    words = grpo("outside", *STARTED, "cpu", "--rollout.max_staleness", staleness, steps=steps)
+    process = subprocess.Popen([sys.executable, "-m", "lmforge", *map(str, words)], stderr=subprocess.PIPE, text=True)
+    wait_for_steps(tmp_path / "outside", 2)
+    kill_server(process)
+    _, errors = process.communicate()
+    assert process.returncode == 0, errors
+    assert "rollout.engine_start: cpu: its server ended with status 137" in errors
+    assert "it is started again (1 of 3)" in errors
+    first, second = addresses(tmp_path / "outside")
+    assert first == second
+    assert not listens(first)
+    if not staleness:
+        assert command(grpo("inside", steps=steps)) == 0
+        for inside, outside in zip(numbers(tmp_path / "inside"), numbers(tmp_path / "outside"), strict=True):
+            assert outside == pytest.approx(inside, rel=1e-4, abs=1e-5)
+
+
+@pytest.mark.slow
+def test_a_started_server_that_ends_again_and_again_ends_the_run(grpo: Callable[..., list[str]], tmp_path: Path) -> None:
+    words = grpo("run", *STARTED, "cpu", "--rollout.engine_timeout_seconds", 90, steps=100_000)
+    process = subprocess.Popen([sys.executable, "-m", "lmforge", *map(str, words)], stderr=subprocess.PIPE, text=True)
+    for _ in range(4):
+        wait_for_steps(tmp_path / "run", count_steps(tmp_path / "run") + 1)
+        kill_server(process)
+    _, errors = process.communicate()
+    assert process.returncode == 1
+    assert re.findall(r"started again \((\d) of 3\)", errors) == ["1", "2", "3"]
+    assert "it is left out, since it was started again 3 times" in errors
+    assert "rollout.engine_urls: no server" in errors.splitlines()[-1]
+
+
 def test_a_server_that_does_not_come_up_is_a_line_with_the_end_of_its_log(
     grpo: Callable[..., list[str]], refused: Refusal, tmp_path: Path
 ) -> None:
@@ -429,6 +492,7 @@ def test_a_server_that_does_not_come_up_is_a_line_with_the_end_of_its_log(
     assert "vllm: command not found" in log.read_text()
 
 
+@pytest.mark.slow  # ranks start
 def test_a_server_that_does_not_come_up_ends_all_ranks_with_the_status_of_bad_input(
     grpo: Callable[..., list[str]], lmforge: Command, tmp_path: Path
 ) -> None:

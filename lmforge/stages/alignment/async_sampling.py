@@ -193,7 +193,8 @@ class AsyncSampler:
         """How long to wait for a server, and what is wrong with them."""
         longest, none_answers = 1.5 * self._remote.timeout_seconds, all(state.problem for state in self._states)
         reasons = "; ".join(state.reason for state in self._states if state.reason)
-        return min(COME_BACK_SECONDS, longest) if none_answers else longest, reasons
+        soon = none_answers and not self._remote.starts_servers
+        return min(COME_BACK_SECONDS, longest) if soon else longest, reasons
 
     @property
     def remote(self) -> RemoteSampler:

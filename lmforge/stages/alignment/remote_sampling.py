@@ -1,7 +1,7 @@
 """Sampling by servers: the policy's weights go to them as a folder, requests to those that confirmed the version.
 
-A server that fails is left out, and its requests go to others; it is taken back once it has the current weights. HTTP is in
-engines/.
+A server that fails is left out, and its requests go to others; it is taken back once it has the current weights. One that the
+run has started is started again and waited for where there is no other. HTTP is in engines/.
 """
 
 import os
@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import Any, Protocol
@@ -38,7 +38,7 @@ from lmforge.stages.alignment.engines.rollout_server import (
     ServerProblem,
     build_server,
 )
-from lmforge.stages.alignment.engines.started_servers import ServerStarter
+from lmforge.stages.alignment.engines.started_servers import MAX_RESTARTS, RESTART_FOLDER, ServerStarter
 from lmforge.stages.alignment.sampling import SampleRequest, SamplingSession, SamplingSettings
 from lmforge.untrusted import MAX_LISTED, cut
 
@@ -79,6 +79,12 @@ class RemoteSampler:
         # The servers with the current weights, by index; the same on all ranks when a session begins.
         self._confirmed: set[int] = set()
         self._take_backs = 0
+        self._none_since: float | None = None
+        # Guards loads on rank 0, of which `_written` is the newest folder.
+        self._loading = threading.Lock()
+        self._written: Path | None = None
+        self.starts_servers = bool(options.engine_start)
+        self._max_take_backs = MAX_TAKE_BACKS + MAX_RESTARTS * len(options.engine_start)
         if self.dist_ctx.is_rank0:
             _remove_weights(self._folder)
         self._starter = starter
@@ -90,6 +96,8 @@ class RemoteSampler:
                 self.close()
                 raise
         self.servers = [build_server(url, options, settings, key) for url in urls]
+        if starter is not None and self.dist_ctx.is_rank0:
+            starter.keep_up(lambda: self._written, self._load_current, warn)
 
     def new_name(self) -> str:
         """The beginning of names that no version had before. Every rank calls it."""
@@ -115,7 +123,7 @@ class RemoteSampler:
         if version != self._version:
             self.write(version)
         before = self._confirmed if self._version is not None else set(range(len(self.servers)))
-        self._version, self._take_backs = version, 0
+        self._version, self._take_backs, self._none_since = version, 0, None
         self._confirmed, problems = self.dist_ctx.decide_on_rank0(lambda: self._load_everywhere(folder))
         if not self._confirmed:
             raise RunFailed(f"rollout.engine_urls: no server has the current weights: {'; '.join(problems.values())}")
@@ -135,11 +143,22 @@ class RemoteSampler:
                 return str(problem)
             return None
 
-        with ThreadPoolExecutor(len(self.servers)) as pool:
-            outcomes = dict(enumerate(pool.map(load, self.servers)))
+        deadline = time.monotonic() + self.timeout_seconds
+        while True:
+            with self._loading, ThreadPoolExecutor(len(self.servers)) as pool:
+                outcomes = dict(enumerate(pool.map(load, self.servers)))
+            if None in outcomes.values() or not self.starts_servers or time.monotonic() > deadline:
+                break
+            time.sleep(POLL_SECONDS)
         _remove_weights(self._folder, keep=[folder])
         problems = {index: problem for index, problem in outcomes.items() if problem is not None}
         return set(outcomes.keys() - problems.keys()), problems
+
+    def _load_current(self, index: int) -> None:
+        """Give a server that was started again the weights of this session, which may wait for it. On rank 0."""
+        with self._loading, suppress(ServerProblem):
+            if self._version is not None and self.servers[index].version() != self.version_name:
+                self.servers[index].load(self.folder_of(self._version), self.version_name)
 
     @property
     def version_name(self) -> str:
@@ -166,6 +185,7 @@ class RemoteSampler:
     def write(self, version: int) -> Path:
         """Write the weights as they are. Returns the folder. Every rank calls it."""
         self._write_to(folder := self.folder_of(version))
+        self._written = folder
         return folder
 
     def _write_to(self, folder: Path) -> None:
@@ -212,16 +232,21 @@ class RemoteSampler:
                 if sender == self.dist_ctx.rank_info.rank:
                     dist.send(value.to(self.dist_ctx.device, tensors[name].dtype).contiguous(), dst=0)
 
-    def choose(self, in_flight: dict[int, int]) -> int:
-        """The server with the fewest requests of this rank. Raises RunFailed where none has the current weights."""
-        if not self._confirmed and self._take_backs < MAX_TAKE_BACKS:
-            self._take_backs += 1
+    def choose(self, in_flight: dict[int, int]) -> int | None:
+        """The server with the fewest requests of this rank; None where one may be started again, after a moment. Raises
+        RunFailed where none has the current weights."""
+        if not self._confirmed and self._take_backs < self._max_take_backs:
             for index, server in enumerate(self.servers):
-                try:
+                with suppress(ServerProblem):
                     if server.version() == self.version_name:
                         self._confirmed.add(index)
-                except ServerProblem:
-                    continue
+            self._none_since = self._none_since or time.monotonic()
+            waits = self.starts_servers and time.monotonic() < self._none_since + self.timeout_seconds
+            if not self._confirmed and waits:
+                time.sleep(POLL_SECONDS)
+                return None
+            self._take_backs += 1
+            self._none_since = None
         if not self._confirmed:
             raise RunFailed(
                 "rollout.engine_urls: no server is left that answers with the current weights; start one and resume"
@@ -383,7 +408,7 @@ def _weights_folder(options: RolloutOptions, run_folder: Path) -> Path:
 def _remove_weights(folder: Path, keep: Collection[Path] = ()) -> None:
     """Delete the folders of weights, of this attempt or of an earlier one that was killed."""
     for path in folder.glob("*"):
-        if path not in keep:
+        if path not in keep and not (keep and path.name.startswith(RESTART_FOLDER)):
             shutil.rmtree(path, ignore_errors=True)
     if not keep:
         shutil.rmtree(folder, ignore_errors=True)

@@ -1,4 +1,5 @@
-"""Servers that a run starts itself, here or by ssh on other hosts, and that end with it, however it ends.
+"""Servers that a run starts itself, here or by ssh on other hosts, and that end with it, however it ends. One that ends before
+is started again.
 
 A shell beside each server reads from a pipe of this process, and ends the server when the pipe is closed: the kernel closes it
 when the process is killed, and ssh passes that on. What is asked of servers is in rollout_server.py.
@@ -8,9 +9,12 @@ import os
 import re
 import secrets
 import shlex
+import shutil
 import subprocess
 import sys
+import threading
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,6 +35,8 @@ from lmforge.untrusted import MAX_LISTED, cut
 # Variables that tell a rank where it belongs. A server is none.
 RANK_VARIABLES = "RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE GROUP_RANK MASTER_ADDR MASTER_PORT OMP_NUM_THREADS"
 GRACE_SECONDS, POLL_SECONDS = 10, 0.2
+# How often each server is started again. The folders that it then opens are called so.
+MAX_RESTARTS, RESTART_FOLDER = 3, "restart-"
 # It is read as a whole before it runs, since what follows it on standard input is for `cat`. The server has a process group of
 # its own (set -m).
 SCRIPT = """
@@ -38,7 +44,8 @@ run() {{
 set -m
 unset {rank_variables}
 {exports}cd {folder} 2>/dev/null
-port=$({python} -c 'from lmforge.cluster.rendezvous import free_port; print(free_port())') || return 1
+port={port}
+test "$port" || port=$({python} -c 'from lmforge.cluster.rendezvous import free_port; print(free_port())') || return 1
 echo "lmforge-server {address} $port"
 {command} --port "$port" </dev/null &
 server=$!
@@ -54,14 +61,18 @@ run; exit
 ADDRESS_PATTERN = re.compile(r"^lmforge-server (\S+) ([0-9]+)$", re.M)
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Server:
-    """One of them: how the recipe names it, its shell, and what it and its shell print."""
+    """One of them: how the recipe names it, its shell, and what it and its shell print. `url`: where it answered; `restarts`:
+    how often it was started again, and `folder` the model that it then opens, until it answers."""
 
     name: str
     shell: "subprocess.Popen[bytes]"
     log: Path
     log_start: int
+    url: str = ""
+    restarts: int = 0
+    folder: Path | None = None
 
     def printed(self) -> str:
         return self.log.read_bytes()[self.log_start :].decode("utf-8", "replace")
@@ -77,6 +88,10 @@ class ServerStarter:
         self._config, self._options, self._settings, self._tokenizer = config, config.rollout, settings, tokenizer
         self._dtype, self._logs_folder = dtype, logs_folder
         self._servers: list[_Server] = []
+        self._own_address = ""
+        self._key: str | None = None
+        self._closed = threading.Event()
+        self._watcher: threading.Thread | None = None
 
     def start(self, model_folder: Path, rank_info: RankInfo) -> tuple[tuple[str, ...], str | None]:
         """Start all with the model of a folder, to which the tokenizer is added, and wait until they answer.
@@ -87,13 +102,72 @@ class ServerStarter:
         here_only = rank_info.local_world_size == rank_info.world_size
         reachable = not here_only or any(host for host, _ in map(split_server, self._options.engine_start))
         key = os.environ.get(API_KEY_VARIABLE) or (secrets.token_urlsafe(16) if reachable else None)
-        own_address = "127.0.0.1" if here_only else os.environ.get("MASTER_ADDR", "127.0.0.1")
-        for number, name in enumerate(self._options.engine_start):
-            self._servers.append(self._start(number, name, model_folder, own_address, key))
+        self._own_address = "127.0.0.1" if here_only else os.environ.get("MASTER_ADDR", "127.0.0.1")
+        self._key = key
+        for number in range(len(self._options.engine_start)):
+            self._servers.append(self._start(number, model_folder))
         deadline = time.monotonic() + self._options.engine_timeout_seconds
-        return tuple(self._await(server, deadline, key) for server in self._servers), key
+        for server in self._servers:
+            self._await(server, deadline)
+        return tuple(server.url for server in self._servers), key
 
-    def _start(self, number: int, name: str, model_folder: Path, own_address: str, key: str | None) -> _Server:
+    def keep_up(
+        self, weights: Callable[[], Path | None], on_answer: Callable[[int], None], warn: Callable[[str], None]
+    ) -> None:
+        """From now on start servers again that end, at their addresses, each at most MAX_RESTARTS times.
+
+        `weights`: the newest folder of weights, if there is one; `on_answer`: called with the number of a server that answers
+        again; `warn`: gets a line for each. All three are called in a thread.
+        """
+
+        def watch() -> None:
+            while not self._closed.wait(POLL_SECONDS):
+                for number, server in enumerate(self._servers):
+                    if server.shell.poll() is not None and server.restarts <= MAX_RESTARTS:
+                        self._restart(number, weights(), warn)
+                    elif server.folder is not None and self._answers(server):
+                        shutil.rmtree(server.folder, ignore_errors=True)
+                        server.folder = None
+                        on_answer(number)
+
+        self._watcher = threading.Thread(target=watch, daemon=True, name="starts servers again")
+        self._watcher.start()
+
+    def _restart(self, number: int, weights: Path | None, warn: Callable[[str], None]) -> None:
+        server = self._servers[number]
+        what = f"rollout.engine_start: {server.name}: its server ended with status {server.shell.returncode} ({server.log})"
+        if server.restarts == MAX_RESTARTS:
+            server.restarts += 1
+            warn(f"{what}; it is left out, since it was started again {MAX_RESTARTS} times")
+            return
+        if weights is None or self._closed.is_set():
+            return
+        folder = weights.with_name(f"{RESTART_FOLDER}{number}-{server.restarts}")
+        try:
+            shutil.copytree(weights, folder, copy_function=_link_or_copy, dirs_exist_ok=True)
+            self._tokenizer.save(folder)
+            again = self._start(number, folder, server.url.rpartition(":")[2])
+        except (OSError, shutil.Error):  # other weights have come meanwhile
+            shutil.rmtree(folder, ignore_errors=True)
+            return
+        except UserError as problem:
+            server.restarts = MAX_RESTARTS + 1
+            warn(f"{what}; it cannot be started again: {problem}")
+            return
+        self._servers[number] = again
+        again.url, again.restarts, again.folder = server.url, server.restarts + 1, folder
+        warn(f"{what}; it is started again ({again.restarts} of {MAX_RESTARTS})")
+
+    def _answers(self, server: _Server) -> bool:
+        try:
+            build_server(server.url, self._options, self._settings, self._key).version()
+        except ServerProblem:
+            return False
+        return True
+
+    def _start(self, number: int, model_folder: Path, port: str = "") -> _Server:
+        """With a port that is free where there is none."""
+        name, own_address, key = self._options.engine_start[number], self._own_address, self._key
         host, device = split_server(name)
         here = host is None and own_address == "127.0.0.1"
         command = self._command(model_folder, device, "127.0.0.1" if here else "0.0.0.0")
@@ -104,6 +178,7 @@ class ServerStarter:
             rank_variables=RANK_VARIABLES,
             exports=export_lines({**(forwarded_variables(FORWARDED_VARIABLES) if host else {}), **variables}),
             folder=shlex.quote(os.getcwd()),
+            port=port,
             python=shlex.quote(sys.executable),
             # As this host reaches the other one.
             address=own_address if host is None else "$(set -- $SSH_CONNECTION; echo $3)",
@@ -139,19 +214,18 @@ class ServerStarter:
         words += ["--max_length", self._settings.max_length, "--max_batch_size", self._options.decode_batch_size]
         return [sys.executable, "-m", "lmforge", *map(str, words), *plugins]
 
-    def _await(self, server: _Server, deadline: float, key: str | None) -> str:
-        """The address of a server, once it answers."""
+    def _await(self, server: _Server, deadline: float) -> None:
+        """Wait until a server answers, and note its address."""
         problem = "did not start"
         while time.monotonic() < deadline:
             if server.shell.poll() is not None:
                 problem = f"ended with status {server.shell.returncode} before it answered"
                 break
             if found := ADDRESS_PATTERN.search(server.printed()):
-                url = f"http://{found[1]}:{found[2]}"
-                with suppress(ServerProblem):
-                    build_server(url, self._options, self._settings, key).version()
-                    return url
-                problem = f"{url}: no answer within {self._options.engine_timeout_seconds:g} s"
+                server.url = f"http://{found[1]}:{found[2]}"
+                if self._answers(server):
+                    return
+                problem = f"{server.url}: no answer within {self._options.engine_timeout_seconds:g} s"
             time.sleep(POLL_SECONDS)
         lines = [line.strip() for line in server.printed().splitlines() if line.strip() and "lmforge-server " not in line]
         tail = f": {cut(lines[-1], MAX_LISTED)}" if lines else ""
@@ -160,6 +234,9 @@ class ServerStarter:
 
     def close(self) -> None:
         """End all servers."""
+        self._closed.set()
+        if self._watcher is not None:
+            self._watcher.join(GRACE_SECONDS)  # it may wait for a server
         for server in self._servers:
             assert server.shell.stdin
             with suppress(BrokenPipeError):
@@ -171,3 +248,13 @@ class ServerStarter:
                 server.shell.kill()
                 server.shell.wait()
         self._servers.clear()
+
+
+def _link_or_copy(source: str, target: str) -> None:
+    """A second name of a file, which needs no memory; where the file system has none, a copy."""
+    try:
+        os.link(source, target)
+    except FileNotFoundError:
+        raise
+    except OSError:
+        shutil.copy2(source, target)
