@@ -10,8 +10,9 @@ from lmforge.ladder.rungs import Trial, scaled_parameters, shapes
 from lmforge.model.config import ModelConfig
 from lmforge.model.flops import flops_per_token
 
-# Points of the curve that is predicted for a run, and the part of a run before which its loss says little.
-CURVE_POINTS, CURVE_FROM = 20, 0.2
+# Points of the curve that is predicted for a run; the part of a run before which its loss says little, and the part in which a
+# rung was first validated, if how its loss falls is to be known from it.
+CURVE_POINTS, CURVE_FROM, FIRST_BEFORE = 20, 0.2, 0.5
 
 
 def predict_curve(
@@ -20,21 +21,23 @@ def predict_curve(
     """[step, loss, low, high] of the big run at its validations.
 
     The law is of runs whose learning rate has decayed. Before the end a loss is higher, by the factor that rungs had at the
-    same part of theirs; the interval holds the factors of nine rungs in ten too.
+    same part of theirs; the interval holds the factors of nine rungs in ten too. Before every rung has been validated there is
+    no such factor, and no point.
 
     Args:
         curves: (parameters, tokens, [(fraction of the run, loss)]) of each rung.
     """
+    known = [  # of rungs that were validated along the way, and have not diverged
+        ([at for at, _ in curve], [loss / fit.law.loss(parameters, tokens * at) for at, loss in curve])
+        for parameters, tokens, curve in curves
+        if curve and curve[0][0] <= FIRST_BEFORE and curve[-1][0] == 1.0
+    ]
+    begin = max([CURVE_FROM, *(ats[0] for ats, _ in known)])
     points = []
-    for part in np.linspace(CURVE_FROM, 1.0, CURVE_POINTS).tolist():
-        factors = [
-            float(np.interp(part, [at for at, _ in curve], [loss for _, loss in curve]))
-            / fit.law.loss(parameters, tokens * part)
-            for parameters, tokens, curve in curves
-            if curve and curve[0][0] <= part
-        ]
+    for part in np.linspace(begin, 1.0, CURVE_POINTS).tolist() if known else [1.0]:
+        factors = [float(np.interp(part, ats, values)) for ats, values in known]
         # At the end they are the residuals of the fit, which its interval has already.
-        low, middle, high = np.quantile(factors, [0.05, 0.5, 0.95]).tolist() if factors and part < 1.0 else (1.0, 1.0, 1.0)
+        low, middle, high = np.quantile(factors, [0.05, 0.5, 0.95]).tolist() if part < 1.0 else (1.0, 1.0, 1.0)
         tokens = target.tokens * part
         loss = predicted_loss(fit, target.parameters, tokens)
         points.append([round(part * target.config.train.steps), loss.value * middle, loss.low * low, loss.high * high])

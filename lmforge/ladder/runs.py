@@ -10,9 +10,9 @@ import sys
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from lmforge.atomic_files import atomic_write_text
 from lmforge.cluster.jobs.job import read_job
@@ -28,6 +28,7 @@ from lmforge.locks import try_lock
 from lmforge.manifests import read_manifest
 from lmforge.report.run_data import read_events
 from lmforge.runs import Run
+from lmforge.train.bad_steps import IN_A_ROW
 from lmforge.untrusted import cut
 
 POLL_SECONDS, JOB_SECONDS = 0.2, 5.0
@@ -115,10 +116,9 @@ def is_finished(run: Run, steps: int) -> bool:
 
 
 def has_diverged(run: Run) -> bool:
-    """Whether a run has ended since its steps were bad."""
-    events = read_events(run)[0]
-    ended = [event for event in events if event["kind"] == "end"]
-    return bool(ended) and ended[-1].get("state") == "failed" and any(event["kind"] == "bad step" for event in events)
+    """Whether bad steps have ended a run: other failures are of its machine."""
+    ended = [event for event in read_events(run)[0] if event["kind"] == "end"]
+    return bool(ended) and ended[-1].get("state") == "failed" and IN_A_ROW in str(ended[-1].get("error"))
 
 
 def check_options(rung: Trial, run: Run) -> None:
@@ -139,53 +139,61 @@ class RungRunner:
     def __init__(self, recipes: Path, parallel: int, tell: Callable[[str], None]) -> None:
         """recipes: folder of NAME.toml and NAME.log of each rung."""
         self._recipes, self._parallel, self._tell = recipes, parallel, tell
-        self._signal = 0
+        self._signals = list[int]()
         self._restarts = Counter[str]()
 
     def run(self, rungs: Sequence[Trial]) -> int:
-        """Train what is not finished. Returns 0, or the signal that interrupted it.
+        """Train what is not finished. Returns 0, or the signal that interrupted it: rungs of its own save and end then too.
 
         Raises RunFailed where a rung fails, but not for one that diverged, and UserError where one is refused.
         """
+        for rung in rungs:  # each is refused before one is trained
+            check_options(rung, Run.from_config(rung.config))
         waiting, active, slots = deque(rungs), dict[str, _Active](), list(range(self._parallel))
-        previous = handle_signals(STOP_SIGNALS, lambda number, frame: self._interrupt(number, active))
+        previous = handle_signals(STOP_SIGNALS, lambda number, frame: self._signals.append(number))
         try:
-            while active or (waiting and not self._signal):
-                while waiting and len(active) < self._parallel and not self._signal:
+            while active or (waiting and not self._signals):
+                while waiting and len(active) < self._parallel and not self._signals:
                     rung = waiting.popleft()
                     run = Run.from_config(rung.config)
-                    check_options(rung, run)
                     if is_finished(run, rung.config.train.steps) or has_diverged(run):
                         self._tell_reached(rung)
                         continue
                     active[rung.name] = self._start(rung, run, slots.pop())
+                if self._signals:
+                    active = {name: each for name, each in active.items() if self._pass_on(each)}
                 for name, each in list(active.items()):
                     if (status := each.poll()) is not None:
                         del active[name]
                         slots.append(each.slot)
                         if self._has_ended(each, status):
                             self._tell_reached(each.rung)
-                        elif not self._signal:
+                        elif not self._signals:
                             waiting.appendleft(each.rung)
                 time.sleep(POLL_SECONDS)
         except BaseException:
             for each in active.values():
                 each.stop()
+            restore_signals(previous)  # Ctrl-C ends the waiting
             for each in active.values():
                 each.wait()
             raise
         finally:
             restore_signals(previous)
-        return self._signal
+        return self._signals[0] if self._signals else 0
 
     def _tell_reached(self, rung: Trial) -> None:
         loss = read_rung(rung).loss
         self._tell(f"{rung.name}: " + ("diverged" if math.isnan(loss) else f"val/loss {loss:.4f}"))
 
-    def _interrupt(self, number: int, active: dict[str, "_Active"]) -> None:
-        self._signal = number
-        for each in active.values():
-            each.stop(number)
+    def _pass_on(self, active: "_Active") -> bool:
+        """Give a rung the signals that it has not had. Returns whether it ends by them, and is waited for."""
+        if not active.IS_OURS:
+            self._tell(f"{active.rung.name}: goes on without this ladder")
+        for number in self._signals[active.signals :]:
+            active.stop(number)
+            active.signals += 1
+        return active.IS_OURS
 
     def _start(self, rung: Trial, run: Run, slot: int) -> "_Active":
         recipe, launch = self._recipes / f"{rung.name}.toml", rung.config.launch
@@ -207,7 +215,10 @@ class RungRunner:
             elif rung.config.train.threads is None:
                 command += ["--train.threads", str(threads_per_rank(self._parallel * launch.processes))]
         with open(self._recipes / f"{rung.name}.log", "ab") as log:
-            process = subprocess.Popen(command, stdout=log, stderr=log, stdin=subprocess.DEVNULL, env=environment)
+            # In a session of its own Ctrl-C reaches it once, by this process: a second one would end it unsaved.
+            process = subprocess.Popen(
+                command, stdout=log, stderr=log, stdin=subprocess.DEVNULL, env=environment, start_new_session=True
+            )
         return _Local(rung, run, slot, process)
 
     def _has_ended(self, active: "_Active", status: int) -> bool:
@@ -220,7 +231,7 @@ class RungRunner:
         log = self._recipes / f"{rung.name}.log"
         was_killed = status < 0 or status in (0, EXIT_PEER_LOST) or status > 128
         self._restarts[rung.name] += 1
-        if self._signal or (was_killed and self._restarts[rung.name] <= MOST_RESTARTS):
+        if self._signals or (was_killed and self._restarts[rung.name] <= MOST_RESTARTS):
             return False
         words = active.last_words(log)
         error = UserError if status == 2 else RunFailed
@@ -239,11 +250,13 @@ def _visible_gpus(slot: int, count: int) -> dict[str, str]:
 
 @dataclass
 class _Active:
-    """A rung that trains, in the place `slot`."""
+    """A rung that trains, in the place `slot`. signals: how many were passed on to it."""
 
+    IS_OURS: ClassVar[bool] = False
     rung: Trial
     run: Run
     slot: int
+    signals: int = field(default=0, init=False)
 
     def poll(self) -> int | None:
         """Its exit status; None while it trains."""
@@ -262,6 +275,7 @@ class _Active:
 
 @dataclass
 class _Local(_Active):
+    IS_OURS = True
     process: subprocess.Popen[bytes]
 
     def poll(self) -> int | None:
@@ -298,7 +312,7 @@ class _Job(_Active):
         job = read_job(self.run.path)
         if job is None or (self.next_at == 0.0 and not job_state(job)[0].is_active):
             command = [sys.executable, "-m", "lmforge", "launch", str(self.recipe)]
-            ended = subprocess.run(command, capture_output=True, text=True, check=False)
+            ended = subprocess.run(command, capture_output=True, text=True, check=False, start_new_session=True)
             if ended.returncode:
                 raise UserError(ended.stderr.strip().removeprefix("lmforge: ") or f"lmforge launch {self.recipe} failed")
             job = read_job(self.run.path)

@@ -20,6 +20,9 @@ from lmforge.atomic_files import atomic_write_json
 from lmforge.cluster.distributed import DistributedContext
 from lmforge.data.batch import Metrics
 
+# What a run that ends of them says.
+IN_A_ROW = "bad steps in a row"
+
 
 @dataclass(frozen=True)
 class BadStep:

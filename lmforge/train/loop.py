@@ -20,7 +20,7 @@ from lmforge.errors import RunFailed
 from lmforge.objectives.objective import Objective
 from lmforge.parallel.parallel_model import ParallelModel, train_step
 from lmforge.parallel.precision import compiled_graph_count
-from lmforge.train.bad_steps import BadStepDetector
+from lmforge.train.bad_steps import IN_A_ROW, BadStepDetector
 from lmforge.train.callbacks import BatchSource, LoopCallbacks
 from lmforge.train.checkpoints import Checkpoints, SaveRequest
 from lmforge.train.metrics import MetricsAccumulator, Throughput
@@ -98,7 +98,7 @@ def train(
                     callbacks.on_bad_step(bad_step)
                 if detector.consecutive_bad_steps >= max_bad_steps:
                     checkpoints.defer(save_request)
-                    reason = f"step {bad_steps[-1].step}: {detector.consecutive_bad_steps} bad steps in a row"
+                    reason = f"step {bad_steps[-1].step}: {detector.consecutive_bad_steps} {IN_A_ROW}"
                     done = checkpoints.roll_back(bad_steps[-1], reason)
                     callbacks.on_rollback(bad_steps[-1].step, done, reason)
                     throughput.reset(done)
