@@ -5,6 +5,7 @@ episode; if that does not help, its process is killed, which ends those that it 
 """
 
 import threading
+import time
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
@@ -15,6 +16,7 @@ import xxhash
 
 from lmforge import registry
 from lmforge.environments.environment import Message
+from lmforge.environments.verifiers_loading import sources
 from lmforge.errors import UserError
 from lmforge.foreign_code import HEARTBEAT_CALL_SECONDS, IMPORT_TIMEOUT_SECONDS, JsonLineProcess, ProcessLost, start_server
 from lmforge.plugins import files_of
@@ -28,6 +30,8 @@ ADAPTERS = {
 }
 # For `close` of all environments of a process that ends.
 CLOSING_SECONDS = 5.0
+# For a call that began with others, whose time is over: to say what it has.
+LEAST_SECONDS = 1.0
 
 
 class Declaration(NamedTuple):
@@ -65,11 +69,13 @@ def split_spec(spec: str) -> tuple[str, str]:
 
 
 def identify(spec: str) -> list[str]:
-    """What makes an environment another one: its name, and what its file holds, wherever that is. Raises OSError."""
+    """What makes an environment another one: its name, and what its files hold, wherever they are. Raises OSError."""
     file, name = split_spec(spec)
-    if (another := adapted(spec)) and another[1].endswith(".toml"):
-        file = another[1]
-    return [name, xxhash.xxh3_128_hexdigest(expand_home(file).read_bytes())] if file else [name]
+    files, parts = [expand_home(file)] if file else [], [name]
+    if spec.startswith("verifiers:"):
+        version, files = sources(spec.partition(":")[2])
+        parts.append(version)
+    return parts + [xxhash.xxh3_128_hexdigest(each.read_bytes()) for each in files]
 
 
 class EnvironmentPool(AbstractContextManager["EnvironmentPool"]):
@@ -215,9 +221,12 @@ class EnvironmentPool(AbstractContextManager["EnvironmentPool"]):
             mine = [number for number in self._episodes_of(worker) if number in requests and number not in self._failed]
             if early and mine:
                 self._exchange(worker, {"call": "begin", "requests": [requests[at] for at in mine]}, self._timeout_seconds)
+            deadline = time.monotonic() + self._timeout_seconds
             for number in mine:
                 if number not in self._failed and not stopped.is_set():
-                    answers[number] = self._exchange(worker, requests[number], self._timeout_seconds)
+                    # Those that have begun have their time together.
+                    left = max(deadline - time.monotonic(), LEAST_SECONDS) if early else self._timeout_seconds
+                    answers[number] = self._exchange(worker, {**requests[number], "seconds": left}, self._timeout_seconds)
 
         stopped = threading.Event()
         calls = {request["call"] for request in requests.values()}

@@ -105,7 +105,7 @@ class _Episodes:
             if request["call"] == "begin":
                 self._begin(request["requests"])
                 return {}
-            with _time_limit(self._timeout_seconds):
+            with _time_limit(request["seconds"]):
                 return calls[request["call"]](request)
         except _TooLong:
             response = {"error": f"no answer in {self._timeout_seconds:g} seconds", "error_type": "timeout"}
@@ -133,11 +133,12 @@ class _Episodes:
                 print(f"environment {self._spec}: close fails: {reason}", file=sys.stderr, flush=True)
 
     def _begin(self, requests: Sequence[dict[str, Any]]) -> None:
-        """Begin calls that follow; those that fail, fail then."""
-        for request in requests:
-            with suppress(Exception):
-                environment = self._environment(request)
-                environment.begin(request["call"], request.get("row") or request.get("message") or {})
+        """Begin calls that follow, while there is time; those that fail, fail then."""
+        with suppress(_TooLong), _time_limit(self._timeout_seconds):
+            for request in requests:
+                with suppress(Exception):
+                    environment = self._environment(request)
+                    environment.begin(request["call"], request.get("row") or request.get("message") or {})
 
     def _environment(self, request: dict[str, Any]) -> Environment:
         """That of an episode; an instance serves one episode after another, as in TRL."""

@@ -10,21 +10,20 @@ import atexit
 import json
 import queue
 import threading
-import tomllib
 from collections.abc import Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from functools import cache
-from importlib.metadata import PackageNotFoundError, version
 from typing import Any, NamedTuple
 
 from lmforge.environments.environment import Environment, Message, Reply, WrongReturn, tool_message
+from lmforge.environments.verifiers_loading import load
 from lmforge.errors import UserError
-from lmforge.untrusted import cut, expand_home, list_names
+from lmforge.untrusted import cut, list_names
 
-OLDEST = "0.4"
 # What every harness is told that the policy's name is.
 MODEL = "policy"
+ROUTE = "/v1/chat/completions"
 # Harnesses that append what tools return, and nothing else.
 TOOL_LOOPS = {"null", "bash"}
 CLOSING_SECONDS = 4.0
@@ -44,9 +43,10 @@ class _Asked(NamedTuple):
 
 
 class _Ended(NamedTuple):
-    """A rollout is over: the reward of the one that asked, or why it failed."""
+    """A rollout is over: the reward of the one that asked, and how many answers its harness got; or why it failed."""
 
     reward: float
+    heard: int = 0
     error: str = ""
 
 
@@ -58,8 +58,9 @@ class _Host:
 
     def __init__(self, address: str) -> None:
         """Raises UserError where there is no such environment, or its harness does not ask for a first answer."""
-        self.env = _load(address)
+        self.env = load(address)
         self._tasks, self._loaded = iter(self.env.taskset), list[Any]()
+        self._problem: BaseException | None = None
         # By the id of a trace, which verifiers sends with each request.
         self.rollouts: dict[str, _Rollout] = {}
         self.loop = asyncio.new_event_loop()
@@ -89,7 +90,8 @@ class _Host:
         from aiohttp import web
 
         app = web.Application(client_max_size=1 << 30)
-        app.router.add_post("/v1/chat/completions", self._complete)
+        app.router.add_post(ROUTE, self._complete)
+        app.router.add_post("/{other:.*}", self._refuse)
         runner = web.AppRunner(app)
         try:
             async with self.env.serving():
@@ -120,16 +122,27 @@ class _Host:
         events = f"data: {json.dumps(_completion(message, streamed=True))}\n\ndata: [DONE]\n\n"
         return web.Response(text=events, content_type="text/event-stream")
 
+    async def _refuse(self, request: Any) -> Any:
+        from aiohttp import web
+
+        return web.Response(status=404, text=f"harnesses are answered at {ROUTE} here, not at {cut(request.path)}")
+
     def task(self, row: dict[str, Any]) -> Any:
         """The task of the taskset that a row names in its column `idx`. Raises WrongReturn where there is none."""
         index = row.get("idx")
         if not isinstance(index, int) or index < 0:
             raise WrongReturn(f"column idx: expected the number of a task in the taskset, from 0, got {cut(repr(index))}")
         while len(self._loaded) <= index:
+            if self._problem is not None:
+                raise self._problem
             try:
                 self._loaded.append(next(self._tasks))
             except StopIteration:
-                raise WrongReturn(f"column idx: {index}, but the taskset has {len(self._loaded)} tasks") from None
+                count = f"{len(self._loaded)} task{'s' if len(self._loaded) != 1 else ''}"
+                raise WrongReturn(f"column idx: {index}, but the taskset has {count}") from None
+            except BaseException as problem:  # a generator ends with it; an interrupted one too
+                self._problem = problem
+                raise
         return self._loaded[index]
 
     def close(self) -> None:
@@ -147,7 +160,7 @@ class _Rollout:
     def __init__(self, host: _Host, task: Any) -> None:
         self._host, self._traces, self._responses = host, list[Any](), list[asyncio.Future[Message | None]]()
         self._events = queue.SimpleQueue[_Asked | _Ended]()
-        self._conversation = ""  # the id of the trace that asks
+        self._conversation = ""  # the id of the trace that asks first
         self._playing = asyncio.run_coroutine_threadsafe(self._play(task), host.loop)
 
     async def _play(self, task: Any) -> None:
@@ -155,13 +168,14 @@ class _Rollout:
 
         ctx = ModelContext(MODEL, EvalClientConfig(base_url=self._host.url, api_key_var="LMFORGE_HAS_NO_KEY"))
         try:
-            episode = await self._host.env.run_episode(task, ctx, on_trace=self._begun)
+            episode = await self._host.env.run_episode(task, ctx, on_trace=self._begun, on_discard=self._discard)
             failures = [trace.last_error for trace in self._traces if trace.has_error] + episode.errors
             error = next((f"{each.type}: {each.message}" for each in failures if each), "")
-            reward = sum(trace.reward for trace in self._traces if trace.id == self._conversation)
-            self._events.put(_Ended(reward, error))
+            asked = [trace for trace in self._traces if trace.id == self._conversation]
+            reward, heard = sum(trace.reward for trace in asked), sum(trace.num_turns for trace in asked)
+            self._events.put(_Ended(reward, heard, error))
         except Exception as problem:
-            self._events.put(_Ended(0.0, f"{type(problem).__name__}: {problem}"))
+            self._events.put(_Ended(0.0, error=f"{type(problem).__name__}: {problem}"))
         finally:
             for trace in self._traces:
                 self._host.rollouts.pop(trace.id, None)
@@ -172,8 +186,15 @@ class _Rollout:
         self._traces.append(trace)
         self._host.rollouts[trace.id] = self
 
+    def _discard(self, trace: Any) -> None:
+        """Forget an attempt that verifiers makes again."""
+        self._traces.remove(trace)
+        self._host.rollouts.pop(trace.id, None)
+
     async def ask(self, conversation: str, body: dict[str, Any]) -> Message | None:
         """What the model answers to a request of the harness; None where it does not any more."""
+        # Not when it is read, which may be after the end.
+        self._conversation = self._conversation or conversation
         self._responses = [each for each in self._responses if not each.done()]
         self._responses.append(response := self._host.loop.create_future())
         self._events.put(_Asked(conversation, body, response))
@@ -186,7 +207,6 @@ class _Rollout:
             if event.error:
                 raise WrongReturn(f"its rollout failed: {_outer_lines(event.error)}")
             return event
-        self._conversation = self._conversation or event.conversation
         if event.conversation != self._conversation:
             raise WrongReturn("a second agent or attempt asked the model; an episode is one conversation here")
         return event
@@ -215,7 +235,7 @@ class VerifiersEnvironment(Environment):
 
     def __init__(self, address: str) -> None:
         """Raises UserError where there is no such environment here."""
-        self._host, self._known = _host(address), list[Message]()
+        self._host, self._known, self._answers = _host(address), list[Message](), 0
         self._rollout: _Rollout | None = None
         # What the harness waits with, or its end; None while it works.
         self._event: _Asked | _Ended | None = None
@@ -230,6 +250,7 @@ class VerifiersEnvironment(Environment):
         elif isinstance(self._event, _Asked):
             if call == "step":
                 self._known.append(_plain(given, {}))
+                self._answers += 1
                 self._event.answer(given)
             elif self._rollout:
                 self._rollout.stop()
@@ -247,7 +268,11 @@ class VerifiersEnvironment(Environment):
         self.begin("step", message)
         assert self._rollout is not None
         self._event = self._rollout.wait()
-        return Reply(done=True) if isinstance(self._event, _Ended) else Reply(self._read_new(self._event.body))
+        if isinstance(self._event, _Asked):
+            return Reply(self._read_new(self._event.body))
+        if self._event.heard < self._answers:
+            raise WrongReturn("its harness had ended when the model answered")
+        return Reply(done=True)
 
     def get_reward(self) -> float:
         """Of an episode that was cut that of what there is."""
@@ -287,36 +312,6 @@ class VerifiersEnvironment(Environment):
 def _host(address: str) -> _Host:
     """The one of this process."""
     return _Host(address)
-
-
-def _load(address: str) -> Any:
-    """The environment of verifiers. Raises UserError where there is none, or verifiers is missing or too old."""
-    try:
-        from verifiers.v1 import Env, SubprocessConfig, default_harness_id, load_environment, resolve_env_config
-        from verifiers.v1.configs.agent import agent_config_fields
-    except ImportError:
-        try:
-            found = f"not {version('verifiers')}"
-        except PackageNotFoundError:
-            found = "which is not installed here"
-        raise UserError(f"needs the package verifiers, from {OLDEST}, {found}") from None
-    if not hasattr(Env, "run_episode"):
-        raise UserError(f"needs the package verifiers, from {OLDEST}, not {version('verifiers')}")
-    try:
-        if address.endswith(".toml"):
-            return load_environment(resolve_env_config(tomllib.loads(expand_home(address).read_text())["env"]))
-        config = resolve_env_config({"taskset": {"id": address}})
-        # On this host, and if the taskset has no harness of its own, by one in which the model only calls the taskset's tools.
-        own = {} if default_harness_id(address) == address else {"harness": {"id": "null"}}
-        agents = {
-            name: {"runtime": SubprocessConfig(), **({} if agent.harness else own)}
-            for name, agent in agent_config_fields(config).items()
-        }
-        return load_environment(resolve_env_config({"taskset": {"id": address}, **agents}))
-    except KeyError:
-        raise UserError("the file has no table [env], as configurations of verifiers have") from None
-    except (OSError, ImportError, tomllib.TOMLDecodeError) as problem:
-        raise UserError(str(problem)) from None
 
 
 def _plain(message: dict[str, Any], names: dict[str, str]) -> Message:

@@ -10,7 +10,7 @@ import psutil
 import pytest
 
 from lmforge.environments.environment import tool_message
-from lmforge.environments.process import Declaration, EnvironmentPool
+from lmforge.environments.process import LEAST_SECONDS, Declaration, EnvironmentPool
 from lmforge.errors import UserError
 from lmforge.rewards.functions import load_reward_functions
 
@@ -244,6 +244,20 @@ class Early(Environment):
 
     def get_reward(self):
         return len(self.begun["reward"])
+
+
+class Hangs(Environment):
+    begins_early, begun = True, []
+
+    def begin(self, call, given):
+        self.begun.append(given["number"])
+        if self.begun == [0, 1]:
+            time.sleep(1000)
+
+    def reset(self, number, **row):
+        if number == 0:
+            time.sleep(1000)
+        return [{"role": "user", "content": str(signal.getitimer(signal.ITIMER_REAL)[0])}]
 """
 
 
@@ -534,3 +548,12 @@ def test_calls_of_an_environment_that_begins_early_have_all_begun_before_one_wai
     assert [reply.messages[0]["content"] for reply in begun[:4]] == ["reset 0 2 4", "reset 1 3"] * 2
     assert [replies[number].messages[0]["content"] for number in range(4)] == ["step 0 2", "step 1 3"] * 2
     assert results[pool.spec].rewards == [2.0, 2.0, 2.0, 2.0, None]
+
+
+def test_calls_that_begin_together_have_one_time_limit_and_a_begin_that_hangs_costs_no_episode(file: Path) -> None:
+    with file.open("a") as out:
+        out.write(f"import signal{EARLY}")
+    with EnvironmentPool(f"{file}:Hangs", timeout_seconds=2.0) as pool:
+        first, *others = pool.reset([{"prompt": [], "number": number} for number in range(3)])
+    assert first.error == "no answer in 2 seconds"
+    assert [float(each.messages[0]["content"]) <= LEAST_SECONDS for each in others] == [True, True]

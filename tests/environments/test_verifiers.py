@@ -80,7 +80,21 @@ def test_a_run_is_another_one_with_another_file_of_the_environment(tmp_path: Pat
     before = identify(spec)
     (tmp_path / "env.toml").write_text("[env]\nmax_concurrent_agents = 2")
     assert identify(spec) != before
-    assert identify("verifiers:word") == ["verifiers:word"]
+    assert identify("verifiers:word") == ["verifiers:word", ""]
+
+
+def test_a_run_is_another_one_with_another_taskset(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "env.toml").write_text('[env.taskset]\nid = "tasks-alone"\n[env.agent]\nharness.id = "harness_folder"')
+    taskset, harness = tmp_path / "tasks_alone.py", tmp_path / "harness_folder" / "__init__.py"
+    harness.parent.mkdir()
+    seen = []
+    for text in ("", "# another one"):
+        for path in (taskset, harness):
+            path.write_text(text)
+            seen.append((identify("verifiers:tasks-alone"), identify(f"verifiers:{tmp_path}/env.toml")))
+    by_name, by_file = zip(*seen[1:], strict=True)
+    assert [len({*map(tuple, each)}) for each in (by_name, by_file)] == [2, 3]
 
 
 @pytest.mark.slow
@@ -145,6 +159,22 @@ def test_what_a_harness_does_wrong_is_one_line_and_its_episode_has_no_reward() -
 
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
+def test_an_answer_that_no_harness_gets_is_a_failure_and_a_retry_is_none(tmp_path: Path) -> None:
+    (tmp_path / "env.toml").write_text(
+        '[env.taskset]\nid = "leaving"\n[env.agent]\nruntime.type = "subprocess"\nretries.max_retries = 2\n'
+    )
+    # good, retried, leaves, after and a task that cannot be loaded: of two that leave before they are read, one is answered.
+    told = play(f"{tmp_path}/env.toml", [3, "x"], [2], [2, "x"], [1, "x"], [4, "x"], seconds=60)
+    assert [bool(reply[3]) for reply in told["begun"]] == [False, False, False, False, True]
+    assert "the disk of the tasks is gone" in told["begun"][4][3]
+    assert told["steps"] == [
+        {"0": [[], True, 0, ""], "2": [[], False, 0, "its harness had ended when the model answered"], "3": [[], True, 0, ""]}
+    ]
+    assert told["rewards"] == [10.5, 0.5, None, 10.5, None]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
 @pytest.mark.parametrize(
     ("name", "problem"),
     [
@@ -152,10 +182,14 @@ def test_what_a_harness_does_wrong_is_one_line_and_its_episode_has_no_reward() -
         ("json", "taskset module 'json' exports no Taskset subclass"),
         ("{}/nothing.toml", "No such file or directory"),
         ("{}/other.toml", "the file has no table [env], as configurations of verifiers have"),
+        ("{}/bound.toml", "env.agent.max_turn: Extra inputs are not permitted"),
+        ("raising", "KeyError: 'its own'"),
+        ("responding", "harnesses are answered at /v1/chat/completions here, not at /v1/responses"),
     ],
 )
 def test_an_environment_that_is_not_there_is_one_line(name: str, problem: str, tmp_path: Path) -> None:
     (tmp_path / "other.toml").write_text("[model]\n")
+    (tmp_path / "bound.toml").write_text('[env]\ntaskset.id = "saying"\nagent.max_turn = 2\n')
     done = run("-c", EPISODES, f"verifiers:{name.format(tmp_path)}", "[]", 300)
     assert done.returncode == 1
     [line] = done.stderr.splitlines()
