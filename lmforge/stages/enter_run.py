@@ -17,6 +17,7 @@ from lmforge.data.shards.staged_copy import stage_folder
 from lmforge.errors import UserError
 from lmforge.interop.resolve import stored_model_config
 from lmforge.model.config import ModelConfig
+from lmforge.monitor.predicted_loss import read_predicted_loss
 from lmforge.parallel.dims import parallel_dims
 from lmforge.parallel.validate import choose_engine
 from lmforge.plugins import describe_changes, describe_plugins
@@ -81,6 +82,8 @@ def enter_run(
                 f" of them {size // sequences_per_epoch:,} times; use a smaller batch"
             )
         config = config.with_steps(sequences_per_epoch, size)
+    if config.log.prediction is not None and not resumes:  # a run that resumes says it, and goes on without
+        dist_ctx.decide_on_rank0(partial(read_predicted_loss, config.log.prediction, config.train.steps))
     inputs = replace(inputs, tasks=dist_ctx.decide_on_rank0(partial(open_validation_tasks, config, inputs)))
     point = dist_ctx.decide_on_rank0(partial(find_resume_point, run, config.train.steps)) if resumes else ResumePoint()
     config, notes = with_original_sources(config, point.manifest)

@@ -16,7 +16,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from lmforge.checkpoint import AsyncCheckpointer
-from lmforge.errors import format_bytes, format_count
+from lmforge.errors import UserError, format_bytes, format_count
 from lmforge.model.attention_backend import describe_attention_backend
 from lmforge.model.flops import describe_experts
 from lmforge.monitor.expert_load import ExpertLoad
@@ -69,7 +69,10 @@ class Observers(LoopCallbacks):
             self._experts_file = MetricsFile(ctx.run.experts_path) if ctx.dist_ctx.is_rank0 else None
         self._loss_watch: LossWatch | None = None
         if ctx.config.log.prediction is not None and ctx.dist_ctx.is_rank0:
-            self._loss_watch = LossWatch(read_predicted_loss(ctx.config.log.prediction, ctx.config.train.steps))
+            try:
+                self._loss_watch = LossWatch(read_predicted_loss(ctx.config.log.prediction, ctx.config.train.steps))
+            except UserError as problem:  # refused where a run begins; one that resumes needs no prediction to train
+                ctx.console.warn(f"{problem}; validation losses are compared with none")
         self._metrics_file = MetricsFile(ctx.run.metrics_path) if ctx.dist_ctx.is_rank0 else None
         self._report = ReportThread(ctx.run)
         trace = ctx.run.path / "profile" / f"rank-{ctx.dist_ctx.rank_info.rank}.json"

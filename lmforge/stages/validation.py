@@ -13,7 +13,6 @@ from lmforge.evaluate.tasks import QuestionTask, TaskSettings, check_task, load_
 from lmforge.generate.engine import generate
 from lmforge.generate.model_loading import LoadedModel, prefix_and_stop_ids
 from lmforge.generate.sampling import SamplingParams
-from lmforge.monitor.predicted_loss import read_predicted_loss
 from lmforge.parallel.parallel_model import ParallelModel, unsharded_for_decoding
 from lmforge.stages.attempt import RunContext
 from lmforge.stages.inputs import RunInputs
@@ -28,12 +27,9 @@ RESERVED_TASK_NAMES |= {"loss": "each source", "bits_per_byte": "each source"}
 def open_validation_tasks(config: StageConfig, inputs: RunInputs) -> tuple[tuple[QuestionTask, int], ...]:
     """The tasks of a recipe, each with its batch size.
 
-    Raises UserError for files, few-shot examples, lengths and predictions that cannot be used; nothing of the run has been
-    written.
+    Raises UserError for files, few-shot examples and lengths that cannot be used; nothing of the run has been written.
     """
     options, opened = config.validation, dict[str, tuple[QuestionTask, int]]()
-    if config.log.prediction is not None:  # what validations are compared with, refused here too
-        read_predicted_loss(config.log.prediction, config.train.steps)
     prefix_ids, _ = prefix_and_stop_ids(inputs.tokenizer, config.of_stage)
     for path in options.tasks:
         task = load_task(path)

@@ -54,3 +54,11 @@ def test_a_run_that_leaves_its_interval_warns_and_keeps_every_bit(
     refused = lmforge("pretrain", *tiny_options, "--run.name", "other", "--log.prediction", "none.json")
     assert (refused.returncode, refused.stderr.count("\n")) == (2, 1)
     assert not Path("runs/other/recipe.toml").exists()
+    # A run that was begun with it trains to its end without.
+    Path("prediction.json").rename("moved.json")
+    resumed = lmforge(
+        "pretrain", *tiny_options, "--run.name", "seen", "--log.prediction", "prediction.json", "--train.steps", "7"
+    )
+    assert resumed.returncode == 0, resumed.stderr
+    assert resumed.stderr.count("log.prediction: prediction.json: No such file") == 1
+    assert Run(Path("runs/seen")).checkpoint_steps()[-1] == 7
