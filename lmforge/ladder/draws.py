@@ -9,6 +9,7 @@ Not a bootstrap over runs: from some ten runs its intervals of five parameters a
 
 import numpy as np
 
+from lmforge.errors import UserError
 from lmforge.ladder.law import EXPONENTS, NUM_FITTED, Array, Law, Losses, least_squares
 
 PROPOSALS = 8  # for each law that is drawn
@@ -37,7 +38,10 @@ class LawDraws:
         self._assumed = ASSUMED_NOISE**2 if five else 1e-12
 
     def draw(self, count: int, rng: np.random.Generator) -> tuple[list[Law], Array]:
-        """`count` laws, and for each the standard deviation of the logarithm of a run's loss about it."""
+        """`count` laws, and for each the standard deviation of the logarithm of a run's loss about it.
+
+        Raises UserError where the points allow none.
+        """
         exponents, log_weights = self._propose_exponents(PROPOSALS * count, rng)
         columns, gram, log_volume = self._problem(exponents)
         best = np.linalg.solve(gram, (self._targets @ columns)[:, :, None])
@@ -46,6 +50,8 @@ class LawDraws:
         terms = best[:, :, 0] + normal[:, :, 0] * np.sqrt(squares / rng.chisquare(freedom, len(best)))[:, None]
         allowed = (terms[:, 0] >= 0) & (terms[:, 1:] > 0).all(1)
         log_terms = np.log(np.where(allowed[:, None], terms[:, 1:], 1)).sum(1)
+        if not allowed.any():
+            raise UserError("ladder: no law fits these runs: their losses do not fall with size and tokens; train others")
         log_weights += log_volume + log_terms - np.linalg.slogdet(gram)[1] / 2 - freedom / 2 * np.log(squares)
         weights = np.where(allowed, np.exp(log_weights - log_weights[allowed].max()), 0)
         even = (np.arange(count) + rng.random()) / count

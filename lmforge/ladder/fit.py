@@ -6,6 +6,7 @@ from math import log
 
 import numpy as np
 
+from lmforge.errors import UserError
 from lmforge.ladder.draws import LawDraws
 from lmforge.ladder.law import Law, Losses, Point, best_law, diverged
 
@@ -14,13 +15,15 @@ LEVEL = 0.9  # of intervals
 
 @dataclass(frozen=True)
 class Fit:
-    """The law that fits best, and laws drawn from those that the points allow.
+    """The law that all values are of, and laws drawn from those that the points allow.
 
-    `noises` has, for each of `draws`, the standard deviation of the logarithm of a run's loss about it. `left_out` names the
-    points that were not used, each with the reason.
+    `law` is `best`, which fits best, or the most central of `draws` where `best` lies at an end of them. `noises` has, for each
+    of `draws`, the standard deviation of the logarithm of a run's loss about it. `left_out` names the points that were not
+    used, each with the reason.
     """
 
     law: Law
+    best: Law
     draws: tuple[Law, ...]
     noises: tuple[float, ...]
     points: tuple[Point, ...]
@@ -43,10 +46,38 @@ def interval(values: Sequence[float], level: float = LEVEL) -> tuple[float, floa
 def fit_points(points: Sequence[Point], *, draws: int = 1000, seed: int = 0) -> Fit:
     """Fit the points, without diverged runs, and draw laws. The same points, `draws` and `seed` give the same fit.
 
+    Args:
+        points: of different names.
+
     Raises UserError where the points that remain are too few, or all of one size or token count.
     """
     left_out = tuple(diverged(points))
     used = tuple(each for each in points if each.name not in dict(left_out))
-    law, huber = best_law(used)
-    laws, noises = LawDraws(Losses(used), law, huber).draw(draws, np.random.default_rng(seed))
-    return Fit(law, tuple(laws), tuple(map(float, noises)), used, left_out)
+    try:
+        best, huber = best_law(used)
+        laws, noises = LawDraws(Losses(used), best, huber).draw(draws, np.random.default_rng(seed))
+    except UserError as error:
+        names = "; ".join(f"{name} is left out: {reason}" for name, reason in left_out)
+        raise UserError(f"{error} ({names})" if names else str(error)) from error
+    return Fit(_law_of_all(best, laws, used), best, tuple(laws), tuple(map(float, noises)), used, left_out)
+
+
+def _law_of_all(best: Law, draws: Sequence[Law], points: Sequence[Point]) -> Law:
+    """The best law; or the draw that is nearest the middle in all respects, where the best is outside an interval in any.
+
+    The best law can be at an end of what is possible, such as A = 0, and predict what hardly any draw does.
+    """
+    largest = [max(getattr(each, name) for each in points) for name in ("parameters", "tokens")]
+    places = [(times * largest[0], more * largest[1]) for times in (0.1, 1, 10) for more in (0.1, 1, 10)]
+    values = np.array(
+        [
+            [law.E, law.A * largest[0] ** -law.alpha, law.alpha, law.B * largest[1] ** -law.beta, law.beta]
+            + [law.loss(*place) for place in places]
+            for law in (best, *draws)
+        ]
+    )
+    low, high = np.quantile(values[1:], [(1 - LEVEL) / 2, (1 + LEVEL) / 2], axis=0)
+    if ((low <= values[0]) & (values[0] <= high)).all():
+        return best
+    ranks = values[1:].argsort(0).argsort(0)
+    return draws[int(np.argmin(((ranks / len(draws) - 0.5) ** 2).sum(1)))]

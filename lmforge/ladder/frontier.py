@@ -42,7 +42,7 @@ class Target:
 
 @dataclass(frozen=True)
 class Estimate:
-    """A value of the law that fits best, and the interval of LEVEL of the laws that the runs allow."""
+    """A value of the law, and the interval of LEVEL of the laws that the runs allow, widened to hold it."""
 
     value: float
     low: float
@@ -53,10 +53,9 @@ def estimate(fit: Fit, value_of: Callable[[Law], float]) -> Estimate:
     return _estimate(value_of(fit.law), [value_of(law) for law in fit.draws])
 
 
-def _estimate(best: float, drawn: list[float]) -> Estimate:
-    """The best law can be at an end of what is possible, such as A = 0, and outside the interval: then the median is taken."""
+def _estimate(value: float, drawn: list[float]) -> Estimate:
     low, high = interval(drawn)
-    return Estimate(best if low <= best <= high else float(np.median(drawn)), low, high)
+    return Estimate(value, min(low, value), max(high, value))
 
 
 def predicted_loss(fit: Fit, parameters: float, tokens: float) -> Estimate:
@@ -108,11 +107,15 @@ def cautions(fit: Fit, target: Target) -> list[str]:
             f"the target has {target.tokens / target.parameters:.3g} tokens for each parameter, "
             f"the runs {min(ratios):.3g} to {max(ratios):.3g}"
         )
-    for name, what in (("A", "size"), ("B", "number of tokens")):
-        if getattr(fit.law, name) == 0:
+    for name, exponent, what in (("A", "alpha", "size"), ("B", "beta", "number of tokens")):
+        if getattr(fit.best, name) == 0:
             lines.append(
                 f"{name} is 0 in the best law: these runs do not show what a larger {what} gains, nor what the best size is"
             )
+        elif not EXPONENTS[0] * 1.01 < (value := getattr(fit.best, exponent)) < EXPONENTS[1] / 1.01:
+            lines.append(f"{exponent} is {value:.2g} in the best law, the end of its range: no such law fits these runs well")
+    if fit.law != fit.best:
+        lines.append("the best law lies at an end of those that the runs allow: all values are of one in their middle")
     for name in ("alpha", "beta"):
         low, high = fit.interval(lambda law, name=name: getattr(law, name))  # type: ignore[misc]
         if high / low > (EXPONENTS[1] / EXPONENTS[0]) ** 0.5:
@@ -130,8 +133,7 @@ def conclusions(fit: Fit, target: Target) -> dict[str, Any]:
     return {
         "level": LEVEL,
         "law": {
-            name: asdict(Estimate(value, *interval([getattr(each, name) for each in fit.draws])))
-            for name, value in asdict(law).items()
+            name: asdict(_estimate(value, [getattr(each, name) for each in fit.draws])) for name, value in asdict(law).items()
         },
         "noise": float(np.median(fit.noises)),
         "points": [
@@ -159,10 +161,8 @@ def compare(fits: Mapping[str, Fit], target: Target) -> list[dict[str, Any]]:
             [law.loss(target.parameters, target.tokens) for law in (fits[each].law, *fits[each].draws)] for each in (a, b)
         ]
         differences = [one - other for one, other in zip(*losses, strict=False)]
-        low, high = interval(differences[1:])
-        found.append(
-            {"first": a, "second": b, "value": differences[0], "low": low, "high": high, "decided": low > 0 or high < 0}
-        )
+        difference = _estimate(differences[0], differences[1:])
+        found.append({"first": a, "second": b, **asdict(difference), "decided": difference.low > 0 or difference.high < 0})
     return found
 
 

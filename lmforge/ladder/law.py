@@ -76,6 +76,9 @@ def best_law(points: Sequence[Point], huber: float | None = None) -> tuple[Law, 
     if missing > 0:
         more, runs = format_count(missing, "more run"), format_count(len(points), "run")
         raise UserError(f"ladder: the law has five parameters, and {runs} cannot fix them: add at least {more}")
+    if (places := len({(each.parameters, each.tokens) for each in points})) < MIN_POINTS:
+        runs = f"{len(points)} runs of {places} different sizes and token counts"
+        raise UserError(f"ladder: the law has five parameters, and {runs} cannot fix them: at least {MIN_POINTS} must differ")
     for what, values in (("size", {each.parameters for each in points}), ("token count", {each.tokens for each in points})):
         if len(values) < 2:
             raise UserError(f"ladder: all runs have the same {what}: the law needs at least two, better four")

@@ -200,7 +200,10 @@ def _cost(ladder: Mapping[str, Any]) -> str:
     best = ladder["best"]["loss"]["value"]
     losses = [(size["ratio"], 100 * (size["loss"] / best - 1)) for size in ladder["sizes"]]
     return chart(
-        "Loss above the best, %, for the target's FLOPs", [Curve("other sizes", 2, losses)], "size ÷ best size", width=NARROW
+        "Loss above the best, %, for the target's FLOPs",
+        [Curve("other sizes", 2, losses)],
+        "size, times the best",
+        width=NARROW,
     )
 
 
@@ -214,7 +217,7 @@ def _sizes(ladder: Mapping[str, Any]) -> str:
         rows.append(
             (f"{size['ratio']:g}", short(size["parameters"]), short(size["tokens"]), f"{size['loss']:.4f}", above, *costs)
         )
-    head = ("÷ best size", "parameters", "tokens", "loss", "above the best", "FLOPs for the best loss, times", "tokens for it")
+    head = ("× best size", "parameters", "tokens", "loss", "above the best", "FLOPs for the best loss, times", "tokens for it")
     words = (
         "A smaller model that is trained for longer costs less to use, and more to train: so many times the FLOPs, for the "
         "loss of the best size."
@@ -237,7 +240,7 @@ def _law(ladder: Mapping[str, Any]) -> str:
         for name, each in ladder["law"].items()
     ]
     noise = ("noise of a run", f"{100 * ladder['noise']:.2g} %", "")
-    return f"<p>{formula}</p>" + _table(("", "best", f"interval, {ladder['level']:.0%}"), [*rows, noise])
+    return f"<p>{formula}</p>" + _table(("", "value", f"interval, {ladder['level']:.0%}"), [*rows, noise])
 
 
 def _runs(ladder: Mapping[str, Any]) -> str:

@@ -44,13 +44,13 @@ def predict_curve(
     return points
 
 
+def candidates(target: Trial, flops: float) -> list[tuple[ModelConfig, float]]:
+    """The models in the target's proportions among which the best is sought, the smallest first; each with its tokens."""
+    times = 4 * max(1.0, (flops / target.flops) ** 0.5)
+    length = target.config.data.sequence_length
+    return [(shape, flops / flops_per_token(shape, length)) for shape in shapes(target.model, times)]
+
+
 def best_shape(fit: Fit, target: Trial, flops: float) -> tuple[ModelConfig, float]:
     """The model in the target's proportions that reaches the lowest loss with so many FLOPs, and its tokens."""
-    length = target.config.data.sequence_length
-
-    def tokens(shape: ModelConfig) -> float:
-        return flops / flops_per_token(shape, length)
-
-    times = 4 * max(1.0, (flops / target.flops) ** 0.5)
-    best = min(shapes(target.model, times), key=lambda shape: fit.law.loss(scaled_parameters(shape), tokens(shape)))
-    return best, tokens(best)
+    return min(candidates(target, flops), key=lambda each: fit.law.loss(scaled_parameters(each[0]), each[1]))

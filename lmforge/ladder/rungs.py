@@ -112,12 +112,10 @@ def with_changes(config: PretrainConfig, changes: dict[str, dict[str, Any]]) -> 
     return validate_options(PretrainConfig, table)
 
 
-def make_rung(target: Trial, shape: ModelConfig, tokens: float, vocab_size: int, folder: Path, prefix: str = "") -> Trial:
-    """A rung: this model, trained on so many tokens with a schedule of its own to its end; a run in `folder`."""
-    config, steps = target.config, math.ceil(tokens / tokens_per_step(target.config))
-    sizes = [f"{round(count / 1e6, 3):g}M" for count in (scaled_parameters(shape), steps * tokens_per_step(config))]
+def in_length(config: PretrainConfig, steps: int) -> dict[str, dict[str, Any]]:
+    """The options, by section, that keep their proportions to a run of another length: warm-up, decay, phases, validation."""
     share = steps / config.train.steps
-    decay = config.schedule.decay_steps
+    decay, every = config.schedule.decay_steps, config.validation.every_steps
     phases = config.data.model_dump(mode="json")["phases"]
     for phase in phases:
         phase["steps"] = phase["steps"] and max(1, round(phase["steps"] * share))
@@ -125,21 +123,38 @@ def make_rung(target: Trial, shape: ModelConfig, tokens: float, vocab_size: int,
             tokens_per_step(config) // config.data.sequence_length * (phase["sequence_length"] or config.data.sequence_length)
         )
         phase["tokens"] = phase["tokens"] and max(1, round(phase["tokens"] * share / size)) * size
+    if phases:  # what is rounded need not add up to the run
+        phases[-1] |= {"steps": None, "tokens": None}
+    return {
+        "data": {"phases": phases},
+        "schedule": {
+            "warmup_steps": ScheduleOptions().warmup_steps,  # instead of which the ratio holds
+            "warmup_ratio": config.schedule.warmup(config.train.steps) / config.train.steps,
+            "decay_steps": decay and max(1, round(decay * share)),
+        },
+        "validation": {"every_steps": every and max(1, round(every * share))},
+    }
+
+
+def resized(target: Trial, shape: ModelConfig, tokens: float, vocab_size: int) -> Trial:
+    """The big run with another model and length, and all else in proportion. Raises UserError where it is no run."""
+    steps = max(1, round(tokens / tokens_per_step(target.config)))
+    return reshape(target, shape, steps, vocab_size, **in_length(target.config, steps))
+
+
+def make_rung(target: Trial, shape: ModelConfig, tokens: float, vocab_size: int, folder: Path, prefix: str = "") -> Trial:
+    """A rung: this model, trained on so many tokens with a schedule of its own to its end; a run in `folder`."""
+    config, steps = target.config, math.ceil(tokens / tokens_per_step(target.config))
+    sizes = [f"{round(count / 1e6, 3):g}M" for count in (scaled_parameters(shape), steps * tokens_per_step(config))]
     return reshape(
         target,
         shape,
         steps,
         vocab_size,
+        **in_length(config, steps) | {"validation": {"every_steps": math.ceil(steps / VALIDATIONS), "at_start": False}},
         run={"name": "-".join([prefix, *sizes] if prefix else sizes), "folder": str(folder), "overwrite": False},
-        data={"phases": phases},
         parallel=ParallelOptions().model_dump(mode="json"),  # what the big model needs does not suit small ones
         train={"micro_batch_size": None},
-        schedule={
-            "warmup_steps": ScheduleOptions().warmup_steps,  # instead of which the ratio holds
-            "warmup_ratio": config.schedule.warmup(config.train.steps) / config.train.steps,
-            "decay_steps": decay and max(1, round(decay * share)),
-        },
-        validation={"every_steps": math.ceil(steps / VALIDATIONS), "at_start": False},
         sample={"every_steps": None},
         checkpoint={"every_steps": None, "keep_last": 1, "keep_every_steps": None, "keep_best": 0, "folder": None},
         log={"prediction": None, "profile_steps": None},

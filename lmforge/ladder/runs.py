@@ -9,7 +9,7 @@ import subprocess
 import sys
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
@@ -71,7 +71,7 @@ def read_reached(path: Path) -> Reached:
         raise UserError(f"{path}: not finished, or without a validation loss at its end; lmforge pretrain continues it")
     manifest = read_manifest(run.checkpoint_path(steps))
     records = [record for record in run.read_metrics() if "val/loss" in record]
-    last, plan = records[-1], manifest.data_plan
+    last = records[-1]
     curve = [(record["step"] / steps, record["val/loss"]) for record in records if record["step"] and record["val/loss"]]
     return Reached(
         path.name,
@@ -80,14 +80,19 @@ def read_reached(path: Path) -> Reached:
         math.nan if last["val/loss"] is None else last["val/loss"],
         last.get("val/bits_per_byte") or math.nan,
         tuple(curve),
-        {
-            "tokenizer": manifest.tokenizer_hash,
-            "data": [phase["proportions"] for phase in plan.get("phases", ())],
-            "data.sequence_length": config.data.sequence_length,
-            "validation.sequences": config.validation.sequences,
-        },
+        text_of(config, manifest.tokenizer_hash, manifest.data_plan),
         {name: value for name, value in last.items() if name.startswith("val/") and name.count("/") > 1 and value is not None},
     )
+
+
+def text_of(config: PretrainConfig, tokenizer_hash: str, plan: Mapping[str, Any]) -> dict[str, Any]:
+    """`Reached.text` of a run with this plan of its data."""
+    return {
+        "tokenizer": tokenizer_hash,
+        "data": [phase["proportions"] for phase in plan.get("phases", ())],
+        "data.sequence_length": config.data.sequence_length,
+        "validation.sequences": config.validation.sequences,
+    }
 
 
 def read_rung(rung: Trial) -> Reached:

@@ -19,19 +19,25 @@ from lmforge.ladder.charts import short
 from lmforge.ladder.costs import Cost, Costs
 from lmforge.ladder.downstream import predict_scores
 from lmforge.ladder.fit import Fit, fit_points
-from lmforge.ladder.frontier import Target, compare, conclusions
+from lmforge.ladder.frontier import FAR, Target, compare, conclusions
 from lmforge.ladder.law import Point
 from lmforge.ladder.page import write_page
-from lmforge.ladder.prediction import best_shape, predict_curve
+from lmforge.ladder.prediction import best_shape, candidates, predict_curve
 from lmforge.ladder.rates import best_rate, rate_trials, with_rate
-from lmforge.ladder.rungs import Trial, check_target, make_rung, plan_rungs, reshape, tokens_per_step, with_changes
-from lmforge.ladder.runs import Reached, RungRunner, check_same_text, read_reached, read_rung
+from lmforge.ladder.rungs import (
+    Trial,
+    check_target,
+    make_rung,
+    plan_rungs,
+    resized,
+    with_changes,
+)
+from lmforge.ladder.runs import Reached, RungRunner, check_same_text, read_rung
+from lmforge.ladder.text import adopt, as_planned, most_epochs, repeated
 from lmforge.locks import hold_lock
 from lmforge.runs import storage_errors
 from lmforge.stages.training_data import TokenSources
 
-# With more passes over the data the law is too low (arXiv 2305.16264); further than this it is a guess.
-MOST_EPOCHS, MOST_TIMES = 4, 100
 RECIPES, RECORD, TARGET, PREDICTION = "recipes", "ladder.json", "target.toml", "prediction.json"
 
 
@@ -61,8 +67,11 @@ def run_ladder(config: LadderConfig) -> int:
     costs = Costs(config.plan, config.train.device)
     ladders = [_plan(name, each, config, folder, costs) for name, each in _mixtures(config)]
     _check_held_out_text(ladders)
-    adopted = [read_reached(path) for path in config.ladder.runs]
+    adopted = adopt(config.ladder.runs, ladders[0].rungs)
     for ladder in ladders:
+        planned = (as_planned(rung, ladder.sources, rung.name) for rung in ladder.rungs)
+        check_same_text([as_planned(ladder.target, ladder.sources), *planned, *adopted])
+        _check_choice(ladder, config, costs)
         _print_plan(ladder, config, costs)
     if config.ladder.dry_run:
         return 0
@@ -117,19 +126,32 @@ def _plan(mixture: str, recipe: PretrainConfig, config: LadderConfig, folder: Pa
 
         share = len(config.ladder.mixtures) or 1
         rungs = plan_rungs(target, options.sizes, options.tokens_per_parameter, cost, budget.amount / share, make)
-    return Ladder(mixture, target, tuple(rungs), sources)
+    by_name = {rung.name: rung for rung in rungs}  # lengths that are nearly the same are one run
+    return Ladder(mixture, target, tuple(by_name.values()), sources)
+
+
+def _check_choice(ladder: Ladder, config: LadderConfig, costs: Costs) -> None:
+    """Raise UserError where the smallest or largest of the runs that ladder.target may choose is no run."""
+    if config.ladder.target is not None:
+        choices = candidates(ladder.target, _flops_of_target(ladder, config, costs))
+        for shape, tokens in (choices[0], choices[-1]):
+            most_epochs(resized(ladder.target, shape, tokens, ladder.sources.tokenizer.vocab_size), ladder.sources)
 
 
 def _check_held_out_text(ladders: Sequence[Ladder]) -> None:
     """Raise UserError where mixtures would be validated on different text: that of their sources, whatever these weigh."""
-    folders = [[str(folder.path.resolve()) for folder in ladder.sources.folders] for ladder in ladders]
-    for ladder, own in zip(ladders, folders, strict=True):
-        if sorted(own) != sorted(folders[0]):
-            way = "give both the same sources; one that is left out has a weight in no phase of data.phases"
-            raise UserError(
-                f"--ladder.mixtures: {ladder.mixture} has other sources than {ladders[0].mixture}, so its losses are of other"
-                f" held-out text; {way}"
-            )
+    for ladder in ladders:
+        names = f"--ladder.mixtures: {ladder.mixture} has other {{}} than {ladders[0].mixture}"
+        lengths = [each.target.config.data.sequence_length for each in (ladders[0], ladder)]
+        if lengths[0] != lengths[1]:
+            raise UserError(f"{names.format('sequences')}: data.sequence_length = {lengths[1]}, not {lengths[0]}")
+        first, own = (
+            [(folder.path.resolve(), source.quarantine) for folder, source in zip(folders, data.all_sources, strict=True)]
+            for folders, data in ((each.sources.folders, each.target.config.data) for each in (ladders[0], ladder))
+        )
+        if first != own:  # in another order, other sequences of the same text are taken
+            way = "give both the same sources in one order; one that is left out has a weight in no phase of data.phases"
+            raise UserError(f"{names.format('sources')}, so its losses are of other held-out text; {way}")
 
 
 def _choose_rate(ladder: Ladder, rates: Sequence[float], runner: RungRunner) -> tuple[int, list[Ladder]]:
@@ -161,16 +183,11 @@ def _print_plan(ladder: Ladder, config: LadderConfig, costs: Costs) -> None:
         if rates := config.ladder.learning_rates:
             tried = sum((costs.of(each, config.launch.processes) for each in rate_trials(rungs, rates)), Cost())
             print(f"rates      {len(rates)} are tried first: {costs.describe(tried)} more")
-        if target.flops > MOST_TIMES * (largest := max(rung.flops for rung in rungs)):
+        if target.flops > FAR * (largest := max(rung.flops for rung in rungs)):
             times = f"{target.flops / largest:,.0f} times the FLOPs of the largest rung"
             print(f"far        the target has {times}: its interval says more than its prediction")
-
-    for trial, who in ((target, "the target"), *((rung, rung.name) for rung in rungs)):
-        name, epochs = _most_epochs(trial, ladder.sources)
-        if epochs > MOST_EPOCHS:
-            passes = f"{who} reads {name} {epochs:.1f} times"
-            print(f"epochs     {passes}: beyond {MOST_EPOCHS} the law does not hold, and is too low")
-            break
+    for line in repeated(target, rungs, ladder.sources):
+        print(f"epochs     {line}")
     sys.stdout.flush()
 
 
@@ -179,18 +196,6 @@ def _describe(trial: Trial) -> str:
     shape = f"{model.num_hidden_layers} layers of {model.hidden_size}"
     ratio = trial.tokens / trial.parameters
     return f"{trial.parameters:,} parameters ({shape}), {trial.tokens:,} tokens, {ratio:.3g} for each"
-
-
-def _most_epochs(trial: Trial, sources: TokenSources) -> tuple[str, float]:
-    """The source of which a run reads most, and how often it reads it."""
-    size = tokens_per_step(trial.config) // trial.config.data.sequence_length
-    epochs, left = dict.fromkeys(sources.names, 0.0), trial.config.train.steps * size
-    for phase in TokenSources(trial.config, sources.folders).training(size).phases:
-        samples = left if phase.num_samples is None else min(left, phase.num_samples)
-        left -= samples
-        for name, proportion, dataset in zip(sources.names, phase.proportions, phase.datasets, strict=True):
-            epochs[name] += float(proportion) * samples / dataset.sequences_per_epoch
-    return max(epochs.items(), key=lambda item: item[1])
 
 
 # --- what is written --------------------------------------------------------------------------------------------------
@@ -220,7 +225,7 @@ def _trial_as_json(trial: Trial) -> dict[str, Any]:
 def _finish(ladder: Ladder, adopted: list[Reached], config: LadderConfig, folder: Path, costs: Costs) -> Fitted:
     """Fit the law, print what it predicts, and write it with the recipe of the big run. Raises UserError."""
     reached = [*(read_rung(rung) for rung in ladder.rungs), *adopted]
-    check_same_text(reached)
+    check_same_text([as_planned(ladder.target, ladder.sources), *reached])
     fit = fit_points([Point(each.name, each.parameters, each.tokens, each.loss) for each in reached])
     trial = _choose_target(ladder, config, fit, costs)
     stem = f"{ladder.mixture}-" if ladder.mixture else ""
@@ -233,7 +238,9 @@ def _finish(ladder: Ladder, adopted: list[Reached], config: LadderConfig, folder
     target = Target(trial.parameters, trial.tokens, trial.flops / trial.tokens, bytes_per_token)
     curves = {each.name: [[part * each.tokens, loss] for part, loss in each.curve] for each in reached}
     tasks = predict_scores(fit, {each.name: each.scores for each in reached}, target)
-    numbers = {"name": ladder.mixture, "curves": curves, "tasks": tasks, **conclusions(fit, target)}
+    found = conclusions(fit, target)
+    found["cautions"] += repeated(trial, ladder.rungs, ladder.sources)
+    numbers = {"name": ladder.mixture, "curves": curves, "tasks": tasks, **found}
     fitted = Fitted(ladder.mixture, fit, target, numbers)
     _print_prediction(fitted, trial)
     print(f"to start   {typed_command()} pretrain {folder / f'{stem}{TARGET}'}")
@@ -242,7 +249,10 @@ def _finish(ladder: Ladder, adopted: list[Reached], config: LadderConfig, folder
 
 def _write_page(fitted: Sequence[Fitted], config: LadderConfig, folder: Path) -> None:
     """Compare the mixtures at the first one's target, and write the page of all."""
-    pairs = compare({each.mixture: each.fit for each in fitted}, fitted[0].target)
+    target = fitted[0].target
+    pairs = compare({each.mixture: each.fit for each in fitted}, target)
+    if pairs:
+        print(f"compared   at {short(target.parameters)} parameters, {short(target.tokens)} tokens:")
     for pair in pairs:
         verdict = "" if pair["decided"] else ", which is not decided"
         difference = f"{pair['value']:+.4f} ({pair['low']:+.4f} to {pair['high']:+.4f})"
@@ -256,7 +266,7 @@ def _choose_target(ladder: Ladder, config: LadderConfig, fit: Fit, costs: Costs)
     if config.ladder.target is None:
         return target
     shape, tokens = best_shape(fit, target, _flops_of_target(ladder, config, costs))
-    return reshape(target, shape, max(1, round(tokens / tokens_per_step(target.config))), ladder.sources.tokenizer.vocab_size)
+    return resized(target, shape, tokens, ladder.sources.tokenizer.vocab_size)
 
 
 def _flops_of_target(ladder: Ladder, config: LadderConfig, costs: Costs) -> float:

@@ -72,6 +72,19 @@ def test_fewer_than_five_runs_are_refused_with_how_many_are_missing() -> None:
         fit_points(ladder()[:3])
 
 
+def test_fewer_than_five_different_runs_are_refused_however_often_they_are_given() -> None:
+    points = [ladder()[number] for number in (0, 4, 8)]
+    again = [replace(each, name=f"{each.name}-again") for each in (*points, *points[:2])]
+    with pytest.raises(UserError, match="8 runs of 3 different sizes and token counts cannot fix them"):
+        fit_points([*points, *again])
+
+
+def test_too_few_runs_name_those_that_are_left_out() -> None:
+    points = [ladder()[number] for number in (0, 4, 6, 8)]
+    with pytest.raises(UserError, match=r"add at least 1 more run \(spiked is left out: its loss is inf\)"):
+        fit_points([*points, Point("spiked", 2e6, 8e7, float("inf"))])
+
+
 def test_runs_of_one_size_or_one_token_count_are_refused() -> None:
     with pytest.raises(UserError, match="all runs have the same size"):
         fit_points([replace(each, parameters=1e5) for each in ladder()])

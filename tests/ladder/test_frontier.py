@@ -81,6 +81,31 @@ def test_runs_that_gain_nothing_from_size_say_so_and_their_prediction_is_in_its_
             assert estimate["low"] <= estimate["value"] <= estimate["high"]
 
 
+def test_all_values_are_of_one_law_where_the_best_lies_at_an_end() -> None:
+    points = [
+        replace(each, loss=each.loss * (each.parameters / 1e5) ** 0.02) for each in ladder(Law(3.0, 0.0, 0.3, 100.0, 0.3))
+    ]
+    fit = fit_points(points, draws=200)
+    found = conclusions(fit, TARGET)
+    law = Law(**{name: each["value"] for name, each in found["law"].items()})
+    assert law == fit.law != fit.best
+    assert found["target"]["loss"]["value"] == predicted_loss(fit, 3e6, 6e7).value == law.loss(3e6, 6e7)
+    for best in (found["best"], *found["frontier"]):
+        assert best["parameters"]["value"] == best_size(law, TARGET, best["flops"])
+        assert best["loss"]["value"] == loss_at(law, TARGET, best["flops"])
+    assert any(line.startswith("the best law lies at an end") for line in found["cautions"])
+
+
+def test_a_best_law_in_the_middle_is_the_law(fit: Fit) -> None:
+    assert fit.law == fit.best
+
+
+def test_an_exponent_at_the_end_of_its_range_is_said() -> None:
+    points = ladder(Law(0.0, 1e9, 2.6, 30.0, 0.1))
+    lines = cautions(fit_points(points, draws=100), TARGET)
+    assert any(line.startswith("alpha is 2 in the best law, the end of its range") for line in lines)
+
+
 def test_conclusions_are_json_and_agree_with_the_law(fit: Fit) -> None:
     found = json.loads(json.dumps(conclusions(fit, TARGET), allow_nan=False))
     loss = found["target"]["loss"]

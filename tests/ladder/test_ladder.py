@@ -20,11 +20,13 @@ from lmforge.config.verbs.ladder import Budget, parse_budget
 from lmforge.errors import UserError
 from lmforge.interop.resolve import model_config_from_options
 from lmforge.ladder.rates import best_rate
-from lmforge.ladder.rungs import Trial, make_rung, shapes
+from lmforge.ladder.rungs import Trial, make_rung, resized, shapes, with_changes
 from lmforge.ladder.runs import Reached, check_same_text, read_reached
+from lmforge.ladder.text import adopt, repeated
 from lmforge.manifests import read_manifest
 from lmforge.model.parametrization import relative_to_base
 from lmforge.runs import MANIFEST, Run
+from lmforge.stages.training_data import TokenSources
 from tests.conftest import Command, Refusal
 
 RECIPE = """
@@ -78,6 +80,7 @@ def target(recipe: Path) -> Trial:
         ("1e18", Budget(1e18, "FLOPs")),
         ("2.5h", Budget(2.5, "GPU-hours")),
         ("500$", Budget(500, "price")),
+        ("1e-2", Budget(0.01, "share")),
         ("-1", None),
         ("0", None),
         ("some", None),
@@ -124,6 +127,22 @@ def test_phases_of_a_rung_are_shorter_in_proportion(target: Trial, tiny_tokens: 
     assert [(phase.steps, phase.tokens) for phase in rung.config.data.phases] == [(500, None), (None, 16_000), (None, None)]
 
 
+def test_a_chosen_run_has_the_proportions_of_the_recipes(target: Trial) -> None:
+    changes = {
+        "schedule": {"name": "warmup-stable-decay", "warmup_steps": 8000, "decay_steps": 4000},
+        "data": {"phases": [{"steps": 15_000}, {"steps": 5000}]},
+        "validation": {"every_steps": 2000},
+    }
+    big = Trial(with_changes(target.config, changes), target.model)
+    for steps in (100_000, 5000):
+        chosen = resized(big, shapes(target.model)[3], steps * 32, 512).config
+        share = steps / 20_000
+        assert chosen.train.steps == steps
+        assert (chosen.schedule.warmup(steps), chosen.schedule.decay_steps) == (8000 * share, 4000 * share)
+        assert [phase.steps for phase in chosen.data.phases] == [15_000 * share, None]
+        assert chosen.validation.every_steps == 2000 * share
+
+
 def test_a_ladder_costs_at_most_its_budget_and_says_so_first(recipe: Path, capfd: pytest.CaptureFixture[str]) -> None:
     assert run(["ladder", str(recipe), "--budget", "0.1", "--ladder.dry_run", *PLANNED]) == 0
     lines = capfd.readouterr().out.splitlines()
@@ -152,6 +171,10 @@ def test_hours_and_prices_are_budgets(recipe: Path, capfd: pytest.CaptureFixture
         ("--budget 0.1 --ladder.target 0.1", "--ladder.target: expected FLOPs such as 1e18"),
         ("--budget 1e6", "--ladder.budget: the smallest ladder of this recipe takes"),
         ("--budget 0.1 --train.global_batch_size 16384", "rungs of this recipe would have fewer than 100 steps"),
+        ("--ladder.runs runs/a runs/b runs/../runs/a", 'runs/a" twice; leave one out'),
+        ("--budget 0.1 --ladder.mixtures p/mix.toml q/mix.toml", '--ladder.mixtures: "mix" twice; rename one'),
+        ("--budget 0.1 --ladder.tokens_per_parameter 5 10 10", '--ladder.tokens_per_parameter: "10" twice'),
+        ("--budget 0.1 --ladder.learning_rates 1e-3 0.001", '--ladder.learning_rates: "0.001" twice'),
         ("--budget 0.1 --ladder.tokens_per_parameter 20", "--ladder.tokens_per_parameter: give two numbers or more"),
         ("--budget 0.1 --train.epochs 2", "train.epochs = 2: a ladder counts tokens"),
         ("--ladder.runs runs/none", "runs/none: no run of lmforge"),
@@ -171,6 +194,12 @@ def test_more_than_four_passes_and_a_far_target_are_said(recipe: Path, capfd: py
     assert "times the FLOPs of the largest rung" in out
 
 
+def test_each_run_that_reads_its_data_too_often_is_named(target: Trial) -> None:
+    rungs = [make_rung(target, shapes(target.model)[1], tokens, 512, Path("ladder")) for tokens in (64_000, 480_000, 560_000)]
+    lines = repeated(target, rungs, TokenSources.open(target.config))
+    assert [line.partition(" reads ")[0] for line in lines] == ["the target", rungs[1].name, rungs[2].name]
+
+
 def test_mixtures_with_other_held_out_text_are_refused(recipe: Path, tiny_tokens: Path, refused: Refusal) -> None:
     shutil.copytree(tiny_tokens, "other")
     for name, weights in (("a", "1.0"), ("b", "3.0")):
@@ -180,6 +209,8 @@ def test_mixtures_with_other_held_out_text_are_refused(recipe: Path, tiny_tokens
     ladder = ["ladder", recipe, "--budget", "0.2", *PLANNED, "--ladder.mixtures", "a.toml"]
     assert run([str(word) for word in (*ladder, "b.toml", "--ladder.dry_run")]) == 0
     assert "c has other sources than a" in refused(*ladder, "c.toml")
+    Path("long.toml").write_text(Path("a.toml").read_text() + "sequence_length = 32\n")
+    assert "long has other sequences than a: data.sequence_length = 32, not 16" in refused(*ladder, "long.toml")
     assert "d.toml: no [data] section" in refused(*ladder, "d.toml")
 
 
@@ -198,15 +229,19 @@ def pretended(tiny_run: Path, name: str, loss: float | None = 5.0, **changes: ob
 
 def test_runs_that_do_not_compare_or_are_not_finished_are_refused(recipe: Path, tiny_run: Path, refused: Refusal) -> None:
     runs = [pretended(tiny_run, f"rung-{number}") for number in range(4)]
-    adopt = ["ladder", recipe, *PLANNED, "--ladder.runs", *runs]
+    text = ["--data.sequence_length", "48", "--validation.sequences", "4"]
+    assert "rung-0: trained with another data.sequence_length than the big run" in refused(
+        "ladder", recipe, *PLANNED, "--ladder.runs", *runs
+    )
+    adopt = ["ladder", recipe, *PLANNED, *text, "--ladder.runs", *runs]
     assert "4 runs cannot fix them: add at least 1 more run" in refused(*adopt)
     other = pretended(tiny_run, "other", tokenizer_hash="ab")
-    assert "other: trained with another tokenizer than rung-0" in refused(*adopt, other)
+    assert "other: trained with another tokenizer than the big run" in refused(*adopt, other)
     plan = read_manifest(Run.open(tiny_run).checkpoint_path(6)).data_plan
     elsewhere = pretended(
         tiny_run, "elsewhere", data_plan=plan | {"phases": [plan["phases"][0] | {"proportions": {"cd": "1"}}]}
     )
-    assert "elsewhere: trained with other data than rung-0" in refused(*adopt, elsewhere)
+    assert "elsewhere: trained with other data than the big run" in refused(*adopt, elsewhere)
     shutil.rmtree(runs[0] / "checkpoints/step-00000006")
     assert "rung-0: not finished" in refused(*adopt)
 
@@ -217,6 +252,36 @@ def test_a_run_says_what_it_has_reached(tiny_run: Path) -> None:
     assert (reached.tokens, reached.loss) == (6 * 4 * 48, last["val/loss"])
     assert [part for part, _ in reached.curve] == [0.5, 1.0]
     check_same_text([reached, Reached("diverged", 1, 1, float("nan"), float("nan"), (), {}, {})])
+
+
+def test_adopted_runs_make_a_page_that_names_what_was_left_out_and_read_too_often(
+    recipe: Path, tiny_run: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    config = read_manifest(Run.open(tiny_run).checkpoint_path(6)).hf_config
+    runs = []
+    for number, (layers, batch) in enumerate([(2, 4), (2, 16), (4, 8), (4, 32), (8, 16), (8, 64)]):
+        loss = 3.0 + layers**-0.5 + batch**-0.4
+        model = config | {"num_hidden_layers": layers}
+        runs.append(str(pretended(tiny_run, f"{number}/base", loss, hf_config=model, global_batch_size=batch)))
+    runs.append(str(pretended(tiny_run, "spiked", 9.0, global_batch_size=64)))
+    text = ["--data.sequence_length", "48", "--validation.sequences", "4", "--ladder.target", "1e12"]
+    assert run(["ladder", str(recipe), *PLANNED, *text, "--ladder.runs", *runs]) == 0
+    out = capfd.readouterr().out
+    numbers = json.loads(Path("runs/big-ladder/ladder-fit.json").read_text())["ladders"][0]
+    assert [point["name"] for point in numbers["points"]] == runs[:-1]
+    assert numbers["left_out"][0]["name"] == "spiked"
+    (repeated,) = (line for line in numbers["cautions"] if line.startswith("the target reads tokens"))
+    assert f"caution    {repeated}" in out
+    assert repeated in Path("runs/big-ladder/ladder.html").read_text()
+    chosen = parse_config(PretrainConfig, ["runs/big-ladder/target.toml"])
+    assert chosen.train.steps != 20_000
+    assert chosen.schedule.warmup_ratio == 0.1
+
+
+def test_the_ladders_own_rungs_count_once_and_equal_names_are_told_apart(target: Trial, tiny_run: Path) -> None:
+    rung = make_rung(target, shapes(target.model)[0], 64_000, 512, Path("runs"))
+    paths = [pretended(tiny_run, name) for name in (rung.name, "a/base", "b/base", "c")]
+    assert [each.name for each in adopt(paths, [rung])] == ["runs/a/base", "runs/b/base", "c"]
 
 
 def test_the_best_rate_is_the_vertex_of_a_parabola_or_the_outer_one() -> None:

@@ -25,7 +25,7 @@ class Budget(NamedTuple):
 def parse_budget(text: str) -> Budget | None:
     """The budget that a word says: a share up to 1 (0.1, 10%), FLOPs (1e18), GPU-hours (20h), or a price (500$); None for any
     other word."""
-    match = re.fullmatch(r"([0-9]+\.?[0-9]*|\.[0-9]+)(e\+?[0-9]{1,2})?([%h$]?)", text)
+    match = re.fullmatch(r"([0-9]+\.?[0-9]*|\.[0-9]+)(e[+-]?[0-9]{1,2})?([%h$]?)", text)
     if match is None or not (amount := float(f"{match[1]}{match[2] or ''}")):
         return None
     unit = SUFFIXES[match[3]]
@@ -74,6 +74,16 @@ class LadderOptions(Options):
             yield "--ladder.budget: say what the rungs may cost, such as 0.1 of the big run; or name finished --ladder.runs"
         if self.runs and self.mixtures:
             yield "--ladder.runs: not with --ladder.mixtures, which have rungs of their own; leave one of them out"
+        names = {
+            "runs": [str(path.resolve()) for path in self.runs],
+            "mixtures": [path.stem for path in self.mixtures],
+            "tokens_per_parameter": [f"{each:g}" for each in self.tokens_per_parameter],
+            "learning_rates": [f"{each:g}" for each in self.learning_rates],
+        }
+        for name, given in names.items():
+            if twice := [each for each in given if given.count(each) > 1]:
+                way = "rename one, for it names runs" if name == "mixtures" else "leave one out"
+                yield f"--ladder.{name}: {quoted(twice[0])} twice; {way}"
         if not all(0 < each <= 1e6 for each in self.tokens_per_parameter) or len(self.tokens_per_parameter) < 2:
             yield "--ladder.tokens_per_parameter: give two numbers or more, such as 5 10 20 40"
 
