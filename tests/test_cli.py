@@ -69,7 +69,7 @@ def test_help_fits_on_a_screen_and_begins_with_what_is_the_verbs_own(verb: str, 
     listed = [name[1] for name in listed if name[1] in {".".join(path) for path, _ in options}]
     if issubclass(VERBS[verb].options, StageConfig):
         assert lines[-1] == f"lmforge {verb} --help all lists all {len(options)} options"
-        first = {"align": "align", "bench": "bench", "distill": "distill", "plan": "plan"}.get(verb, "data")
+        first = {"align": "align", "bench": "bench", "distill": "distill", "ladder": "ladder", "plan": "plan"}.get(verb, "data")
         assert listed[0].partition(".")[0] == first
         assert listed[-1].startswith(("run.", "launch."))
     elif essential := VERBS[verb].options.ESSENTIAL:

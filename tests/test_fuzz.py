@@ -104,6 +104,7 @@ LINES: dict[str, tuple[str, str]] = {
     "download": ("nothing/here", "--folder out"),
     "bench": ("", "--bench.sweep nothing=1"),
     "plan": ("", "--gpus 8 --search --configurations 3"),
+    "ladder": ("", "--budget 0.1 --dry_run true"),
     "doctor": ("", "--steps 1"),
     "show": ("RUN", ""),
     "runs": ("", "--output json"),

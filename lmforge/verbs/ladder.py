@@ -63,6 +63,9 @@ class Ladder:
 
 def run_ladder(config: LadderConfig) -> int:
     """Plan, train, fit and write. Returns the exit status. Raises UserError where no law can be fitted."""
+    if config.ladder.budget is None and not config.ladder.runs:
+        rungs = "say what the rungs may cost, such as 0.1 of the big run; or name finished --ladder.runs"
+        raise UserError(f"--ladder.budget: {rungs}")
     folder = config.run.folder / f"{config.run.name}-ladder"
     costs = Costs(config.plan, config.train.device)
     ladders = [_plan(name, each, config, folder, costs) for name, each in _mixtures(config)]

@@ -3,10 +3,12 @@
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import ClassVar, Literal, NamedTuple
+from typing import Annotated, ClassVar, Literal, NamedTuple
+
+from pydantic import Field
 
 from lmforge.config.options import Options, option, section
-from lmforge.config.ranges import COUNT
+from lmforge.config.ranges import COUNT, RATIO, SCALE
 from lmforge.config.stage import PretrainConfig
 from lmforge.config.verbs.plan import MachineOptions
 from lmforge.untrusted import quoted
@@ -51,27 +53,23 @@ class LadderOptions(Options):
         (), "recipes with the same sources of data in other weights, which are compared; each has a ladder of this budget"
     )
     sizes: int = option(4, "sizes of models, each with half the parameters of the one before", gt=1, le=64)
-    tokens_per_parameter: tuple[float, ...] = option(
+    tokens_per_parameter: tuple[Annotated[float, Field(**RATIO)], ...] = option(
         (5.0, 10.0, 20.0, 40.0), "lengths of the runs of each size; the largest size is not trained for the longest"
     )
-    learning_rates: tuple[float, ...] = option(
+    learning_rates: tuple[Annotated[float, Field(**SCALE)], ...] = option(
         (), "rates of the big run to try first, on one rung each, beside the budget; the best is used (default: optimizer.lr)"
     )
     parallel_runs: int = option(1, "rungs that are trained at once", **COUNT)
     dry_run: bool = option(False, "print the rungs and what they cost, and stop")
 
     def problems(self) -> Iterator[str]:
-        if self.learning_rates and (
-            self.mixtures or self.budget is None or not all(0 < each < 1e3 for each in self.learning_rates)
-        ):
-            yield "--ladder.learning_rates: rates above 0, for a ladder.budget of one mixture"
+        if self.learning_rates and (self.mixtures or self.budget is None):
+            yield "--ladder.learning_rates: only with a ladder.budget, and for one mixture"
         for name in ("budget", "target"):
             text = getattr(self, name)
             if text is not None and (parse_budget(text) is None or (name == "target" and parse_budget(text)[1] == "share")):  # type: ignore[index]
                 share = "a share such as 0.1, " if name == "budget" else ""
                 yield f"--ladder.{name}: expected {share}FLOPs such as 1e18, GPU-hours such as 20h, or 500$, got {quoted(text)}"
-        if self.budget is None and not self.runs:
-            yield "--ladder.budget: say what the rungs may cost, such as 0.1 of the big run; or name finished --ladder.runs"
         if self.runs and self.mixtures:
             yield "--ladder.runs: not with --ladder.mixtures, which have rungs of their own; leave one of them out"
         names = {
@@ -84,7 +82,7 @@ class LadderOptions(Options):
             if twice := [each for each in given if given.count(each) > 1]:
                 way = "rename one, for it names runs" if name == "mixtures" else "leave one out"
                 yield f"--ladder.{name}: {quoted(twice[0])} twice; {way}"
-        if not all(0 < each <= 1e6 for each in self.tokens_per_parameter) or len(self.tokens_per_parameter) < 2:
+        if len(self.tokens_per_parameter) < 2:
             yield "--ladder.tokens_per_parameter: give two numbers or more, such as 5 10 20 40"
 
 
