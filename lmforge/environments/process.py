@@ -4,12 +4,12 @@ Each process has several episodes and answers one request at a time. A call that
 episode; if that does not help, its process is killed, which ends those that it has.
 """
 
-import threading
 import time
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
-from contextlib import AbstractContextManager
+from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
+from contextlib import AbstractContextManager, suppress
+from queue import Empty, SimpleQueue
 from typing import Any, NamedTuple
 
 import xxhash
@@ -52,6 +52,15 @@ class EpisodeReply(NamedTuple):
     done: bool = False
     failed_calls: int = 0
     error: str = ""
+
+
+class _Call(NamedTuple):
+    """A request to an episode, and its answer. `deadline`: of one that has begun before its turn, or None."""
+
+    episode: int
+    request: dict[str, Any]
+    answer: Future[dict[str, Any]]
+    deadline: float | None = None
 
 
 def adapted(spec: str) -> tuple[str, str] | None:
@@ -99,9 +108,11 @@ class EnvironmentPool(AbstractContextManager["EnvironmentPool"]):
         self._functions: dict[str, tuple[str, str]] = {}
         self._first = {"plugins": plugins, "functions": self._functions, "timeout_seconds": timeout_seconds}
         self._workers: list[JsonLineProcess | None] = [None] * processes
-        self._threads = ThreadPoolExecutor(processes)
+        self._threads = [ThreadPoolExecutor(1) for _ in range(processes)]
+        self._waiting = [SimpleQueue[_Call]() for _ in range(processes)]
         self.close = weakref.finalize(self, _close, self._workers, self._threads)
         self._declarations: dict[str, Declaration] = {}
+        self._begins_early = False
         # Of episodes that have ended by a failure, why.
         self._failed: dict[int, str] = {}
         self._num_episodes, self._ended = 0, True
@@ -143,15 +154,19 @@ class EnvironmentPool(AbstractContextManager["EnvironmentPool"]):
         replies = self._ask({number: {"call": "step", "message": message} for number, message in answers.items()})
         return dict(zip(answers, replies, strict=True))
 
+    def begin_step(self, number: int, message: Message) -> Future[dict[str, Any]]:
+        """As `step` of one episode, without waiting; `take_reply` reads what it will be."""
+        return self._begin({number: {"call": "step", "message": message}})[number]
+
+    def take_reply(self, number: int, answer: Future[dict[str, Any]]) -> EpisodeReply:
+        """The reply of an episode. Raises UserError where the environment cannot be used."""
+        response = self._read(number, answer)
+        if response is None:
+            return EpisodeReply(error=self._failed[number])
+        return EpisodeReply(**{key: value for key, value in response.items() if key in EpisodeReply._fields})
+
     def _ask(self, requests: Mapping[int, dict[str, Any]]) -> list[EpisodeReply]:
-        answers = self._request({number: {**request, "episode": number} for number, request in requests.items()})
-        known = EpisodeReply._fields
-        return [
-            EpisodeReply(error=self._failed[number])
-            if number in self._failed
-            else EpisodeReply(**{key: value for key, value in answers[number].items() if key in known})
-            for number in requests
-        ]
+        return [self.take_reply(number, answer) for number, answer in self._finish(requests).items()]
 
     def end_episodes(self) -> None:
         """Close what the episodes have opened."""
@@ -214,39 +229,81 @@ class EnvironmentPool(AbstractContextManager["EnvironmentPool"]):
         return range(worker, self._num_episodes, len(self._workers))
 
     def _request(self, requests: Mapping[int, dict[str, Any]]) -> dict[int, dict[str, Any]]:
-        """The responses by episode, without those that failed. The processes work at the same time."""
-        answers: dict[int, dict[str, Any]] = {}
+        """The responses by episode, without those that failed."""
+        answers = {number: self._read(number, answer) for number, answer in self._finish(requests).items()}
+        return {number: answer for number, answer in answers.items() if answer is not None}
 
-        def work_through(worker: int) -> None:
-            mine = [number for number in self._episodes_of(worker) if number in requests and number not in self._failed]
-            if early and mine:
-                self._exchange(worker, {"call": "begin", "requests": [requests[at] for at in mine]}, self._timeout_seconds)
-            deadline = time.monotonic() + self._timeout_seconds
-            for number in mine:
-                if number not in self._failed and not stopped.is_set():
-                    # Those that have begun have their time together.
-                    left = max(deadline - time.monotonic(), LEAST_SECONDS) if early else self._timeout_seconds
-                    answers[number] = self._exchange(worker, {**requests[number], "seconds": left}, self._timeout_seconds)
-
-        stopped = threading.Event()
-        calls = {request["call"] for request in requests.values()}
-        early = bool(calls - {"end"}) and any(each.begins_early for each in self.declarations.values())
-        pending = {self._threads.submit(work_through, worker) for worker in range(len(self._workers))}
+    def _finish(self, requests: Mapping[int, dict[str, Any]]) -> dict[int, Future[dict[str, Any]]]:
+        """The answers of all, waited for. The processes work at the same time."""
+        answers = self._begin(requests)
+        pending = {*answers.values()}
         try:
             while pending:
-                done, pending = wait(pending, HEARTBEAT_CALL_SECONDS, FIRST_COMPLETED)
+                done, pending = wait(pending, HEARTBEAT_CALL_SECONDS, FIRST_EXCEPTION)
                 self.heartbeat()
                 for each in done:
                     each.result()
         finally:
-            stopped.set()
-        for number, answer in list(answers.items()):
-            if "user_error" in answer:
-                raise UserError(f"environment {self.spec}: {answer['user_error']}")
-            if "error" in answer:
-                self._failed.setdefault(number, answer["error"])
-                del answers[number]
+            for each in pending:
+                each.cancel()
         return answers
+
+    def _read(self, number: int, answer: Future[dict[str, Any]]) -> dict[str, Any] | None:
+        """The response of an episode; None if it failed."""
+        response = answer.result()
+        if "user_error" in response:
+            raise UserError(f"environment {self.spec}: {response['user_error']}")
+        if "error" in response:
+            self._failed.setdefault(number, response["error"])
+            return None
+        return response
+
+    def _begin(self, requests: Mapping[int, dict[str, Any]]) -> dict[int, Future[dict[str, Any]]]:
+        self._begins_early = any(each.begins_early for each in self.declarations.values())
+        calls = [_Call(number, {**request, "episode": number}, Future()) for number, request in requests.items()]
+        for call in calls:
+            self._waiting[call.episode % len(self._workers)].put(call)
+        for worker in {call.episode % len(self._workers) for call in calls}:
+            self._threads[worker].submit(self._work_through, worker)
+        return {call.episode: call.answer for call in calls}
+
+    def _work_through(self, worker: int) -> None:
+        """Answer what waits for a process, in its order, until nothing does."""
+        calls: list[_Call] = []
+        try:
+            while self._take_waiting(worker, calls):
+                call = calls[0]
+                if call.answer.set_running_or_notify_cancel():
+                    call.answer.set_result(self._respond(worker, call))
+                del calls[0]
+        except BaseException as problem:
+            for call in calls:
+                if not call.answer.done():
+                    call.answer.set_exception(problem)
+
+    def _take_waiting(self, worker: int, calls: list[_Call]) -> bool:
+        """Add what waits for a process to `calls`, begun where that goes early. Returns whether there is any."""
+        new: list[_Call] = []
+        with suppress(Empty):
+            while True:
+                new.append(self._waiting[worker].get_nowait())
+        early = [
+            call.request
+            for call in new
+            if self._begins_early and call.request["call"] != "end" and call.episode not in self._failed
+        ]
+        deadline = None
+        if early:
+            self._exchange(worker, {"call": "begin", "requests": early}, self._timeout_seconds)
+            deadline = time.monotonic() + self._timeout_seconds
+        calls += [call._replace(deadline=deadline) for call in new]
+        return bool(calls)
+
+    def _respond(self, worker: int, call: _Call) -> dict[str, Any]:
+        if call.episode in self._failed:
+            return {"error": self._failed[call.episode]}
+        left = self._timeout_seconds if call.deadline is None else max(call.deadline - time.monotonic(), LEAST_SECONDS)
+        return self._exchange(worker, {**call.request, "seconds": left}, self._timeout_seconds)
 
     def _exchange(self, worker: int, request: dict[str, Any], timeout_seconds: float) -> dict[str, Any]:
         """The response of a process, or an error; if it is lost, its episodes are."""
@@ -278,10 +335,11 @@ class EnvironmentPool(AbstractContextManager["EnvironmentPool"]):
         self.close()
 
 
-def _close(workers: list[JsonLineProcess | None], threads: ThreadPoolExecutor) -> None:
+def _close(workers: list[JsonLineProcess | None], threads: Sequence[ThreadPoolExecutor]) -> None:
     """End the processes, even while an environment works."""
     for at, process in enumerate(workers):
         if process is not None:
             process.close()
         workers[at] = None
-    threads.shutdown(wait=False, cancel_futures=True)
+    for each in threads:
+        each.shutdown(wait=False, cancel_futures=True)

@@ -34,6 +34,7 @@ TEMPLATE = """{% if tools %}{{ tools | tojson }}{% endif %}{% for m in messages 
 {%- if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"""
 FILE = """
 import os
+import time
 from lmforge import Environment, Reply
 
 if __name__ == "environment":
@@ -79,6 +80,29 @@ class Talk(Environment):
     def step(self, message):
         self.left -= 1
         return Reply([{"role": "user", "content": "Again."}], reward=len(message["content"]) / 10, done=not self.left)
+
+
+class Waits(Environment):
+    reply_roles = ["user"]
+    first = __file__ + ".first"
+
+    def reset(self, limit, **row):
+        self.turn = 0
+        return [{"role": "user", "content": "Hello."}]
+
+    def step(self, message):
+        self.turn += 1
+        if self.turn == 1:
+            try:
+                with open(self.first, "x") as file:
+                    while not os.path.getsize(self.first):  # until another is in its second turn
+                        time.sleep(0.01)
+            except FileExistsError:
+                pass
+        else:
+            with open(self.first, "a") as file:
+                print("goes on", file=file)
+        return Reply([{"role": "user", "content": "Again."}], reward=1.0, done=self.turn == 2)
 
 
 def look(word: str) -> str:
@@ -298,6 +322,18 @@ def test_episodes_of_several_sets_are_played_at_a_time(caller: Path, serving: Ca
     for line in lines:
         assert line["parts"][f"{file}:lengths"] == len(line["turns"])
         assert "error" not in line
+
+
+@pytest.mark.slow
+def test_with_sampling_ahead_an_episode_whose_environment_works_for_long_holds_up_no_other(
+    caller: Path, serving: Callable[..., Server], tmp_path: Path
+) -> None:
+    server = serving(caller / "model", "--weight_updates", "--max_batch_size", 8, "--max_length", 600)
+    # The first reply comes once another episode is in its second turn.
+    more = {"rollout.environment": f"{caller}/own.py:Waits", "rollout.environment_processes": 4, "rollout.max_staleness": 1}
+    status, lines = aligned(caller, tmp_path, **{"rollout.engine": "lmforge", "rollout.engine_urls": server.url, **more})
+    assert status == 0
+    assert [(line["reward"], line.get("error")) for line in lines] == [(2.0, None)] * 4
 
 
 def test_failures_on_another_rank_and_a_set_without_rewards_are_said_and_counted(

@@ -1,11 +1,13 @@
 """Episodes: completions of several turns, in which an environment answers what was sampled.
 
-All episodes of a set take their turns together: the answers of a turn are sampled, then the environment replies to each. Ids
-are only appended. What an environment is, and its processes, are in environments/.
+Where a sampling session needs its requests together, all episodes of a set take their turns together: the answers of a turn are
+sampled, then the environment replies to each. Else each goes on by itself. Ids are only appended. What an environment is, and
+its processes, are in environments/.
 """
 
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import FIRST_COMPLETED, FIRST_EXCEPTION, Future, wait
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -16,8 +18,9 @@ from lmforge.environments.appending import TurnEncoder
 from lmforge.environments.environment import Message
 from lmforge.environments.process import EnvironmentPool, EpisodeReply
 from lmforge.errors import UserError
+from lmforge.foreign_code import HEARTBEAT_CALL_SECONDS
 from lmforge.stages.alignment.completions import SampledCompletion
-from lmforge.stages.alignment.sampling import SampleRequest, SamplingSession, sample_all
+from lmforge.stages.alignment.sampling import SampleRequest, SamplingSession
 from lmforge.untrusted import list_names, quoted
 
 
@@ -85,24 +88,45 @@ class EpisodePlayer:
         """An episode for each prompt. One in which the environment says what the template does not take ends with an error."""
         begun = self._pool.reset([{**prompt.columns, "prompt": prompt.prompt} for prompt in prompts])
         episodes = self._begin(prompts, begun)
-        playing = [at for at, episode in enumerate(episodes) if not episode.error]
-        for turn in range(self._max_turns):
-            # Another seed for each turn; the first is that of a completion without an environment.
-            requests = [
-                SampleRequest(
-                    at,
-                    [*episodes[at].prompt_ids, *episodes[at].completion.tokens],
-                    self._max_tokens - len(episodes[at].completion.tokens),
-                    derive_key(seeds[at], "turn", turn) if turn else seeds[at],
-                )
-                for at in playing
-            ]
-            if not requests:
-                break
-            answers = self._add_answers(episodes, dict(zip(playing, sample_all(session, requests, on_step), strict=True)), turn)
-            replies = self._pool.step(answers)
-            playing = [at for at in playing if self._goes_on(episodes[at], replies[at], turn)]
+        turn_of = {at: 0 for at, episode in enumerate(episodes) if not episode.error}
+        answered: dict[int, Message] = {}
+        replies: dict[int, Future[dict[str, Any]]] = {}
+        for at in turn_of:
+            session.add(self._request(episodes[at], at, seeds[at], 0))
+        try:
+            while session.num_unfinished or replies:
+                for request, span in session.step() if session.num_unfinished else ():
+                    at = request.key
+                    answered[at] = self._add_answer(episodes[at], span, turn_of[at])
+                on_step()
+                if not (session.in_order and session.num_unfinished):
+                    for at in sorted(answered):
+                        replies[at] = self._pool.begin_step(at, answered.pop(at))
+                        replies[at].add_done_callback(lambda _: session.wake())
+                for at in self._arrived(replies, session):
+                    if self._goes_on(episodes[at], self._pool.take_reply(at, replies.pop(at)), turn_of[at]):
+                        turn_of[at] += 1
+                        session.add(self._request(episodes[at], at, seeds[at], turn_of[at]))
+        finally:
+            for reply in replies.values():
+                reply.cancel()
         return episodes
+
+    def _request(self, episode: Episode, at: int, seed: int, turn: int) -> SampleRequest:
+        """For an answer. Another seed for each turn; the first is that of a completion without an environment."""
+        done = episode.completion.tokens
+        seed = derive_key(seed, "turn", turn) if turn else seed
+        return SampleRequest(at, [*episode.prompt_ids, *done], self._max_tokens - len(done), seed)
+
+    def _arrived(self, replies: Mapping[int, Future[dict[str, Any]]], session: SamplingSession) -> list[int]:
+        """The episodes whose replies have come, in their order, after a moment where nothing is sampled: all of them, where
+        the session needs its requests together."""
+        if session.num_unfinished:
+            return [at for at, reply in sorted(replies.items()) if reply.done()]
+        done, pending = wait(replies.values(), HEARTBEAT_CALL_SECONDS, FIRST_EXCEPTION if session.in_order else FIRST_COMPLETED)
+        self._pool.heartbeat()
+        holds_back = session.in_order and pending and not any(reply.exception() for reply in done)
+        return [] if holds_back else [at for at, reply in sorted(replies.items()) if reply in done]
 
     def _begin(self, prompts: Sequence[TokenizedPrompt], begun: Sequence[EpisodeReply]) -> list[Episode]:
         encoded: dict[tuple[TurnEncoder, str], list[int]] = {}
@@ -143,17 +167,12 @@ class EpisodePlayer:
         except UserError as problem:
             episode.error = str(problem)
 
-    def _add_answers(
-        self, episodes: Sequence[Episode], sampled: Mapping[int, SampledCompletion], turn: int
-    ) -> dict[int, Message]:
-        answers = {}
-        for at, span in sampled.items():
-            encoder = episodes[at].encoder
-            ended = span.stopped and span.tokens[-1] in encoder.turn_end_ids
-            answers[at] = encoder.read_answer(span.tokens, turn, ended=ended)
-            episodes[at].completion.extend(span)
-            episodes[at].turns.append(answers[at])
-        return answers
+    def _add_answer(self, episode: Episode, span: SampledCompletion, turn: int) -> Message:
+        ended = span.stopped and span.tokens[-1] in episode.encoder.turn_end_ids
+        answer = episode.encoder.read_answer(span.tokens, turn, ended=ended)
+        episode.completion.extend(span)
+        episode.turns.append(answer)
+        return answer
 
     def _goes_on(self, episode: Episode, reply: EpisodeReply, turn: int) -> bool:
         """Append a reply, if another answer follows it."""

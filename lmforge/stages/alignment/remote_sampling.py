@@ -49,6 +49,8 @@ MEMORY_FOLDER = Path("/dev/shm")
 # all sets that are sampled at once have as many.
 MAX_IN_FLIGHT = 1024
 POLL_SECONDS = 1.0
+# The number of no request: something else has happened.
+WOKEN = 0
 # How often, with the same weights, servers are used again after all of them have failed.
 MAX_TAKE_BACKS = 2
 
@@ -305,7 +307,11 @@ class RemoteSession:
         # By a number of its own: the request, its server, and when it is given up.
         self._running: dict[int, tuple[SampleRequest, int, float]] = {}
         self._answers: SimpleQueue[tuple[int, SampledTokens | ServerProblem]] = SimpleQueue()
-        self._last_number = 0
+        self._last_number = WOKEN
+
+    @property
+    def in_order(self) -> bool:
+        return self.servers.in_order
 
     @property
     def num_unfinished(self) -> int:
@@ -319,7 +325,7 @@ class RemoteSession:
         finished = []
         for number, answer in self._arrived():
             if number not in self._running:
-                continue  # it was given up
+                continue  # it was given up, or is WOKEN
             request, index, _ = self._running.pop(number)
             completion = self._to_completion(answer)
             if completion is None:
@@ -335,6 +341,9 @@ class RemoteSession:
                 url, seconds = self.servers.server(index).url, self.servers.timeout_seconds
                 self._answers.put((number, ServerProblem(f"{url}: no answer within {seconds:g} s")))
         return finished
+
+    def wake(self) -> None:
+        self._answers.put((WOKEN, ServerProblem("")))
 
     def _send_waiting(self) -> None:
         in_flight: dict[int, int] = {}

@@ -31,6 +31,10 @@ class SamplingSession(Protocol):
     """Requests that are sampled with the same settings."""
 
     @property
+    def in_order(self) -> bool:
+        """Whether the bits of what is sampled depend on which requests are there together."""
+
+    @property
     def num_unfinished(self) -> int:
         """How many requests have no completion yet."""
 
@@ -39,6 +43,9 @@ class SamplingSession(Protocol):
 
     def step(self) -> list[tuple[SampleRequest, SampledCompletion]]:
         """Go on for a moment. Returns what is finished since the last call, each once; empty where nothing is."""
+
+    def wake(self) -> None:
+        """From another thread: end a `step` that waits."""
 
 
 @dataclass(frozen=True)
@@ -88,6 +95,8 @@ class InProcessSampler:
 
 
 class _EngineSession:
+    in_order = True  # they are batches of one model
+
     def __init__(self, engine: Engine | None, settings: SamplingSettings, version: int, greedy: bool) -> None:
         self._engine, self._version = engine, version
         self._params, self._stop_token_ids = settings.params(greedy), settings.stop_token_ids
@@ -121,6 +130,9 @@ class _EngineSession:
                     completion.routed_experts = torch.cat(experts).numpy()
                 finished.append(self._running.pop(token.request_id))
         return finished
+
+    def wake(self) -> None:
+        """A step never waits."""
 
 
 def sample_all(
