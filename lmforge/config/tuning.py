@@ -267,10 +267,15 @@ class DistillOptions(Options):
     )
     logprobs: Path | None = option(
         None,
-        "offline: folder of the teacher's likeliest tokens, which the first run that names it writes and others read; none:"
+        "offline: folder of what is stored of the teacher, which the first run that names it writes and others read; none:"
         " the teacher runs beside the student",
     )
-    top_k: int = option(64, "logprobs: tokens that are stored of each, with what all others weigh together", gt=0, le=2**16)
+    top_k: int = option(64, "logprobs: tokens that are stored of each place", gt=0, le=2**16)
+    stored: Literal["top-k", "sampled"] = option(
+        "top-k",
+        "logprobs: which tokens: the likeliest, with what all others weigh together, or tokens drawn from the teacher, from"
+        " which loss and gradient are unbiased (arXiv 2503.16870); they give the forward KL divergence only, distill.beta = 0",
+    )
     lmbda: float = option(
         0.0, "fraction of on-policy batches, in which the student samples the last answers itself, at temperature", **FRACTION
     )
@@ -295,6 +300,12 @@ class DistillOptions(Options):
             yield "distill.max_completion_length: nothing is sampled; give distill.lmbda too, or leave it out"
         if not self.logprobs and "top_k" in self.changed():
             yield "distill.top_k: nothing is stored; give distill.logprobs too, or leave it out"
+        if not self.logprobs and self.stored == "sampled":
+            yield "distill.stored: nothing is stored; give distill.logprobs too, or leave it out"
+        if self.logprobs and self.stored == "sampled" and self.beta:
+            yield "distill.stored = sampled: drawn tokens give the forward KL divergence only; give distill.beta = 0 too"
+        if self.server and self.stored == "sampled":
+            yield f"distill.stored = sampled: {self.server} says its likeliest tokens only; name a teacher that runs here"
 
 
 class DistillConfig(SftConfig):

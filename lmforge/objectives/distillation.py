@@ -1,8 +1,8 @@
 """Distillation: the divergence of a student from a teacher at every scored token, mixed with the language model's loss.
 
 As in language.py, a chunk of tokens is scored at a time, here through both heads, and its gradient is computed while its
-logits exist: the full logits of neither model ever do. A teacher is its hidden states and its head, or its likeliest tokens,
-which were stored before. What runs teachers and stores tokens is in stages/distillation/.
+logits exist: the full logits of neither model ever do. A teacher is its hidden states and its head, or tokens of it that were
+stored before: the likeliest, or drawn ones. What runs teachers and stores tokens is in stages/distillation/.
 """
 
 import math
@@ -25,6 +25,8 @@ from lmforge.objectives.sharded_head import Scoring, ShardedHead, VocabShard
 CHUNK_TOKENS = 512
 # The logit of an id that no token has. Finite, so that its ratio of two probabilities is a number, which 0 is multiplied by.
 NO_TOKEN = -1e30
+# So that it has a logarithm where fewer than k tokens have a probability.
+LEAST_THRESHOLD = 1e-300
 
 
 @dataclass(frozen=True)
@@ -53,12 +55,14 @@ class DistillationConfig:
     beta         of the generalised Jensen–Shannon divergence: 0 is the forward KL divergence, 1 the reverse one
     temperature  both models' logits are divided by it in the divergence (which is not multiplied by its square, as in TRL)
     vocab_size   ids from here on pad a head: they are no part of either distribution in the divergence; None: all are tokens
+    sampled      what is stored of a teacher was drawn (SampledTeacher); beta is 0
     """
 
     beta: float
     temperature: float
     kd_ratio: float
     vocab_size: int | None = None
+    sampled: bool = False
 
 
 class Teacher(Protocol):
@@ -67,6 +71,10 @@ class Teacher(Protocol):
     def log_probs(self, tokens: slice, student: Tensor, config: DistillationConfig, shard: VocabShard) -> Tensor:
         """Its log-probabilities [n, vocab] of some tokens on this shard of the vocabulary, as `student` has those of the
         student."""
+
+    def excess(self, tokens: slice) -> Tensor | float:
+        """By how much the divergence from these is too large: [n, 1], whatever the student says."""
+        return 0.0
 
 
 @dataclass(frozen=True)
@@ -103,6 +111,26 @@ class StoredTeacher(Teacher):
         (mass,) = shard.all_reduce_sum(others.sum(-1, keepdim=True))
         shift = other - mass.clamp(min=torch.finfo(mass.dtype).tiny).log()
         return torch.cat([student + shift, beside], 1).scatter_(1, columns, values)[:, :-1]
+
+
+@dataclass(frozen=True)
+class SampledTeacher(StoredTeacher):
+    """A teacher of which `drawn_tokens` were stored: p of a drawn token is taken as max(p, τ), and as 0 of all others. The
+    expectation of that is p, so forward KL divergence and gradient are expected to be those of the whole teacher."""
+
+    def log_probs(self, tokens: slice, student: Tensor, config: DistillationConfig, shard: VocabShard) -> Tensor:
+        columns = self.ids[tokens] - shard.start
+        # A column more, for ids of other shards.
+        columns = torch.where((columns >= 0) & (columns < student.shape[1]), columns, student.shape[1])
+        nothing = student.new_full((len(student), student.shape[1] + 1), NO_TOKEN)
+        return nothing.scatter_(1, columns, self._taken(tokens).to(student.dtype))[:, :-1]
+
+    def excess(self, tokens: slice) -> Tensor:
+        taken = self._taken(tokens)
+        return (taken.exp() * (taken - self.values[tokens, :-1])).sum(-1, keepdim=True)
+
+    def _taken(self, tokens: slice) -> Tensor:
+        return torch.maximum(self.values[tokens, :-1], self.values[tokens, -1:])
 
 
 def token_log_probs(logits: Tensor, config: DistillationConfig, shard: VocabShard) -> Tensor:
@@ -157,6 +185,7 @@ class DistillationChunk(HeadChunk):
         student = token_log_probs(final, config, shard)
         teacher = self._teacher.log_probs(self.tokens, student, config, shard)
         totals, self._divergence_gradient = divergence(student, teacher, config.beta, shard)
+        totals = totals - self._teacher.excess(self.tokens)
         self.divergences = torch.where(self.is_scored, totals.squeeze(1), 0.0)
         return super()._score(logits)
 
@@ -225,13 +254,13 @@ def distillation_loss(
     `hidden` [sequences, length, width], `weight` [vocab, width]; a token's cross-entropy counts `text_weights` [sequences,
     length] times. What the teacher says is in the batch: with a `teacher`'s head the extra "teacher_hidden" [sequences, length,
     width of the teacher], without one "teacher_ids" [sequences, length, k] and "teacher_logprobs" [sequences, length, k + 1],
-    as StoredTeacher has them. With a sharded head (sharded_head.py) every rank gets the full sums.
+    as StoredTeacher or SampledTeacher has them. With a sharded head (sharded_head.py) every rank gets the full sums.
     """
     sharded = ShardedHead.from_weight(hidden, weight, labels, head)
     inputs = sharded.inputs()
     if teacher is None:
         ids, values = (sharded.local_tokens(batch.extra(f"teacher_{name}")) for name in ("ids", "logprobs"))
-        chosen: Teacher = StoredTeacher(ids.long(), values)
+        chosen: Teacher = (SampledTeacher if config.sampled else StoredTeacher)(ids.long(), values)
     else:
         states = sharded.local_tokens(batch.extra("teacher_hidden")).to(inputs[0].dtype)
         rows = teacher.rows(sharded.vocab_shard.start, len(inputs[1]))
@@ -284,18 +313,53 @@ class DistillationObjective:
 
 @torch.no_grad()
 def top_log_probs(
-    hidden: Tensor, weight: Tensor, k: int, config: DistillationConfig, head: HeadOptions = PLAIN_HEAD
+    hidden: Tensor,
+    weight: Tensor,
+    k: int,
+    config: DistillationConfig,
+    head: HeadOptions = PLAIN_HEAD,
+    rng_keys: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """What StoredTeacher needs: the `k` likeliest ids int64 [sequences, length, k], the likeliest first, and `values` fp32
-    [sequences, length, k + 1]. With a sharded head of the tokens that `hidden` has, so the weight is gathered."""
+    [sequences, length, k + 1]. With `rng_keys` int64 [sequences, length] what SampledTeacher needs.
+
+    With a sharded head of the tokens that `hidden` has, so the weight is gathered."""
     weight = weight.full_tensor() if isinstance(weight, DTensor) else weight
     flat, found = hidden.flatten(0, 1), list[tuple[Tensor, Tensor]]()
     with torch.autocast(hidden.device.type, enabled=False):
-        for states in flat.split(CHUNK_TOKENS):
-            logits = final_logits(states @ weight.to(states.dtype).t(), head.bias, head.softcap, config.temperature)
+        for start in range(0, max(1, len(flat)), CHUNK_TOKENS):
+            tokens = slice(start, start + CHUNK_TOKENS)
+            logits = final_logits(flat[tokens] @ weight.to(flat.dtype).t(), head.bias, head.softcap, config.temperature)
             logprobs = token_log_probs(logits, config, VocabShard())
-            values, ids = logprobs.topk(k, dim=-1)
-            others = logprobs.scatter_(1, ids, NO_TOKEN).logsumexp(-1, keepdim=True)
-            found.append((ids, torch.cat([values, others], 1).float()))
+            keys = None if rng_keys is None else rng_keys.flatten()[tokens]
+            found.append(likeliest_tokens(logprobs, k) if keys is None else drawn_tokens(logprobs, k, keys))
     ids, values = (torch.cat(each).unflatten(0, hidden.shape[:2]) for each in zip(*found, strict=True))
     return ids, values
+
+
+def likeliest_tokens(logprobs: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """Of `logprobs` [n, vocab], which are overwritten: what StoredTeacher has, ids [n, k] and values fp32 [n, k + 1]."""
+    values, ids = logprobs.topk(k, dim=-1)
+    others = logprobs.scatter_(1, ids, NO_TOKEN).logsumexp(-1, keepdim=True)
+    return ids, torch.cat([values, others], 1).float()
+
+
+def drawn_tokens(logprobs: Tensor, k: int, rng_keys: Tensor) -> tuple[Tensor, Tensor]:
+    """Of `logprobs` [n, vocab] `k` ids [n, k], and their values with log τ at the end, fp32 [n, k + 1]. `rng_keys`: int64 [n].
+
+    A token is drawn with probability min(1, p / τ), where τ is such that these add up to k. Anshumann et al. (arXiv 2503.16870)
+    draw k times from p, where a likely token comes again and again; here none comes twice (systematic sampling, Madow 1949):
+    with u uniform in 0 to 1, those are drawn whose step in the running sum of the probabilities holds one of u, u + 1, ….
+    """
+    probs = logprobs.double().exp()
+    largest, likeliest = probs.topk(k, dim=-1)
+    others = probs.scatter(1, likeliest, 0.0).sum(-1, keepdim=True)
+    # If the first i are drawn for sure, what is left has k − i draws. The least of these quotients is the one where no other
+    # token is as likely as that.
+    left = largest.flip(-1).cumsum(-1).flip(-1) + others
+    threshold = (left / torch.arange(k, 0, -1, device=left.device)).amin(-1, keepdim=True).clamp(min=LEAST_THRESHOLD)
+    steps = (probs / threshold).clamp(max=1.0).cumsum(-1)
+    uniform = ((rng_keys >> 11) & (2**53 - 1)).double() * 2.0**-53
+    points = uniform.unsqueeze(1) + torch.arange(k, device=left.device)
+    ids = torch.searchsorted(steps, points, right=True).clamp(max=probs.shape[1] - 1)
+    return ids, torch.cat([logprobs.gather(1, ids), threshold.log()], 1).float()

@@ -59,7 +59,8 @@ def build_next_token_objective(config: StageConfig, options: None = None) -> Nex
 
 def build_distillation_objective(config: DistillConfig, options: None = None) -> DistillationObjective:
     distill = config.distill
-    return DistillationObjective(DistillationConfig(distill.beta, distill.temperature, distill.kd_ratio))
+    sampled = distill.stored == "sampled"
+    return DistillationObjective(DistillationConfig(distill.beta, distill.temperature, distill.kd_ratio, sampled=sampled))
 
 
 def build_dpo(config: AlignConfig, options: None = None) -> Objective:

@@ -40,6 +40,10 @@ def stored(folder: Path, k: int = 8) -> tuple[object, ...]:
     return "--distill.logprobs", folder, "--distill.top_k", k
 
 
+def drawn(folder: Path) -> tuple[object, ...]:
+    return *stored(folder), "--distill.stored", "sampled", "--distill.beta", 0
+
+
 @dataclass(frozen=True)
 class World:
     """Where everything is: a student, a teacher of the same tokenizer, conversations, and runs by name."""
@@ -101,13 +105,18 @@ def world(recipe: Recipe, lmforge: Command, tmp_path_factory: pytest.TempPathFac
         world.words("stored all", *stored(folder / "all", 10_000), steps=2),
         # The second run computes what the first has written no more, and continues with what is missing.
         world.words("stored", *stored(folder / "few"), "--train.steps", 1),
+        world.words("drawn", *drawn(folder / "draws")),
         world.words("sampled", *SAMPLED),
         world.words("sampled resumed", *SAMPLED, "--train.steps", 3),
         world.words("sampled resumed", *SAMPLED),
     ]
     run_cases(1, alone, folder)
     (folder / "few" / "train" / "000000000.npy").unlink()
+    shutil.copytree(folder / "draws", folder / "draws continued")
+    (folder / "draws continued" / "train" / "000000064.npy").unlink()
     two = [
+        world.words("drawn fsdp2", *drawn(folder / "draws fsdp2"), "--parallel.context_parallel_degree", 2, steps=2),
+        world.words("drawn tensor", *drawn(folder / "draws continued"), "--parallel.tensor_parallel_degree", 2, steps=2),
         world.words("stored", *stored(folder / "few")),
         world.words("stored tensor", *stored(folder / "tensor"), "--parallel.tensor_parallel_degree", 2, steps=2),
         world.words("sampled fsdp2", *SAMPLED, steps=2),
@@ -156,6 +165,8 @@ def test_a_run_is_predicted_unless_it_samples(world: World) -> None:
         ("online", "online padded tensor"),
         ("online", "stored all"),
         ("stored", "stored tensor"),
+        ("drawn", "drawn fsdp2"),
+        ("drawn", "drawn tensor"),
     ],
 )
 def test_ranks_and_ids_that_pad_a_teacher_do_not_show_in_the_losses(world: World, name: str, elsewhere: str) -> None:
@@ -197,9 +208,30 @@ def test_stored_files_have_what_is_scored_and_nothing_else(world: World) -> None
     assert sum(path.stat().st_size for path in (world.folder / "few").glob("*/*.npy")) == header + inner * tokens
 
 
+@pytest.mark.parametrize("elsewhere", ["draws fsdp2", "draws continued"])
+def test_the_same_tokens_are_drawn_on_any_ranks_and_in_a_pass_that_continues(world: World, elsewhere: str) -> None:
+    paths = sorted((world.folder / "draws").glob("*/*.npy"))
+    assert len(paths) > 2
+    for path in paths:
+        theirs = world.folder / elsewhere / path.parent.name / path.name
+        size = RECORD.itemsize * int(np.load(path).sum())
+        one, other = (np.frombuffer(each.read_bytes()[-size:], RECORD) for each in (path, theirs))
+        assert np.array_equal(one["ids"], other["ids"])
+        assert one["logprobs"] == pytest.approx(other["logprobs"], abs=1e-4)
+
+
+def test_drawn_tokens_take_the_bytes_of_as_many_likeliest_ones_and_are_learnt(world: World) -> None:
+    sizes = [sorted(path.stat().st_size for path in (world.folder / name).glob("*/*.npy")) for name in ("draws", "few")]
+    assert sizes[0] == sizes[1]
+    assert losses(world.run("drawn"))[STEPS] < losses(world.run("drawn"))[1]
+    assert "likeliest tokens hold" not in world.run("drawn").log_path(1, 0).read_text()
+
+
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
+        (["--distill.stored", "sampled", "--distill.beta", 0], "written for another distill.stored"),
+        (["--distill.stored", "sampled"], "drawn tokens give the forward KL divergence only; give distill.beta = 0 too"),
         (["--distill.top_k", 9], "written for another distill.top_k"),
         (["--distill.temperature", 2], "written for another distill.temperature"),
         (["--data.sequence_length", 48], "written for other data"),
@@ -298,6 +330,7 @@ def test_a_server_that_cannot_teach_is_refused(
 
     assert "distill.teacher: http://127.0.0.1:9: nothing answers (" in said_of("http://127.0.0.1:9")
     assert "name a folder for them, distill.logprobs" in said_of("http://127.0.0.1:9", "--distill.beta", 0)
+    assert "says its likeliest tokens only" in said_of("http://127.0.0.1:9", *drawn(tmp_path / "new"))
     assert "a server reports at temperature 1" in said_of(
         "http://127.0.0.1:9", *stored(tmp_path / "new"), "--distill.temperature", 2
     )

@@ -1,5 +1,6 @@
 """The distillation objective against TRL's recorded divergences, and against full logits in fp64."""
 
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -9,9 +10,16 @@ from torch import Tensor
 
 from lmforge.data.batch import Batch
 from lmforge.data.labels import IGNORE_INDEX
+from lmforge.data.order import token_rng_keys
 from lmforge.model.layers import LanguageModel
 from lmforge.objectives import distillation
-from lmforge.objectives.distillation import DistillationConfig, DistillationObjective, TeacherHead, top_log_probs
+from lmforge.objectives.distillation import (
+    DistillationConfig,
+    DistillationObjective,
+    TeacherHead,
+    drawn_tokens,
+    top_log_probs,
+)
 from lmforge.objectives.language import NextTokenObjective
 from tests.objectives.oracle import (
     Document,
@@ -43,8 +51,9 @@ def beside(teacher: LanguageModel, batch: Batch, config: DistillationConfig) -> 
 
 
 def stored(teacher: LanguageModel, batch: Batch, config: DistillationConfig, k: int) -> tuple[DistillationObjective, Batch]:
-    """The same with the teacher's k likeliest tokens."""
-    ids, values = teacher.lm_head(hidden_states(teacher, batch), partial(top_log_probs, k=k, config=config))
+    """The same with the teacher's k likeliest tokens, or k drawn ones."""
+    keys = torch.from_numpy(token_rng_keys(0, 0, *batch.tokens.shape)) if config.sampled else None
+    ids, values = teacher.lm_head(hidden_states(teacher, batch), partial(top_log_probs, k=k, config=config, rng_keys=keys))
     return DistillationObjective(config), add(batch, teacher_ids=ids.float(), teacher_logprobs=values)
 
 
@@ -106,11 +115,11 @@ def test_losses_and_gradients_are_those_of_full_logits_also_without_the_ids_that
     assert float(parts) == pytest.approx(float(total.detach()), rel=1e-6)
 
 
-@pytest.mark.parametrize("beta", BETAS)
-def test_all_tokens_stored_are_as_the_teacher_itself(beta: float) -> None:
+@pytest.mark.parametrize(("beta", "sampled"), [*((beta, False) for beta in BETAS), (0.0, True)])
+def test_all_tokens_stored_are_as_the_teacher_itself(beta: float, sampled: bool) -> None:
     generator, model = drawn()
     batch = packed([[side for pair in drawn_pairs(generator, 3) for side in pair]])
-    teacher, config = moved(model, 0.05, generator.initial_seed()), DistillationConfig(beta, 1.3, 0.8, 40)
+    teacher, config = moved(model, 0.05, generator.initial_seed()), DistillationConfig(beta, 1.3, 0.8, 40, sampled)
     found = []
     for objective, given in (beside(teacher, batch, config), stored(teacher, batch, config, 40)):
         total, _ = objective.loss(model, given)
@@ -143,6 +152,54 @@ def test_with_few_stored_tokens_all_others_are_one_outcome(beta: float) -> None:
     mixed = beta * (t * (t / mixture).log()).sum() + (1 - beta) * (s * (s / mixture).log()).sum()
     expected = parts.get(beta, mixed)
     assert_same(ours, (expected.detach(), gradient(expected, wide)))
+
+
+def test_likely_tokens_are_drawn_for_sure_and_no_token_twice() -> None:
+    logprobs = (3 * torch.randn(500, 90, generator=torch.Generator().manual_seed(1))).log_softmax(-1)
+    ids, values = drawn_tokens(logprobs.clone(), 12, torch.from_numpy(token_rng_keys(0, 0, 500, 1)).flatten())
+    assert all(len(set(row)) == 12 for row in ids.tolist())
+    assert torch.equal(values[:, :-1], logprobs.gather(1, ids))
+    taken = torch.zeros_like(logprobs).scatter(1, ids, torch.maximum(values[:, :-1], values[:, -1:]).exp())
+    assert torch.allclose(taken.sum(1), torch.ones(500))
+    likely = logprobs > values[:, -1:] + 1e-6
+    assert torch.equal(taken[likely], logprobs[likely].exp())
+    # A teacher that is sure of one token has no others to draw.
+    sure = torch.full((1, 9), distillation.NO_TOKEN)
+    sure[0, 4] = 0.0
+    ids, values = drawn_tokens(sure, 3, torch.zeros(1, dtype=torch.int64))
+    assert (ids[0, 0], values[0, 0]) == (4, 0.0)
+    assert torch.isfinite(values).all()
+    assert torch.maximum(values[0, 1:-1], values[0, -1]).exp().sum() == 0
+
+
+def test_drawn_tokens_give_on_average_what_the_whole_teacher_gives_and_the_likeliest_do_not() -> None:
+    """Groups of draws of one batch: their mean is as far from the whole gradient as the variance between groups says."""
+    groups, draws, k = 24, 30, 6
+    generator, model = drawn(11)
+    single = packed([[side for pair in drawn_pairs(generator, 2) for side in pair]])
+    single.labels[single.labels >= 38] = 0
+    teacher, config = moved(model, 0.1, 5), DistillationConfig(0.0, 1.2, 1.0, 38)
+    objective, given = beside(teacher, single, config)
+    total, _ = objective.loss(model, given)
+    whole = torch.cat([total.detach().double()[None], gradient(total, model)])
+
+    def average(repeated: Batch, config: DistillationConfig) -> Tensor:
+        """Losses and gradients [groups, 1 + parameters] of `draws` copies of the batch each."""
+        objective, given = stored(teacher, repeated, config, k)
+        found = []
+        for group in range(len(repeated.tokens) // draws):
+            total, _ = objective.loss(model, given[group * draws : (group + 1) * draws])
+            found.append(torch.cat([total.detach().double()[None], gradient(total, model)]) / draws)
+        return torch.stack(found)
+
+    found = average(Batch.cat([single] * groups * draws), replace(config, sampled=True))
+    error, variance = found.mean(0) - whole, found.var(0) / groups
+    assert error[0].abs() < 3 * variance[0].sqrt()
+    assert error[1:].norm() < 1.5 * variance[1:].sum().sqrt()
+    assert error[1:].norm() < 0.05 * whole[1:].norm()
+    likeliest = average(Batch.cat([single] * draws), config)[0]
+    assert (likeliest - whole)[1:].norm() > 8 * error[1:].norm()
+    assert (likeliest - whole)[0].abs() > 8 * error[0].abs()
 
 
 def test_a_kd_ratio_of_0_is_fine_tuning_and_sampled_tokens_are_no_text() -> None:

@@ -23,6 +23,7 @@ from lmforge.config.align import AlignConfig
 from lmforge.config.sections import ParallelOptions
 from lmforge.data.batch import Batch, Extras
 from lmforge.data.dataset import PackedDataset
+from lmforge.data.order import token_rng_keys
 from lmforge.data.packing import Extra, PackedSequence, Packing
 from lmforge.interop.config_json import to_config_json
 from lmforge.model.layers import LanguageModel
@@ -182,8 +183,9 @@ def write_chunks(
     """Files with what `compute` says of the sequences of a dataset, CHUNK_SEQUENCES in each, in their order. Every rank calls
     it.
 
-    `compute` returns [sequences, sequence_length, …], which `save(file, values)` writes as fp32. Each file is written as it is
-    computed, so that an interrupted pass continues where it stopped, on any ranks.
+    `compute` gets batches with keys that belong to their places in the dataset, and returns [sequences, sequence_length, …],
+    which `save(file, values)` writes as fp32. Each file is written as it is computed, so that an interrupted pass continues
+    where it stopped, on any ranks.
     """
     config, dist_ctx = ctx.config, ctx.dist_ctx
     in_order, count = replace(dataset, shuffle=False), dataset.packing.num_sequences
@@ -199,7 +201,8 @@ def write_chunks(
     for index in missing:
         first = index * CHUNK_SEQUENCES + rank * local_size
         local = Batch.from_sequences(in_order.sequences(first, first + local_size))
-        local = local.to(dist_ctx.device)
+        keys = torch.from_numpy(token_rng_keys(0, first, first + local_size, dataset.sequence_length))
+        local = replace(local, rng_keys=keys).to(dist_ctx.device)
         values = []
         for start in range(0, local_size, batch_size):
             # Each batch counts as progress for the watchdog.

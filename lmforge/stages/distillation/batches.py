@@ -34,7 +34,8 @@ def build_distill_batches(ctx: RunContext, inputs: RunInputs, built: BuiltModel)
     if isinstance(objective, DistillationObjective):  # and not one of a plugin
         objective.config = replace(objective.config, vocab_size=inputs.tokenizer.vocab_size)
     if config.distill.logprobs is not None:
-        loss = DistillationConfig(0.0, config.distill.temperature, 1.0, inputs.tokenizer.vocab_size)
+        sampled = config.distill.stored == "sampled"
+        loss = DistillationConfig(0.0, config.distill.temperature, 1.0, inputs.tokenizer.vocab_size, sampled)
         k = min(config.distill.top_k, inputs.tokenizer.vocab_size)
         get_teacher = cache(partial(build_teacher, ctx, built))  # only if something is missing
         served = open_server(config, inputs) if config.distill.server else None

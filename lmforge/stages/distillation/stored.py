@@ -1,4 +1,5 @@
-"""The teacher's likeliest tokens, stored once: a folder with a manifest of what they depend on, and files of 64 sequences each.
+"""Tokens of the teacher, its likeliest or drawn ones, stored once: a folder with a manifest of what they depend on, and files
+of 64 sequences each.
 
 Only scored tokens are stored. At 64 ids each takes 516 bytes, 0.4 % of its 32,000 logits in fp32.
 """
@@ -35,12 +36,14 @@ DESCRIBED = {
     "data": "other data",
     "temperature": "another distill.temperature",
     "top_k": "another distill.top_k",
+    "stored": "another distill.stored",
     "teacher": "another teacher",
 }
 
 
 def record_dtype(k: int) -> np.dtype[Any]:
-    """What is stored of a token: the k likeliest ids, and the logarithms of their probabilities and of all others' together."""
+    """What is stored of a token: k ids, the logarithms of their probabilities, and at the end that of all others' together, or
+    the τ of drawn ones (objectives/distillation.py)."""
     return np.dtype([("ids", "<i4", (k,)), ("logprobs", "<f4", (k + 1,))])
 
 
@@ -62,6 +65,7 @@ def describe_stored(config: DistillConfig, inputs: RunInputs, teacher_digest: st
         "data": json.loads(json.dumps(plans)),
         "temperature": config.distill.temperature,
         "top_k": min(config.distill.top_k, inputs.tokenizer.vocab_size),
+        "stored": config.distill.stored,
         "teacher": teacher_digest,
     }
 
@@ -122,11 +126,12 @@ def read_stored(ctx: RunContext, inputs: RunInputs, digest: str | None, score: C
     for name, dataset in distilled_datasets(inputs).items():
         paths = write_chunks(ctx, inputs, dataset, folder / name, score, save)
         dataset.packing = stored = StoredPacking(dataset.packing, tuple(paths), k)
-        mass = stored.mean_mass()
+        mass = 1.0 if ctx.config.distill.stored == "sampled" else stored.mean_mass()
         if mass < LEAST_MASS:  # the console prints on rank 0 only
             ctx.console.warn(
                 f"distill.logprobs: {folder / name}: the {k} likeliest tokens hold {mass:.2f} of the teacher's probability, and"
-                " a student does not learn the rest; use a larger distill.top_k, or a smaller distill.kd_ratio"
+                " a student does not learn the rest; use a larger distill.top_k, a smaller distill.kd_ratio, or"
+                " distill.stored = sampled with distill.beta = 0"
             )
 
 

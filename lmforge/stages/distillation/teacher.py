@@ -120,14 +120,19 @@ def _encodings(theirs: Tokenizer, ours: Tokenizer) -> Iterator[tuple[str, Any, A
 
 
 def _packed_top(model: Any, batch: Batch, k: int, config: DistillationConfig) -> Tensor:
-    """What `top_log_probs` returns, ids before values: fp32 [sequences, length, 2 k + 1] of full sequences, on every rank."""
+    """What `top_log_probs` returns, ids before values: fp32 [sequences, length, 2 k + 1] of full sequences, on every rank. A
+    batch with keys has drawn tokens."""
     hidden = model(batch.tokens, batch.positions, batch.document_ids, document_starts=batch.document_starts)
-    packed: Tensor = model.lm_head(hidden, partial(_packed_top_of_head, k=k, config=config))
+    packed: Tensor = model.lm_head(hidden, partial(_packed_top_of_head, k=k, config=config, rng_keys=batch.rng_keys))
     return packed if model.context_parallel is None else model.context_parallel.all_gather_sequence(packed, 1)
 
 
-def _packed_top_of_head(hidden: Tensor, weight: Tensor, k: int, config: DistillationConfig, head: HeadOptions) -> Tensor:
-    ids, values = top_log_probs(hidden, weight, k, config, head)
+def _packed_top_of_head(
+    hidden: Tensor, weight: Tensor, k: int, config: DistillationConfig, rng_keys: Tensor | None, head: HeadOptions
+) -> Tensor:
+    if rng_keys is not None and isinstance(weight, DTensor):  # whose hidden states are a part of each sequence
+        rng_keys = rng_keys.chunk(weight.device_mesh.size(), dim=1)[weight.device_mesh.get_local_rank()]
+    ids, values = top_log_probs(hidden, weight, k, config, head, rng_keys)
     packed = torch.cat([ids.float(), values], -1)
     if isinstance(weight, DTensor):
         packed = DTensor.from_local(packed, weight.device_mesh, [Shard(1)], run_check=False).full_tensor()
@@ -184,8 +189,9 @@ class TeacherModel:
 
     @torch.no_grad()
     def score_top(self, batch: Batch, k: int, config: DistillationConfig) -> Tensor:
-        """The `k` likeliest ids of each label's place, and then the values of StoredTeacher: fp32 [sequences, length, 2 k + 1],
-        -1 where nothing is scored. Every rank calls it equally often."""
+        """The `k` likeliest, or drawn, ids of each label's place, and then the values of StoredTeacher or SampledTeacher: fp32
+        [sequences, length, 2 k + 1], -1 where nothing is scored. Every rank calls it equally often."""
+        batch = batch if config.sampled else replace(batch, rng_keys=None)
         packed: Tensor = self.parallel_model.score(batch, partial(_packed_top, k=k, config=config))
         return packed.masked_fill((batch.labels == IGNORE_INDEX)[..., None], -1.0)
 
