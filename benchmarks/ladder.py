@@ -2,6 +2,8 @@
 
 For each kind of text of this machine (Python sources and docstrings of the installed packages, C++ headers of torch): the text
 is prepared, `lmforge ladder` trains and fits, the target is trained, and its validation loss is compared with the prediction.
+Each run has one thread. With --folder, kinds of text can be measured by several commands, and a last one with all of them,
+which trains nothing any more, writes the record of all.
 """
 
 import ast
@@ -24,7 +26,7 @@ from lmforge.manifests import read_manifest
 from lmforge.runs import Run
 
 TOKENS_PER_PARAMETER = 20
-VOCABULARY, LENGTH, HEAD_DIM, LAYERS = 1024, 256, 16, 6
+VOCABULARY, LENGTH, HEAD_DIM, LAYERS = 1024, 256, 32, 6
 BATCH = 8  # sequences: 2,048 tokens
 LR = 4e-3
 PACKAGES, HEADERS = Path(torch.__file__).parents[1], Path(torch.__file__).parent / "include"
@@ -78,7 +80,7 @@ def sizes_of(width: int) -> tuple[int, int]:
 
 def recipe(parameters: float, folder: Path) -> str:
     """The recipe of a target with about so many parameters."""
-    width = min(range(4 * HEAD_DIM, 2048, HEAD_DIM), key=lambda each: abs(sizes_of(each)[1] - parameters))
+    width = min(range(2 * HEAD_DIM, 2048, HEAD_DIM), key=lambda each: abs(sizes_of(each)[1] - parameters))
     inner, count = sizes_of(width)
     steps = round(TOKENS_PER_PARAMETER * count / (BATCH * LENGTH))
     return f"""\
@@ -96,6 +98,8 @@ head_dim = {HEAD_DIM}
 steps = {steps}
 global_batch_size = {BATCH}
 device = "cpu"
+dtype = "bf16"
+threads = 1
 [optimizer]
 lr = {LR}
 [schedule]
@@ -115,11 +119,13 @@ every_steps = 100
 def measure(kind: str, parameters: float, budget: str, parallel: int, tiny: bool, folder: Path) -> dict[str, Any]:
     """Predict and train the target on one kind of text. What was done before in this folder is not done again."""
     data, runs, file = folder / "tokens", folder / "runs", folder / "target.toml"
-    if not data.exists():
+    if not (text := folder / "text.jsonl").exists():
         # Two passes and a half over the data at most, with some 3 bytes a token.
         most_bytes = 2_000_000 if tiny else round(2 * TOKENS_PER_PARAMETER * parameters)
-        write_text(kind, folder / "text.jsonl", most_bytes)
-        run_lmforge("prepare", folder / "text.jsonl", data, "--vocab_size", VOCABULARY, "--validation_ratio", 0.02)
+        write_text(kind, folder / "unfinished.jsonl", most_bytes)
+        (folder / "unfinished.jsonl").rename(text)
+    if not (data / "manifest.json").exists():
+        run_lmforge("prepare", text, data, "--vocab_size", VOCABULARY, "--validation_ratio", 0.02)
     file.write_text(recipe(parameters, data))
     words = [file, "--run.folder", runs, "--budget", budget, "--ladder.parallel_runs", parallel]
     words += ["--ladder.sizes", 2, "--ladder.tokens_per_parameter", 1, 1.5, 2, 3] if tiny else []
