@@ -84,7 +84,9 @@ def test_vllm_samples_ahead_while_its_weights_are_replaced_and_a_run_resumes_as_
     words = by_vllm("--rollout.max_staleness", 1, *options, steps=STEPS)
     assert command(words) == 0
     assert_not_older_than(1, tmp_path / "run", first=2)
-    compared = [assert_sampled_with_their_versions(file, tmp_path / "run") for file in (tmp_path / "run" / "rollouts").iterdir()]
+    compared = [
+        assert_sampled_with_their_versions(file, tmp_path / "run") for file in (tmp_path / "run" / "rollouts").iterdir()
+    ]
     assert sum(compared) > 100
     assert_equals_its_journal(tmp_path / "run", words, command)
 
