@@ -45,13 +45,13 @@ def scripted() -> Scripted:
     is not in the table is followed by itself.
     """
 
-    def write(successors: dict[int, int], vocab_size: int = 261) -> LanguageModel:
+    def write(successors: dict[int, int], vocab_size: int = 261, blocks: int = 1) -> LanguageModel:
         width = vocab_size + vocab_size % 2
         config = ModelConfig(
             vocab_size=vocab_size,
             hidden_size=width,
             intermediate_size=2,
-            num_hidden_layers=1,
+            num_hidden_layers=blocks,
             num_attention_heads=1,
             head_dim=2,
         )

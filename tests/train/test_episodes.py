@@ -140,7 +140,7 @@ def caller(scripted: Callable[..., LanguageModel], byte_tokenizer: Tokenizer, tm
     begin, end = (byte_tokenizer.token_to_id(token) for token in ("<|assistant|>", "<|end|>"))
     assert begin is not None
     assert end is not None
-    model = scripted(dict(pairwise([begin, *byte_tokenizer.encode("[go()]"), end])))
+    model = scripted(dict(pairwise([begin, *byte_tokenizer.encode("[go()]"), end])), blocks=2)
     export_folder(model, model.config, folder / "model", tokenizer_folder=folder / "tokenizer")
     (folder / "own.py").write_text(FILE)
     return folder
@@ -334,6 +334,22 @@ def test_with_sampling_ahead_an_episode_whose_environment_works_for_long_holds_u
     status, lines = aligned(caller, tmp_path, **{"rollout.engine": "lmforge", "rollout.engine_urls": server.url, **more})
     assert status == 0
     assert [(line["reward"], line.get("error")) for line in lines] == [(2.0, None)] * 4
+
+
+@pytest.mark.slow  # interpreters start
+def test_a_policy_in_a_pipeline_learns_from_episodes_that_a_server_of_its_own_samples(
+    caller: Path, lmforge: Command, tmp_path: Path
+) -> None:
+    more = {"rollout.environment": f"{caller}/own.py:Talk", "rollout.engine": "lmforge", "rollout.engine_start": "cpu"}
+    more |= {"parallel.pipeline_parallel_degree": 2, "train.micro_batch_size": 2, "rollout.max_staleness": 1, "train.steps": 3}
+    done = lmforge(*step_of_grpo(caller, tmp_path, **more), ranks=2)
+    assert done.returncode == 0, done.stderr
+    lines = [json.loads(line) for table in (tmp_path / "run" / "completions").glob("set-*") for line in table.open()]
+    assert len(lines) == 3 * 4
+    for line in lines:
+        answers = [turn for turn in line["turns"] if turn["role"] == "assistant"]
+        assert len(answers) in (2, 3)
+        assert line["reward"] == pytest.approx(0.6 * len(answers))
 
 
 def test_failures_on_another_rank_and_a_set_without_rewards_are_said_and_counted(
