@@ -19,6 +19,7 @@ LEAST_WORK = {
     "staleness": "--rounds 1 --steps 3",
     "small_states": "--tiny --rounds 1 --threads 1",
     "lr_transfer": "--rounds 1 --widths 64 128 --rates 0.01 --steps 2",
+    "on_policy_distillation": "--rounds 1 --steps 2 --sft_steps 1 --align_steps 1 --prompts 2",
     "prepare": "--rounds 1 --megabytes 1 --workers 1 --beside lmforge",
     "rollout_engines": "--rounds 1 --steps 1 --engines in-process lmforge",
 }
