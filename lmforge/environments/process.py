@@ -109,7 +109,8 @@ class EnvironmentPool(AbstractContextManager["EnvironmentPool"]):
         self._first = {"plugins": plugins, "functions": self._functions, "timeout_seconds": timeout_seconds}
         self._workers: list[JsonLineProcess | None] = [None] * processes
         self._threads = [ThreadPoolExecutor(1) for _ in range(processes)]
-        self._waiting = [SimpleQueue[_Call]() for _ in range(processes)]
+        # By process, of calls that begin together.
+        self._waiting = [SimpleQueue[list[_Call]]() for _ in range(processes)]
         self.close = weakref.finalize(self, _close, self._workers, self._threads)
         self._declarations: dict[str, Declaration] = {}
         self._begins_early = False
@@ -147,16 +148,17 @@ class EnvironmentPool(AbstractContextManager["EnvironmentPool"]):
         """Begin an episode for each row, and end those before. Returns the first messages of each."""
         self.end_episodes()
         self._failed, self._num_episodes, self._ended = {}, len(rows), False
-        return self._ask({number: {"call": "reset", "row": row} for number, row in enumerate(rows)})
+        begun = self._finish(self._begin({number: {"call": "reset", "row": row} for number, row in enumerate(rows)}))
+        return [self.take_reply(number, answer) for number, answer in begun.items()]
 
     def step(self, answers: Mapping[int, Message]) -> dict[int, EpisodeReply]:
         """What the environment answers to each message, by the number of its episode."""
-        replies = self._ask({number: {"call": "step", "message": message} for number, message in answers.items()})
-        return dict(zip(answers, replies, strict=True))
+        begun = self._finish(self.begin_steps(answers))
+        return {number: self.take_reply(number, answer) for number, answer in begun.items()}
 
-    def begin_step(self, number: int, message: Message) -> Future[dict[str, Any]]:
-        """As `step` of one episode, without waiting; `take_reply` reads what it will be."""
-        return self._begin({number: {"call": "step", "message": message}})[number]
+    def begin_steps(self, answers: Mapping[int, Message]) -> dict[int, Future[dict[str, Any]]]:
+        """As `step`, without waiting; `take_reply` reads what each will be."""
+        return self._begin({number: {"call": "step", "message": message} for number, message in answers.items()})
 
     def take_reply(self, number: int, answer: Future[dict[str, Any]]) -> EpisodeReply:
         """The reply of an episode. Raises UserError where the environment cannot be used."""
@@ -164,9 +166,6 @@ class EnvironmentPool(AbstractContextManager["EnvironmentPool"]):
         if response is None:
             return EpisodeReply(error=self._failed[number])
         return EpisodeReply(**{key: value for key, value in response.items() if key in EpisodeReply._fields})
-
-    def _ask(self, requests: Mapping[int, dict[str, Any]]) -> list[EpisodeReply]:
-        return [self.take_reply(number, answer) for number, answer in self._finish(requests).items()]
 
     def end_episodes(self) -> None:
         """Close what the episodes have opened."""
@@ -230,12 +229,11 @@ class EnvironmentPool(AbstractContextManager["EnvironmentPool"]):
 
     def _request(self, requests: Mapping[int, dict[str, Any]]) -> dict[int, dict[str, Any]]:
         """The responses by episode, without those that failed."""
-        answers = {number: self._read(number, answer) for number, answer in self._finish(requests).items()}
+        answers = {number: self._read(number, answer) for number, answer in self._finish(self._begin(requests)).items()}
         return {number: answer for number, answer in answers.items() if answer is not None}
 
-    def _finish(self, requests: Mapping[int, dict[str, Any]]) -> dict[int, Future[dict[str, Any]]]:
-        """The answers of all, waited for. The processes work at the same time."""
-        answers = self._begin(requests)
+    def _finish(self, answers: dict[int, Future[dict[str, Any]]]) -> dict[int, Future[dict[str, Any]]]:
+        """The same, when all are there. The processes work at the same time."""
         pending = {*answers.values()}
         try:
             while pending:
@@ -259,11 +257,10 @@ class EnvironmentPool(AbstractContextManager["EnvironmentPool"]):
         return response
 
     def _begin(self, requests: Mapping[int, dict[str, Any]]) -> dict[int, Future[dict[str, Any]]]:
-        self._begins_early = any(each.begins_early for each in self.declarations.values())
+        self._begins_early = bool(requests) and any(each.begins_early for each in self.declarations.values())
         calls = [_Call(number, {**request, "episode": number}, Future()) for number, request in requests.items()]
-        for call in calls:
-            self._waiting[call.episode % len(self._workers)].put(call)
         for worker in {call.episode % len(self._workers) for call in calls}:
+            self._waiting[worker].put([call for call in calls if call.episode % len(self._workers) == worker])
             self._threads[worker].submit(self._work_through, worker)
         return {call.episode: call.answer for call in calls}
 
@@ -283,20 +280,20 @@ class EnvironmentPool(AbstractContextManager["EnvironmentPool"]):
 
     def _take_waiting(self, worker: int, calls: list[_Call]) -> bool:
         """Add what waits for a process to `calls`, begun where that goes early. Returns whether there is any."""
-        new: list[_Call] = []
+        before = len(calls)
         with suppress(Empty):
             while True:
-                new.append(self._waiting[worker].get_nowait())
+                calls += self._waiting[worker].get_nowait()
+        new = calls[before:]
         early = [
             call.request
             for call in new
             if self._begins_early and call.request["call"] != "end" and call.episode not in self._failed
         ]
-        deadline = None
         if early:
             self._exchange(worker, {"call": "begin", "requests": early}, self._timeout_seconds)
             deadline = time.monotonic() + self._timeout_seconds
-        calls += [call._replace(deadline=deadline) for call in new]
+            calls[before:] = [call._replace(deadline=deadline) for call in new]
         return bool(calls)
 
     def _respond(self, worker: int, call: _Call) -> dict[str, Any]:
@@ -319,9 +316,9 @@ class EnvironmentPool(AbstractContextManager["EnvironmentPool"]):
             response = {"error": f"no answer in {timeout_seconds:g} seconds: its process was ended", "error_type": "timeout"}
         except ProcessLost as lost:
             response = {"error": str(lost), "error_type": "process lost"}
-        self._workers[worker] = None
         for number in self._episodes_of(worker):
             self._failed.setdefault(number, response["error"])
+        self._workers[worker] = None  # last: `end_episodes` waits for threads of processes that are there
         return response
 
     def _start(self, worker: int) -> None:
@@ -342,4 +339,4 @@ def _close(workers: list[JsonLineProcess | None], threads: Sequence[ThreadPoolEx
             process.close()
         workers[at] = None
     for each in threads:
-        each.shutdown(wait=False, cancel_futures=True)
+        each.shutdown(wait=False)  # what waits for a process is told that it is closed

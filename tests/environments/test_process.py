@@ -557,3 +557,16 @@ def test_calls_that_begin_together_have_one_time_limit_and_a_begin_that_hangs_co
         first, *others = pool.reset([{"prompt": [], "number": number} for number in range(3)])
     assert first.error == "no answer in 2 seconds"
     assert [float(each.messages[0]["content"]) <= LEAST_SECONDS for each in others] == [True, True]
+
+
+@pytest.mark.parametrize("begins_early", [False, True])
+def test_a_process_that_does_not_start_again_is_said_to_all_that_wait_for_it(file: Path, begins_early: bool) -> None:
+    with file.open("a") as out:
+        out.write(f"{EARLY}\n\nEarly.begins_early = {begins_early}\nEarly.step = lambda self, message: os._exit(1)\n")
+    with EnvironmentPool(f"{file}:Early") as pool:
+        pool.reset([{"prompt": [], "number": number} for number in range(2)])
+        replies = pool.step({number: {"role": "assistant", "content": "x"} for number in range(2)})
+        assert [reply.error for reply in replies.values()] == ["its process died"] * 2
+        file.write_text("raise RuntimeError('no licence left')")
+        with pytest.raises(UserError, match=r"cannot be imported: RuntimeError: no licence left"):
+            pool.reset([{"prompt": [], "number": number} for number in range(2)])

@@ -105,6 +105,17 @@ class Waits(Environment):
         return Reply([{"role": "user", "content": "Again."}], reward=1.0, done=self.turn == 2)
 
 
+class Early(Environment):
+    reply_roles = ["user"]
+    begins_early, begun = True, 0
+
+    def begin(self, call, given):
+        Early.begun += call == "step"
+
+    def step(self, message):
+        return Reply([{"role": "user", "content": f"{Early.begun} begun"}], reward=1.0)
+
+
 def look(word: str) -> str:
     '''Look it up.
 
@@ -322,6 +333,16 @@ def test_episodes_of_several_sets_are_played_at_a_time(caller: Path, serving: Ca
     for line in lines:
         assert line["parts"][f"{file}:lengths"] == len(line["turns"])
         assert "error" not in line
+
+
+def test_calls_of_a_turn_that_is_taken_together_have_all_begun_before_one_is_waited_for(
+    caller: Path, model: LanguageModel
+) -> None:
+    with player(caller, "Early") as (playing, encoder):
+        episodes = play(playing, encoder, model, [{}] * 6)
+    # Two processes have three episodes each, of three turns.
+    said = [[turn["content"] for turn in episode.turns if turn["role"] == "user"] for episode in episodes]
+    assert said == [["3 begun", "6 begun"]] * 6
 
 
 @pytest.mark.slow

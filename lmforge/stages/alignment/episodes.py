@@ -100,9 +100,10 @@ class EpisodePlayer:
                     answered[at] = self._add_answer(episodes[at], span, turn_of[at])
                 on_step()
                 if not (session.in_order and session.num_unfinished):
-                    for at in sorted(answered):
-                        replies[at] = self._pool.begin_step(at, answered.pop(at))
-                        replies[at].add_done_callback(lambda _: session.wake())
+                    new_replies = self._pool.begin_steps({at: answered.pop(at) for at in sorted(answered)})
+                    replies |= new_replies
+                    for reply in new_replies.values():
+                        reply.add_done_callback(lambda _: session.wake())
                 for at in self._arrived(replies, session):
                     if self._goes_on(episodes[at], self._pool.take_reply(at, replies.pop(at)), turn_of[at]):
                         turn_of[at] += 1
