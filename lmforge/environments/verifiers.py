@@ -16,7 +16,8 @@ from contextlib import suppress
 from functools import cache
 from typing import Any, NamedTuple
 
-from lmforge.environments.environment import Environment, Message, Reply, WrongReturn, tool_message
+from lmforge.environments.environment import Environment, Message, Reply, WrongReturn
+from lmforge.environments.openai_messages import completion_of, read_message
 from lmforge.environments.verifiers_loading import load
 from lmforge.errors import UserError
 from lmforge.untrusted import cut, list_names
@@ -118,8 +119,8 @@ class _Host:
         if message is None:
             return web.json_response({"error": {"message": "the episode has ended"}}, status=400)
         if not body.get("stream"):
-            return web.json_response(_completion(message, streamed=False))
-        events = f"data: {json.dumps(_completion(message, streamed=True))}\n\ndata: [DONE]\n\n"
+            return web.json_response(completion_of(message, MODEL, streamed=False))
+        events = f"data: {json.dumps(completion_of(message, MODEL, streamed=True))}\n\ndata: [DONE]\n\n"
         return web.Response(text=events, content_type="text/event-stream")
 
     async def _refuse(self, request: Any) -> Any:
@@ -249,7 +250,7 @@ class VerifiersEnvironment(Environment):
             self._rollout = _Rollout(self._host, self._host.task(given))
         elif isinstance(self._event, _Asked):
             if call == "step":
-                self._known.append(_plain(given, {}))
+                self._known.append(read_message(given, {}))
                 self._answers += 1
                 self._event.answer(given)
             elif self._rollout:
@@ -291,7 +292,7 @@ class VerifiersEnvironment(Environment):
             ]
             raise WrongReturn(f"its harness offers other tools than for the first task: {names[1]}, not {names[0]}")
         names_of_calls: dict[str, str] = {}
-        said = [_plain(message, names_of_calls) for message in body["messages"]]
+        said = [read_message(message, names_of_calls) for message in body["messages"]]
         known = len(self._known)
         if said[:known] != self._known:
             at = next((at for at, pair in enumerate(zip(said, self._known, strict=False)) if pair[0] != pair[1]), len(said))
@@ -312,48 +313,6 @@ class VerifiersEnvironment(Environment):
 def _host(address: str) -> _Host:
     """The one of this process."""
     return _Host(address)
-
-
-def _plain(message: dict[str, Any], names: dict[str, str]) -> Message:
-    """A message of OpenAI's API as ours, of what chat templates know. `names`: of tools by the ids of their calls."""
-    role, content = message["role"], message.get("content") or ""
-    if isinstance(content, list):
-        if any(part.get("type") != "text" for part in content):
-            raise WrongReturn("its harness sent a message that is not text alone")
-        content = "".join(part["text"] for part in content)
-    if role == "tool":
-        call = {"id": message["tool_call_id"], "function": {"name": names.get(message["tool_call_id"], "")}}
-        return tool_message(call, content)
-    plain = {"role": "system" if role == "developer" else role, "content": content}
-    if calls := message.get("tool_calls"):
-        plain["tool_calls"] = [_plain_call(call) for call in calls]
-        names.update((call["id"], call["function"]["name"]) for call in calls)
-    return plain
-
-
-def _plain_call(call: dict[str, Any]) -> dict[str, Any]:
-    arguments = call["function"]["arguments"]
-    arguments = json.loads(arguments) if isinstance(arguments, str) else arguments
-    return {"id": call["id"], "type": "function", "function": {"name": call["function"]["name"], "arguments": arguments}}
-
-
-def _completion(message: Message, *, streamed: bool) -> dict[str, Any]:
-    """A message of the assistant as OpenAI's API sends it, or as the one event of a stream."""
-    said = {"role": "assistant", "content": message["content"]}
-    if calls := message.get("tool_calls"):
-        said["tool_calls"] = [
-            {**call, "index": at, "function": {**call["function"], "arguments": json.dumps(call["function"]["arguments"])}}
-            for at, call in enumerate(calls)
-        ]
-    finish = "tool_calls" if calls else "stop"
-    return {
-        "id": "lmforge",
-        "object": "chat.completion.chunk" if streamed else "chat.completion",
-        "created": 0,
-        "model": MODEL,
-        "choices": [{"index": 0, "delta" if streamed else "message": said, "finish_reason": finish}],
-        "usage": {"prompt_tokens": 0, "completion_tokens": 0, "total_tokens": 0},
-    }
 
 
 def _set_result(response: asyncio.Future[Message | None], message: Message | None) -> None:

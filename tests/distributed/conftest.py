@@ -33,16 +33,24 @@ def run_cases(ranks: int, cases: list[list[str]], folder: Path) -> None:
 
 
 class Trials(dict[int, Path]):
-    """Folders with results of strategies.py, by the number of ranks; the cases of a number run when it is first used."""
+    """Folders with results of strategies.py, by the number of ranks; the cases of a number run when it is first used. If they
+    fail, every test that uses them does, with the same cause."""
 
     def __init__(self, folder: Path, kind: str = "plain", which: str = "all") -> None:
         super().__init__()
         self._folder, self._args = folder, [kind, which]
+        self._failures: dict[int, BaseException] = {}
 
     def __missing__(self, ranks: int) -> Path:
+        if ranks in self._failures:
+            raise self._failures[ranks]
         folder, seed = self._folder / f"ranks-{ranks}", fresh_seed(13, of=f"strategies {self._args} on {ranks} ranks")
         folder.mkdir(parents=True)
-        on_ranks(ranks, HERE / "strategies.py", folder, folder, seed, *self._args)
+        try:
+            on_ranks(ranks, HERE / "strategies.py", folder, folder, seed, *self._args)
+        except BaseException as problem:
+            self._failures[ranks] = problem
+            raise
         return self.setdefault(ranks, folder)
 
 
