@@ -128,7 +128,7 @@ def measure(kind: str, parameters: float, budget: str, parallel: int, tiny: bool
         run_lmforge("prepare", text, data, "--vocab_size", VOCABULARY, "--validation_ratio", 0.02)
     file.write_text(recipe(parameters, data))
     words = [file, "--run.folder", runs, "--budget", budget, "--ladder.parallel_runs", parallel]
-    words += ["--ladder.sizes", 2, "--ladder.tokens_per_parameter", 1, 1.5, 2, 3] if tiny else []
+    words += ["--ladder.sizes", 2, "--ladder.tokens_per_parameter", 5, 7, 10, 14] if tiny else []
     run_lmforge("ladder", *words)
     ladder = runs / "target-ladder"
     _, predicted, low, high = json.loads((ladder / "prediction.json").read_text())["points"][-1]
