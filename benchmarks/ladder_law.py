@@ -17,6 +17,7 @@ from dataclasses import asdict, replace
 from functools import partial
 from itertools import product
 from math import exp, sqrt
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -145,7 +146,7 @@ def published(path: Path) -> dict[str, Any]:
         "points": len(used),
         "huber 0.001, as published": asdict(best_law(used, FIRST_HUBER)[0]),
         "default": asdict(fit.law),
-        "intervals": {name: fit.interval(lambda law, name=name: getattr(law, name)) for name in asdict(fit.law)},  # type: ignore[misc]
+        "intervals": {name: fit.interval(attrgetter(name)) for name in asdict(fit.law)},
     }
 
 

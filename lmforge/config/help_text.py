@@ -71,7 +71,7 @@ def type_name(field: FieldInfo) -> str:
     member = next(member for member in _value_types(field) if member is not type(None))
     if typing.get_origin(member) is typing.Literal:
         return "|".join(typing.get_args(member))
-    return {int: "INT", float: "NUMBER", bool: "[true|false]", str: "TEXT", Path: "PATH"}[member]
+    return {int: "INT", float: "NUMBER", bool: "[true|false]", Path: "PATH"}.get(member, "TEXT")
 
 
 def default_text(field: FieldInfo) -> str:

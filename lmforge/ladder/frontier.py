@@ -7,6 +7,7 @@ nearly that for models of other sizes. Everything is plain values for JSON: `con
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from math import exp, isfinite, log
+from operator import attrgetter
 from typing import Any
 
 import numpy as np
@@ -117,7 +118,7 @@ def cautions(fit: Fit, target: Target) -> list[str]:
     if fit.law != fit.best:
         lines.append("the best law lies at an end of those that the runs allow: all values are of one in their middle")
     for name in ("alpha", "beta"):
-        low, high = fit.interval(lambda law, name=name: getattr(law, name))  # type: ignore[misc]
+        low, high = fit.interval(attrgetter(name))
         if high / low > (EXPONENTS[1] / EXPONENTS[0]) ** 0.5:
             lines.append(
                 f"the runs hardly fix {name}: {low:.2g} to {high:.2g}; more of them, and other sizes and token counts, would"
@@ -129,12 +130,11 @@ def conclusions(fit: Fit, target: Target) -> dict[str, Any]:
     """Everything that follows from a fit about a target, as values for JSON. Intervals are of LEVEL."""
     flops, law = target.flops, fit.law
     loss = predicted_loss(fit, target.parameters, target.tokens)
+    own = target.parameters / best_size(law, target, flops)
     smallest = min(target.flops_of(each.parameters, each.tokens) for each in fit.points)
     return {
         "level": LEVEL,
-        "law": {
-            name: asdict(_estimate(value, [getattr(each, name) for each in fit.draws])) for name, value in asdict(law).items()
-        },
+        "law": {name: asdict(estimate(fit, attrgetter(name))) for name in asdict(law)},
         "noise": float(np.median(fit.noises)),
         "points": [
             asdict(each) | {"predicted": law.loss(each.parameters, each.tokens), "residual": residual}
@@ -145,7 +145,7 @@ def conclusions(fit: Fit, target: Target) -> dict[str, Any]:
         "target": asdict(target) | {"flops": flops, "loss": asdict(loss), "bits_per_byte": _bits(loss, target)},
         "best": _best(fit, target, flops),
         "flat": dict(zip(("low", "high"), flat_range(law, target, flops), strict=True)),
-        "sizes": [_with_size(fit, target, ratio) for ratio in SIZE_RATIOS],
+        "sizes": [_with_size(fit, target, ratio, own) for ratio in sorted({*SIZE_RATIOS, own})],
         "frontier": [_best(fit, target, float(each)) for each in np.geomspace(smallest, 10 * flops, FRONTIER_POINTS)],
     }
 
@@ -181,13 +181,14 @@ def _best(fit: Fit, target: Target, flops: float) -> dict[str, Any]:
     return {"flops": flops, "parameters": asdict(size), "tokens": asdict(tokens), "loss": asdict(loss)}
 
 
-def _with_size(fit: Fit, target: Target, ratio: float) -> dict[str, Any]:
+def _with_size(fit: Fit, target: Target, ratio: float, own: float) -> dict[str, Any]:
     """What another size than the best costs: loss for the same FLOPs, and FLOPs and tokens for the same loss."""
     flops = target.flops
     parameters = ratio * best_size(fit.law, target, flops)
     times = flops_ratio(fit.law, target, flops, ratio)
     return {
         "ratio": ratio,
+        "is_target": ratio == own,
         "parameters": parameters,
         "tokens": target.tokens_of(flops, parameters),
         "loss": loss_at(fit.law, target, flops, ratio),

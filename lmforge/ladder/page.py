@@ -10,6 +10,7 @@ import numpy as np
 
 from lmforge.atomic_files import atomic_write_json, atomic_write_text
 from lmforge.ladder.charts import Curve, chart, short
+from lmforge.ladder.frontier import SIZE_RATIOS
 from lmforge.ladder.law import Law
 
 PAGE_FILE, NUMBERS_FILE = "ladder.html", "ladder-fit.json"
@@ -169,36 +170,30 @@ def _residuals(ladder: Mapping[str, Any]) -> str:
 
 
 def _frontier(ladder: Mapping[str, Any]) -> str:
-    frontier, target = ladder["frontier"], ladder["target"]
+    target = ladder["target"]
     scale = target["flops_per_token"] / target["parameters"]
     runs = [(scale * point["parameters"] * point["tokens"], point["loss"]) for point in ladder["points"]]
-    best = [(point["flops"], point["loss"]["value"]) for point in frontier]
-    band = [(point["flops"], point["loss"]["low"], point["loss"]["high"]) for point in frontier]
-    curves = [
-        Curve("best loss", 2, best),
-        Curve("", 2, band, "band"),
-        Curve("runs", 0, runs, "dots", [point["name"] for point in ladder["points"]]),
-    ]
-    return chart("Frontier: loss", [*curves, *_target_mark(target, target["flops"])], "FLOPs", width=NARROW)
+    dots = Curve("runs", 0, runs, "dots", [point["name"] for point in ladder["points"]])
+    return _along(ladder, "Frontier: loss", "loss", [dots, *_target_mark(target, target["flops"])])
 
 
 def _sizes_at(ladder: Mapping[str, Any]) -> str:
-    frontier, target = ladder["frontier"], ladder["target"]
-    best = [(point["flops"], point["parameters"]["value"]) for point in frontier]
-    band = [(point["flops"], point["parameters"]["low"], point["parameters"]["high"]) for point in frontier]
+    target = ladder["target"]
     mark = Curve("target", 1, [(target["flops"], target["parameters"])], "dots", ["target"])
-    return chart(
-        "Frontier: best size",
-        [Curve("parameters", 2, best), Curve("", 2, band, "band"), mark],
-        "FLOPs",
-        width=NARROW,
-        y_log=True,
-    )
+    return _along(ladder, "Frontier: best size", "parameters", [mark], y_log=True)
+
+
+def _along(ladder: Mapping[str, Any], heading: str, name: str, marks: Sequence[Curve], y_log: bool = False) -> str:
+    """A value of the best run over FLOPs, with its interval."""
+    values = [(point["flops"], *(point[name][part] for part in ("value", "low", "high"))) for point in ladder["frontier"]]
+    best = Curve(f"best {name}", 2, [(flops, value) for flops, value, _, _ in values])
+    band = Curve("", 2, [(flops, low, high) for flops, _, low, high in values], "band")
+    return chart(heading, [best, band, *marks], "FLOPs", width=NARROW, y_log=y_log)
 
 
 def _cost(ladder: Mapping[str, Any]) -> str:
     best = ladder["best"]["loss"]["value"]
-    losses = [(size["ratio"], 100 * (size["loss"] / best - 1)) for size in ladder["sizes"]]
+    losses = [(size["ratio"], 100 * (size["loss"] / best - 1)) for size in ladder["sizes"] if size["ratio"] in SIZE_RATIOS]
     return chart(
         "Loss above the best, %, for the target's FLOPs",
         [Curve("other sizes", 2, losses)],
@@ -214,9 +209,8 @@ def _sizes(ladder: Mapping[str, Any]) -> str:
         times, tokens = size["same_loss_flops"], size["same_loss_tokens"]
         costs = ("out of reach", "") if times is None else (f"{times:.2f}", short(tokens))
         above = f"{100 * (size['loss'] / best - 1):+.2f} %"
-        rows.append(
-            (f"{size['ratio']:g}", short(size["parameters"]), short(size["tokens"]), f"{size['loss']:.4f}", above, *costs)
-        )
+        ratio = f"{size['ratio']:.2g}" + (", the target" if size["is_target"] else "")
+        rows.append((ratio, short(size["parameters"]), short(size["tokens"]), f"{size['loss']:.4f}", above, *costs))
     head = ("× best size", "parameters", "tokens", "loss", "above the best", "FLOPs for the best loss, times", "tokens for it")
     words = (
         "A smaller model that is trained for longer costs less to use, and more to train: so many times the FLOPs, for the "

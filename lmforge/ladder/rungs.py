@@ -20,6 +20,8 @@ from lmforge.model.proportions import in_proportion
 
 # A shorter run has no schedule worth the name.
 LEAST_STEPS = 100
+LEAST_RUNGS = 5
+LEAST_USED = 2 / 3  # of a budget: where a ladder costs less, a line says why
 # Where a model has fewer heads, those of its rungs are narrower, down to LEAST_HEAD_DIM: widths would be too far apart.
 FEW_HEADS, LEAST_HEAD_DIM = 8, 16
 # Validations of a rung: how the loss of the big run falls before its learning rate has decayed is known from them.
@@ -168,8 +170,8 @@ def plan_rungs(
     cost: Callable[[Trial], float],
     most: float,
     make: Callable[[ModelConfig, float], Trial],
-) -> list[Trial]:
-    """The rungs of the largest ladder whose cost is at most `most`, the cheapest first.
+) -> tuple[list[Trial], str]:
+    """(the rungs of the largest ladder whose cost is at most `most`, the cheapest first; why it costs much less, if so).
 
     Sizes are halves of each other, as far as there are models between; each is trained for every length, but the largest not
     for the longest, which would cost as much as the others together. Raises UserError where no ladder is so cheap.
@@ -191,7 +193,7 @@ def plan_rungs(
         for rung in rungs:
             costs.setdefault(rung.name, cost(rung))
         if (total := sum(costs[rung.name] for rung in rungs)) <= most:
-            return sorted(rungs, key=lambda rung: rung.flops)
+            return sorted(rungs, key=lambda rung: rung.flops), _unused(total / most, cheapest / most)
         cheapest = min(cheapest, total)
     if cheapest < math.inf:
         raise UserError(
@@ -204,7 +206,13 @@ def plan_rungs(
     )
 
 
-LEAST_RUNGS = 5
+def _unused(used: float, larger: float) -> str:
+    """Why much of a budget stays unused; `larger`: what the next larger ladder takes of it, if there is one."""
+    if used > LEAST_USED:
+        return ""
+    reason = f"the next larger size takes {larger:.2g} times the budget" if larger < math.inf else "no larger size is below it"
+    way = "more --ladder.tokens_per_parameter or --ladder.sizes use more"
+    return f"{1 - used:.0%} of the budget: {reason}; {way}"
 
 
 def _grid(models: Sequence[ModelConfig], sizes: int, lengths: Sequence[float]) -> Iterator[tuple[ModelConfig, Sequence[float]]]:

@@ -5,14 +5,16 @@ have reached. Whatever was killed, it goes on: a finished run is read, one that 
 import math
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import time
+from abc import ABC, abstractmethod
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 from lmforge.atomic_files import atomic_write_text
 from lmforge.cluster.jobs.job import read_job
@@ -23,6 +25,7 @@ from lmforge.config.options import to_toml
 from lmforge.config.stage import PretrainConfig
 from lmforge.errors import EXIT_PEER_LOST, RunFailed, UserError
 from lmforge.interop.resolve import stored_model_config
+from lmforge.ladder.law import Point
 from lmforge.ladder.rungs import Trial, scaled_parameters
 from lmforge.locks import try_lock
 from lmforge.manifests import read_manifest
@@ -57,6 +60,10 @@ class Reached:
     text: dict[str, Any]
     scores: dict[str, float]
 
+    @property
+    def point(self) -> Point:
+        return Point(self.name, self.parameters, self.tokens, self.loss)
+
 
 def read_reached(path: Path) -> Reached:
     """What a run has reached. Raises UserError where it is not a finished run of pretraining."""
@@ -67,10 +74,10 @@ def read_reached(path: Path) -> Reached:
     if not isinstance(config, PretrainConfig):
         raise UserError(f"{path}: a run of lmforge {config.of_stage}; a ladder is of pretraining")
     steps = config.train.steps
-    if not is_finished(run, steps):
+    records = final_records(run, steps)
+    if not records:
         raise UserError(f"{path}: not finished, or without a validation loss at its end; lmforge pretrain continues it")
     manifest = read_manifest(run.checkpoint_path(steps))
-    records = [record for record in run.read_metrics() if "val/loss" in record]
     last = records[-1]
     curve = [(record["step"] / steps, record["val/loss"]) for record in records if record["step"] and record["val/loss"]]
     return Reached(
@@ -98,7 +105,7 @@ def text_of(config: PretrainConfig, tokenizer_hash: str, plan: Mapping[str, Any]
 def read_rung(rung: Trial) -> Reached:
     """What a rung of a ladder has reached: one that has diverged is not finished."""
     run = Run.from_config(rung.config)
-    if is_finished(run, rung.config.train.steps):
+    if final_records(run, rung.config.train.steps):
         return read_reached(run.path)
     return Reached(rung.name, rung.parameters, rung.tokens, math.nan, math.nan, (), {}, {})
 
@@ -113,11 +120,16 @@ def check_same_text(reached: Sequence[Reached]) -> None:
                 raise UserError(f"{each.name}: trained with {what} than {first.name}: no law holds for both")
 
 
-def is_finished(run: Run, steps: int) -> bool:
-    """Whether a run has measured its last step, and saved it."""
-    if run.checkpoint_steps()[-1:] != [steps]:
-        return False
-    return any(record["step"] == steps and "val/loss" in record for record in run.read_metrics()[-1:])
+def final_records(run: Run, steps: int) -> list[dict[str, Any]]:
+    """The validations of a run; none where it has not measured its last step, or not saved it."""
+    records = run.read_metrics() if run.checkpoint_steps()[-1:] == [steps] else []
+    is_final = bool(records) and records[-1]["step"] == steps and "val/loss" in records[-1]
+    return [record for record in records if "val/loss" in record] if is_final else []
+
+
+def is_over(run: Run, rung: Trial) -> bool:
+    """Whether a rung is finished, or bad steps have ended it."""
+    return bool(final_records(run, rung.config.train.steps)) or has_diverged(run)
 
 
 def has_diverged(run: Run) -> bool:
@@ -161,7 +173,7 @@ class RungRunner:
                 while waiting and len(active) < self._parallel and not self._signals:
                     rung = waiting.popleft()
                     run = Run.from_config(rung.config)
-                    if is_finished(run, rung.config.train.steps) or has_diverged(run):
+                    if is_over(run, rung):
                         self._tell_reached(rung)
                         continue
                     active[rung.name] = self._start(rung, run, slots.pop())
@@ -193,12 +205,12 @@ class RungRunner:
 
     def _pass_on(self, active: "_Active") -> bool:
         """Give a rung the signals that it has not had. Returns whether it ends by them, and is waited for."""
-        if not active.IS_OURS:
+        if not active.process:
             self._tell(f"{active.rung.name}: goes on without this ladder")
         for number in self._signals[active.signals :]:
             active.stop(number)
             active.signals += 1
-        return active.IS_OURS
+        return active.process is not None
 
     def _start(self, rung: Trial, run: Run, slot: int) -> "_Active":
         recipe, launch = self._recipes / f"{rung.name}.toml", rung.config.launch
@@ -206,12 +218,12 @@ class RungRunner:
             lock = try_lock(run.path / ".lock")
             if lock is None:
                 self._tell(f"{rung.name}: trains already, in another process; waiting for it")
-                return _Elsewhere(rung, run, slot)
+                return _Elsewhere(rung=rung, run=run, slot=slot)
             lock.release()
         atomic_write_text(recipe, to_toml(rung.config, changed_only=True))
         self._tell(f"{rung.name}: {rung.parameters:,} parameters, {rung.tokens:,} tokens")
         if launch.on != "local":
-            return _Job(rung, run, slot, recipe)
+            return _Job(rung=rung, run=run, slot=slot, recipe=recipe)
         command = [sys.executable, "-m", "lmforge", "pretrain", str(recipe)]
         environment = dict(os.environ)
         if self._parallel > 1:
@@ -224,14 +236,12 @@ class RungRunner:
             process = subprocess.Popen(
                 command, stdout=log, stderr=log, stdin=subprocess.DEVNULL, env=environment, start_new_session=True
             )
-        return _Local(rung, run, slot, process)
+        return _Local(rung=rung, run=run, slot=slot, process=process)
 
     def _has_ended(self, active: "_Active", status: int) -> bool:
         """Whether a rung is done, or has diverged; False where it is to be started again. Raises for any other end."""
         run, rung = active.run, active.rung
-        if is_finished(run, rung.config.train.steps):
-            return True
-        if has_diverged(run):
+        if is_over(run, rung):
             return True
         log = self._recipes / f"{rung.name}.log"
         was_killed = status < 0 or status in (0, EXIT_PEER_LOST) or status > 128
@@ -253,24 +263,29 @@ def _visible_gpus(slot: int, count: int) -> dict[str, str]:
     return {"CUDA_VISIBLE_DEVICES": ",".join(dict.fromkeys(chosen))}
 
 
-@dataclass
-class _Active:
-    """A rung that trains, in the place `slot`. signals: how many were passed on to it."""
+@dataclass(kw_only=True)
+class _Active(ABC):
+    """A rung that trains, in the place `slot`. signals: how many were passed on to it. One without a process of this ladder's
+    goes on when the ladder ends."""
 
-    IS_OURS: ClassVar[bool] = False
     rung: Trial
     run: Run
     slot: int
+    process: subprocess.Popen[bytes] | None = None
     signals: int = field(default=0, init=False)
 
+    @abstractmethod
     def poll(self) -> int | None:
         """Its exit status; None while it trains."""
-        raise NotImplementedError
 
-    def stop(self, number: int = 15) -> None:
-        """Ask it to save and end; one that this process has not started goes on."""
+    def stop(self, number: int = signal.SIGTERM) -> None:
+        """Ask it to save and end."""
+        if self.process:
+            self.process.send_signal(number)
 
-    def wait(self) -> None: ...
+    def wait(self) -> None:
+        if self.process:
+            self.process.wait()
 
     def last_words(self, log: Path) -> str:
         """Its last line."""
@@ -278,22 +293,12 @@ class _Active:
         return cut(next((line for line in reversed(lines) if line.startswith("lmforge: ")), "").removeprefix("lmforge: "), 500)
 
 
-@dataclass
 class _Local(_Active):
-    IS_OURS = True
-    process: subprocess.Popen[bytes]
-
     def poll(self) -> int | None:
+        assert self.process is not None
         return self.process.poll()
 
-    def stop(self, number: int = 15) -> None:
-        self.process.send_signal(number)
 
-    def wait(self) -> None:
-        self.process.wait()
-
-
-@dataclass
 class _Elsewhere(_Active):
     """Of a ladder that was killed: its rungs go on."""
 
@@ -304,7 +309,7 @@ class _Elsewhere(_Active):
         return 0
 
 
-@dataclass
+@dataclass(kw_only=True)
 class _Job(_Active):
     """A job of `lmforge launch`, submitted unless there is one. It goes on when the ladder ends."""
 

@@ -13,28 +13,21 @@ from typing import Any
 from lmforge.atomic_files import atomic_write_json, atomic_write_text
 from lmforge.config.options import read_recipe, to_toml, validate_options
 from lmforge.config.stage import PretrainConfig
-from lmforge.config.verbs.ladder import LadderConfig, parse_budget
+from lmforge.config.verbs.ladder import LadderConfig
 from lmforge.errors import UserError, format_count, typed_command
 from lmforge.ladder.charts import short
 from lmforge.ladder.costs import Cost, Costs
 from lmforge.ladder.downstream import predict_scores
 from lmforge.ladder.fit import Fit, fit_points
 from lmforge.ladder.frontier import FAR, Target, compare, conclusions
-from lmforge.ladder.law import Point
 from lmforge.ladder.page import write_page
 from lmforge.ladder.prediction import best_shape, candidates, predict_curve
 from lmforge.ladder.rates import best_rate, rate_trials, with_rate
-from lmforge.ladder.rungs import (
-    Trial,
-    check_target,
-    make_rung,
-    plan_rungs,
-    resized,
-    with_changes,
-)
+from lmforge.ladder.rungs import Trial, check_target, make_rung, plan_rungs, resized, with_changes
 from lmforge.ladder.runs import Reached, RungRunner, check_same_text, read_rung
 from lmforge.ladder.text import adopt, as_planned, most_epochs, repeated
 from lmforge.locks import hold_lock
+from lmforge.model.config import ModelConfig
 from lmforge.runs import storage_errors
 from lmforge.stages.training_data import TokenSources
 
@@ -45,7 +38,6 @@ RECIPES, RECORD, TARGET, PREDICTION = "recipes", "ladder.json", "target.toml", "
 class Fitted:
     """What a ladder says: `numbers` are those of its page."""
 
-    mixture: str
     fit: Fit
     target: Target
     numbers: dict[str, Any]
@@ -53,12 +45,22 @@ class Fitted:
 
 @dataclass(frozen=True)
 class Ladder:
-    """The ladder of one mixture of data, which is named where several are compared."""
+    """The ladder of one mixture of data, which is named where several are compared.
+
+    cost: of the target. flops: what ladder.target pays. unused: why much of the budget is left.
+    """
 
     mixture: str
     target: Trial
     rungs: tuple[Trial, ...]
     sources: TokenSources
+    cost: Cost
+    flops: float | None
+    unused: str
+
+    def resized(self, shape: ModelConfig, tokens: float) -> Trial:
+        """The target with another model and length."""
+        return resized(self.target, shape, tokens, self.sources.tokenizer.vocab_size)
 
 
 def run_ladder(config: LadderConfig) -> int:
@@ -74,7 +76,7 @@ def run_ladder(config: LadderConfig) -> int:
     for ladder in ladders:
         planned = (as_planned(rung, ladder.sources, rung.name) for rung in ladder.rungs)
         check_same_text([as_planned(ladder.target, ladder.sources), *planned, *adopted])
-        _check_choice(ladder, config, costs)
+        _check_choice(ladder)
         _print_plan(ladder, config, costs)
     if config.ladder.dry_run:
         return 0
@@ -89,7 +91,7 @@ def run_ladder(config: LadderConfig) -> int:
         if stopped_by:
             print(f"stopped by signal {stopped_by}; to go on, repeat the command", flush=True)
             return 128 + stopped_by
-        fitted = [_finish(ladder, adopted, config, folder, costs) for ladder in ladders]
+        fitted = [_finish(ladder, adopted, folder) for ladder in ladders]
         _write_page(fitted, config, folder)
     return 0
 
@@ -116,29 +118,29 @@ def _plan(mixture: str, recipe: PretrainConfig, config: LadderConfig, folder: Pa
     sources = TokenSources.open(recipe)
     vocab_size = sources.tokenizer.vocab_size
     target = check_target(recipe, vocab_size)
-    options, rungs = config.ladder, list[Trial]()
-    if options.budget is not None:
-        budget, big = parse_budget(options.budget), costs.of(target, config.plan.gpus)
-        assert budget is not None, "which the options have checked"
+    options, rungs, unused = config.ladder, list[Trial](), ""
+    big = costs.of(target, config.plan.gpus)
+    if (budget := options.budget) is not None:
 
         def cost(rung: Trial) -> float:
             return costs.amount(costs.of(rung, config.launch.processes), budget, big)
 
-        def make(shape: Any, tokens: float) -> Trial:
+        def make(shape: ModelConfig, tokens: float) -> Trial:
             return make_rung(target, shape, tokens, vocab_size, folder, mixture)
 
-        share = len(config.ladder.mixtures) or 1
-        rungs = plan_rungs(target, options.sizes, options.tokens_per_parameter, cost, budget.amount / share, make)
+        most = budget.amount / (len(options.mixtures) or 1)
+        rungs, unused = plan_rungs(target, options.sizes, options.tokens_per_parameter, cost, most, make)
     by_name = {rung.name: rung for rung in rungs}  # lengths that are nearly the same are one run
-    return Ladder(mixture, target, tuple(by_name.values()), sources)
+    flops = costs.flops_for(options.target, big) if options.target else None
+    return Ladder(mixture, target, tuple(by_name.values()), sources, big, flops, unused)
 
 
-def _check_choice(ladder: Ladder, config: LadderConfig, costs: Costs) -> None:
+def _check_choice(ladder: Ladder) -> None:
     """Raise UserError where the smallest or largest of the runs that ladder.target may choose is no run."""
-    if config.ladder.target is not None:
-        choices = candidates(ladder.target, _flops_of_target(ladder, config, costs))
-        for shape, tokens in (choices[0], choices[-1]):
-            most_epochs(resized(ladder.target, shape, tokens, ladder.sources.tokenizer.vocab_size), ladder.sources)
+    if ladder.flops is not None:
+        choices = candidates(ladder.target, ladder.flops)
+        for choice in (choices[0], choices[-1]):
+            most_epochs(ladder.resized(*choice), ladder.sources)
 
 
 def _check_held_out_text(ladders: Sequence[Ladder]) -> None:
@@ -170,19 +172,20 @@ def _choose_rate(ladder: Ladder, rates: Sequence[float], runner: RungRunner) -> 
 
 
 def _print_plan(ladder: Ladder, config: LadderConfig, costs: Costs) -> None:
-    target, rungs = ladder.target, ladder.rungs
-    big = costs.of(target, config.plan.gpus)
+    target, rungs, big = ladder.target, ladder.rungs, ladder.cost
     if ladder.mixture:
         print(f"mixture    {ladder.mixture}")
     print(f"target     {_describe(target)}: {costs.describe(big)} ({costs.source})")
-    if config.ladder.target is not None:
-        print(f"           its budget pays {_flops_of_target(ladder, config, costs):.3g} FLOPs: the best run for that follows")
+    if ladder.flops is not None:
+        print(f"           its budget pays {ladder.flops:.3g} FLOPs: the best run for that follows")
     if rungs:
         total = sum((costs.of(rung, config.launch.processes) for rung in rungs), Cost())
         share = f"{total.flops / big.flops:.2%} of the target's FLOPs"
         print(f"ladder     {format_count(len(rungs), 'rung')}, {costs.describe(total)}: {share}")
         for rung in rungs:
             print(f"           {rung.name}: {_describe(rung)}, {rung.config.train.steps:,} steps")
+        if ladder.unused:
+            print(f"unused     {ladder.unused}")
         if rates := config.ladder.learning_rates:
             tried = sum((costs.of(each, config.launch.processes) for each in rate_trials(rungs, rates)), Cost())
             print(f"rates      {len(rates)} are tried first: {costs.describe(tried)} more")
@@ -225,12 +228,14 @@ def _trial_as_json(trial: Trial) -> dict[str, Any]:
     return {name: getattr(trial, name) for name in names} | {"steps": trial.config.train.steps}
 
 
-def _finish(ladder: Ladder, adopted: list[Reached], config: LadderConfig, folder: Path, costs: Costs) -> Fitted:
+def _finish(ladder: Ladder, adopted: list[Reached], folder: Path) -> Fitted:
     """Fit the law, print what it predicts, and write it with the recipe of the big run. Raises UserError."""
     reached = [*(read_rung(rung) for rung in ladder.rungs), *adopted]
     check_same_text([as_planned(ladder.target, ladder.sources), *reached])
-    fit = fit_points([Point(each.name, each.parameters, each.tokens, each.loss) for each in reached])
-    trial = _choose_target(ladder, config, fit, costs)
+    fit = fit_points([each.point for each in reached])
+    trial = ladder.target
+    if ladder.flops is not None:
+        trial = ladder.resized(*best_shape(fit, trial, ladder.flops))
     stem = f"{ladder.mixture}-" if ladder.mixture else ""
     curve = predict_curve(fit, trial, [(each.parameters, each.tokens, each.curve) for each in reached])
     prediction = folder / f"{stem}{PREDICTION}"
@@ -244,7 +249,7 @@ def _finish(ladder: Ladder, adopted: list[Reached], config: LadderConfig, folder
     found = conclusions(fit, target)
     found["cautions"] += repeated(trial, ladder.rungs, ladder.sources)
     numbers = {"name": ladder.mixture, "curves": curves, "tasks": tasks, **found}
-    fitted = Fitted(ladder.mixture, fit, target, numbers)
+    fitted = Fitted(fit, target, numbers)
     _print_prediction(fitted, trial)
     print(f"to start   {typed_command()} pretrain {folder / f'{stem}{TARGET}'}")
     return fitted
@@ -253,7 +258,7 @@ def _finish(ladder: Ladder, adopted: list[Reached], config: LadderConfig, folder
 def _write_page(fitted: Sequence[Fitted], config: LadderConfig, folder: Path) -> None:
     """Compare the mixtures at the first one's target, and write the page of all."""
     target = fitted[0].target
-    pairs = compare({each.mixture: each.fit for each in fitted}, target)
+    pairs = compare({each.numbers["name"]: each.fit for each in fitted}, target)
     if pairs:
         print(f"compared   at {short(target.parameters)} parameters, {short(target.tokens)} tokens:")
     for pair in pairs:
@@ -261,22 +266,6 @@ def _write_page(fitted: Sequence[Fitted], config: LadderConfig, folder: Path) ->
         difference = f"{pair['value']:+.4f} ({pair['low']:+.4f} to {pair['high']:+.4f})"
         print(f"compared   {pair['first']} less {pair['second']}: {difference} nats per token{verdict}")
     print(f"page       {write_page(folder, [each.numbers for each in fitted], pairs, f'Ladder of {config.run.name}')}")
-
-
-def _choose_target(ladder: Ladder, config: LadderConfig, fit: Fit, costs: Costs) -> Trial:
-    """The recipe's run, or the best one that the budget of ladder.target pays for."""
-    target = ladder.target
-    if config.ladder.target is None:
-        return target
-    shape, tokens = best_shape(fit, target, _flops_of_target(ladder, config, costs))
-    return resized(target, shape, tokens, ladder.sources.tokenizer.vocab_size)
-
-
-def _flops_of_target(ladder: Ladder, config: LadderConfig, costs: Costs) -> float:
-    """The FLOPs that ladder.target pays. Raises UserError for a price without that of hours."""
-    budget = parse_budget(config.ladder.target or "")
-    assert budget is not None, "which the options have checked"
-    return costs.flops_for(budget, costs.of(ladder.target, config.plan.gpus))
 
 
 def _print_prediction(fitted: Fitted, trial: Trial) -> None:
@@ -292,6 +281,9 @@ def _print_prediction(fitted: Fitted, trial: Trial) -> None:
         print(f"score      {task['name']}: {'{value:.3f} ({low:.3f} to {high:.3f})'.format(**task['score'])}{caution}")
     size = f"{short(best['parameters']['value'])} parameters, {short(best['tokens']['value'])} tokens"
     print(f"best       for as many FLOPs: {size}, val/loss {best['loss']['value']:.4f}")
+    own = next(size for size in numbers["sizes"] if size["is_target"])
     print(f"           {numbers['flat']['low']:.2g} to {numbers['flat']['high']:.2g} times that size are within 1 %")
+    above = own["loss"] / best["loss"]["value"] - 1
+    print(f"           the predicted run has {own['ratio']:.2g} times that size: {100 * above:+.2f} %")
     lr, kind = trial.config.optimizer.lr, trial.config.model.parametrization
     print(f"           learning rate {lr:g}" + (f", with the factors of {kind}" if kind != "standard" else ""))

@@ -50,6 +50,14 @@ def test_a_size_too_small_for_a_loss_reaches_it_with_no_number_of_tokens() -> No
     assert flops_ratio(LAW, TARGET, TARGET.flops, 0.05) == float("inf")
 
 
+def test_the_targets_own_size_has_a_row(fit: Fit) -> None:
+    found = conclusions(fit, TARGET)
+    (own,) = (size for size in found["sizes"] if size["is_target"])
+    assert (own["parameters"], own["tokens"]) == pytest.approx((TARGET.parameters, TARGET.tokens))
+    assert own["loss"] == pytest.approx(found["target"]["loss"]["value"])
+    assert found["sizes"] == sorted(found["sizes"], key=lambda size: size["ratio"])
+
+
 def test_at_the_ends_of_the_flat_range_the_loss_is_one_percent_above_the_best() -> None:
     best = loss_at(LAW, TARGET, TARGET.flops)
     for ratio in flat_range(LAW, TARGET, TARGET.flops):

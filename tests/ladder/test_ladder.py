@@ -16,11 +16,11 @@ import pytest
 from lmforge.cli import run
 from lmforge.config.load import parse_config
 from lmforge.config.stage import PretrainConfig
-from lmforge.config.verbs.ladder import Budget, parse_budget
+from lmforge.config.verbs.ladder import Budget, LadderConfig
 from lmforge.errors import UserError
 from lmforge.interop.resolve import model_config_from_options
 from lmforge.ladder.rates import best_rate
-from lmforge.ladder.rungs import Trial, make_rung, resized, shapes, with_changes
+from lmforge.ladder.rungs import LEAST_USED, Trial, make_rung, resized, shapes, with_changes
 from lmforge.ladder.runs import Reached, check_same_text, read_reached
 from lmforge.ladder.text import adopt, repeated
 from lmforge.manifests import read_manifest
@@ -81,14 +81,18 @@ def target(recipe: Path) -> Trial:
         ("2.5h", Budget(2.5, "GPU-hours")),
         ("500$", Budget(500, "price")),
         ("1e-2", Budget(0.01, "share")),
-        ("-1", None),
-        ("0", None),
-        ("some", None),
-        ("1e999", None),
     ],
 )
-def test_a_budget_is_a_share_flops_hours_or_a_price(text: str, budget: Budget | None) -> None:
-    assert parse_budget(text) == budget
+def test_a_budget_is_a_share_flops_hours_or_a_price(text: str, budget: Budget) -> None:
+    assert parse_config(LadderConfig, ["--budget", text]).ladder.budget == budget
+    if budget.unit != "share":
+        assert parse_config(LadderConfig, ["--ladder.target", text]).ladder.target == budget
+
+
+@pytest.mark.parametrize("text", ["-1", "0", "some", "1e999", "true"])
+def test_other_words_are_no_budget(text: str) -> None:
+    with pytest.raises(UserError, match=r"--ladder\.budget: expected a share such as 0\.1, "):
+        parse_config(LadderConfig, ["--budget", text])
 
 
 def test_smaller_models_have_the_proportions_of_the_big_one(target: Trial) -> None:
@@ -147,8 +151,17 @@ def test_a_ladder_costs_at_most_its_budget_and_says_so_first(recipe: Path, capfd
     assert run(["ladder", str(recipe), "--budget", "0.1", "--ladder.dry_run", *PLANNED]) == 0
     lines = capfd.readouterr().out.splitlines()
     (ladder,) = (line for line in lines if line.startswith("ladder "))
-    assert 1 < float(ladder.rpartition(": ")[2].partition("%")[0]) <= 10, ladder
+    assert 1 < (share := float(ladder.rpartition(": ")[2].partition("%")[0])) <= 10, ladder
+    assert any(line.startswith("unused ") for line in lines) == (share < 10 * LEAST_USED)
     assert not Path("runs").exists()
+
+
+def test_a_plan_says_why_much_of_a_budget_stays_unused(recipe: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    for budget, reason in (("100000%", "no larger size is below it"), ("0.02", "the next larger size takes ")):
+        words = ["--budget", budget, "--ladder.sizes", "2", "--ladder.dry_run", *PLANNED]
+        assert run(["ladder", str(recipe), *words]) == 0
+        (line,) = (line for line in capfd.readouterr().out.splitlines() if line.startswith("unused "))
+        assert f"% of the budget: {reason}" in line
 
 
 def test_hours_and_prices_are_budgets(recipe: Path, capfd: pytest.CaptureFixture[str], refused: Refusal) -> None:
@@ -349,6 +362,35 @@ def test_rungs_at_once_make_a_recipe_that_is_ready_to_start(recipe: Path, lmforg
     assert numbers["points"][0]["name"] in Path("runs/both-ladder/ladder.html").read_text()
     started = lmforge("pretrain", "runs/both-ladder/target.toml", "--dry-run")
     assert "both-ladder/prediction.json" in started.stdout
+
+
+@pytest.mark.slow
+def test_mixtures_are_compared_on_one_page_and_their_rungs_can_be_adopted(
+    recipe: Path, tiny_tokens: Path, lmforge: Command
+) -> None:
+    shutil.copytree(tiny_tokens, "other")
+    for name, weight in (("even", 1.0), ("uneven", 3.0)):
+        sources = f'sources = [{{folder = "{tiny_tokens}", weight = {weight}}}, {{folder = "other", weight = 1.0}}]'
+        Path(f"{name}.toml").write_text(f"[data]\n{sources}\n")
+    words = [*SMALL[:-1], "0.04", "--ladder.parallel_runs", "2", "--ladder.mixtures", "even.toml", "uneven.toml"]
+    done = lmforge("ladder", recipe, *words)
+    assert done.returncode == 0, done.stderr
+    folder = Path("runs/big-ladder")
+    numbers = json.loads((folder / "ladder-fit.json").read_text())
+    assert [each["name"] for each in numbers["ladders"]] == ["even", "uneven"]
+    (pair,) = numbers["comparison"]
+    assert (pair["first"], pair["second"]) == ("even", "uneven")
+    assert "compared   even less uneven" in done.stdout
+    assert "Mixtures at the target" in (folder / "ladder.html").read_text()
+    started = lmforge("pretrain", folder / "uneven-target.toml", "--dry-run")
+    assert started.returncode == 0, started.stderr
+    # The same runs, adopted one by one under the recipe with their data, give the same law.
+    rungs = [str(folder / point["name"]) for point in numbers["ladders"][1]["points"]]
+    adopted = lmforge("ladder", folder / "uneven-target.toml", "--run.name", "adopted", "--ladder.runs", *rungs)
+    assert adopted.returncode == 0, adopted.stderr
+    (again,) = json.loads(Path("runs/adopted-ladder/ladder-fit.json").read_text())["ladders"]
+    assert again["law"] == numbers["ladders"][1]["law"]
+    assert all(Path(rung).name in Path("runs/adopted-ladder/ladder.html").read_text() for rung in rungs)
 
 
 @pytest.mark.slow

@@ -57,7 +57,8 @@ def test_the_page_has_the_numbers_of_the_json(page: Page, numbers: dict[str, Any
         for point in found["points"]:
             assert f"{point['loss']:.4f}\t{point['predicted']:.4f}\t{100 * point['residual']:+.2f} %" in text
         for size in found["sizes"]:
-            assert f"{size['ratio']:g}\t{short(size['parameters'])}\t{short(size['tokens'])}\t{size['loss']:.4f}" in text
+            ratio = f"{size['ratio']:.2g}" + (", the target" if size["is_target"] else "")
+            assert f"{ratio}\t{short(size['parameters'])}\t{short(size['tokens'])}\t{size['loss']:.4f}" in text
         assert f"val/quiz/acc\t{interval_text(found['tasks'][0]['score'])}" in text
         for caution in found["cautions"]:
             assert caution in text

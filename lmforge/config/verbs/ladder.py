@@ -2,10 +2,13 @@
 
 import re
 from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Annotated, ClassVar, Literal, NamedTuple
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field
+from pydantic import BeforeValidator, Field
+from pydantic_core import PydanticCustomError
 
 from lmforge.config.options import Options, option, section
 from lmforge.config.ranges import COUNT, RATIO, SCALE
@@ -17,33 +20,34 @@ BudgetUnit = Literal["share", "FLOPs", "GPU-hours", "price"]
 SUFFIXES: dict[str, BudgetUnit] = {"": "FLOPs", "%": "share", "h": "GPU-hours", "$": "price"}
 
 
-class Budget(NamedTuple):
+@dataclass(frozen=True)
+class Budget:
     """An amount of what it is measured in; a share is a fraction of the big run's FLOPs."""
 
     amount: float
     unit: BudgetUnit
 
 
-def parse_budget(text: str) -> Budget | None:
-    """The budget that a word says: a share up to 1 (0.1, 10%), FLOPs (1e18), GPU-hours (20h), or a price (500$); None for any
-    other word."""
-    match = re.fullmatch(r"([0-9]+\.?[0-9]*|\.[0-9]+)(e[+-]?[0-9]{1,2})?([%h$]?)", text)
-    if match is None or not (amount := float(f"{match[1]}{match[2] or ''}")):
-        return None
-    unit = SUFFIXES[match[3]]
-    if match[3] == "%":
-        amount /= 100
-    return Budget(amount, "share" if not match[3] and amount <= 1 else unit)
+def parse_budget(value: Any, shares: bool = True) -> Budget:
+    """The budget that a word says: a share up to 1 (0.1, 10%), FLOPs (1e18), GPU-hours (20h), or a price (500$). Raises an
+    error of pydantic's for any other, and for a share where these are not allowed."""
+    match = re.fullmatch(r"([0-9]+\.?[0-9]*|\.[0-9]+)(e[+-]?[0-9]{1,2})?([%h$]?)", str(value))
+    if match and (amount := float(f"{match[1]}{match[2] or ''}")):
+        unit = "share" if not match[3] and amount <= 1 else SUFFIXES[match[3]]
+        if shares or unit != "share":
+            return Budget(amount / 100 if match[3] == "%" else amount, unit)
+    share = "a share such as 0.1, " if shares else ""
+    raise PydanticCustomError("budget", f"expected {share}FLOPs such as 1e18, GPU-hours such as 20h, or 500$")
 
 
 class LadderOptions(Options):
     """The rungs of the ladder: small runs, from whose losses that of the big run is predicted."""
 
-    budget: str | None = option(
+    budget: Annotated[Budget, BeforeValidator(parse_budget)] | None = option(
         None,
         "what all rungs together may cost: a share of the big run (0.1), FLOPs (1e18), GPU-hours (20h), or a price (500$)",
     )
-    target: str | None = option(
+    target: Annotated[Budget, BeforeValidator(partial(parse_budget, shares=False))] | None = option(
         None,
         "what the big run may cost, as FLOPs, GPU-hours or a price: its best size and length are then chosen (default: the"
         " recipe's)",
@@ -65,11 +69,6 @@ class LadderOptions(Options):
     def problems(self) -> Iterator[str]:
         if self.learning_rates and (self.mixtures or self.budget is None):
             yield "--ladder.learning_rates: only with a ladder.budget, and for one mixture"
-        for name in ("budget", "target"):
-            text = getattr(self, name)
-            if text is not None and (parse_budget(text) is None or (name == "target" and parse_budget(text)[1] == "share")):  # type: ignore[index]
-                share = "a share such as 0.1, " if name == "budget" else ""
-                yield f"--ladder.{name}: expected {share}FLOPs such as 1e18, GPU-hours such as 20h, or 500$, got {quoted(text)}"
         if self.runs and self.mixtures:
             yield "--ladder.runs: not with --ladder.mixtures, which have rungs of their own; leave one of them out"
         names = {
