@@ -17,6 +17,7 @@ from lmforge.cli import run
 from lmforge.config.load import parse_config
 from lmforge.config.stage import PretrainConfig
 from lmforge.config.verbs.ladder import Budget, LadderConfig
+from lmforge.data.prepare.prepare import prepare
 from lmforge.errors import UserError
 from lmforge.interop.resolve import model_config_from_options
 from lmforge.ladder.rates import best_rate
@@ -157,7 +158,7 @@ def test_a_ladder_costs_at_most_its_budget_and_says_so_first(recipe: Path, capfd
 
 
 def test_a_plan_says_why_much_of_a_budget_stays_unused(recipe: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    for budget, reason in (("100000%", "no larger size is below it"), ("0.02", "the next larger size takes ")):
+    for budget, reason in (("100000%", "no larger size is below it"), ("1000%", "the next larger size takes ")):
         words = ["--budget", budget, "--ladder.sizes", "2", "--ladder.dry_run", *PLANNED]
         assert run(["ladder", str(recipe), *words]) == 0
         (line,) = (line for line in capfd.readouterr().out.splitlines() if line.startswith("unused "))
@@ -368,7 +369,10 @@ def test_rungs_at_once_make_a_recipe_that_is_ready_to_start(recipe: Path, lmforg
 def test_mixtures_are_compared_on_one_page_and_their_rungs_can_be_adopted(
     recipe: Path, tiny_tokens: Path, lmforge: Command
 ) -> None:
-    shutil.copytree(tiny_tokens, "other")
+    Path("half").mkdir()
+    for path in sorted((tiny_tokens.parent / "text").iterdir())[::2]:
+        shutil.copy(path, "half")
+    prepare("half", "other", tokenizer=str(tiny_tokens / "tokenizer"), validation_ratio=0.1, workers=1)
     for name, weight in (("even", 1.0), ("uneven", 3.0)):
         sources = f'sources = [{{folder = "{tiny_tokens}", weight = {weight}}}, {{folder = "other", weight = 1.0}}]'
         Path(f"{name}.toml").write_text(f"[data]\n{sources}\n")
