@@ -78,11 +78,12 @@ def sizes_of(width: int) -> tuple[int, int]:
     return inner, LAYERS * (4 * width**2 + 3 * width * inner + 2 * width) + VOCABULARY * width + width
 
 
-def recipe(parameters: float, folder: Path) -> str:
+def recipe(parameters: float, folder: Path, tiny: bool) -> str:
     """The recipe of a target with about so many parameters."""
+    tokens_per_parameter, batch, held_out = (2, 4, 20) if tiny else (TOKENS_PER_PARAMETER, BATCH, 1000)
     width = min(range(2 * HEAD_DIM, 2048, HEAD_DIM), key=lambda each: abs(sizes_of(each)[1] - parameters))
     inner, count = sizes_of(width)
-    steps = round(TOKENS_PER_PARAMETER * count / (BATCH * LENGTH))
+    steps = round(tokens_per_parameter * count / (batch * LENGTH))
     return f"""\
 [data]
 folder = "{folder}"
@@ -96,7 +97,7 @@ num_key_value_heads = {width // HEAD_DIM}
 head_dim = {HEAD_DIM}
 [train]
 steps = {steps}
-global_batch_size = {BATCH}
+global_batch_size = {batch}
 device = "cpu"
 dtype = "bf16"
 threads = 1
@@ -107,7 +108,7 @@ warmup_steps = {max(1, steps // 50)}
 min_lr_ratio = 0.0
 name = "linear"
 [validation]
-sequences = 1000
+sequences = {held_out}
 every_steps = {max(1, steps // 10)}
 [checkpoint]
 keep_last = 1
@@ -126,9 +127,9 @@ def measure(kind: str, parameters: float, budget: str, parallel: int, tiny: bool
         (folder / "unfinished.jsonl").rename(text)
     if not (data / "manifest.json").exists():
         run_lmforge("prepare", text, data, "--vocab_size", VOCABULARY, "--validation_ratio", 0.02)
-    file.write_text(recipe(parameters, data))
+    file.write_text(recipe(parameters, data, tiny))
     words = [file, "--run.folder", runs, "--budget", budget, "--ladder.parallel_runs", parallel]
-    words += ["--ladder.sizes", 2, "--ladder.tokens_per_parameter", 5, 7, 10, 14] if tiny else []
+    words += ["--ladder.sizes", 2, "--ladder.tokens_per_parameter", 1.5, 2, 3, 4] if tiny else []
     run_lmforge("ladder", *words)
     ladder = runs / "target-ladder"
     _, predicted, low, high = json.loads((ladder / "prediction.json").read_text())["points"][-1]
@@ -138,7 +139,7 @@ def measure(kind: str, parameters: float, budget: str, parallel: int, tiny: bool
     model = stored_model_config(read_manifest(Run.open(runs / "target").checkpoint_path(steps)))
     return {
         "parameters": scaled_parameters(model),
-        "tokens": steps * BATCH * LENGTH,
+        "tokens": table["target"]["tokens"],
         "rungs": len(table["rungs"]),
         "share": sum(rung["flops"] for rung in table["rungs"]) / table["target"]["flops"],
         "predicted": predicted,

@@ -12,7 +12,7 @@ LEAST_WORK = {
     "calculator": "--rounds 1 --steps 1 --staleness 1",
     "checkpoint": "--rounds 1 --minutes 0.01 --every_minutes 0.01 --width 64",
     "distillation": "--rounds 2 --ids 600 --files 20 --teacher_steps 2 --student_steps 2 --tokens 256",
-    "ladder": "--tiny --parameters 1e5 --budget 0.5 --texts c++",
+    "ladder": "--tiny --parameters 1e5 --budget 1 --texts c++",
     "ladder_law": "--rounds 1 --bootstraps 1 --processes 1",
     "loader": "--rounds 1 --steps 1 --threads 1",
     "mixture_cpu": "--tiny --rounds 1 --seconds 0.1 --threads 1 --seeds 1",
