@@ -124,8 +124,8 @@ class EpisodePlayer:
         the session needs its requests together."""
         if session.num_unfinished:
             return [at for at, reply in sorted(replies.items()) if reply.done()]
-        done, pending = wait(replies.values(), HEARTBEAT_CALL_SECONDS, FIRST_EXCEPTION if session.in_order else FIRST_COMPLETED)
         self._pool.heartbeat()
+        done, pending = wait(replies.values(), HEARTBEAT_CALL_SECONDS, FIRST_EXCEPTION if session.in_order else FIRST_COMPLETED)
         holds_back = session.in_order and pending and not any(reply.exception() for reply in done)
         return [] if holds_back else [at for at, reply in sorted(replies.items()) if reply in done]
 
