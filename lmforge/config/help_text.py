@@ -13,6 +13,7 @@ from lmforge.config.options import (
     OptionPath,
     Options,
     _is_list,
+    _is_parsed,
     _is_positional,
     _registered_kind,
     _section_class,
@@ -71,7 +72,9 @@ def type_name(field: FieldInfo) -> str:
     member = next(member for member in _value_types(field) if member is not type(None))
     if typing.get_origin(member) is typing.Literal:
         return "|".join(typing.get_args(member))
-    return {int: "INT", float: "NUMBER", bool: "[true|false]", Path: "PATH"}.get(member, "TEXT")
+    if _is_parsed(field):
+        return "TEXT"
+    return {int: "INT", float: "NUMBER", bool: "[true|false]", str: "TEXT", Path: "PATH"}[member]
 
 
 def default_text(field: FieldInfo) -> str:

@@ -18,7 +18,16 @@ from pathlib import Path
 from typing import Any, ClassVar, Self, TypeVar
 
 import tomli_w
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator, model_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationError,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticCustomError
 
@@ -244,6 +253,12 @@ def _value_types(field: FieldInfo) -> tuple[Any, ...]:
     several = typing.get_origin(field.annotation) in (types.UnionType, typing.Union, tuple)
     members = typing.get_args(field.annotation) if several else (field.annotation,)
     return tuple(typing.get_args(each)[0] if typing.get_origin(each) is typing.Annotated else each for each in members)
+
+
+def _is_parsed(field: FieldInfo) -> bool:
+    """Whether a validator of the option's own reads its value from text."""
+    members = (part for each in typing.get_args(field.annotation) for part in getattr(each, "__metadata__", ()))
+    return any(isinstance(part, BeforeValidator) for part in members)
 
 
 def _accepts_none(field: FieldInfo) -> bool:
