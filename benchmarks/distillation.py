@@ -114,7 +114,7 @@ def measure(comparison: Comparison, kind: str, draws: int) -> dict[str, Any]:
         "whole": expected,
         "losses": losses,
         "difference": statistics.fmean(losses) / expected - 1,
-        "spread": statistics.stdev(losses) / expected if draws > 1 else None,
+        "standard_deviation": statistics.stdev(losses) / expected if draws > 1 else None,
         "gradient_error": ((gradients[0] - direction).norm() / norm).item(),
         "gradient_error_of_mean": ((torch.stack(gradients).mean(0) - direction).norm() / norm).item(),
         "cosine": torch.cosine_similarity(gradients[0], direction, dim=0).item(),
@@ -132,15 +132,15 @@ def table(record: dict[str, Any]) -> str:
     lines = ["# Stored tokens of a teacher", "", *machine_lines(record["machine"])]
     lines += [f"- {setting['ids']:,} ids of the standard library; teacher of {teacher}; student of {student}"]
     lines += [f"- {setting['tokens']:,} held-out tokens; forward KL divergence; {KEPT} stored tokens take {size}"]
-    lines += [f"- difference: loss, mean of {setting['draws']} draws, ÷ that from the whole teacher − 1, ± spread of one draw"]
-    lines += [f"  (goal of the likeliest: {GOAL_DIFFERENCE:.0%})"]
+    lines += [f"- difference: loss, mean of {setting['draws']} draws, ÷ that from the whole teacher − 1, ± standard deviation"]
+    lines += [f"  of one draw (goal of the likeliest: {GOAL_DIFFERENCE:.0%})"]
     lines += ["- gradient error: ‖stored − whole‖ ÷ ‖whole‖ of all parameters, of one draw and of the draws' mean", ""]
     lines += ["| temperature | stored | likeliest weigh | loss, nats | difference | gradient error | of the mean | cosine |"]
     lines += ["|---|---|---|---|---|---|---|---|"]
     for row in record["rows"]:
-        spread = "" if row["spread"] is None else f" ± {row['spread']:.2%}"
+        deviation = "" if row["standard_deviation"] is None else f" ± {row['standard_deviation']:.2%}"
         cells = [f"{row['temperature']:g}", row["kind"], "" if row["mass"] is None else f"{row['mass']:.3f}"]
-        cells += [f"{row['whole']:.3f}", f"{row['difference']:+.2%}{spread}", f"{row['gradient_error']:.3f}"]
+        cells += [f"{row['whole']:.3f}", f"{row['difference']:+.2%}{deviation}", f"{row['gradient_error']:.3f}"]
         cells += [f"{row['gradient_error_of_mean']:.3f}", f"{row['cosine']:.4f}"]
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)

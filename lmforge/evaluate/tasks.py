@@ -11,6 +11,7 @@ A `prompt` is used as it is, a `question` becomes `Question: …`, `Answer:`. Ot
 import json
 import math
 import re
+import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -147,10 +148,11 @@ def _parse_correct_choice(answer: Any, choices: tuple[str, ...], where: str) -> 
 def run_task(task: QuestionTask, loaded: LoadedModel, dist_ctx: DistributedContext, settings: TaskSettings) -> dict[str, Any]:
     """Put the questions of a task to a model, which every rank has in full. The result is the same for any number of ranks.
 
-    Returns `task`, `questions` (their number), `num_fewshot`, `metrics` and their `standard_errors`, each 0 … 1, and
-    `answers`, one object for each question. With choices, `acc` chooses by log-probability and `acc_norm` by that over the
-    number of characters of a choice. Otherwise the greedy answer is compared: `exact_match` and `contains` with the expected
-    answers, surrounding space ignored, and `regex` is whether the pattern matches somewhere in it.
+    Returns `task`, `questions` (their number), `num_fewshot`, `metrics` and their `standard_errors`, and `answers`, one object
+    for each question. With choices, `acc` (0 … 1) chooses by log-probability and `acc_norm` by that over the number of
+    characters of a choice; `bits_per_byte` is of the correct choice alone. Otherwise the greedy answer is compared (0 … 1):
+    `exact_match` and `contains` with the expected answers, surrounding space ignored, and `regex` is whether the pattern
+    matches somewhere in it.
 
     Raises UserError where there are too few few-shot examples, or one has no answer to show.
     """
@@ -161,7 +163,7 @@ def run_task(task: QuestionTask, loaded: LoadedModel, dist_ctx: DistributedConte
     for name in dict.fromkeys(name for answer in answers for name in answer["scores"]):
         scores = [float(answer["scores"][name]) for answer in answers if name in answer["scores"]]
         mean = metrics[name] = sum(scores) / len(scores)
-        errors[name] = math.sqrt(mean * (1 - mean) / max(1, len(scores) - 1))
+        errors[name] = math.sqrt(statistics.pvariance(scores, mean) / max(1, len(scores) - 1))
     described = {"task": task.name, "questions": len(questions), "num_fewshot": settings.num_fewshot}
     return {**described, "metrics": metrics, "standard_errors": errors, "answers": answers}
 
@@ -229,7 +231,8 @@ def _score_choices(
         choice = _argmax(logprobs)
         choice_norm = _argmax([logprob / len(text) for logprob, text in zip(logprobs, question.choices, strict=True)])
         answer = {"choice": choice, "choice_norm": choice_norm, "correct_choice": correct, "logprobs": logprobs}
-        scores = {"acc": choice == correct, "acc_norm": choice_norm == correct}
+        bits_per_byte = -logprobs[correct] / math.log(2) / len(question.choices[correct].encode())
+        scores = {"acc": choice == correct, "acc_norm": choice_norm == correct, "bits_per_byte": bits_per_byte}
         answers.append({"record": question.record, **answer, "scores": scores})
     return answers
 

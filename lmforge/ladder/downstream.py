@@ -1,22 +1,25 @@
-"""The scores of tasks that the big run will have, in two steps (arXiv 2412.04403): the law gives its loss, a sigmoid the score.
+"""The scores of tasks that the big run will have, in two steps (arXiv 2412.04403): a law gives its loss, a sigmoid the score.
 
-The sigmoid is fitted to the losses and scores of the runs. The loss is that of the held-out text, not of the tasks' answers.
+The sigmoid is fitted to the losses and scores of the runs. The loss is the bits per byte of the task's correct answers, which
+have a law of their own; where runs lack them, as for answers that the model writes, it is that of the held-out text.
 """
 
 from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from itertools import product
 from typing import Any
 
 import numpy as np
 
-from lmforge.ladder.fit import Fit, interval
-from lmforge.ladder.frontier import Estimate, Target
+from lmforge.errors import UserError
+from lmforge.ladder.fit import Fit, fit_points, interval
+from lmforge.ladder.frontier import Estimate, Target, estimate
 from lmforge.ladder.law import MIN_POINTS, Array
 
 SLOPES = np.geomspace(1.0, 30.0, 12)  # of the sigmoid, over the range of losses of the runs
 CENTRES = np.linspace(-2.0, 1.5, 36)  # of the sigmoid, from the lowest loss on, in such ranges
 OF_SOURCES = ("val/loss/", "val/bits_per_byte/")
+OF_ANSWERS = "bits_per_byte"  # of run_task
 
 
 def predict_scores(fit: Fit, scores: Mapping[str, Mapping[str, float]], target: Target, seed: int = 0) -> list[dict[str, Any]]:
@@ -25,27 +28,48 @@ def predict_scores(fit: Fit, scores: Mapping[str, Mapping[str, float]], target: 
     Losses of single sources of data, which are logged under similar names, are no scores.
     """
     names = dict.fromkeys(name for each in scores.values() for name in each if not name.startswith(OF_SOURCES))
-    found = []
+    found, of_answers = [], dict[str, Fit | None]()
     for name in names:
-        having = [point for point in fit.points if name in scores.get(point.name, {})]
-        if len(having) >= MIN_POINTS and len({point.loss for point in having}) > 1:
-            losses = np.array([point.loss for point in having])
-            values = np.array([scores[point.name][name] for point in having])
-            found.append({"name": name, **_predict(fit, losses, values, target, np.random.default_rng(seed))})
+        task, _, metric = name.rpartition("/")
+        if task not in of_answers:
+            of_answers[task] = _fit_answers(fit, scores, f"{task}/{OF_ANSWERS}", seed)
+        law = of_answers[task]
+        if law and metric == OF_ANSWERS:
+            bits = estimate(law, lambda each: each.loss(target.parameters, target.tokens))
+            found.append({"name": name, "score": asdict(bits), "caution": ""})
+        elif metric != OF_ANSWERS and (score := _predict(law or fit, scores, name, target, seed)):
+            found.append({"name": name, **score})
     return found
 
 
-def _predict(fit: Fit, losses: Array, scores: Array, target: Target, chance: np.random.Generator) -> dict[str, Any]:
+def _fit_answers(fit: Fit, scores: Mapping[str, Mapping[str, float]], name: str, seed: int) -> Fit | None:
+    """The law of the bits per byte of a task's answers; None where too few runs have them."""
+    having = [each for each in fit.points if name in scores.get(each.name, {})]
+    try:
+        return fit_points([replace(each, loss=scores[each.name][name]) for each in having], draws=len(fit.draws), seed=seed)
+    except UserError:
+        return None
+
+
+def _predict(
+    fit: Fit, scores: Mapping[str, Mapping[str, float]], name: str, target: Target, seed: int
+) -> dict[str, Any] | None:
+    """One score; None where too few runs have it."""
+    having = [each for each in fit.points if name in scores.get(each.name, {})]
+    losses = np.array([each.loss for each in having])
+    if len(having) < MIN_POINTS or not np.ptp(losses):
+        return None
+    values, chance = np.array([scores[each.name][name] for each in having]), np.random.default_rng(seed)
     laws = (fit.law, *fit.draws)
     reached = np.array([law.loss(target.parameters, target.tokens) for law in laws])
     # The first is the best fit; the others are of runs drawn with repetition.
     weights = np.ones((len(laws), len(losses)))
     weights[1:] = chance.multinomial(len(losses), np.full(len(losses), 1 / len(losses)), len(fit.draws))
-    predicted, deviation = _sigmoids(losses, scores, weights, reached)
+    predicted, deviation = _sigmoids(losses, values, weights, reached)
     drawn = np.clip(predicted[1:] + deviation * chance.standard_normal(len(fit.draws)), 0, 1)
-    estimate = Estimate(float(predicted[0]), *interval(drawn.tolist()))
-    flat = np.ptp(scores) < 4 * deviation
-    return {"score": asdict(estimate), "caution": "hardly changes from run to run: read the interval" if flat else ""}
+    score = Estimate(float(predicted[0]), *interval(drawn.tolist()))
+    flat = np.ptp(values) < 4 * deviation
+    return {"score": asdict(score), "caution": "hardly changes from run to run: read the interval" if flat else ""}
 
 
 def _sigmoids(losses: Array, scores: Array, weights: Array, at: Array) -> tuple[Array, float]:

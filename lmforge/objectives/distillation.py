@@ -13,6 +13,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
+from torch.nn import functional as F
 
 from lmforge.data.batch import Batch, Metrics
 from lmforge.data.labels import IGNORE_INDEX, loss_chunk_tokens
@@ -27,6 +28,10 @@ CHUNK_TOKENS = 512
 NO_TOKEN = -1e30
 # So that it has a logarithm where fewer than k tokens have a probability.
 LEAST_THRESHOLD = 1e-300
+# Tokens are drawn for so many places at a time: an array of their probabilities in fp64 is no larger than a quarter of a chunk.
+DRAWN_TOKENS = 64
+# The unit of probabilities there: integers, which a GPU adds up in any order to the same. 2^16 of them are below 2^63.
+ONE = 2**44
 
 
 @dataclass(frozen=True)
@@ -332,7 +337,11 @@ def top_log_probs(
             logits = final_logits(flat[tokens] @ weight.to(flat.dtype).t(), head.bias, head.softcap, config.temperature)
             logprobs = token_log_probs(logits, config, VocabShard())
             keys = None if rng_keys is None else rng_keys.flatten()[tokens]
-            found.append(likeliest_tokens(logprobs, k) if keys is None else drawn_tokens(logprobs, k, keys))
+            if keys is None:
+                found.append(likeliest_tokens(logprobs, k))
+            else:
+                parts = zip(logprobs.split(DRAWN_TOKENS), keys.split(DRAWN_TOKENS), strict=True)
+                found += [drawn_tokens(part, k, part_keys) for part, part_keys in parts]
     ids, values = (torch.cat(each).unflatten(0, hidden.shape[:2]) for each in zip(*found, strict=True))
     return ids, values
 
@@ -356,10 +365,18 @@ def drawn_tokens(logprobs: Tensor, k: int, rng_keys: Tensor) -> tuple[Tensor, Te
     others = probs.scatter(1, likeliest, 0.0).sum(-1, keepdim=True)
     # If the first i are drawn for sure, what is left has k − i draws. The least of these quotients is the one where no other
     # token is as likely as that.
-    left = largest.flip(-1).cumsum(-1).flip(-1) + others
+    left = _sums_from_each(largest) + others
     threshold = (left / torch.arange(k, 0, -1, device=left.device)).amin(-1, keepdim=True).clamp(min=LEAST_THRESHOLD)
-    steps = (probs / threshold).clamp(max=1.0).cumsum(-1)
-    uniform = ((rng_keys >> 11) & (2**53 - 1)).double() * 2.0**-53
-    points = uniform.unsqueeze(1) + torch.arange(k, device=left.device)
+    steps = ((probs / threshold).clamp_(max=1.0) * ONE).long().cumsum(-1)
+    points = (rng_keys & (ONE - 1)).unsqueeze(1) + ONE * torch.arange(k, device=left.device)
     ids = torch.searchsorted(steps, points, right=True).clamp(max=probs.shape[1] - 1)
     return ids, torch.cat([logprobs.gather(1, ids), threshold.log()], 1).float()
+
+
+def _sums_from_each(values: Tensor) -> Tensor:
+    """The sum of each of `values` [n, k] and all after it. A GPU adds up floats in no fixed order in `cumsum`."""
+    shift = 1
+    while shift < values.shape[1]:
+        values = values + F.pad(values[:, shift:], (0, shift))
+        shift *= 2
+    return values

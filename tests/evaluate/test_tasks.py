@@ -3,6 +3,7 @@
 import json
 import math
 import re
+import statistics
 import threading
 from dataclasses import replace
 from pathlib import Path
@@ -64,7 +65,7 @@ def test_the_choice_is_the_likeliest_continuation_by_the_logits(opened: LoadedMo
     result = run_task(load_task(task_file(tmp_path, CHOICES)), opened, ALONE, TaskSettings(batch_size=3))
     encode, right = opened.tokenizer.encode, [0, 0, 1, 1]
     prompts = ["Question: Who speaks?\nAnswer:", "First Citizen:\n", "What is", ""]
-    plain, normalised = [], []
+    plain, normalised, bits = [], [], []
     for number, (prompt, line) in enumerate(zip(prompts, CHOICES, strict=True)):
         kept = prompt.rstrip()
         logs = []
@@ -77,9 +78,12 @@ def test_the_choice_is_the_likeliest_continuation_by_the_logits(opened: LoadedMo
         plain.append(logs.index(max(logs)) == right[number])
         by_length = [log / len(choice) for log, choice in zip(logs, line["choices"], strict=True)]
         normalised.append(by_length.index(max(by_length)) == right[number])
+        bits.append(-logs[right[number]] / math.log(2) / len(line["choices"][right[number]].encode()))
     mean = sum(plain) / 4
-    assert result["metrics"] == {"acc": mean, "acc_norm": sum(normalised) / 4}
+    bits_per_byte = pytest.approx(sum(bits) / 4, rel=1e-5)
+    assert result["metrics"] == {"acc": mean, "acc_norm": sum(normalised) / 4, "bits_per_byte": bits_per_byte}
     assert result["standard_errors"]["acc"] == pytest.approx(math.sqrt(mean * (1 - mean) / 3))
+    assert result["standard_errors"]["bits_per_byte"] == pytest.approx(statistics.stdev(bits) / 2, rel=1e-4)
     assert [answer["correct_choice"] for answer in result["answers"]] == right
 
 
@@ -327,7 +331,7 @@ def test_evaluate_prints_the_scores_of_several_files_and_writes_the_answers(
     common = ["--answers", tmp_path / "answers.jsonl", "--max_tokens", 5, "--device", "cpu"]
     results = json.loads(evaluate(tiny_run, "--tasks", *files, "--output", "json", *common))
     assert [(result["task"], result["questions"]) for result in results] == [("chosen", 4), ("written", 3)]
-    assert results[0]["metrics"].keys() == {"acc", "acc_norm"}
+    assert results[0]["metrics"].keys() == {"acc", "acc_norm", "bits_per_byte"}
     answers = [json.loads(line) for line in (tmp_path / "answers.jsonl").read_text().splitlines()]
     assert [(each["task"], each["record"]) for each in answers] == [
         *[("chosen", record) for record in range(1, 5)],

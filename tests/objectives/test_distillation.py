@@ -172,6 +172,19 @@ def test_likely_tokens_are_drawn_for_sure_and_no_token_twice() -> None:
     assert torch.maximum(values[0, 1:-1], values[0, -1]).exp().sum() == 0
 
 
+@pytest.mark.gpu
+def test_a_gpu_draws_the_same_tokens_again_where_only_deterministic_algorithms_are_allowed() -> None:
+    logprobs = torch.randn(200, 5000, device="cuda").log_softmax(-1)
+    keys = torch.from_numpy(token_rng_keys(0, 0, 200, 1)).flatten().cuda()
+    torch.use_deterministic_algorithms(True)
+    try:
+        (first, first_values), (again, again_values) = (drawn_tokens(logprobs, 64, keys) for _ in range(2))
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert torch.equal(first, again)
+    assert torch.equal(first_values, again_values)
+
+
 def test_drawn_tokens_give_on_average_what_the_whole_teacher_gives_and_the_likeliest_do_not() -> None:
     """Groups of draws of one batch: their mean is as far from the whole gradient as the variance between groups says."""
     groups, draws, k = 24, 30, 6
