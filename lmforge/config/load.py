@@ -40,6 +40,7 @@ SHORT_OPTIONS = {
     "calibrate": "bench.calibrate",
     "out": "bench.out",
     "budget": "ladder.budget",
+    "dry_run": "ladder.dry_run",
     "mixtures": "ladder.mixtures",
 }
 
@@ -145,8 +146,8 @@ def _expand_short_options(options_class: type[StageConfig], arguments: list[str]
     """Spell out SHORT_OPTIONS, and those of a plan. `--resume` without a value means required."""
     short_options, expanded = SHORT_OPTIONS | {name: f"plan.{name}" for name in PLAN_OPTIONS}, []
     for at, word in enumerate(arguments):
-        name = re.match(r"--(\w+)(?==|$)", word)
-        full = short_options.get(name[1]) if name else None
+        name = re.match(r"--([\w-]+)(?==|$)", word)
+        full = short_options.get(name[1].replace("-", "_")) if name else None
         if name is None or full is None or full.partition(".")[0] not in options_class.model_fields:
             expanded.append(word)
             continue
