@@ -7,6 +7,7 @@ have a law of their own; where runs lack them, as for answers that the model wri
 from collections.abc import Mapping
 from dataclasses import asdict, replace
 from itertools import product
+from math import inf
 from typing import Any
 
 import numpy as np
@@ -46,7 +47,9 @@ def _fit_answers(fit: Fit, scores: Mapping[str, Mapping[str, float]], name: str,
     """The law of the bits per byte of a task's answers; None where too few runs have them."""
     having = [each for each in fit.points if name in scores.get(each.name, {})]
     try:
-        return fit_points([replace(each, loss=scores[each.name][name]) for each in having], draws=len(fit.draws), seed=seed)
+        points = [replace(each, loss=scores[each.name][name]) for each in having]
+        # The answers of few questions are noisy: one that is above those of a smaller run has not diverged.
+        return fit_points(points, draws=len(fit.draws), seed=seed, diverged_ratio=inf)
     except UserError:
         return None
 
@@ -68,7 +71,7 @@ def _predict(
     predicted, deviation = _sigmoids(losses, values, weights, reached)
     drawn = np.clip(predicted[1:] + deviation * chance.standard_normal(len(fit.draws)), 0, 1)
     score = Estimate(float(predicted[0]), *interval(drawn.tolist()))
-    flat = np.ptp(values) < 4 * deviation
+    flat = np.ptp(values) <= 4 * deviation  # both are 0 where all runs have the same score
     return {"score": asdict(score), "caution": "hardly changes from run to run: read the interval" if flat else ""}
 
 

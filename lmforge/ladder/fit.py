@@ -8,7 +8,7 @@ import numpy as np
 
 from lmforge.errors import UserError
 from lmforge.ladder.draws import LawDraws
-from lmforge.ladder.law import Law, Losses, Point, best_law, diverged
+from lmforge.ladder.law import DIVERGED_RATIO, Law, Losses, Point, best_law, diverged
 
 LEVEL = 0.9  # of intervals
 
@@ -43,15 +43,16 @@ def interval(values: Sequence[float], level: float = LEVEL) -> tuple[float, floa
     return float(low), float(high)
 
 
-def fit_points(points: Sequence[Point], *, draws: int = 1000, seed: int = 0) -> Fit:
+def fit_points(points: Sequence[Point], *, draws: int = 1000, seed: int = 0, diverged_ratio: float = DIVERGED_RATIO) -> Fit:
     """Fit the points, without diverged runs, and draw laws. The same points, `draws` and `seed` give the same fit.
 
     Args:
         points: of different names.
+        diverged_ratio: a run whose loss is this many times that of a smaller one has diverged.
 
     Raises UserError where the points that remain are too few, or all of one size or token count.
     """
-    left_out = tuple(diverged(points))
+    left_out = tuple(diverged(points, diverged_ratio))
     used = tuple(each for each in points if each.name not in dict(left_out))
     try:
         best, huber = best_law(used)

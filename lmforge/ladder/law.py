@@ -55,14 +55,14 @@ class Law:
         return float(self.E + self.A * parameters**-self.alpha + self.B * tokens**-self.beta)
 
 
-def diverged(points: Sequence[Point]) -> list[tuple[str, str]]:
-    """The names of the points that a fit leaves out, each with the reason."""
+def diverged(points: Sequence[Point], ratio: float = DIVERGED_RATIO) -> list[tuple[str, str]]:
+    """The names of the points that a fit leaves out, each with the reason. ratio: the most over the loss of a smaller run."""
     found = [(each.name, f"its loss is {each.loss}") for each in points if not (isfinite(each.loss) and each.loss > 0)]
     usable = [each for each in points if isfinite(each.loss) and each.loss > 0]
     for each in usable:
         smaller = [other for other in usable if other.parameters <= each.parameters and other.tokens <= each.tokens]
         best = min(smaller, key=lambda other: other.loss)
-        if each.loss > DIVERGED_RATIO * best.loss:
+        if each.loss > ratio * best.loss:
             found.append((each.name, f"its loss is {each.loss:.3f}, that of the smaller {best.name} {best.loss:.3f}"))
     return found
 

@@ -141,8 +141,8 @@ def _losses(ladder: Mapping[str, Any], law: Law) -> str:
 def _target_mark(target: Mapping[str, Any], at: float) -> list[Curve]:
     loss = target["loss"]
     note = f"target: {interval_text(loss)}"
-    mark = Curve("target, with its interval", 1, [(at, loss["value"])], "dots", [note])
-    return [Curve("", 1, [(at, loss["low"], loss["high"])], "bars"), mark]
+    mark = Curve("target, with its interval", 7, [(at, loss["value"])], "dots", [note])
+    return [Curve("", 7, [(at, loss["low"], loss["high"])], "bars"), mark]
 
 
 def _curves(ladder: Mapping[str, Any]) -> str:
@@ -179,7 +179,7 @@ def _frontier(ladder: Mapping[str, Any]) -> str:
 
 def _sizes_at(ladder: Mapping[str, Any]) -> str:
     target = ladder["target"]
-    mark = Curve("target", 1, [(target["flops"], target["parameters"])], "dots", ["target"])
+    mark = Curve("target", 7, [(target["flops"], target["parameters"])], "dots", ["target"])
     return _along(ladder, "Frontier: best size", "parameters", [mark], y_log=True)
 
 

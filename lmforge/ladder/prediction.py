@@ -4,9 +4,10 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from lmforge.config.ranges import COUNT
 from lmforge.ladder.fit import Fit
 from lmforge.ladder.frontier import predicted_loss
-from lmforge.ladder.rungs import Trial, scaled_parameters, shapes
+from lmforge.ladder.rungs import Trial, scaled_parameters, shapes, tokens_per_step
 from lmforge.model.config import ModelConfig
 from lmforge.model.flops import flops_per_token
 
@@ -48,7 +49,8 @@ def candidates(target: Trial, flops: float) -> list[tuple[ModelConfig, float]]:
     """The models in the target's proportions among which the best is sought, the smallest first; each with its tokens."""
     times = 4 * max(1.0, (flops / target.flops) ** 0.5)
     length = target.config.data.sequence_length
-    return [(shape, flops / flops_per_token(shape, length)) for shape in shapes(target.model, times)]
+    pairs = [(shape, flops / flops_per_token(shape, length)) for shape in shapes(target.model, times)]
+    return [each for each in pairs if each[1] <= COUNT["le"] * tokens_per_step(target.config)]
 
 
 def best_shape(fit: Fit, target: Trial, flops: float) -> tuple[ModelConfig, float]:

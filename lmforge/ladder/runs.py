@@ -28,7 +28,7 @@ from lmforge.interop.resolve import stored_model_config
 from lmforge.ladder.law import Point
 from lmforge.ladder.rungs import Trial, scaled_parameters
 from lmforge.locks import try_lock
-from lmforge.manifests import read_manifest
+from lmforge.manifests import CorruptCheckpoint, read_manifest
 from lmforge.report.run_data import read_events
 from lmforge.runs import Run
 from lmforge.train.bad_steps import IN_A_ROW
@@ -77,7 +77,10 @@ def read_reached(path: Path) -> Reached:
     records = final_records(run, steps)
     if not records:
         raise UserError(f"{path}: not finished, or without a validation loss at its end; lmforge pretrain continues it")
-    manifest = read_manifest(run.checkpoint_path(steps))
+    try:
+        manifest = read_manifest(run.checkpoint_path(steps))
+    except CorruptCheckpoint as error:
+        raise UserError(f"{run.checkpoint_path(steps)}: {error}") from error
     last = records[-1]
     curve = [(record["step"] / steps, record["val/loss"]) for record in records if record["step"] and record["val/loss"]]
     return Reached(

@@ -31,6 +31,7 @@ from lmforge.model.config import ModelConfig
 from lmforge.runs import storage_errors
 from lmforge.stages.training_data import TokenSources
 
+MOST_TIMES = 1000  # the FLOPs of ladder.target over the recipe's, or the reverse: proportions are kept from there
 RECIPES, RECORD, TARGET, PREDICTION = "recipes", "ladder.json", "target.toml", "prediction.json"
 
 
@@ -136,8 +137,13 @@ def _plan(mixture: str, recipe: PretrainConfig, config: LadderConfig, folder: Pa
 
 
 def _check_choice(ladder: Ladder) -> None:
-    """Raise UserError where the smallest or largest of the runs that ladder.target may choose is no run."""
+    """Raise UserError where ladder.target is far from the recipe, or the smallest or largest of the runs that it may choose is
+    no run."""
     if ladder.flops is not None:
+        if not 1 / MOST_TIMES <= (times := ladder.flops / ladder.target.flops) <= MOST_TIMES:
+            raise UserError(
+                f"--ladder.target: it pays {times:.2g} times the recipe's FLOPs; write a recipe that is nearer to it"
+            )
         choices = candidates(ladder.target, ladder.flops)
         for choice in (choices[0], choices[-1]):
             most_epochs(ladder.resized(*choice), ladder.sources)

@@ -73,6 +73,18 @@ def test_scores_at_chance_say_so(fit: Fit) -> None:
     (found,) = predict_scores(fit, scores, TARGET)
     assert found["score"]["low"] < 0.25 < found["score"]["high"]
     assert "hardly changes" in found["caution"]
+    (same,) = predict_scores(fit, {each.name: {"val/quiz/acc": 0.25} for each in fit.points}, TARGET)
+    assert "hardly changes" in same["caution"]
+
+
+def test_a_run_whose_noisy_answers_are_worse_than_those_of_a_smaller_one_counts(fit: Fit) -> None:
+    def interval_of_bits(times: float) -> float:
+        scores = {each.name: {"val/quiz/bits_per_byte": each.loss / 4} for each in fit.points}
+        scores[fit.points[-1].name]["val/quiz/bits_per_byte"] *= times
+        (found,) = predict_scores(fit, scores, TARGET)
+        return float(found["score"]["high"] - found["score"]["low"])
+
+    assert interval_of_bits(1.8) > 1.5 * interval_of_bits(1.0)
 
 
 def test_a_task_of_fewer_than_five_runs_is_not_predicted(fit: Fit) -> None:

@@ -185,6 +185,8 @@ def test_hours_and_prices_are_budgets(recipe: Path, capfd: pytest.CaptureFixture
         ("--budget 0.1 --ladder.target 0.1", "--ladder.target: expected FLOPs such as 1e18"),
         ("--budget 1e6", "--ladder.budget: the smallest ladder of this recipe takes"),
         ("--budget 0.1 --train.global_batch_size 16384", "rungs of this recipe would have fewer than 100 steps"),
+        ("--budget 0.1 --ladder.target 1e30", "--ladder.target: it pays 1"),
+        ("--budget 0.1 --ladder.target 1e3", "--ladder.target: it pays 1"),
         ("--ladder.runs runs/a runs/b runs/../runs/a", 'runs/a" twice; leave one out'),
         ("--budget 0.1 --ladder.mixtures p/mix.toml q/mix.toml", '--ladder.mixtures: "mix" twice; rename one'),
         ("--budget 0.1 --ladder.tokens_per_parameter 5 10 10", '--ladder.tokens_per_parameter: "10" twice'),
@@ -256,6 +258,8 @@ def test_runs_that_do_not_compare_or_are_not_finished_are_refused(recipe: Path, 
         tiny_run, "elsewhere", data_plan=plan | {"phases": [plan["phases"][0] | {"proportions": {"cd": "1"}}]}
     )
     assert "elsewhere: trained with other data than the big run" in refused(*adopt, elsewhere)
+    (other / "checkpoints/step-00000006" / MANIFEST).write_text("{")
+    assert "other/checkpoints/step-00000006: manifest.json: not valid JSON" in refused(*adopt, other)
     shutil.rmtree(runs[0] / "checkpoints/step-00000006")
     assert "rung-0: not finished" in refused(*adopt)
 
