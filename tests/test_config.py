@@ -293,3 +293,9 @@ def test_only_given_model_options_override_the_model_config() -> None:
     assert PretrainConfig().model.overrides() == {}
     chosen = config(model={"preset": "nano", "load_weights": False, "hidden_size": 64, "attention_bias": False})
     assert chosen.model.overrides() == {"hidden_size": 64, "attention_bias": False}
+
+
+@pytest.mark.parametrize(("where", "way"), [({"engine": "fsdp1"}, "fsdp2"), ({"tensor_parallel_degree": 2}, "bf16")])
+def test_states_in_8_bits_where_rows_are_cut_are_refused_with_what_works_there(where: dict[str, Any], way: str) -> None:
+    with pytest.raises(UserError, match=rf"state_dtype = 8bit: not with parallel\..* cuts rows; use {way}$"):
+        config(parallel=where, optimizer={"state_dtype": "8bit"})

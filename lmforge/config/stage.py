@@ -103,8 +103,9 @@ class StageConfig(Options):
         if self.parallel.tensor_parallel_degree > 1 and self.train.float8:
             yield "train.float8: not with parallel.tensor_parallel_degree; shard with fsdp2 instead, or leave it out"
         if self.parallel.cuts_rows and self.optimizer.state_dtype == "8bit":
-            cause = "engine = fsdp1" if self.parallel.engine == "fsdp1" else "tensor_parallel_degree"
-            yield f"optimizer.state_dtype = 8bit: not with parallel.{cause}, which cuts rows; use bf16"
+            flat = self.parallel.engine == "fsdp1"
+            cause, way = ("engine = fsdp1", "fsdp2") if flat else ("tensor_parallel_degree", "bf16")
+            yield f"optimizer.state_dtype = 8bit: not with parallel.{cause}, which cuts rows; use {way}"
         if self.optimizer.stochastic_rounding and self.train.master_dtype != "bf16":
             yield "optimizer.stochastic_rounding: only with train.master_dtype = bf16; leave it out"
         optimizer = registry.find("optimizer", self.optimizer.name)

@@ -189,7 +189,17 @@ def add_lora(model: LanguageModel, config: LoraConfig) -> None:
         for module in [each for each in model.modules() if isinstance(each, Experts)]:
             for name in module.matrices:
                 quantize_parameter(module, name, config.stored)
+        _check_stacks(model, config)
     model.lora_config = config
+
+
+def _check_stacks(model: LanguageModel, config: LoraConfig) -> None:
+    """Raise UserError where a stack of matrices is not quantized: most of a mixture's weights."""
+    for name, each in model.blocks.named_parameters():
+        # Kernels of convolutions have one row.
+        if each.ndim > 2 and min(each.shape[-2:]) > 1 and each.dtype != torch.uint8 and not name.endswith(LORA_SUFFIXES):
+            way = "use model.implementation = lmforge where it has the family, or leave it out"
+            raise UserError(f"lora.base_dtype = {config.base_dtype}: {name} would stay in full precision; {way}")
 
 
 def _linear_layers(model: LanguageModel) -> dict[str, tuple[nn.Linear | Conv1D, int]]:

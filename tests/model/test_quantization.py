@@ -26,6 +26,7 @@ from lmforge.model.quantization.matrices import quantized_matrices
 from lmforge.parallel.activation_checkpointing import apply_activation_checkpointing
 from lmforge.stages.pretrained import find_pretrained
 from tests.distributed.shapes import SHAPES
+from tests.model.foreign import described
 from tests.model.test_lora import assert_close, gradients, logits, one_document, set_adapters, with_adapters
 from tests.seeds import fresh_random
 
@@ -199,3 +200,9 @@ def test_a_quantized_model_is_the_model_of_the_dequantized_matrices(kind: str, s
         assert mine.keys() == theirs.keys()
         for name, gradient in mine.items():
             assert_close(gradient, theirs[name])
+
+
+def test_a_mixture_whose_experts_would_stay_in_full_precision_is_refused() -> None:
+    model = build_model(described("mixtral"), "meta")
+    with pytest.raises(UserError, match=r"lora\.base_dtype = nf4: 0\.mlp\.experts\.gate_up_proj would stay in full precision"):
+        add_lora(model, LoraConfig(rank=2, alpha=4.0, base_dtype="nf4"))

@@ -408,3 +408,8 @@ def test_rounding_of_bf16_states_is_frozen() -> None:
 @pytest.mark.parametrize("name", BUILT_IN_NAMES["optimizer"])
 def test_the_host_waits_for_the_device_in_no_step_of_an_optimizer_of_ours(name: str) -> None:
     assert registry.get("optimizer", name).facts["reads_found_inf"]
+
+
+def test_stochastic_rounding_is_refused_where_an_optimizer_would_not_do_it() -> None:
+    with pytest.raises(UserError, match=r"stochastic_rounding: not with optimizer\.name = sgd; use adamw or muon"):
+        build_optimizer(model_of(next(iter(SHAPES))), OptimizerOptions.model_construct(name="sgd", stochastic_rounding=True))

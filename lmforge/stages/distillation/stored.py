@@ -5,11 +5,12 @@ Only scored tokens are stored. At 64 ids each takes 516 bytes, 0.4 % of its 32,0
 """
 
 import json
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 
@@ -86,7 +87,13 @@ def check_stored(config: DistillConfig, inputs: RunInputs, teacher_digest: str |
             what = DESCRIBED.get(name, "another version of lmforge")
             raise UserError(f"distill.logprobs: {folder}: written for {what}; name another folder, or what it was written for")
     paths = [path for name, each in distilled_datasets(inputs).items() for path in chunk_paths(folder / name, each)]
-    missing = sum(not path.exists() for path in paths)
+    missing = 0
+    for path in paths:
+        try:
+            with open(path, "rb") as file:
+                read_counts(file, path, stored["top_k"])
+        except FileNotFoundError:
+            missing += 1
     if missing and teacher_digest is None:
         raise UserError(f"distill.logprobs: {folder}: {missing} files are missing; name the teacher, distill.teacher, again")
 
@@ -135,6 +142,21 @@ def read_stored(ctx: RunContext, inputs: RunInputs, digest: str | None, score: C
             )
 
 
+def read_counts(file: BinaryIO, path: Path, k: int) -> np.ndarray:
+    """How many tokens each sequence of a file has; their records follow. Raises UserError where it has not all of them."""
+    try:
+        counts: np.ndarray = np.lib.format.read_array(file, allow_pickle=False)
+        if os.fstat(file.fileno()).st_size == file.tell() + counts.sum() * record_dtype(k).itemsize:
+            return counts
+    except ValueError:  # cut, empty, or of something else
+        pass
+    raise _damaged(path)
+
+
+def _damaged(path: Path) -> UserError:
+    return UserError(f"{path}: not what was stored of this data; delete it")
+
+
 @dataclass
 class StoredPacking(Packing):
     """Sequences with what is stored of their scored tokens, and zeros elsewhere."""
@@ -156,7 +178,7 @@ class StoredPacking(Packing):
         scored = out.labels != IGNORE_INDEX
         records = self._records(index) if index < self.num_sequences else np.empty(0, record_dtype(self.k))
         if len(records) != scored.sum():
-            raise self._damaged(index)
+            raise _damaged(self.paths[index // CHUNK_SEQUENCES])
         for name in ("ids", "logprobs"):
             out.extras[f"teacher_{name}"][:] = 0
             out.extras[f"teacher_{name}"][scored] = records[name]
@@ -170,16 +192,6 @@ class StoredPacking(Packing):
         number, at = divmod(index, CHUNK_SEQUENCES)
         dtype = record_dtype(self.k)
         with open(self.paths[number], "rb") as file:
-            try:
-                counts = np.lib.format.read_array(file, allow_pickle=False)
-                before, count = int(counts[:at].sum()), int(counts[at])
-            except (ValueError, IndexError):  # cut, empty, or of something else
-                raise self._damaged(index) from None
-            file.seek(before * dtype.itemsize, 1)
-            content = file.read(count * dtype.itemsize)
-        if len(content) != count * dtype.itemsize:
-            raise self._damaged(index)
-        return np.frombuffer(content, dtype)
-
-    def _damaged(self, index: int) -> UserError:
-        return UserError(f"{self.paths[index // CHUNK_SEQUENCES]}: not what was stored of this data; delete it")
+            counts = read_counts(file, self.paths[number], self.k)
+            file.seek(int(counts[:at].sum()) * dtype.itemsize, 1)
+            return np.frombuffer(file.read(int(counts[at : at + 1].sum()) * dtype.itemsize), dtype)

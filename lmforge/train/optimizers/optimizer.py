@@ -44,15 +44,17 @@ def build_optimizer(
     for name, numbers in tensor_options(model, options, shapes).items():
         groups.setdefault(tuple(numbers.values()), {"params": [], **numbers})["params"].append(parameters[name])
     optimizer: torch.optim.Optimizer = entry.build(list(groups.values()), options, entry_options(options, entry))
-    if options.stochastic_rounding:
-        trained = {name: each for name, each in parameters.items() if each.requires_grad}
-        optimizer.rounding_keys = {each: derive_key(0, "rounding", name) for name, each in trained.items()}  # type: ignore[attr-defined]
     if not isinstance(optimizer, torch.optim.Optimizer):
         kind = type(optimizer).__name__
         raise UserError(f"{entry.origin}: optimizer {entry.name} returned {kind}, not a torch.optim.Optimizer")
     if not isinstance(optimizer, torch.optim.AdamW) and not hasattr(optimizer, "get_or_init_state"):
         way = "give it get_or_init_state(parameter, group), which returns its tensors for a parameter"
         raise UserError(f"{entry.origin}: optimizer {entry.name}: its state cannot be saved; {way}")
+    if options.stochastic_rounding:
+        if not hasattr(optimizer, "rounding_keys"):
+            raise UserError(f"optimizer.stochastic_rounding: not with optimizer.name = {entry.name}; use adamw or muon")
+        trained = {name: each for name, each in parameters.items() if each.requires_grad}
+        optimizer.rounding_keys = {each: derive_key(0, "rounding", name) for name, each in trained.items()}
     if not entry.facts.get("reads_found_inf"):  # it would always take the step: the host decides (`step_unless`)
         optimizer.ignores_found_inf = True  # type: ignore[attr-defined]
     return optimizer
