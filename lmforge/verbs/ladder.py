@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from math import isfinite, log
 from pathlib import Path
+from shlex import quote
 from statistics import median
 from typing import Any
 
@@ -257,7 +258,7 @@ def _finish(ladder: Ladder, adopted: list[Reached], folder: Path) -> Fitted:
     numbers = {"name": ladder.mixture, "curves": curves, "tasks": tasks, **found}
     fitted = Fitted(fit, target, numbers)
     _print_prediction(fitted, trial)
-    print(f"to start   {typed_command()} pretrain {folder / f'{stem}{TARGET}'}")
+    print(f"to start   {typed_command()} pretrain {quote(str(folder / f'{stem}{TARGET}'))}")
     return fitted
 
 

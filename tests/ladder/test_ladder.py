@@ -282,16 +282,17 @@ def test_adopted_runs_make_a_page_that_names_what_was_left_out_and_read_too_ofte
         model = config | {"num_hidden_layers": layers}
         runs.append(str(pretended(tiny_run, f"{number}/base", loss, hf_config=model, global_batch_size=batch)))
     runs.append(str(pretended(tiny_run, "spiked", 9.0, global_batch_size=64)))
-    text = ["--data.sequence_length", "48", "--validation.sequences", "4", "--ladder.target", "1e12"]
+    text = ["--data.sequence_length", "48", "--validation.sequences", "4", "--ladder.target", "1e12", "--run.name", "my big"]
     assert run(["ladder", str(recipe), *PLANNED, *text, "--ladder.runs", *runs]) == 0
     out = capfd.readouterr().out
-    numbers = json.loads(Path("runs/big-ladder/ladder-fit.json").read_text())["ladders"][0]
+    numbers = json.loads(Path("runs/my big-ladder/ladder-fit.json").read_text())["ladders"][0]
     assert [point["name"] for point in numbers["points"]] == runs[:-1]
     assert numbers["left_out"][0]["name"] == "spiked"
     (repeated,) = (line for line in numbers["cautions"] if line.startswith("the target reads tokens"))
     assert f"caution    {repeated}" in out
-    assert repeated in Path("runs/big-ladder/ladder.html").read_text()
-    chosen = parse_config(PretrainConfig, ["runs/big-ladder/target.toml"])
+    assert " pretrain 'runs/my big-ladder/target.toml'\n" in out
+    assert repeated in Path("runs/my big-ladder/ladder.html").read_text()
+    chosen = parse_config(PretrainConfig, ["runs/my big-ladder/target.toml"])
     assert chosen.train.steps != 20_000
     assert chosen.schedule.warmup_ratio == 0.1
 
