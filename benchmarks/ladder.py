@@ -28,7 +28,7 @@ from lmforge.runs import Run
 TOKENS_PER_PARAMETER = 20
 VOCABULARY, LENGTH, HEAD_DIM, LAYERS = 1024, 256, 32, 6
 BATCH = 8  # sequences: 2,048 tokens
-LR = 4e-3
+LR, RATES = 4e-3, (2e-3, 4e-3, 8e-3)  # the latter are tried by the ladder
 PACKAGES, HEADERS = Path(torch.__file__).parents[1], Path(torch.__file__).parent / "include"
 GOAL = 0.01  # of the loss
 
@@ -95,6 +95,8 @@ num_hidden_layers = {LAYERS}
 num_attention_heads = {width // HEAD_DIM}
 num_key_value_heads = {width // HEAD_DIM}
 head_dim = {HEAD_DIM}
+initializer_range = 0.05
+embedding_initializer_range = 1.0
 [train]
 steps = {steps}
 global_batch_size = {batch}
@@ -103,6 +105,7 @@ dtype = "bf16"
 threads = 1
 [optimizer]
 lr = {LR}
+embedding_lr_ratio = 5.0
 [schedule]
 warmup_steps = {max(1, steps // 50)}
 min_lr_ratio = 0.0
@@ -129,7 +132,7 @@ def measure(kind: str, parameters: float, budget: str, parallel: int, tiny: bool
         run_lmforge("prepare", text, data, "--vocab_size", VOCABULARY, "--validation_ratio", 0.02)
     file.write_text(recipe(parameters, data, tiny))
     words = [file, "--run.folder", runs, "--budget", budget, "--ladder.parallel_runs", parallel]
-    words += ["--ladder.sizes", 2, "--ladder.tokens_per_parameter", 1.5, 2, 3, 4] if tiny else []
+    words += ["--ladder.sizes", 2, "--ladder.tokens_per_parameter", 1.5, 2, 3, 4] if tiny else ["--ladder.learning_rates", *RATES]
     run_lmforge("ladder", *words)
     ladder = runs / "target-ladder"
     _, predicted, low, high = json.loads((ladder / "prediction.json").read_text())["points"][-1]
