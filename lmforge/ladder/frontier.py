@@ -16,6 +16,7 @@ from lmforge.ladder.fit import LEVEL, Fit, interval
 from lmforge.ladder.law import EXPONENTS, Law
 
 FAR = 100  # FLOPs of the target over those of the largest run: beyond, a law says little
+NOISY = 0.015  # deviation of runs from the law; 0.2 to 0.6 % are usual
 FLAT = 0.01  # of the loss: sizes that cost no more are as good
 SIZE_RATIOS = (0.25, 0.35, 0.5, 0.7, 1.0, 1.4, 2.0, 3.0, 4.0)  # over the best size
 FRONTIER_POINTS = 30
@@ -115,6 +116,11 @@ def cautions(fit: Fit, target: Target) -> list[str]:
             )
         elif not EXPONENTS[0] * 1.01 < (value := getattr(fit.best, exponent)) < EXPONENTS[1] / 1.01:
             lines.append(f"{exponent} is {value:.2g} in the best law, the end of its range: no such law fits these runs well")
+    if (noise := float(np.median(fit.noises))) > NOISY:
+        lines.append(
+            f"losses of the runs are {noise:.1%} from the law: are they too short, or is the learning rate too high for them? "
+            "longer ones, or --ladder.learning_rates, would show it"
+        )
     if fit.law != fit.best:
         lines.append("the best law lies at an end of those that the runs allow: all values are of one in their middle")
     for name in ("alpha", "beta"):

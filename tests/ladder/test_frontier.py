@@ -133,3 +133,9 @@ def test_of_two_mixtures_the_better_is_named_only_beyond_the_interval() -> None:
     assert not alike["decided"]
     assert differ["decided"]
     assert differ["low"] < LAW.loss(3e6, 6e7) - other.loss(3e6, 6e7) < differ["high"]
+
+
+@pytest.mark.parametrize(("noise", "is_said"), [(0.003, False), (0.04, True)])
+def test_runs_that_follow_no_law_are_said_to(noise: float, is_said: bool) -> None:
+    lines = cautions(fit_points(ladder(noise=noise), draws=100), TARGET)
+    assert any("--ladder.learning_rates" in line for line in lines) == is_said
