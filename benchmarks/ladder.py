@@ -132,7 +132,9 @@ def measure(kind: str, parameters: float, budget: str, parallel: int, tiny: bool
         run_lmforge("prepare", text, data, "--vocab_size", VOCABULARY, "--validation_ratio", 0.02)
     file.write_text(recipe(parameters, data, tiny))
     words = [file, "--run.folder", runs, "--budget", budget, "--ladder.parallel_runs", parallel]
-    words += ["--ladder.sizes", 2, "--ladder.tokens_per_parameter", 1.5, 2, 3, 4] if tiny else ["--ladder.learning_rates", *RATES]
+    words += (
+        ["--ladder.sizes", 2, "--ladder.tokens_per_parameter", 1.5, 2, 3, 4] if tiny else ["--ladder.learning_rates", *RATES]
+    )
     run_lmforge("ladder", *words)
     ladder = runs / "target-ladder"
     _, predicted, low, high = json.loads((ladder / "prediction.json").read_text())["points"][-1]
