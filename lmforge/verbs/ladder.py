@@ -257,6 +257,8 @@ def _finish(ladder: Ladder, adopted: list[Reached], folder: Path) -> Fitted:
     found["cautions"] += repeated(trial, ladder.rungs, ladder.sources)
     numbers = {"name": ladder.mixture, "curves": curves, "tasks": tasks, **found}
     fitted = Fitted(fit, target, numbers)
+    if ladder.mixture:
+        print(f"mixture    {ladder.mixture}")
     _print_prediction(fitted, trial)
     print(f"to start   {typed_command()} pretrain {quote(str(folder / f'{stem}{TARGET}'))}")
     return fitted

@@ -390,6 +390,7 @@ def test_mixtures_are_compared_on_one_page_and_their_rungs_can_be_adopted(
     (pair,) = numbers["comparison"]
     assert (pair["first"], pair["second"]) == ("even", "uneven")
     assert "compared   even less uneven" in done.stdout
+    assert done.stdout.count("mixture    uneven\n") == 2  # above its plan, and above its prediction
     assert "Mixtures at the target" in (folder / "ladder.html").read_text()
     started = lmforge("pretrain", folder / "uneven-target.toml", "--dry-run")
     assert started.returncode == 0, started.stderr
