@@ -74,6 +74,7 @@ def test_a_recipe_with_adapters_is_shown_with_their_cost(tiny_run: Path, lmforge
     words = ["align", "--method", method, "--model.source", tiny_run, "--data.files", "pairs.jsonl"]
     whole, adapted = (lmforge(*words, *more, "--dry-run").stdout for more in ([], ["--lora.rank", 2]))
     [line] = re.findall(r"^adapters .*$", adapted, re.M)
+    assert not re.search(r"^memory ", adapted, re.M)  # of all weights in fp32, and states that are not there
     more, trained = (int(number.replace(",", "")) for number in re.findall(r"([\d,]+) (?:more|are)", line))
     width = Run(tiny_run).load_config().model.hidden_size
     assert width is not None

@@ -48,7 +48,7 @@ def describe_recipe(config: StageConfig, everything: bool = False) -> str:
         lines += data_lines
     model = resolve_model(config, vocab_size)
     optimizer, master_dtype = config.optimizer, config.train.master_dtype
-    lines.append(describe_cost(model, config.data.sequence_length, optimizer, master_dtype))
+    lines.append(describe_size(model, config.data.sequence_length))
     flops = float(flops_per_token(model, config.data.sequence_length))
     state_bytes = checkpoint_bytes(optimizer, master_dtype, count_all(model))
     if isinstance(config, TunedConfig) and config.lora.rank is not None:
@@ -62,6 +62,8 @@ def describe_recipe(config: StageConfig, everything: bool = False) -> str:
             f"adapters   {added:,} more parameters; {counts.trained:,} are trained, so {flops:.3g} FLOPs per token"
             f" and {format_bytes(state_bytes)} of weights and optimizer states"
         )
+    else:
+        lines.append(describe_memory(model, optimizer, master_dtype))
     if (teacher := resolve_teacher(config)) is not None:
         lines.append(_describe_teacher(config, teacher))
         check_parallel(config.parallel, teacher, plan)
@@ -130,14 +132,20 @@ def _describe_sharding(config: StageConfig, world_size: int, state_bytes: int) -
     return [f"sharding   {dims}: {copies} over {ranks} of {world_size} ranks; each holds {where}"]
 
 
-def describe_cost(model: ModelConfig, sequence_length: int, optimizer: OptimizerOptions, master_dtype: str) -> str:
-    """Parameters, FLOPs per token and memory of weights and optimizer states of a model that `optimizer` trains."""
+def describe_size(model: ModelConfig, sequence_length: int) -> str:
+    """Parameters and FLOPs per token of a model."""
     count = parameter_count(model)
-    experts = f"experts    {describe_experts(model)}\n" if any(model.sparse_layers) else ""
+    experts = f"\nexperts    {describe_experts(model)}" if any(model.sparse_layers) else ""
     return (
         f"model      {count.total:,} parameters ({count.active_matmul:,} multiply each token),"
-        f" {flops_per_token(model, sequence_length):.3g} FLOPs per token at length {sequence_length:,}\n"
-        f"{experts}memory     {format_bytes(count.total * DTYPE_BYTES[master_dtype])} of {master_dtype} weights;"
+        f" {flops_per_token(model, sequence_length):.3g} FLOPs per token at length {sequence_length:,}{experts}"
+    )
+
+
+def describe_memory(model: ModelConfig, optimizer: OptimizerOptions, master_dtype: str) -> str:
+    """Memory of weights and optimizer states of a model that `optimizer` trains."""
+    return (
+        f"memory     {format_bytes(parameter_count(model).total * DTYPE_BYTES[master_dtype])} of {master_dtype} weights;"
         f" {format_bytes(checkpoint_bytes(optimizer, master_dtype, count_all(model)))} with the states of {optimizer.name},"
         " over all ranks that shard it"
     )
@@ -160,6 +168,6 @@ def describe_model(model: ModelConfig, title: str, sequence_length: int | None =
         f" feed-forward {' and '.join(feed_forward)}, {heads}\n"
         f"vocabulary {model.vocab_size:,}, {'tied' if model.tie_word_embeddings else 'untied'};"
         f" positions {model.max_position_embeddings:,}\n"
-        f"{describe_cost(model, length, OptimizerOptions(), 'fp32')}\n"
+        f"{describe_size(model, length)}\n{describe_memory(model, OptimizerOptions(), 'fp32')}\n"
         f"{FLOPS_CONVENTION}"
     )
