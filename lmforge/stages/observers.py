@@ -302,7 +302,8 @@ def log_summary(
         assert lora is not None
         assert lora.stored is not None
         saved = counts.quantized * DTYPE_BYTES[master] - counts.quantized_bytes
-        takes = f"{format_bytes(counts.quantized_bytes)}, {format_bytes(saved)} less than in {master}"
+        than = f"{'less' if saved >= 0 else 'more'} than in {master}"  # rows that are padded to a block can take more
+        takes = f"{format_bytes(counts.quantized_bytes)}, {format_bytes(abs(saved))} {than}"
         log(f"base       {counts.quantized:,} frozen weights in {lora.stored.describe()}: {takes}")
     if any(model_config.sparse_layers):
         log(f"experts    {describe_experts(model_config)}; {built.parallel_model.model.balance.describe()}")

@@ -258,6 +258,13 @@ def test_a_stored_file_that_is_cut_is_named(world: World, refused: Refusal, tmp_
     assert said == f"{cut}: not what was stored of this data; delete it"
 
 
+def test_a_place_where_nothing_can_be_stored_is_named(world: World, refused: Refusal, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    said = refused(*world.words("nowhere", *stored(tmp_path / "file" / "new"), steps=1))
+    where = f"{tmp_path / 'file' / 'new'}: cannot be made a folder (there is a file where a folder would be)"
+    assert said == f"{where}; choose another distill.logprobs"
+
+
 def test_a_folder_that_another_run_has_begun_meanwhile_is_refused(world: World, tmp_path: Path) -> None:
     def inputs_of(temperature: int) -> tuple[DistillConfig, RunInputs]:
         words = world.words("meanwhile", *stored(tmp_path / "new"), "--distill.temperature", temperature)

@@ -23,6 +23,7 @@ from lmforge.data.labels import IGNORE_INDEX
 from lmforge.data.mixture import MixedDataset
 from lmforge.data.packing import Extra, PackedSequence, Packing
 from lmforge.errors import UserError
+from lmforge.runs import storage_errors
 from lmforge.stages.alignment.reference import CHUNK_SEQUENCES, chunk_paths, write_chunks
 from lmforge.stages.attempt import RunContext
 from lmforge.stages.inputs import RunInputs
@@ -80,6 +81,8 @@ def check_stored(config: DistillConfig, inputs: RunInputs, teacher_digest: str |
             raise UserError(f"distill.logprobs: {folder}: there is something else; name a new folder")
         if teacher_digest is None:
             raise UserError(f"distill.logprobs: {folder}: nothing is stored there; name the teacher, distill.teacher")
+        with storage_errors(folder, "cannot be made a folder", "choose another distill.logprobs"):
+            folder.mkdir(parents=True, exist_ok=True)
         return
     stored = read_json(folder / MANIFEST, dict[str, Any])
     for name, value in describe_stored(config, inputs, teacher_digest).items():
