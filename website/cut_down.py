@@ -57,7 +57,7 @@ def shortened(line: str) -> str:
         return f"{line} --games 20 --positions 4 --nodes 10 --workers 1"
     if words[:2] == ["lmforge", "evaluate"] and "--tasks" not in words:
         return f"{line} --sequences 32"
-    if words[:2] == ["lmforge", "ladder"] and "--ladder.dry_run" not in words:
+    if words[:2] == ["lmforge", "ladder"] and "--dry-run" not in words:
         return " ".join([line, *(f"--{name} {value}" for name, value in SMALL_LADDER.items())])
     if not {*TRAINING, "bench"} & set(words) or {"--dry-run", "--help"} & set(words):
         return line

@@ -16,7 +16,7 @@ from lmforge.ladder.fit import LEVEL, Fit, interval
 from lmforge.ladder.law import EXPONENTS, Law
 
 FAR = 100  # FLOPs of the target over those of the largest run: beyond, a law says little
-NOISY = 0.015  # deviation of runs from the law; 0.2 to 0.6 % are usual
+NOISY = 0.015  # deviation of runs from the law: twice that of seeds of the quickstart
 FLAT = 0.01  # of the loss: sizes that cost no more are as good
 SIZE_RATIOS = (0.25, 0.35, 0.5, 0.7, 1.0, 1.4, 2.0, 3.0, 4.0)  # over the best size
 FRONTIER_POINTS = 30
