@@ -12,14 +12,15 @@ from typing import Any
 
 import numpy as np
 
-from lmforge.ladder.fit import LEVEL, Fit, interval
+from lmforge.errors import UserError
+from lmforge.ladder.fit import LEVEL, Fit, fit_points, interval
 from lmforge.ladder.law import EXPONENTS, Law
 
 FAR = 100  # FLOPs of the target over those of the largest run: beyond, a law says little
 NOISY = 0.015  # deviation of runs from the law: twice that of seeds of the quickstart
 FLAT = 0.01  # of the loss: sizes that cost no more are as good
 SIZE_RATIOS = (0.25, 0.35, 0.5, 0.7, 1.0, 1.4, 2.0, 3.0, 4.0)  # over the best size
-FRONTIER_POINTS = 30
+FRONTIER_POINTS, CHECK_DRAWS = 30, 200
 
 
 @dataclass(frozen=True)
@@ -132,6 +133,19 @@ def cautions(fit: Fit, target: Target) -> list[str]:
     return lines
 
 
+def check_largest(fit: Fit) -> dict[str, Any] | None:
+    """The run with the most FLOPs, as the smaller models predict it: what the ladder would have said of it before it was
+    trained. None where they cannot fix a law."""
+    largest = max(fit.points, key=lambda each: each.parameters * each.tokens)
+    try:
+        smaller = fit_points([each for each in fit.points if each.parameters < largest.parameters], draws=CHECK_DRAWS)
+    except UserError:
+        return None
+    predicted = predicted_loss(smaller, largest.parameters, largest.tokens)
+    found = {"name": largest.name, "loss": largest.loss, "predicted": asdict(predicted)}
+    return found | {"is_inside": predicted.low <= largest.loss <= predicted.high}
+
+
 def conclusions(fit: Fit, target: Target) -> dict[str, Any]:
     """Everything that follows from a fit about a target, as values for JSON. Intervals are of LEVEL."""
     flops, law = target.flops, fit.law
@@ -148,6 +162,7 @@ def conclusions(fit: Fit, target: Target) -> dict[str, Any]:
         ],
         "left_out": [{"name": name, "reason": reason} for name, reason in fit.left_out],
         "cautions": cautions(fit, target),
+        "check": check_largest(fit),
         "target": asdict(target) | {"flops": flops, "loss": asdict(loss), "bits_per_byte": _bits(loss, target)},
         "best": _best(fit, target, flops),
         "flat": dict(zip(("low", "high"), flat_range(law, target, flops), strict=True)),

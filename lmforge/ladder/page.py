@@ -49,6 +49,13 @@ def render(title: str, ladders: Sequence[Mapping[str, Any]], comparison: Sequenc
     )
 
 
+def check_text(check: Mapping[str, Any]) -> str:
+    """What the smaller models say of the largest run, in words."""
+    off = check["predicted"]["value"] / check["loss"] - 1
+    verdict = f"{off:+.1%}" if check["is_inside"] else f"{off:+.1%}, outside the interval: these runs follow no one law"
+    return f"{check['name']} by the smaller models: {interval_text(check['predicted'])}, reached {check['loss']:.4f}: {verdict}"
+
+
 def interval_text(estimate: Mapping[str, float], digits: int = 4) -> str:
     """A value with its interval."""
     value, low, high = (short(float(f"{estimate[name]:.{digits}g}")) for name in ("value", "low", "high"))
@@ -104,6 +111,7 @@ def _tiles(ladder: Mapping[str, Any]) -> str:
     facts = {
         "loss, nats per token": interval_text(target["loss"]),
         "bits per byte": interval_text(target["bits_per_byte"]) if target["bits_per_byte"] else "",
+        "check: the largest run": check_text(ladder["check"]) if ladder["check"] else "",
         "FLOPs of the target": f"{target['flops']:.3g}",
         "best size for as many FLOPs": interval_text(best["parameters"], 3),
         "its tokens": interval_text(best["tokens"], 3),

@@ -21,7 +21,7 @@ from lmforge.ladder.costs import Cost, Costs
 from lmforge.ladder.downstream import predict_scores
 from lmforge.ladder.fit import Fit, fit_points
 from lmforge.ladder.frontier import FAR, Target, compare, conclusions
-from lmforge.ladder.page import write_page
+from lmforge.ladder.page import check_text, write_page
 from lmforge.ladder.prediction import best_shape, candidates, predict_curve
 from lmforge.ladder.rates import best_rate, rate_trials, with_rate
 from lmforge.ladder.rungs import Trial, check_target, make_rung, plan_rungs, resized, with_changes
@@ -285,6 +285,8 @@ def _print_prediction(fitted: Fitted, trial: Trial) -> None:
         "{value:.4f} ({low:.4f} to {high:.4f})".format(**numbers["target"][name]) for name in ("loss", "bits_per_byte")
     )
     print(f"predicted  {_describe(trial)}: val/loss {loss}, {bits} bits per byte")
+    if numbers["check"]:
+        print(f"check      {check_text(numbers['check'])}")
     for task in numbers["tasks"]:
         caution = f" ({task['caution']})" if task["caution"] else ""
         print(f"score      {task['name']}: {'{value:.3f} ({low:.3f} to {high:.3f})'.format(**task['score'])}{caution}")

@@ -139,3 +139,25 @@ def test_of_two_mixtures_the_better_is_named_only_beyond_the_interval() -> None:
 def test_runs_that_follow_no_law_are_said_to(noise: float, is_said: bool) -> None:
     lines = cautions(fit_points(ladder(noise=noise), draws=100), TARGET)
     assert any("--ladder.learning_rates" in line for line in lines) == is_said
+
+
+def test_the_largest_run_is_predicted_from_the_smaller_models_and_one_that_is_off_is_told() -> None:
+    points = ladder(noise=0.003)
+    check = conclusions(fit_points(points, draws=100), TARGET)["check"]
+    assert check["name"] == max(points, key=lambda each: each.parameters * each.tokens).name
+    assert check["is_inside"]
+    assert check["predicted"]["value"] == pytest.approx(check["loss"], rel=0.05)
+    # Larger models that learn what smaller ones cannot.
+    largest = max(each.parameters for each in points)
+    better = [replace(each, loss=each.loss * 0.9) if each.parameters == largest else each for each in points]
+    check = conclusions(fit_points(better, draws=100), TARGET)["check"]
+    assert not check["is_inside"]
+    assert check["predicted"]["value"] > 1.05 * check["loss"]
+
+
+def test_too_few_smaller_models_check_nothing() -> None:
+    points = ladder(noise=0.003)
+    sizes = sorted({each.parameters for each in points})
+    assert (
+        conclusions(fit_points([each for each in points if each.parameters >= sizes[-2]], draws=100), TARGET)["check"] is None
+    )
