@@ -368,7 +368,7 @@ def test_adapters_beside_four_bits_are_merged_into_what_they_were_trained_with(
     for name, value in load_file(tmp_path / "out" / "model.safetensors").items():
         assert torch.equal(value, merged[name].bfloat16()), name
     said = (world.run("sft qlora").path / "logs" / "attempt-1" / "rank-0.log").read_text()
-    assert re.search(r"base +[\d,]+ frozen weights in nf4 with scales in 8 bits: .* (less|more) than in fp32", said)
+    assert re.search(r"base +[\d,]+ frozen weights in nf4 with scales in 8 bits: .* more than in fp32", said)
 
 
 def test_an_export_of_adapters_merges_them_and_names_how_it_chats(world: World, lmforge: Command, tmp_path: Path) -> None:

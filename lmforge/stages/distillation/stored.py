@@ -73,7 +73,8 @@ def describe_stored(config: DistillConfig, inputs: RunInputs, teacher_digest: st
 
 
 def check_stored(config: DistillConfig, inputs: RunInputs, teacher_digest: str | None) -> None:
-    """Raise UserError where distill.logprobs is of something else, or lacks what only a teacher could add."""
+    """Raise UserError where distill.logprobs is of something else, or lacks what only a teacher could add. A new
+    folder is made, so that one that cannot be is refused before the run."""
     folder = config.distill.logprobs
     assert folder is not None
     if not (folder / MANIFEST).exists():
