@@ -9,13 +9,17 @@ FOLDER/NAME-RANK.json of the memory that each rank held.
 import json
 import sys
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from lmforge.bench.bounds import FP32, relative_difference
 from lmforge.bench.parity import OPTIMIZER, ParityCase, ParityData, ParityResult, relative_differences, run_case, run_single
 from lmforge.cluster import distributed as cluster
 from lmforge.cluster.distributed import DistributedContext
@@ -53,16 +57,47 @@ class DrawnData(ParityData):
         return ParityData(self.sequences, self.sequence_length, self.steps, seed).batch(step, vocab_size)
 
 
-def run_without_near_ties(case: ParityCase, data: DrawnData, dist_ctx: DistributedContext) -> tuple[DrawnData, ParityResult]:
-    """The result of one process on data in which rounding chooses no other expert."""
+def run_where_rounding_stays_small(
+    case: ParityCase, data: DrawnData, dist_ctx: DistributedContext
+) -> tuple[DrawnData, ParityResult]:
+    """The result of one process on data in which rounding chooses no other expert and does not grow.
+
+    It grows where a loss spikes: there one process that rounds differently is as far from itself as its splits are from it.
+    """
     while True:
         with near_ties() as found:
             result = run_single(case, data, dist_ctx)
+        with other_rounding():
+            rounded = run_single(case, data, dist_ctx)
         mixtures = case.model_config.sparse_layers.count(True)
-        of_steps = [sum(found[step * mixtures : (step + 1) * mixtures]) for step in range(data.steps)]
-        if not any(of_steps):
+        near = [sum(found[step * mixtures : (step + 1) * mixtures]) > 0 for step in range(data.steps)]
+        grown = [
+            relative_difference(*norms) > FP32.gradient_norm / 2
+            for norms in zip(rounded.grad_norms, result.grad_norms, strict=True)
+        ]
+        # What follows a spike may differ because of it.
+        grown = [each and not any(grown[:step]) for step, each in enumerate(grown)]
+        if not any(near + grown):
             return data, result
-        data = replace(data, again=tuple(again + (count > 0) for again, count in zip(data.again, of_steps, strict=True)))
+        data = replace(data, again=tuple(again + max(of_step) for again, *of_step in zip(data.again, near, grown, strict=True)))
+        assert max(data.again) < 50, "rounding grows on all data"
+
+
+@contextmanager
+def other_rounding() -> Iterator[None]:
+    """Within this, of what each layer gives a third of the elements is larger by a rounding, and a third smaller."""
+    signs = torch.Generator().manual_seed(0)
+
+    def round_differently(module: nn.Module, args: object, result: Any) -> Tensor | None:
+        if any(True for _ in module.children()) or not isinstance(result, Tensor):
+            return None
+        return result * (1 + torch.randint(-1, 2, result.shape, generator=signs) * torch.finfo(result.dtype).eps)
+
+    hook = nn.modules.module.register_module_forward_hook(round_differently)
+    try:
+        yield
+    finally:
+        hook.remove()
 
 
 def _with_norm_offset(result: ParityResult, case: ParityCase) -> ParityResult:
@@ -80,7 +115,7 @@ if __name__ == "__main__":
         cases = [replace(case, model_config=SHAPES[shape]) for case in cases]
         data, reference = drawn, None
         if cases and dist_ctx.is_rank0:
-            data, reference = run_without_near_ties(cases[0], drawn, dist_ctx)
+            data, reference = run_where_rounding_stays_small(cases[0], drawn, dist_ctx)
             reference = _with_norm_offset(reference, cases[0])
             still = OPTIMIZER.model_copy(update={"lr": 1e-30})
             untrained = run_single(replace(cases[0], optimizer=still), data, dist_ctx)
