@@ -32,14 +32,20 @@ def as_planned(trial: Trial, sources: TokenSources, name: str = "the big run") -
     return Reached(name, trial.parameters, trial.tokens, nan, nan, (), text, {})
 
 
-def repeated(target: Trial, rungs: Sequence[Trial], sources: TokenSources) -> list[str]:
-    """What is said of the big run and of rungs that read a source more than MOST_EPOCHS times."""
-    lines = []
-    for trial, who in ((target, "the target"), *((rung, rung.name) for rung in rungs)):
-        name, epochs = most_epochs(trial, sources)
-        if epochs > MOST_EPOCHS:
-            lines.append(f"{who} reads {name} {epochs:.1f} times: beyond {MOST_EPOCHS} the law does not hold, and is too low")
-    return lines
+def repeated(target: Trial, rungs: Sequence[Trial], sources: TokenSources, best_tokens: float | None = None) -> list[str]:
+    """What is said of the big run and of rungs that read a source more than MOST_EPOCHS times, and of a run of the best size,
+    which has `best_tokens`."""
+    read = [
+        (who, *most_epochs(trial, sources)) for who, trial in (("the target", target), *((rung.name, rung) for rung in rungs))
+    ]
+    if best_tokens is not None:
+        _, name, epochs = read[0]
+        read.append(("the best run for as many FLOPs", name, epochs * best_tokens / target.tokens))
+    return [
+        f"{who} reads {name} {epochs:.1f} times: beyond {MOST_EPOCHS} the law does not hold, and is too low"
+        for who, name, epochs in read
+        if epochs > MOST_EPOCHS
+    ]
 
 
 def most_epochs(trial: Trial, sources: TokenSources) -> tuple[str, float]:

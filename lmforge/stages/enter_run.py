@@ -84,7 +84,8 @@ def enter_run(
         config = config.with_steps(sequences_per_epoch, size)
     if config.log.prediction is not None and not resumes:  # a run that resumes says it, and goes on without
         dist_ctx.decide_on_rank0(partial(read_predicted_loss, config.log.prediction, config.train.steps))
-    inputs = replace(inputs, tasks=dist_ctx.decide_on_rank0(partial(open_validation_tasks, config, inputs)))
+    open_tasks = partial(open_validation_tasks, config, inputs.tokenizer, inputs.model_config)
+    inputs = replace(inputs, tasks=dist_ctx.decide_on_rank0(open_tasks))
     point = dist_ctx.decide_on_rank0(partial(find_resume_point, run, config.train.steps)) if resumes else ResumePoint()
     config, notes = with_original_sources(config, point.manifest)
     with dist_ctx.raise_on_all():

@@ -13,6 +13,7 @@ from lmforge.evaluate.tasks import QuestionTask, TaskSettings, check_task, load_
 from lmforge.generate.engine import generate
 from lmforge.generate.model_loading import LoadedModel, prefix_and_stop_ids
 from lmforge.generate.sampling import SamplingParams
+from lmforge.model.config import ModelConfig
 from lmforge.parallel.parallel_model import ParallelModel, unsharded_for_decoding
 from lmforge.stages.attempt import RunContext
 from lmforge.stages.inputs import RunInputs
@@ -24,13 +25,15 @@ RESERVED_TASK_NAMES = {"rewards": "alignment", "logps": "alignment", "tokens": "
 RESERVED_TASK_NAMES |= {"loss": "each source", "bits_per_byte": "each source"}
 
 
-def open_validation_tasks(config: StageConfig, inputs: RunInputs) -> tuple[tuple[QuestionTask, int], ...]:
+def open_validation_tasks(
+    config: StageConfig, tokenizer: Tokenizer, model_config: ModelConfig
+) -> tuple[tuple[QuestionTask, int], ...]:
     """The tasks of a recipe, each with its batch size.
 
     Raises UserError for files, few-shot examples and lengths that cannot be used; nothing of the run has been written.
     """
     options, opened = config.validation, dict[str, tuple[QuestionTask, int]]()
-    prefix_ids, _ = prefix_and_stop_ids(inputs.tokenizer, config.of_stage)
+    prefix_ids, _ = prefix_and_stop_ids(tokenizer, config.of_stage)
     for path in options.tasks:
         task = load_task(path)
         if task.name in opened:
@@ -40,7 +43,7 @@ def open_validation_tasks(config: StageConfig, inputs: RunInputs) -> tuple[tuple
             owner = RESERVED_TASK_NAMES[task.name]
             raise UserError(f"validation.tasks: {path}: val/{task.name}/… are metrics of {owner}; give the file another name")
         settings = TaskSettings(num_fewshot=options.num_fewshot, limit=options.task_limit)
-        longest = check_task(task, inputs.tokenizer, inputs.model_config, prefix_ids, settings)
+        longest = check_task(task, tokenizer, model_config, prefix_ids, settings)
         opened[task.name] = task, max(1, min(MAX_TASK_BATCH_SIZE, COMFORTABLE_MICRO_BATCH_TOKENS // longest))
     return tuple(opened.values())
 

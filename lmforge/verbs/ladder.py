@@ -31,6 +31,7 @@ from lmforge.locks import hold_lock
 from lmforge.model.config import ModelConfig
 from lmforge.runs import storage_errors
 from lmforge.stages.training_data import TokenSources
+from lmforge.stages.validation import open_validation_tasks
 
 MOST_TIMES = 1000  # the FLOPs of ladder.target over the recipe's, or the reverse: proportions are kept from there
 RECIPES, RECORD, TARGET, PREDICTION = "recipes", "ladder.json", "target.toml", "prediction.json"
@@ -120,6 +121,7 @@ def _plan(mixture: str, recipe: PretrainConfig, config: LadderConfig, folder: Pa
     sources = TokenSources.open(recipe)
     vocab_size = sources.tokenizer.vocab_size
     target = check_target(recipe, vocab_size)
+    open_validation_tasks(recipe, sources.tokenizer, target.model)
     options, rungs, unused = config.ladder, list[Trial](), ""
     big = costs.of(target, config.plan.gpus)
     if (budget := options.budget) is not None:
@@ -254,7 +256,7 @@ def _finish(ladder: Ladder, adopted: list[Reached], folder: Path) -> Fitted:
     curves = {each.name: [[part * each.tokens, loss] for part, loss in each.curve] for each in reached}
     tasks = predict_scores(fit, {each.name: each.scores for each in reached}, target)
     found = conclusions(fit, target)
-    found["cautions"] += repeated(trial, ladder.rungs, ladder.sources)
+    found["cautions"] += repeated(trial, ladder.rungs, ladder.sources, best_tokens=found["best"]["tokens"]["value"])
     numbers = {"name": ladder.mixture, "curves": curves, "tasks": tasks, **found}
     fitted = Fitted(fit, target, numbers)
     if ladder.mixture:

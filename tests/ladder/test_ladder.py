@@ -196,6 +196,7 @@ def test_hours_and_prices_are_budgets(recipe: Path, capfd: pytest.CaptureFixture
         ("--ladder.runs runs/none", "runs/none: no run of lmforge"),
         ("--budget 0.1 --ladder.mixtures none.toml", "none.toml: no such recipe"),
         ("--budget 0.1 --gpu_type none", "none"),
+        ("--budget 0.1 --ladder.dry_run --validation.tasks none.jsonl", "none.jsonl"),
     ],
 )
 def test_what_no_ladder_leads_from_is_refused_in_one_line(recipe: Path, refused: Refusal, options: str, message: str) -> None:
@@ -214,6 +215,10 @@ def test_each_run_that_reads_its_data_too_often_is_named(target: Trial) -> None:
     rungs = [make_rung(target, shapes(target.model)[1], tokens, 512, Path("ladder")) for tokens in (64_000, 480_000, 560_000)]
     lines = repeated(target, rungs, TokenSources.open(target.config))
     assert [line.partition(" reads ")[0] for line in lines] == ["the target", rungs[1].name, rungs[2].name]
+    of_fewer, of_more = (repeated(target, [], TokenSources.open(target.config), times * target.tokens) for times in (0.01, 2))
+    assert of_fewer == lines[:1]
+    read, best = (float(line.split(" reads tokens ")[1].split()[0]) for line in of_more)
+    assert of_more[1].startswith("the best run for as many FLOPs reads ") and best == pytest.approx(2 * read, abs=0.2)
 
 
 def test_mixtures_with_other_held_out_text_are_refused(recipe: Path, tiny_tokens: Path, refused: Refusal) -> None:
