@@ -113,6 +113,17 @@ def test_a_strategy_that_does_not_end_is_named_with_its_rank_and_stacks_while_it
     assert done.stderr.count(" in _run_cases\n") >= 2, "the stack of each rank"
 
 
+@pytest.mark.slow
+def test_the_stacks_of_a_rank_that_waits_with_the_lock_of_python_are_printed(program: Command) -> None:
+    holding = LATE_STRATEGY.replace("threading.Event().wait(3)", "ctypes.PyDLL(None).sleep(3)").replace(
+        "import os, threading\n",
+        "import ctypes, os\nfrom lmforge.bench import parity_table\nparity_table.GRACE_SECONDS = 0.5\n",
+    )
+    done = program(holding, ranks=2)
+    assert done.returncode == 0, done.stderr
+    assert " in wait_for_nothing\n" in done.stderr
+
+
 def test_in_bf16_the_strategies_agree_and_a_residual_stream_in_fp32_is_reported(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -28,6 +28,7 @@ from lmforge.terminal.cells import page_console
 SEQUENCES_PER_RANK = 8
 MIB = 2**20
 STDERR_FILENO = 2
+GRACE_SECONDS = 5.0
 # What a rank holds: the first three between steps, the last between forward and backward.
 MEMORY_COLUMNS = {"parameters": "weights", "gradients": "grads", "optimizer": "optim.", "activations": "activ."}
 
@@ -80,15 +81,23 @@ def _reported_if_late(strategy: str, seconds: float, rank: int) -> Iterator[None
         while not ended.wait(seconds):
             waited += seconds
             print_line(f"rank {rank}: {strategy} has not ended after {format_duration(waited)}; the stacks of the rank:")
+            faulthandler.dump_traceback(STDERR_FILENO)
+            dump_without_lock()
 
-    threading.Thread(target=name_it, name="late", daemon=True).start()
-    # Its own thread needs no lock of Python, so stacks are printed even where the rank holds that and waits.
-    faulthandler.dump_traceback_later(seconds + 0.5, repeat=True, file=STDERR_FILENO)
+    def dump_without_lock() -> None:
+        """Where the rank holds Python's lock and waits, no thread of Python can print its stacks, but one of faulthandler can.
+        Reading stacks that run may crash, so it begins only when the other has had its time, and begins anew after it."""
+        faulthandler.dump_traceback_later(seconds + GRACE_SECONDS, repeat=True, file=STDERR_FILENO)
+
+    late = threading.Thread(target=name_it, name="late", daemon=True)
+    dump_without_lock()
+    late.start()
     try:
         yield
     finally:
-        faulthandler.cancel_dump_traceback_later()
         ended.set()
+        late.join()
+        faulthandler.cancel_dump_traceback_later()
 
 
 def _row(case: ParityCase, result: ParityResult, reference: ParityResult, dist_ctx: DistributedContext) -> dict[str, Any]:
