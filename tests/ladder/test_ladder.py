@@ -218,7 +218,8 @@ def test_each_run_that_reads_its_data_too_often_is_named(target: Trial) -> None:
     of_fewer, of_more = (repeated(target, [], TokenSources.open(target.config), times * target.tokens) for times in (0.01, 2))
     assert of_fewer == lines[:1]
     read, best = (float(line.split(" reads tokens ")[1].split()[0]) for line in of_more)
-    assert of_more[1].startswith("the best run for as many FLOPs reads ") and best == pytest.approx(2 * read, abs=0.2)
+    assert of_more[1].startswith("the best run for as many FLOPs reads ")
+    assert best == pytest.approx(2 * read, abs=0.2)
 
 
 def test_mixtures_with_other_held_out_text_are_refused(recipe: Path, tiny_tokens: Path, refused: Refusal) -> None:
