@@ -26,8 +26,8 @@ from lmforge.manifests import read_manifest
 from lmforge.runs import Run
 
 TOKENS_PER_PARAMETER = 20
-VOCABULARY, LENGTH, HEAD_DIM, LAYERS = 1024, 256, 32, 6
-BATCH = 8  # sequences: 2,048 tokens
+VOCABULARY, LENGTH, HEAD_DIM, LAYERS = 1024, 64, 32, 6
+BATCH = 32  # sequences: 2,048 tokens
 LR, RATES = 4e-3, (2e-3, 4e-3, 8e-3)  # the latter are tried by the ladder
 PACKAGES, HEADERS = Path(torch.__file__).parents[1], Path(torch.__file__).parent / "include"
 GOAL = 0.01  # of the loss
@@ -63,13 +63,16 @@ TEXTS: dict[str, Callable[[], Iterator[str]]] = {"python": sources, "c++": heade
 
 
 def write_text(kind: str, path: Path, most_bytes: int) -> None:
-    """Documents of this kind, one JSON object a line, without copies, up to so many bytes."""
+    """Documents of this kind, one JSON object a line, up to so many bytes. Of equal paragraphs only the first is kept: packages
+    copy each other, and what is held out must not be what was learned by heart."""
     written, seen = 0, set[str]()
     with open(path, "w", encoding="utf-8") as file:
         for text in TEXTS[kind]():
-            if len(text) > 200 and text not in seen and written < most_bytes:
-                seen.add(text)
-                written += file.write(json.dumps({"text": text}) + "\n")
+            paragraphs = [each for each in text.split("\n\n") if each.strip() and each.strip() not in seen]
+            seen.update(each.strip() for each in paragraphs)
+            document = "\n\n".join(paragraphs)
+            if len(document) > 200 and written < most_bytes:
+                written += file.write(json.dumps({"text": document}) + "\n")
 
 
 def sizes_of(width: int) -> tuple[int, int]:
