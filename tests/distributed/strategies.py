@@ -59,8 +59,8 @@ class DrawnData(ParityData):
 
 def run_where_rounding_stays_small(
     case: ParityCase, data: DrawnData, dist_ctx: DistributedContext
-) -> tuple[DrawnData, ParityResult]:
-    """The result of one process on data in which rounding chooses no other expert and does not grow.
+) -> tuple[DrawnData, ParityResult, ParityResult]:
+    """The results of one process, also with other rounding, on data where that chooses no other expert and does not grow.
 
     It grows where a loss spikes: there one process that rounds differently is as far from itself as its splits are from it.
     """
@@ -78,7 +78,7 @@ def run_where_rounding_stays_small(
         # What follows a spike may differ because of it.
         grown = [each and not any(grown[:step]) for step, each in enumerate(grown)]
         if not any(near + grown):
-            return data, result
+            return data, result, rounded
         data = replace(data, again=tuple(again + max(of_step) for again, *of_step in zip(data.again, near, grown, strict=True)))
         assert max(data.again) < 50, "rounding grows on all data"
 
@@ -115,8 +115,8 @@ if __name__ == "__main__":
         cases = [replace(case, model_config=SHAPES[shape]) for case in cases]
         data, reference = drawn, None
         if cases and dist_ctx.is_rank0:
-            data, reference = run_where_rounding_stays_small(cases[0], drawn, dist_ctx)
-            reference = _with_norm_offset(reference, cases[0])
+            data, *results = run_where_rounding_stays_small(cases[0], drawn, dist_ctx)
+            reference, rounded = (_with_norm_offset(each, cases[0]) for each in results)
             still = OPTIMIZER.model_copy(update={"lr": 1e-30})
             untrained = run_single(replace(cases[0], optimizer=still), data, dist_ctx)
         data = dist_ctx.broadcast(data)
@@ -134,6 +134,7 @@ if __name__ == "__main__":
                     "reference": reference.losses,
                     "untrained": untrained.losses,
                     "drawn_again": data.again,
+                    "rounding": relative_differences(rounded, reference),
                     **relative_differences(result, reference),
                 }
                 (folder / f"{name}.json").write_text(json.dumps(content))

@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -18,6 +19,13 @@ from tests.preloaded import on_ranks
 OF_WEIGHTS = 5e-6
 
 
+def assert_is_one_process(result: dict[str, Any]) -> None:
+    assert result["loss"] <= FP32.loss
+    assert result["gradient_norm"] <= FP32.gradient_norm
+    # Ten steps of a mixture bring one process that rounds differently as far from itself.
+    assert result["weights"] < max(OF_WEIGHTS, 2 * result["rounding"]["weights"])
+
+
 @pytest.fixture(scope="module")
 def trials(tmp_path_factory: pytest.TempPathFactory) -> SampledTrials:
     return SampledTrials(tmp_path_factory.mktemp("lora"), "lora")
@@ -30,9 +38,7 @@ def trials(tmp_path_factory: pytest.TempPathFactory) -> SampledTrials:
 def test_losses_gradient_norms_and_adapters_are_those_of_one_process(trials: SampledTrials, world_size: int, name: str) -> None:
     result = trials.read(world_size, name)
     assert len(set(result["losses"])) == len(result["losses"])
-    assert result["loss"] <= FP32.loss
-    assert result["gradient_norm"] <= FP32.gradient_norm
-    assert result["weights"] < OF_WEIGHTS
+    assert_is_one_process(result)
 
 
 def test_a_stage_of_a_pipeline_without_an_adapter_is_refused() -> None:
@@ -63,10 +69,7 @@ def quantized_trials(tmp_path_factory: pytest.TempPathFactory) -> SampledTrials:
 def test_with_a_base_in_few_bits_they_are_those_of_one_process_too(
     quantized_trials: SampledTrials, world_size: int, name: str
 ) -> None:
-    result = quantized_trials.read(world_size, name)
-    assert result["loss"] <= FP32.loss
-    assert result["gradient_norm"] <= FP32.gradient_norm
-    assert result["weights"] < OF_WEIGHTS
+    assert_is_one_process(quantized_trials.read(world_size, name))
 
 
 @pytest.mark.parametrize(("name", "shards"), [("ddp", 1), ("fsdp1 full-shard", 2), ("fsdp2 full-shard", 2)])
