@@ -24,6 +24,7 @@ PRETRAINED = {"student": "quickstart", "teacher": "quickstart-teacher"}
 # Tokens of a request, some, and of the longest answer; completions of a step.
 PROMPT, COMPLETION, GRPO_BATCH, DISTILL_BATCH = 80, 96, 64, 16
 GOAL_FLOPS = 0.2
+WARMUP_STEPS = 28  # of pretraining, as in the recipes
 # Only rewards are measured.
 QUIET = ("--validation.every_steps", "none", "--sample.every_steps", "none", "--train.compile", "off", "--train.device", "cpu")
 
@@ -85,8 +86,8 @@ def count_flops(student: int, teacher: int, length: int) -> tuple[int, int]:
 
 def compare(runs: Runs, options: argparse.Namespace) -> dict[str, Any]:
     """All runs, and their rewards by seed."""
-    data = ("--data.folder", runs.folder / "stdlib")
-    models = {name: runs.train(name, "pretrain", recipe, options.steps, *data) for name, recipe in PRETRAINED.items()}
+    words = ["--data.folder", runs.folder / "stdlib", "--schedule.warmup_steps", min(WARMUP_STEPS, options.steps)]
+    models = {name: runs.train(name, "pretrain", recipe, options.steps, *words) for name, recipe in PRETRAINED.items()}
     warmup = ("--schedule.warmup_steps", 5 * options.sft_steps // 6)  # as in the recipe
     tuned = {
         name: runs.tune(f"{name}-sft", "sft", "quickstart-sft", options.sft_steps, models[name], *warmup) for name in models
