@@ -340,7 +340,8 @@ class Tokenizer:
 
     @cached_property
     def _decoders(self) -> list[dict[str, Any]]:
-        decoder = self._json.get("decoder") or {}
+        # As the library writes it: in the file it may also be a list of values, or leave some out.
+        decoder = json.loads(self._backend.decoder.__getstate__()) if self._backend.decoder else {}
         return decoder["decoders"] if decoder.get("type") == "Sequence" else [decoder]
 
     @cached_property

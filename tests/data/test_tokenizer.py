@@ -224,6 +224,17 @@ def test_saving_and_opening_keeps_everything(trained: Tokenizer, tmp_path: Path)
     assert Tokenizer.open(tmp_path / "b" / "tokenizer.json").hash == trained.hash
 
 
+def test_a_decoder_that_is_written_as_a_list_of_its_values_is_the_one_with_names(trained: Tokenizer) -> None:
+    file = json.loads(trained.files["tokenizer.json"])
+    with_names, as_list = (
+        Tokenizer(json.dumps({**file, "decoder": decoder}), {}) for decoder in ({"type": "BPEDecoder", "suffix": "n"}, ["n"])
+    )
+    ids = trained.encode(SAMPLE[0])
+    assert as_list.decode(ids) == with_names.decode(ids)
+    assert as_list.drops_leading_space == with_names.drops_leading_space
+    assert [as_list.id_to_bytes(id) for id in ids] == [with_names.id_to_bytes(id) for id in ids]
+
+
 def test_a_folder_may_have_the_name_of_a_sentencepiece_file(trained: Tokenizer, tmp_path: Path) -> None:
     trained.save(tmp_path / "small.model")
     assert Tokenizer.open(tmp_path / "small.model").hash == trained.hash
