@@ -4,7 +4,6 @@ dispatch_on_ranks.py SEED     fails where outputs or gradients differ
 """
 
 import sys
-from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -37,7 +36,8 @@ if __name__ == "__main__":
     whole, split = Experts(config), Experts(config)
     with torch.no_grad():
         for stack in whole.parameters():
-            stack.copy_(torch.randn(stack.shape, generator=generator))
+            # Small, for gradients are products of several of them, whose sums are added in another order.
+            stack.copy_(0.5 * torch.randn(stack.shape, generator=generator))
     mine = slice(rank * EXPERTS // ranks, (rank + 1) * EXPERTS // ranks)
     for name, stack in whole.named_parameters():
         split.register_parameter(name, torch.nn.Parameter(stack.detach()[mine].clone()))
@@ -51,7 +51,5 @@ if __name__ == "__main__":
         wanted = run(whole, x.flatten(0, 1), weights.flatten(0, 1), chosen.flatten(0, 1))
         of_rank = [each.unflatten(0, (ranks, TOKENS))[rank] for each in wanted[:3]] + [each[mine] for each in wanted[3:]]
         for ours, theirs in zip(found, of_rank, strict=True):
-            # Elements are sums of terms as large as the largest element, added in another order.
-            near = partial(torch.testing.assert_close, rtol=1e-5, atol=1e-6 * float(theirs.abs().max()))
-            near(ours, theirs, msg=lambda text, what=what: f"{what}: {text}")
+            torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-4, msg=lambda text, what=what: f"{what}: {text}")
     dist.destroy_process_group()

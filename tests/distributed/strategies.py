@@ -71,15 +71,13 @@ def run_where_rounding_stays_small(
             rounded = run_single(case, data, dist_ctx)
         mixtures = case.model_config.sparse_layers.count(True)
         near = [sum(found[step * mixtures : (step + 1) * mixtures]) > 0 for step in range(data.steps)]
-        grown = [
-            relative_difference(*norms) > FP32.gradient_norm / 2
-            for norms in zip(rounded.grad_norms, result.grad_norms, strict=True)
-        ]
+        apart = map(relative_difference, rounded.grad_norms, result.grad_norms)
         # What follows a spike may differ because of it.
-        grown = [each and not any(grown[:step]) for step, each in enumerate(grown)]
-        if not any(near + grown):
+        spike = next((step for step, each in enumerate(apart) if each > FP32.gradient_norm / 2), None)
+        if not any(near) and spike is None:
             return data, result, rounded
-        data = replace(data, again=tuple(again + max(of_step) for again, *of_step in zip(data.again, near, grown, strict=True)))
+        again = [times + (near[step] or step == spike) for step, times in enumerate(data.again)]
+        data = replace(data, again=tuple(again))
         assert max(data.again) < 50, "rounding grows on all data"
 
 
