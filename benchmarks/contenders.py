@@ -29,19 +29,21 @@ from lmforge.config.sections import (
     ScheduleOptions,
     TrainOptions,
 )
-from lmforge.config.stage import PretrainConfig
+from lmforge.config.stage import PretrainConfig, StageConfig
+from lmforge.config.tuning import LoraOptions, SftConfig, TunedTrainOptions, TuningOptimizer, TuningSchedule
 from lmforge.data.dataset import TokenDataset
 from lmforge.data.shards.folder import TokenFolder
 from lmforge.interop.config_json import to_config_json
 from lmforge.model import build_model
 from lmforge.model.config import ModelConfig
-from lmforge.model.flops import flops_per_token
 from lmforge.model.init_weights import init_weights
+from lmforge.model.quantization import blocks
 from lmforge.monitor.console import ConsoleLogger
 from lmforge.monitor.rank_log import RankLog
 from lmforge.monitor.watchdog import Watchdog
 from lmforge.objectives.language import NextTokenObjective
 from lmforge.parallel.precision import DTYPES
+from lmforge.plan.parameter_counts import training_flops_per_token
 from lmforge.runs import Run
 from lmforge.stages.attempt import RunContext, RunEvents
 from lmforge.stages.build_model import BuiltModel, build_model_and_optimizer
@@ -65,7 +67,8 @@ OPTIMIZER = OptimizerOptions(lr=LR)
 
 @dataclass(frozen=True)
 class Contest:
-    """The settings that all contenders share. `rows` is the number of sequences per step, in `accumulation` micro-batches."""
+    """The settings that all contenders share. `rows` is the number of sequences per step, in `accumulation` micro-batches.
+    With `lora` adapters are trained beside frozen weights."""
 
     shape: ModelConfig
     rows: int
@@ -79,6 +82,7 @@ class Contest:
     accumulation: int = 1
     activation_checkpointing: CheckpointingMode = "none"  # the others: all blocks
     master_dtype: Literal["fp32", "bf16"] = "fp32"
+    lora: LoraOptions | None = None
 
     @property
     def tokens_a_step(self) -> int:
@@ -149,19 +153,42 @@ class TakesTurns(ConsoleLogger):
         self._turns.step_done()
 
 
-def run_lmforge(contest: Contest, turns: Turns, first_losses: list[float], *, compiled: bool, float8: bool = False) -> None:
-    """lmforge's own loop with its own parts: loader, objective, clip, optimizer, heartbeat, metrics and log."""
+def recipe_of(contest: Contest, *, float8: bool = False) -> StageConfig:
+    """What lmforge trains in a contest."""
+    steps, shared = {"steps": ENDLESS_STEPS, "master_dtype": contest.master_dtype, "float8": float8}, {"name": "constant"}
+    common: dict[str, Any] = {
+        "parallel": ParallelOptions(activation_checkpointing=contest.activation_checkpointing),
+        "log": LogOptions(every_steps=LOG_EVERY_STEPS),
+        "checkpoint": CheckpointOptions(every_steps=ENDLESS_STEPS),
+    }
+    if contest.lora is None:
+        schedule = ScheduleOptions(**shared, warmup_steps=0)
+        return PretrainConfig(optimizer=OPTIMIZER, train=TrainOptions(**steps), schedule=schedule, **common)
+    return SftConfig(
+        lora=contest.lora,
+        optimizer=TuningOptimizer(**OPTIMIZER.model_dump()),
+        train=TunedTrainOptions(**steps),
+        schedule=TuningSchedule(**shared, warmup_steps=0),
+        **common,
+    )
+
+
+def run_lmforge(
+    contest: Contest,
+    turns: Turns,
+    first_losses: list[float],
+    *,
+    compiled: bool,
+    float8: bool = False,
+    bitsandbytes: bool = True,
+) -> None:
+    """lmforge's own loop with its own parts: loader, objective, clip, optimizer, heartbeat, metrics and log. `bitsandbytes`:
+    whether its kernels are used where they are installed."""
     folder = Path(tempfile.mkdtemp(dir=contest.folder))
+    blocks._HAS_BITSANDBYTES &= bitsandbytes
     ranks = cluster.init_distributed(contest.device, contest.threads)
     objective = NextTokenObjective()
-    config = PretrainConfig(
-        optimizer=OPTIMIZER,
-        parallel=ParallelOptions(activation_checkpointing=contest.activation_checkpointing),
-        train=TrainOptions(steps=ENDLESS_STEPS, master_dtype=contest.master_dtype, float8=float8),
-        schedule=ScheduleOptions(name="constant", warmup_steps=0),
-        log=LogOptions(every_steps=LOG_EVERY_STEPS),
-        checkpoint=CheckpointOptions(every_steps=ENDLESS_STEPS),
-    )
+    config = recipe_of(contest, float8=float8)
     dtype, compiled = DTYPES[contest.dtype], compiled and contest.compiled
     parallel_model, optimizer = build_model_and_optimizer(config, contest.shape, objective, ranks, dtype, compiled, None)
     plan = BatchPlan(contest.rows, contest.length, 1, contest.rows // contest.accumulation, contest.accumulation)
@@ -175,7 +202,8 @@ def run_lmforge(contest: Contest, turns: Turns, first_losses: list[float], *, co
     detector = BadStepDetector(ranks, spike_sigmas=None, window_steps=1)
     built = BuiltModel(parallel_model, optimizer, objective, detector, ResumePoint(), dtype, compiled, "")
     batches = DatasetBatches(ctx, inputs, built)
-    throughput = Throughput(parallel_model, batches, partial(flops_per_token, contest.shape), None, ENDLESS_STEPS, {})
+    flops = partial(training_flops_per_token, config, contest.shape)
+    throughput = Throughput(parallel_model, batches, flops, None, ENDLESS_STEPS, {})
     observers = Observers(ctx, inputs, built, batches, checkpointer, throughput, None)
     try:
         train(
@@ -217,12 +245,39 @@ def transformers_model(contest: Contest) -> nn.Module:
         model = AutoModelForCausalLM.from_config(config, **grouped)
     for parameter in model.parameters():  # not its buffers, which include the rotary frequencies
         parameter.data = parameter.data.to(DTYPES[contest.master_dtype])
-    # On the CPU, since the device may have memory for one copy only.
-    weights = init_weights(build_model(contest.shape), 0).state_dict()
-    model.load_state_dict(weights, strict=not contest.shape.tie_word_embeddings)
+    # On the CPU, since the device may have memory for one copy only; of what is quantized it has room for two.
+    first = build_model(contest.shape, contest.device if contest.lora else "cpu").to(DTYPES[contest.master_dtype])
+    model.load_state_dict(init_weights(first, 0).state_dict(), strict=not contest.shape.tie_word_embeddings)
+    if contest.lora:
+        del first
+        model = adapted_by_peft(model, contest.lora, contest)
     if contest.activation_checkpointing != "none":
         model.gradient_checkpointing_enable({"use_reentrant": False})
     return model.train()
+
+
+def adapted_by_peft(model: nn.Module, lora: LoraOptions, contest: Contest) -> nn.Module:
+    """A model of transformers with PEFT's adapters, its linear layers quantized by bitsandbytes. Memory is counted from here
+    on."""
+    import bitsandbytes
+    import peft
+
+    for name, layer in list(model.named_modules()):
+        if isinstance(layer, nn.Linear) and name != "lm_head":
+            kind: dict[str, Any] = {"quant_type": lora.base_dtype, "compress_statistics": lora.double_quant}
+            ours = bitsandbytes.nn.Linear4bit(
+                layer.in_features, layer.out_features, bias=False, compute_dtype=DTYPES[contest.dtype], device="meta", **kind
+            )
+            matrix = bitsandbytes.nn.Params4bit(layer.weight.detach().cpu(), requires_grad=False, module=ours, **kind)
+            ours.weight = matrix
+            model.set_submodule(name, ours.to(contest.device))
+    targets = {"target_modules": lora.target_modules[0] if len(lora.target_modules) == 1 else [*lora.target_modules]}
+    adapters: Any = {"r": lora.rank, "lora_alpha": lora.alpha, **targets}
+    adapted: Any = peft.get_peft_model(model, peft.LoraConfig(task_type="CAUSAL_LM", **adapters))
+    if contest.device == "cuda":
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+    return adapted
 
 
 def rows_at_hand(contest: Contest) -> tuple[Tensor, Tensor]:
@@ -322,10 +377,12 @@ def run_peak(contest: Contest, turns: Turns, first_losses: list[float]) -> None:
 LMFORGE, TRAINER, PLAIN, PLAIN_COMPILED = "lmforge", "Trainer", "plain loop", "plain loop, compiled whole"
 LMFORGE_DENSE = "lmforge, dense"  # with a contest of its own
 LMFORGE_UNCOMPILED, LMFORGE_FLOAT8, PEAK = "lmforge, uncompiled", "lmforge, float8", "peak"
+LMFORGE_OPERATORS = "lmforge, NF4 without bitsandbytes"
 RUNS: dict[str, Callable[[Contest, Turns, list[float]], None]] = {
     LMFORGE: partial(run_lmforge, compiled=True),
     LMFORGE_DENSE: partial(run_lmforge, compiled=True),
     LMFORGE_FLOAT8: partial(run_lmforge, compiled=True, float8=True),
+    LMFORGE_OPERATORS: partial(run_lmforge, compiled=True, bitsandbytes=False),
     LMFORGE_UNCOMPILED: partial(run_lmforge, compiled=False),
     TRAINER: run_trainer,
     PLAIN: partial(run_plain, compiled=False),

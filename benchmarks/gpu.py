@@ -26,7 +26,17 @@ from typing import Any
 
 import torch
 from contender_process import Contender, EndedEarly
-from contenders import LMFORGE, LMFORGE_FLOAT8, PLAIN, PLAIN_COMPILED, TRAINER, WARM_UP_STEPS, Contest
+from contenders import (
+    LMFORGE,
+    LMFORGE_FLOAT8,
+    LMFORGE_OPERATORS,
+    PLAIN,
+    PLAIN_COMPILED,
+    TRAINER,
+    WARM_UP_STEPS,
+    Contest,
+    recipe_of,
+)
 from setting import RESULTS, machine, machine_lines, summarize, tokens_of_stdlib, word
 
 from lmforge.atomic_files import atomic_write_json, atomic_write_text
@@ -35,12 +45,14 @@ from lmforge.cluster.distributed import DistributedContext
 from lmforge.cluster.rank_info import RankInfo, threads_per_rank
 from lmforge.config.activation_checkpointing import CheckpointingMode
 from lmforge.config.sections import ParallelOptions
+from lmforge.config.tuning import LoraOptions
 from lmforge.errors import UserError
 from lmforge.interop.config_json import to_config_json
 from lmforge.model.config import ModelConfig
-from lmforge.model.flops import FLOPS_CONVENTION, flops_per_token, parameter_count
+from lmforge.model.flops import FLOPS_CONVENTION, parameter_count
 from lmforge.parallel.precision import has_native_bf16
 from lmforge.plan.hardware import data_sheets
+from lmforge.plan.parameter_counts import get_lora_config, training_flops_per_token
 from lmforge.plan.peak_flops import rank_peak_flops
 from lmforge.plan.planning import Machine, predict_step
 from lmforge.plan.prediction.predict import Prediction
@@ -54,6 +66,10 @@ SECONDS_A_SIZE = 440.0
 # Tokens/s of Llama-3 8B on one H200, published: length 4,096, 4 sequences in each of 2 micro-batches, full activation
 # checkpointing, compiled, weights and states in bf16.
 PUBLISHED_8B = 10_471.0
+# Tokens/s of Mistral 7B with adapters beside NF4, published: foundation-model-stack/fms-acceleration, which has kernels of
+# Unsloth, scripts/benchmarks/refs/a100_80gb.csv, row 36. Rank 16 on four matrices, 4 sequences of 4,096 tokens, full activation
+# checkpointing, fp16; 14.8 GiB allocated at the peak.
+PUBLISHED_QLORA = 3_428.6
 
 
 @dataclass(frozen=True)
@@ -62,7 +78,8 @@ class Size:
 
     With `checkpointing_from` that length and longer ones compute activations again, for all contenders alike. `variants` are
     settings of lmforge that are tried in place of the contest, by the name of the row: activation checkpointing, and tokens
-    of a forward pass. `published` is a figure to compare with, in tokens/s.
+    of a forward pass. `published` is a figure to compare with, in tokens/s, on a GPU of this name. `lora`: adapters are
+    trained, beside frozen weights.
     """
 
     shape: ModelConfig
@@ -72,6 +89,8 @@ class Size:
     checkpointing_from: int | None = None
     variants: dict[str, tuple[CheckpointingMode, int]] | None = None
     published: float | None = None
+    published_on: str = "one H200"
+    lora: LoraOptions | None = None
 
 
 def llama(vocabulary: int, hidden: int, inner: int, layers: int, heads: int, kept: int, tied: bool) -> ModelConfig:
@@ -119,6 +138,16 @@ SIZES = {
         published=PUBLISHED_8B,
     ),
 }
+SIZES["7b-qlora"] = Size(
+    llama(32000, 4096, 14336, 32, 32, 8, tied=False),
+    micro_tokens=16_384,
+    step_tokens=16_384,
+    length=4096,
+    checkpointing_from=0,
+    published=PUBLISHED_QLORA,
+    published_on="one A100 of 80 GB",
+    lora=LoraOptions(rank=16, alpha=16.0, target_modules=("q_proj", "k_proj", "v_proj", "o_proj"), base_dtype="nf4"),
+)
 # A mixture of experts: MFU counts those that a token goes to. Without its auxiliary loss, as all contenders.
 OLMOE = ModelConfig(
     model_type="olmoe",
@@ -147,6 +176,14 @@ TINY_SIZES = {
     "tiny": Size(TINY, micro_tokens=128, step_tokens=256, length=128, checkpointing_from=128),
     "tiny-olmoe": Size(
         ModelConfig(512, 32, 2, 4, 24, model_type="olmoe", num_experts=4, num_experts_per_tok=2), 128, 256, length=128
+    ),
+    "tiny-qlora": Size(
+        llama(512, 64, 128, 2, 4, 2, tied=False),
+        128,
+        256,
+        128,
+        checkpointing_from=0,
+        lora=LoraOptions(rank=4, base_dtype="nf4"),
     ),
     "tiny-best": Size(TINY, 128, 256, 128, variants={"lmforge, selective-ops": ("selective-ops", 256)}, published=1e9),
 }
@@ -180,12 +217,15 @@ def contest_of(size: Size, length: int, folder: Path, device: torch.device, chos
         folder=folder,
         device=device.type,
         accumulation=rows // micro_rows,
+        lora=size.lora,
         **what_fits(size, length, torch.cuda.get_device_properties(device).total_memory if on_gpu else 8 * GIB),
     )
 
 
 def trials_of(size: Size, contest: Contest) -> dict[str, tuple[str, Contest]]:
     """The contender and the setting of each row."""
+    if contest.lora is not None:
+        return {name: (name, contest) for name in (LMFORGE, LMFORGE_OPERATORS, TRAINER)}
     if size.variants is None:
         names = LMFORGE, LMFORGE_FLOAT8, PLAIN_COMPILED if contest.compiled else PLAIN, TRAINER
         # float8 has no products of experts.
@@ -284,6 +324,7 @@ def prediction_of(name: str, contest: Contest, device_name: str) -> Prediction |
         master_dtype=contest.master_dtype,
         compiled=contest.compiled,
         float8=name == LMFORGE_FLOAT8,
+        lora=get_lora_config(recipe_of(contest)),
     )
     with suppress(UserError):
         return predict_step(step_config, Machine(gpu, None, 1))
@@ -365,7 +406,7 @@ def table(record: dict[str, Any]) -> str:
     for label, cell in record["cells"].items():
         lines += ["", f"## {label}: {cell['what']}", "", *machine_lines(cell["machine"])]
         if cell["published"]:
-            lines.append(f"- published, on one H200: {cell['published']:,.0f} tokens/s")
+            lines.append(f"- published, on {cell.get('published_on', 'one H200')}: {cell['published']:,.0f} tokens/s")
         titles = [title for title, _ in COLUMNS.values()]
         lines += ["", f"| contender | {' | '.join((*titles, 'GiB', 'loss, steps 1–10'))} |", "|---" * (len(titles) + 3) + "|"]
         for name, row in cell["contenders"].items():
@@ -392,11 +433,14 @@ def say(line: str) -> None:
 def describe(contest: Contest) -> str:
     """A description of the cell: what is trained, in which batches, and how it fits in memory."""
     state_bytes = bytes_at_rest(contest.shape, 4 if contest.master_dtype == "fp32" else 2) / GIB
+    at_rest = f" ({state_bytes:.1f} GiB at rest)"
+    if (lora := contest.lora) is not None:
+        at_rest = f", adapters of rank {lora.rank} on {', '.join(lora.target_modules)} beside {lora.base_dtype}"
     again = ", activations computed again" if contest.activation_checkpointing != "none" else ""
     return (
         f"{parameter_count(contest.shape).total:,} parameters, {contest.rows} × {contest.length} tokens per step in"
         f" {contest.accumulation} micro-batches, {contest.dtype}, masters {contest.master_dtype}"
-        f" ({state_bytes:.1f} GiB at rest){again}"
+        f"{at_rest}{again}"
     )
 
 
@@ -453,7 +497,7 @@ def main() -> int:
             length = chosen.length or size.length
             label = each if length == size.length else f"{each}-{length}"
             contest = contest_of(size, length, folder, device, chosen)
-            flops = flops_per_token(contest.shape, length)
+            flops = training_flops_per_token(recipe_of(contest), contest.shape, length)
             peak = rank_peak_flops(
                 DistributedContext(RankInfo(), device, None), torch.bfloat16 if contest.dtype == "bf16" else torch.float32
             )
@@ -466,6 +510,7 @@ def main() -> int:
                 flops_per_token=flops,
                 peak_flops=peak,
                 published=size.published,
+                published_on=size.published_on,
                 warm_up_steps=WARM_UP_STEPS,
                 seconds=chosen.seconds,
             )

@@ -6,6 +6,7 @@ Each run has one thread. With --folder, kinds of text can be measured by several
 which trains nothing any more, writes the record of all.
 """
 
+import argparse
 import ast
 import hashlib
 import json
@@ -28,7 +29,7 @@ from lmforge.runs import Run
 TOKENS_PER_PARAMETER = 20
 VOCABULARY, LENGTH, HEAD_DIM, LAYERS = 1024, 64, 32, 6
 BATCH = 32  # sequences: 2,048 tokens
-LR, RATES = 4e-3, (2e-3, 4e-3, 8e-3)  # the latter are tried by the ladder
+RATES = (2e-3, 4e-3, 8e-3)  # tried by the ladder; the recipe has the middle one
 PACKAGES, HEADERS = Path(torch.__file__).parents[1], Path(torch.__file__).parent / "include"
 GOAL = 0.01  # of the loss
 
@@ -81,7 +82,7 @@ def sizes_of(width: int) -> tuple[int, int]:
     return inner, LAYERS * (4 * width**2 + 3 * width * inner + 2 * width) + VOCABULARY * width + width
 
 
-def recipe(parameters: float, folder: Path, tiny: bool) -> str:
+def recipe(parameters: float, folder: Path, device: str, lr: float, tiny: bool) -> str:
     """The recipe of a target with about so many parameters."""
     tokens_per_parameter, batch, held_out = (2, 4, 20) if tiny else (TOKENS_PER_PARAMETER, BATCH, 1000)
     width = min(range(2 * HEAD_DIM, 2048, HEAD_DIM), key=lambda each: abs(sizes_of(each)[1] - parameters))
@@ -103,11 +104,11 @@ embedding_initializer_range = 1.0
 [train]
 steps = {steps}
 global_batch_size = {batch}
-device = "cpu"
+device = "{device}"
 dtype = "bf16"
 threads = 1
 [optimizer]
-lr = {LR}
+lr = {lr}
 embedding_lr_ratio = 5.0
 [schedule]
 warmup_steps = {max(1, steps // 50)}
@@ -123,9 +124,10 @@ every_steps = 100
 """
 
 
-def measure(kind: str, parameters: float, budget: str, parallel: int, tiny: bool, folder: Path) -> dict[str, Any]:
+def measure(kind: str, folder: Path, options: argparse.Namespace) -> dict[str, Any]:
     """Predict and train the target on one kind of text. What was done before in this folder is not done again."""
     data, runs, file = folder / "tokens", folder / "runs", folder / "target.toml"
+    parameters, rates, tiny = options.parameters, options.learning_rates, options.tiny
     if not (text := folder / "text.jsonl").exists():
         # Two passes and a half over the data at most, with some 3 bytes a token.
         most_bytes = 2_000_000 if tiny else round(2 * TOKENS_PER_PARAMETER * parameters)
@@ -133,11 +135,12 @@ def measure(kind: str, parameters: float, budget: str, parallel: int, tiny: bool
         (folder / "unfinished.jsonl").rename(text)
     if not (data / "manifest.json").exists():
         run_lmforge("prepare", text, data, "--vocab_size", VOCABULARY, "--validation_ratio", 0.02)
-    file.write_text(recipe(parameters, data, tiny))
-    words = [file, "--run.folder", runs, "--budget", budget, "--ladder.parallel_runs", parallel]
-    words += (
-        ["--ladder.sizes", 2, "--ladder.tokens_per_parameter", 1.5, 2, 3, 4] if tiny else ["--ladder.learning_rates", *RATES]
-    )
+    file.write_text(recipe(parameters, data, options.device, rates[len(rates) // 2], tiny))
+    words = [file, "--run.folder", runs, "--budget", options.budget, "--ladder.parallel_runs", options.parallel]
+    if tiny:
+        words += ["--ladder.sizes", 2, "--ladder.tokens_per_parameter", 1.5, 2, 3, 4]
+    elif len(rates) > 1:
+        words += ["--ladder.learning_rates", *rates]
     run_lmforge("ladder", *words)
     ladder = runs / "target-ladder"
     _, predicted, low, high = json.loads((ladder / "prediction.json").read_text())["points"][-1]
@@ -163,16 +166,20 @@ def main() -> int:
     parser.add_argument("--parameters", type=float, default=2e6, help="of the target, without the input embedding")
     parser.add_argument("--budget", default="0.1", help="of the ladder, as lmforge ladder takes it")
     parser.add_argument("--parallel", type=int, default=2, help="rungs at once")
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help="where all runs are trained")
+    parser.add_argument("--learning_rates", nargs="+", type=float, default=RATES, help="that the ladder tries; one: that one")
     parser.add_argument("--texts", nargs="+", choices=sorted(TEXTS), default=sorted(TEXTS))
     parser.add_argument("--folder", type=Path, help="keep all runs here, and go on with those that are there")
     parser.add_argument("--tiny", action="store_true", help="do as little as possible, to try the program")
     options = parser.parse_args()
     environment, results = machine(), dict[str, Any]()
+    if options.device == "cuda":
+        environment["gpu"] = torch.cuda.get_device_name()
     with tempfile.TemporaryDirectory() as temporary:
         for kind in options.texts:
             folder = (options.folder or Path(temporary)) / kind
             folder.mkdir(parents=True, exist_ok=True)
-            results[kind] = measure(kind, options.parameters, options.budget, options.parallel, options.tiny, folder)
+            results[kind] = measure(kind, folder, options)
             print(f"{kind}: {results[kind]}", file=sys.stderr, flush=True)
     lines = ["# A ladder and its target", "", *machine_lines(environment), ""]
     lines += ["| text | target | tokens | ladder | predicted | interval (90 %) | reached | error | inside |", "|---" * 9 + "|"]

@@ -82,7 +82,9 @@ def machine_lines(environment: dict[str, Any]) -> list[str]:
     """The same, to be read by people; with a warning where other work can have disturbed the figures."""
     versions = ", ".join(f"{name} {version}" for name, version in environment["packages"].items())
     instructions = environment["instructions"]
+    gpu = [f"- {environment['gpu']}"] if "gpu" in environment else []
     lines = [
+        *gpu,
         f"- {environment['processor']}, {environment['cores']} cores, {instructions}, {environment['memory_gib']} GiB",
         f"- {environment['platform']}",
         f"- Python {environment['python']}, {versions}; commit {environment['git_commit']}",
@@ -120,7 +122,7 @@ def word(hardware: str) -> str:
 def write_result(benchmark: str, record: dict[str, Any], table: str, folder: Path) -> Path:
     """Write `record` as JSON and `table` as Markdown, named by benchmark, processor and minute. Returns the latter's path."""
     machine = record["machine"]
-    hardware = f"{machine['processor'] or 'cpu'} {machine['cores']} cores"
+    hardware = machine.get("gpu") or f"{machine['processor'] or 'cpu'} {machine['cores']} cores"
     name = f"{benchmark}-{word(hardware)}-{time.strftime('%Y-%m-%d-%H%M')}"
     folder.mkdir(parents=True, exist_ok=True)
     (folder / f"{name}.json").write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")

@@ -55,11 +55,20 @@ def test_without_a_gpu_every_contender_has_a_row_and_nothing_is_recorded() -> No
 
 
 @pytest.mark.slow
-def test_a_mixture_has_every_row_but_that_of_float8(tmp_path: Path) -> None:
-    ended = held("--only", "tiny-olmoe", "--out", tmp_path)
+@pytest.mark.parametrize(
+    ("size", "contenders"),
+    [
+        ("tiny-olmoe", {"lmforge", "plain loop", "Trainer"}),
+        ("tiny-qlora", {"lmforge", "lmforge, NF4 without bitsandbytes", "Trainer"}),
+    ],
+)
+def test_a_mixture_and_a_quantized_base_have_no_row_of_float8_and_all_learn_the_same(
+    size: str, contenders: set[str], tmp_path: Path
+) -> None:
+    ended = held("--only", size, "--out", tmp_path)
     assert ended.returncode == 0, ended.stderr
-    rows = json.loads((tmp_path / "gpu-no-gpu.json").read_text())["cells"]["tiny-olmoe"]["contenders"]
-    assert set(rows) == {"lmforge", "plain loop", "Trainer"}
+    rows = json.loads((tmp_path / "gpu-no-gpu.json").read_text())["cells"][size]["contenders"]
+    assert set(rows) == contenders
     losses = [row["loss_of_first_steps"] for row in rows.values()]
     assert max(losses) - min(losses) < 0.005
 

@@ -116,17 +116,19 @@ def pack_nf4(codes: Tensor, scales: Tensor, nested: tuple[Tensor, float] | None)
 
 def dequantize(packed: Tensor, stored: BlockFormat, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
     """The numbers of bytes [rows, row bytes], as a tensor of this shape and dtype. They are computed in fp32."""
-    result = torch.empty(len(packed) * stored.row_numel, dtype=dtype, device=packed.device)
+    numel = len(packed) * stored.row_numel
+    if stored.bits == "nf4" and packed.is_cuda and _HAS_BITSANDBYTES:
+        import bitsandbytes  # noqa: F401  (its operators)
+
+        scales, codes = _scales(packed, stored), packed[:, : stored.code_bytes].reshape(-1, 1)
+        result = torch.ops.bitsandbytes.dequantize_4bit(codes, scales, stored.block, "nf4", [numel], dtype)
+        return result[: math.prod(shape)].view(*shape)
+    result = torch.empty(numel, dtype=dtype, device=packed.device)
     rows = max(1, CHUNK_NUMEL // stored.row_numel)
     for part, out in zip(packed.split(rows), result.split(rows * stored.row_numel), strict=True):
         scales = _scales(part, stored)
         codes = part[:, : stored.code_bytes].reshape(len(scales), stored.code_bytes // stored.blocks_per_row)
-        if stored.bits == "nf4" and packed.is_cuda and _HAS_BITSANDBYTES:
-            import bitsandbytes  # noqa: F401  (its operators)
-
-            args = (codes.contiguous().view(-1, 1), scales, stored.block, "nf4", [out.numel()], dtype)
-            out.copy_(torch.ops.bitsandbytes.dequantize_4bit(*args))
-        elif stored.bits == "nf4":
+        if stored.bits == "nf4":
             out.view(-1, stored.block).copy_(_pairs(packed.device)[codes.int()].flatten(1).mul_(scales[:, None]))
         else:
             out.view(-1, stored.block).copy_(dequantize_blocks(codes, scales, code_values("int8", packed.device)))
