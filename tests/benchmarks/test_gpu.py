@@ -157,7 +157,7 @@ def test_what_makes_a_size_fit_is_chosen_by_its_bytes(gpu: ModuleType) -> None:
     chosen = {(size, gib): gpu.what_fits(gpu.SIZES[size], 2048, gib * GIB) for size in gpu.SIZES for gib in (79, 139)}
     assert gpu.bytes_at_rest(gpu.SIZES["8b"].shape, 4) > 79 * GIB > gpu.bytes_at_rest(gpu.SIZES["8b"].shape, 2)
     narrow = {size for (size, gib), what in chosen.items() if gib == 79 and what["master_dtype"] == "bf16"}
-    assert narrow == {"8b", "8b-published", "8b-best", "olmoe", "olmoe-best"}
+    assert narrow == {"7b-qlora", "8b", "8b-published", "8b-best", "olmoe", "olmoe-best"}
     assert chosen["8b", 79]["activation_checkpointing"] == "full"
     assert chosen["1b", 79]["activation_checkpointing"] == "none"
     assert chosen["3b", 139]["activation_checkpointing"] == "none"
@@ -166,7 +166,7 @@ def test_what_makes_a_size_fit_is_chosen_by_its_bytes(gpu: ModuleType) -> None:
 
 def test_sizes_are_what_they_are_called(gpu: ModuleType) -> None:
     millions = {size: gpu.parameter_count(of.shape).total / 1e6 for size, of in gpu.SIZES.items()}
-    expected = {"124m": 124, "1b": 1236, "3b": 3213, "8b": 8030, "olmoe": 6919}
+    expected = {"124m": 124, "1b": 1236, "3b": 3213, "7b": 7242, "8b": 8030, "olmoe": 6919}
     assert millions == pytest.approx({size: expected[size.partition("-")[0]] for size in millions}, rel=0.01)
     assert millions.keys() >= expected.keys()
     for of in gpu.SIZES.values():
