@@ -52,6 +52,8 @@ DISTRIBUTED = (
     "generation",
     "gpu",
     "gpu_attention",
+    "gpu_quantized",
+    "gpu_tuning",
     "hub",
     "initial_weights",
     "logs",

@@ -6,8 +6,7 @@ Tests that take `gpu_device` run on a CPU too, where they are rehearsed: `python
 import gc
 import json
 import pickle
-from collections.abc import Iterator
-from contextlib import contextmanager
+import re
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -40,12 +39,11 @@ from lmforge.parallel.precision import compiled_graph_count
 from lmforge.plan.memory import count_all, optimizer_state_bytes
 from lmforge.plan.operators import ActivationTracker
 from lmforge.plan.prediction.step_config import StepConfig
-from lmforge.runs import Run
 from lmforge.stages.alignment.reference import ReferenceModel, reference_logprobs
 from lmforge.train.bad_steps import BadStepDetector
 from lmforge.train.optimizers.optimizer import build_optimizer
 from tests.conftest import Command
-from tests.distributed.conftest import losses
+from tests.distributed.gpu_models import gradients, language_model, trained
 from tests.objectives.oracle import whole_logits
 from tests.plan.step_program import predicted_activation_bytes
 
@@ -61,17 +59,6 @@ def test_every_strategy_of_one_gpu_agrees_with_one_process(lmforge: Command, gpu
 def test_every_strategy_of_two_gpus_agrees_with_one_process(lmforge: Command) -> None:
     done = lmforge("doctor", "--parity", "--device", "cuda", "--steps", 3, "--processes", 2)
     assert done.returncode == 0, done.stdout + done.stderr
-
-
-Trained = dict[int, float]
-
-
-def trained(lmforge: Command, options: list[str], folder: Path, name: str, device: str, *words: object) -> Trained:
-    """The losses of a run of `tiny_options`, by step."""
-    where = ["--train.device", device, "--run.folder", folder, "--run.name", name]
-    done = lmforge("pretrain", *options, *where, *words)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return losses(Run(folder / name))
 
 
 @pytest.mark.parametrize("implementation", ["fused", "foreach"])
@@ -142,13 +129,20 @@ def test_a_model_with_small_heads_trains_with_dense_masks(gpu_device: torch.devi
 
 
 @pytest.mark.parametrize(
-    "options", [{}, {"implementation": "foreach"}, {"state_dtype": "bf16"}, {"name": "muon"}, {"name": "sgd"}]
+    "options",
+    [
+        *({}, {"implementation": "foreach"}, {"state_dtype": "bf16"}, {"name": "muon"}, {"name": "sgd"}),
+        *({"state_dtype": "8bit"}, {"name": "muon", "state_dtype": "8bit"}, {"name": "muon", "state_dtype": "bf16"}),
+        *({"stochastic_rounding": True}, {"name": "muon", "state_dtype": "8bit", "stochastic_rounding": True}),
+    ],
+    ids=lambda options: " ".join(map(str, options.values())),
 )
 def test_no_optimizer_lets_the_host_wait_for_the_gpu(options: dict[str, Any]) -> None:
     objective, device = NextTokenObjective(), torch.device("cuda", 0)
     dist_ctx = DistributedContext(RankInfo(), device, None)
+    masters = torch.bfloat16 if options.get("stochastic_rounding") else torch.float32
     model = parallelize(
-        init_weights(build_model(SMALL_MODEL, device), 0),
+        init_weights(build_model(SMALL_MODEL, device), 0).to(masters),
         objective.loss,
         dist_ctx=dist_ctx,
         dtype=torch.bfloat16,
@@ -202,37 +196,6 @@ def test_a_run_writes_what_the_gpu_held(lmforge: Command, tiny_options: list[str
 
 
 # --- one rank, in this process ----------------------------------------------------------------------------------------
-
-
-@contextmanager
-def language_model(
-    device: torch.device,
-    config: ModelConfig = SMALL_MODEL,
-    dtype: torch.dtype = torch.float32,
-    compile_model: bool = False,
-    **options: Any,
-) -> Iterator[ParallelModel]:
-    """A model that is trained on next tokens. At the end the process group of fsdp2 is destroyed."""
-    torch._dynamo.reset()
-    try:
-        yield parallelize(
-            build_model(config, "meta"),
-            NextTokenObjective().loss,
-            dist_ctx=DistributedContext(RankInfo(), device, None),
-            dtype=dtype,
-            options=ParallelOptions(**options),
-            compile_model=compile_model,
-            init_weights=lambda model: init_weights(model, 0),
-        )
-    finally:
-        destroy_distributed()
-
-
-def gradients(model: ParallelModel, device: torch.device) -> list[torch.Tensor]:
-    """Of two micro-batches, on the CPU."""
-    batches = [ParityData(sequences=2).batch(number, SMALL_MODEL.vocab_size).to(device) for number in range(2)]
-    model.forward_backward(batches, torch.tensor(99.0, device=device), lambda phase: None)
-    return [gradient.detach().float().cpu().clone() for gradient in model._local_grads()]
 
 
 def test_ddp_with_one_rank_of_nccl_computes_the_gradient_of_one_process(gpu_device: torch.device) -> None:
@@ -356,25 +319,38 @@ def test_between_steps_a_gpu_holds_what_is_predicted(master_dtype: str) -> None:
 # --- runs -------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("optimizer", ["muon", "sgd", "adamw"])
+BF16_ROUNDED = ["--train.master_dtype", "bf16", "--optimizer.stochastic_rounding", "true"]
+OPTIMIZERS: dict[str, list[object]] = {
+    "muon": [],
+    "sgd": ["--optimizer.lr", 1.0],
+    "adamw": ["--optimizer.state_dtype", "bf16"],
+    "adamw in 8 bits": ["--optimizer.state_dtype", "8bit"],
+    "muon in 8 bits": ["--optimizer.state_dtype", "8bit"],
+    "muon in bf16": ["--optimizer.state_dtype", "bf16"],
+    "adamw, rounded": BF16_ROUNDED,
+    "muon in 8 bits, rounded": [*BF16_ROUNDED, "--optimizer.state_dtype", "8bit"],
+}
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_an_optimizer_learns_as_on_a_cpu(
     lmforge: Command, tiny_options: list[str], tmp_path: Path, optimizer: str, gpu_device: torch.device
 ) -> None:
-    words: list[object] = ["--optimizer.name", optimizer]
-    words += {"sgd": ["--optimizer.lr", 1.0], "adamw": ["--optimizer.state_dtype", "bf16"]}.get(optimizer, [])
-    results = {
-        device: trained(lmforge, tiny_options, tmp_path, f"on-{device}", device, *words) for device in ("cpu", gpu_device.type)
-    }
-    on_cpu, on_gpu = results["cpu"], results[gpu_device.type]
+    words = ["--optimizer.name", re.split("[ ,]", optimizer)[0], *OPTIMIZERS[optimizer]]
+    on_cpu, on_gpu = (
+        trained(lmforge, tiny_options, tmp_path, f"{number}", device, *words)
+        for number, device in enumerate(("cpu", gpu_device.type))
+    )
     assert on_gpu[6] < on_gpu[1]
-    # Muon orthogonalizes in bf16 on a GPU, and states in bf16 are rounded.
+    # Muon orthogonalizes in bf16 on a GPU, and states in bf16 or 8 bits are rounded.
     assert on_gpu == pytest.approx(on_cpu, rel=0.02)
 
 
+@pytest.mark.parametrize("optimizer", [[], ["--optimizer.state_dtype", "8bit", *BF16_ROUNDED]], ids=["fp32", "8 bits, rounded"])
 def test_a_deterministic_run_that_resumes_is_the_same_to_the_last_bit(
-    lmforge: Command, tiny_options: list[str], tmp_path: Path, gpu_device: torch.device
+    lmforge: Command, tiny_options: list[str], tmp_path: Path, gpu_device: torch.device, optimizer: list[str]
 ) -> None:
-    words = ["--train.deterministic", "true", "--schedule.name", "constant"]
+    words = ["--train.deterministic", "true", "--schedule.name", "constant", *optimizer]
     whole = trained(lmforge, tiny_options, tmp_path, "whole", gpu_device.type, *words)
     trained(lmforge, tiny_options, tmp_path, "parts", gpu_device.type, *words, "--train.steps", 4)
     assert trained(lmforge, tiny_options, tmp_path, "parts", gpu_device.type, *words) == whole

@@ -78,8 +78,9 @@ class StochasticBF16:
     @classmethod
     def of(cls, parameter: Tensor, key: int, step: Tensor) -> "StochasticBF16":
         local, part = local_part(parameter)
-        starts, length = part_runs(part, parameter.shape)
-        return cls(local.view(-1), key, step, starts.to(local.device), length)
+        with local.device:  # the host would wait for a copy
+            starts, length = part_runs(part, parameter.shape)
+        return cls(local.view(-1), key, step, starts, length)
 
     def numel(self) -> int:
         return self.weight.numel()

@@ -173,7 +173,9 @@ class ServerStarter:
         command = self._command(model_folder, device, "127.0.0.1" if here else "0.0.0.0")
         variables = {} if key is None else {API_KEY_VARIABLE: key, "VLLM_API_KEY": key}
         if self._options.engine == "vllm":
-            variables |= {"VLLM_SERVER_DEV_MODE": "1"} | ({"CUDA_VISIBLE_DEVICES": device[5:]} if ":" in device else {})
+            variables["VLLM_SERVER_DEV_MODE"] = "1"
+        if device.startswith("cuda:"):
+            variables["CUDA_VISIBLE_DEVICES"] = _visible_gpu(int(device[5:]), here=host is None)
         script = SCRIPT.format(
             rank_variables=RANK_VARIABLES,
             exports=export_lines({**(forwarded_variables(FORWARDED_VARIABLES) if host else {}), **variables}),
@@ -209,7 +211,17 @@ class ServerStarter:
             return ["vllm", "serve", str(model_folder), "--host", address, *sizes, *modes]
         plugins = ["--plugins", *self._config.plugins] if self._config.plugins else []
         dtype = next(name for name, value in DTYPES.items() if value == self._dtype)
-        words = ["serve", model_folder, "--weight_updates", "--host", address, "--device", device, "--dtype", dtype]
+        words = [
+            "serve",
+            model_folder,
+            "--weight_updates",
+            "--host",
+            address,
+            "--device",
+            device.partition(":")[0],
+            "--dtype",
+            dtype,
+        ]
         words += ["--return_routed_experts"] if self._settings.return_routed_experts else []
         words += ["--max_length", self._settings.max_length, "--max_batch_size", self._options.decode_batch_size]
         return [sys.executable, "-m", "lmforge", *map(str, words), *plugins]
@@ -258,3 +270,9 @@ def _link_or_copy(source: str, target: str) -> None:
         raise
     except OSError:
         shutil.copy2(source, target)
+
+
+def _visible_gpu(number: int, here: bool) -> str:
+    """What CUDA calls the GPU of a number: on this host, of those that the run may use."""
+    visible = [each for each in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if each] if here else []
+    return visible[number] if number < len(visible) else str(number)
