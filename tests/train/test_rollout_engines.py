@@ -564,6 +564,13 @@ def test_servers_that_cannot_serve_a_run_are_refused_at_its_start(
     assert f"{other.url}: serves another model (hidden_size 262, the policy's is 32)" in refused(*grpo("other", *by(other.url)))
 
 
+@pytest.mark.slow  # an interpreter starts
+def test_a_server_on_a_gpu_sees_that_one_only(grpo: Callable[..., list[str]], refused: Refusal) -> None:
+    """As the first one that CUDA shows it, which here is none."""
+    line = refused(*grpo("run", *STARTED, "cuda:99"))
+    assert line.startswith("rollout.engine_start: cuda:99: ended with status 2 before it answered: lmforge: device = cuda: ")
+
+
 def test_options_of_servers_need_an_engine_and_addresses(grpo: Callable[..., list[str]], refused: Refusal) -> None:
     assert "rollout.engine_urls: for servers" in refused(*grpo("run", "--rollout.engine_urls", "http://127.0.0.1:1"))
     assert "rollout.engine_start: gpu1: expected cpu or cuda:NUMBER" in refused(*grpo("run", *STARTED, "cpu", "gpu1"))
