@@ -1,17 +1,22 @@
 """A real browser for tests: Chromium, driven by Playwright. Import the fixture `browser`."""
 
 from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING
 
 import pytest
-from playwright.sync_api import Browser, Page, expect, sync_playwright
 
 from tests.tools import chromium, need
+
+if TYPE_CHECKING:
+    from playwright.sync_api import Browser, Page  # imported where it is used: a GPU's environment may lack it
 
 SECONDS = 60_000  # a busy machine answers late; nothing here waits longer than it has to
 
 
 @pytest.fixture(scope="module")
-def browser() -> Iterator[Browser]:
+def browser() -> "Iterator[Browser]":
+    from playwright.sync_api import expect, sync_playwright
+
     need("chromium")
     expect.set_options(timeout=SECONDS)
     with sync_playwright() as playwright:
@@ -21,13 +26,13 @@ def browser() -> Iterator[Browser]:
 
 
 def open_page(
-    browser: Browser,
+    browser: "Browser",
     url: str,
     is_allowed: Callable[[str], bool] = lambda complaint: False,
     *,
     within: str = "",
     **looks: object,
-) -> Iterator[Page]:
+) -> "Iterator[Page]":
     """A page; whatever the browser complains of fails the test. So does what it loads from elsewhere than `within`."""
     page = browser.new_context(**looks).new_page()  # type: ignore[arg-type]
     page.set_default_timeout(SECONDS)

@@ -2,9 +2,10 @@
 
     python tests/gpu.py [--json PATH] [--minutes 5] [--part 1/4] [--device cpu] [WORDS OF PYTEST …]
 
-Nothing is installed. A test whose package is missing, or that would begin too late, is listed as not run. Each outcome is
-written to the JSON file at once, so that a run that is killed keeps what it has. With `--device cpu` the bodies that run on
-either device run on this CPU, to find plain errors: that is a rehearsal, and says nothing about a GPU.
+Nothing is installed. A test whose package is missing, or that would begin too late, is listed as not run; tests that have not
+passed on any GPU, by the records in benchmarks/results/, begin first. Each outcome is written to the JSON file at once, so that
+a run that is killed keeps what it has. With `--device cpu` the bodies that run on either device run on this CPU, to find plain
+errors: that is a rehearsal, and says nothing about a GPU.
 """
 
 import argparse
@@ -17,13 +18,14 @@ import sys
 import tempfile
 import time
 import tomllib
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[1]
 JSON = ROOT / "build" / "gpu-tests.json"
+RECORDS = ROOT / "benchmarks" / "results"
 DEVICE = "LMFORGE_TEST_DEVICE"
 SECONDS = "LMFORGE_TEST_SECONDS"
 # No test begins after so many minutes, and none takes longer than so many seconds: together less than 8 minutes.
@@ -80,8 +82,16 @@ def environment(device: str) -> dict[str, Any]:
 class Outcomes:
     """A plugin of pytest: what became of each test, written as soon as it is known."""
 
-    def __init__(self, metadata: dict[str, Any], path: Path, minutes: float, part: tuple[int, int] = (1, 1)) -> None:
+    def __init__(
+        self,
+        metadata: dict[str, Any],
+        path: Path,
+        minutes: float,
+        part: tuple[int, int] = (1, 1),
+        passed_before: Collection[str] = (),
+    ) -> None:
         self.metadata, self.path, self._minutes, self._part = metadata, path, minutes, part
+        self._passed_before = passed_before
         self.tests: dict[str, dict[str, Any]] = {}
         self._began = time.monotonic()
 
@@ -91,7 +101,7 @@ class Outcomes:
 
     def pytest_collection_modifyitems(self, items: list[Any]) -> None:
         number, parts = self._part
-        items[:] = items[number - 1 :: parts]
+        items[:] = sorted(items, key=lambda item: item.nodeid in self._passed_before)[number - 1 :: parts]
 
     def pytest_runtest_setup(self, item: Any) -> None:
         import pytest
@@ -170,6 +180,12 @@ def files_with_tests() -> list[str]:
     return [str(file) for file in sorted(marked, key=lambda file: file.name != "test_gpu.py")]  # what matters most comes first
 
 
+def passed_before(records: Path = RECORDS) -> set[str]:
+    """The tests that a record of outcomes says have passed on a GPU."""
+    outcomes = [json.loads(path.read_text(encoding="utf-8"))["tests"] for path in records.glob("gpu-tests-*.json")]
+    return {name for tests in outcomes for name, test in tests.items() if test.get("outcome") == "passed"}
+
+
 def _part(text: str) -> tuple[int, int]:
     """(part, parts) of "1/4"."""
     part, _, parts = text.partition("/")
@@ -197,7 +213,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     import pytest
 
-    outcomes = Outcomes(environment(chosen.device), chosen.json.absolute(), chosen.minutes, chosen.part)
+    outcomes = Outcomes(environment(chosen.device), chosen.json.absolute(), chosen.minutes, chosen.part, passed_before())
     os.chdir(ROOT)
     # Plugins that happen to be installed are left out, and of ours xdist: tests would share the GPU.
     os.environ["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"

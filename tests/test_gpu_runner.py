@@ -5,17 +5,20 @@ No GPU is needed here: tests that can run on a CPU too are rehearsed.
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
 import tempfile
 import threading
 import time
+import tomllib
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
-from tests.gpu import Outcomes, files_with_tests
+from tests.gpu import Outcomes, files_with_tests, passed_before
 from tests.preloaded import Preloaded, preloaded
 
 ROOT = Path(__file__).parents[1]
@@ -52,12 +55,45 @@ def test_what_became_of_each_test_is_in_the_summary_and_in_the_file(tmp_path: Pa
     assert any(line.startswith("CPU, a rehearsal; Python ") and "torch " in line for line in lines)
 
 
-def test_parts_are_all_tests_and_none_twice() -> None:
-    parts = [list(range(10)) for _ in range(3)]
+def test_parts_are_all_tests_and_none_twice_those_first_that_never_passed(tmp_path: Path) -> None:
+    names = [f"test_{number}" for number in range(10)]
+    outcomes = {name: {"outcome": "passed" if name < "test_4" else "failed"} for name in names}
+    (tmp_path / "gpu-tests-a.json").write_text(json.dumps({"tests": outcomes}))
+    parts = [[SimpleNamespace(nodeid=name) for name in names] for _ in range(3)]
     for number, items in enumerate(parts, start=1):
-        Outcomes({}, Path(), 1.0, (number, 3)).pytest_collection_modifyitems(items)
-    assert sorted(item for part in parts for item in part) == list(range(10))
+        Outcomes({}, Path(), 1.0, (number, 3), passed_before(tmp_path)).pytest_collection_modifyitems(items)
+    assert [[item.nodeid[-1] for item in part] for part in parts] == [[*"4703"], [*"581"], [*"692"]]
     assert ran("--part", "4/3").returncode == 2
+
+
+def test_the_tests_are_found_where_only_the_packages_of_a_gpu_image_are(tmp_path: Path) -> None:
+    """An image has what trains models, and pytest; it lacks what other tests need, such as browsers, servers and stores."""
+    kept = {"accelerate", "bitsandbytes", "hypothesis", "peft", "pytest", "transformers"}
+    extra = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]["dev"]
+    absent = {re.split(r"[^\w-]", each)[0].replace("-", "_") for each in extra} - kept - {"pytest_timeout", "pytest_xdist"}
+    assert {"openai", "playwright", "moto", "chess"} <= absent
+    (tmp_path / "sitecustomize.py").write_text(f"""
+import sys
+
+class Without:
+    def __init__(self, finder):
+        self.finder = finder
+
+    def find_spec(self, name, *args):
+        return None if name.partition(".")[0] in {absent} else self.finder.find_spec(name, *args)
+
+    def __getattr__(self, name):
+        return getattr(self.finder, name)
+
+sys.meta_path[:] = map(Without, sys.meta_path)
+""")
+    file = tmp_path / "outcomes.json"
+    environment = {**HIDDEN, "PYTHONPATH": str(tmp_path)}
+    command = [sys.executable, ROOT / "tests" / "gpu.py", "--device", "cpu", "--json", file, "--collect-only"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert json.loads(file.read_text())["tests"] == {}, done.stdout  # none failed
+    found = {line.partition("::")[0] for line in done.stdout.splitlines() if "::" in line}
+    assert found == {str(Path(each).relative_to(ROOT)) for each in files_with_tests()}, done.stdout + done.stderr
 
 
 def test_packages_that_are_missing_are_named_with_what_to_bring() -> None:

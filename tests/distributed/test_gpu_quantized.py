@@ -118,7 +118,8 @@ def computed(
     with language_model(device, config, dtype, compile_model, adapted_model(config, lora)) as model:
         before = compiled_graph_count()
         loss, gradients = loss_and_gradients(model, device)
-        assert (compiled_graph_count() > before) == compile_model
+        # On a GPU attention in fp32 is compiled in any case.
+        assert compiled_graph_count() > before or not compile_model
         assert len(gradients) == len(adapter_parameters(model.model))
     return loss, gradients
 

@@ -9,9 +9,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import openai
 import pytest
 
 from lmforge.data.tokenizer import Tokenizer
@@ -19,6 +18,9 @@ from lmforge.interop.export import export_folder
 from tests.browser import browser  # noqa: F401 - a fixture
 from tests.generate.conftest import Scripted, byte_tokenizer, models, one_thread, scripted, spelling  # noqa: F401 - fixtures
 from tests.preloaded import Forked, preloaded
+
+if TYPE_CHECKING:
+    import openai  # imported where it is used: a GPU's environment may lack it
 
 
 @dataclass(frozen=True)
@@ -39,7 +41,7 @@ class Server:
         except urllib.error.HTTPError as refused:
             return refused.code, json.loads(refused.read())
 
-    def client(self, key: str = "none") -> openai.OpenAI:
+    def client(self, key: str = "none") -> "openai.OpenAI":
         """OpenAI's own client of this server."""
         return _client(f"{self.url}/v1", key)
 
@@ -55,7 +57,9 @@ class Server:
 
 
 @cache  # making one takes a while
-def _client(url: str, key: str) -> openai.OpenAI:
+def _client(url: str, key: str) -> "openai.OpenAI":
+    import openai
+
     return openai.OpenAI(base_url=url, api_key=key, max_retries=0, timeout=120)
 
 
