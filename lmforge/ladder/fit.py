@@ -8,7 +8,7 @@ import numpy as np
 
 from lmforge.errors import UserError
 from lmforge.ladder.draws import LawDraws
-from lmforge.ladder.law import DIVERGED_RATIO, Law, Losses, Point, best_law, diverged
+from lmforge.ladder.law import DIVERGED_RATIO, Law, Losses, Point, best_law, diverged, too_short
 
 LEVEL = 0.9  # of intervals
 
@@ -44,7 +44,7 @@ def interval(values: Sequence[float], level: float = LEVEL) -> tuple[float, floa
 
 
 def fit_points(points: Sequence[Point], *, draws: int = 1000, seed: int = 0, diverged_ratio: float = DIVERGED_RATIO) -> Fit:
-    """Fit the points, without diverged runs, and draw laws. The same points, `draws` and `seed` give the same fit.
+    """Fit the points, without diverged and short runs, and draw laws. The same points, `draws` and `seed` give the same fit.
 
     Args:
         points: of different names.
@@ -52,7 +52,8 @@ def fit_points(points: Sequence[Point], *, draws: int = 1000, seed: int = 0, div
 
     Raises UserError where the points that remain are too few, or all of one size or token count.
     """
-    left_out = tuple(diverged(points, diverged_ratio))
+    left_out = diverged(points, diverged_ratio)
+    left_out += too_short([each for each in points if each.name not in dict(left_out)])
     used = tuple(each for each in points if each.name not in dict(left_out))
     try:
         best, huber = best_law(used)
@@ -60,7 +61,7 @@ def fit_points(points: Sequence[Point], *, draws: int = 1000, seed: int = 0, div
     except UserError as error:
         names = "; ".join(f"{name} is left out: {reason}" for name, reason in left_out)
         raise UserError(f"{error} ({names})" if names else str(error)) from error
-    return Fit(_law_of_all(best, laws, used), best, tuple(laws), tuple(map(float, noises)), used, left_out)
+    return Fit(_law_of_all(best, laws, used), best, tuple(laws), tuple(map(float, noises)), used, tuple(left_out))
 
 
 def _law_of_all(best: Law, draws: Sequence[Law], points: Sequence[Point]) -> Law:

@@ -24,6 +24,8 @@ MIN_POINTS = NUM_FITTED = 5
 EXPONENTS = (0.02, 2.0)  # the lowest and highest alpha and beta; published ones are 0.05 to 1
 # A run whose loss is this much above that of one with no more parameters and tokens did not learn as the others did.
 DIVERGED_RATIO = 1.1
+# A run with fewer steps has not left its fast beginning, and is above the law; so many other runs must remain to say so.
+SHORT_STEPS, LEAST_OTHERS = 250, 2 * NUM_FITTED
 # Where Huber's loss becomes linear, in standard deviations. With few runs more of them are taken for outliers than are.
 HUBER_DEVIATIONS = 2.0
 FIRST_HUBER = 1e-3  # in the fit that gives the standard deviation; the value of Hoffmann et al.
@@ -33,12 +35,14 @@ REWEIGHTINGS = 20
 
 @dataclass(frozen=True)
 class Point:
-    """A run of a ladder: parameters in matrix products, training tokens, and its last loss in nats per held-out token."""
+    """A run of a ladder: parameters in matrix products, training tokens, its last loss in nats per held-out token, and its
+    steps, where they are known."""
 
     name: str
     parameters: float
     tokens: float
     loss: float
+    steps: int | None = None
 
 
 @dataclass(frozen=True)
@@ -65,6 +69,15 @@ def diverged(points: Sequence[Point], ratio: float = DIVERGED_RATIO) -> list[tup
         if each.loss > ratio * best.loss:
             found.append((each.name, f"its loss is {each.loss:.3f}, that of the smaller {best.name} {best.loss:.3f}"))
     return found
+
+
+def too_short(points: Sequence[Point]) -> list[tuple[str, str]]:
+    """The names of the points that a fit leaves out for their few steps, each with the reason; none where too few would be
+    left."""
+    short = [each for each in points if each.steps is not None and each.steps < SHORT_STEPS]
+    if len(points) - len(short) < LEAST_OTHERS:
+        return []
+    return [(each.name, f"it has {each.steps} steps, and below {SHORT_STEPS} a loss is above the law") for each in short]
 
 
 def best_law(points: Sequence[Point], huber: float | None = None) -> tuple[Law, float]:

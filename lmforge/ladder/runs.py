@@ -59,10 +59,11 @@ class Reached:
     curve: tuple[tuple[float, float], ...]
     text: dict[str, Any]
     scores: dict[str, float]
+    steps: int | None = None
 
     @property
     def point(self) -> Point:
-        return Point(self.name, self.parameters, self.tokens, self.loss)
+        return Point(self.name, self.parameters, self.tokens, self.loss, self.steps)
 
 
 def read_reached(path: Path) -> Reached:
@@ -92,6 +93,7 @@ def read_reached(path: Path) -> Reached:
         tuple(curve),
         text_of(config, manifest.tokenizer_hash, manifest.data_plan),
         {name: value for name, value in last.items() if name.startswith("val/") and name.count("/") > 1 and value is not None},
+        steps,
     )
 
 

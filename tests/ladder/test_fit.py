@@ -67,6 +67,20 @@ def test_diverged_runs_are_left_out_and_named() -> None:
     assert points[-1].name in fit.left_out[1][1]
 
 
+def test_short_runs_are_left_out_and_named_where_ten_others_remain() -> None:
+    points = [replace(each, steps=250) for each in ladder(noise=0.002)]
+    assert len(points) >= 10
+    short = [replace(each, name=f"short-{each.name}", loss=1.05 * each.loss, steps=249) for each in points[:3]]
+    fit = fit_points([*points, *short], draws=50)
+    assert fit == replace(fit_points(points, draws=50), left_out=fit.left_out)
+    assert [name for name, _ in fit.left_out] == [each.name for each in short]
+    assert "it has 249 steps" in fit.left_out[0][1]
+    few = [*points[-9:], *short]
+    assert fit_points(few, draws=50).points == tuple(few)
+    unknown = [replace(each, steps=None) for each in (*points, *short)]  # of others' runs
+    assert fit_points(unknown, draws=50).points == tuple(unknown)
+
+
 def test_fewer_than_five_runs_are_refused_with_how_many_are_missing() -> None:
     with pytest.raises(UserError, match="3 runs cannot fix them: add at least 2 more runs"):
         fit_points(ladder()[:3])

@@ -274,6 +274,7 @@ def test_a_run_says_what_it_has_reached(tiny_run: Path) -> None:
     reached = read_reached(tiny_run)
     last = Run.open(tiny_run).read_metrics()[-1]
     assert (reached.tokens, reached.loss) == (6 * 4 * 48, last["val/loss"])
+    assert reached.point.steps == 6
     assert [part for part, _ in reached.curve] == [0.5, 1.0]
     check_same_text([reached, Reached("diverged", 1, 1, float("nan"), float("nan"), (), {}, {})])
 
