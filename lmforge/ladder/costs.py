@@ -40,7 +40,7 @@ class Costs:
         """device: train.device. Raises UserError for hardware that is not known."""
         self._options, self._machine = options, None
         self.unit, self.source = "hours", f"at {CPU_EFFICIENCY:.0%} of this CPU's fastest matrix products"
-        given = {"gpu_type", "gpus", "calibration"} & set(options.changed())
+        given = {"gpu_type", "gpus", "calibration"} & options.model_fields_set
         if not given and device != "cpu" and torch.cuda.is_available():
             known = data_sheets().find(torch.cuda.get_device_name())
             self._options = options.model_copy(update={"gpu_type": known.name}) if known else options

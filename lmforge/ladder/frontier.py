@@ -123,7 +123,7 @@ def cautions(fit: Fit, target: Target) -> list[str]:
             "longer ones, or --ladder.learning_rates, would show it"
         )
     if fit.law != fit.best:
-        lines.append("the best law lies at an end of those that the runs allow: all values are of one in their middle")
+        lines.append("the law that fits best is an extreme one of those that the runs allow: all values are of a middle one")
     for name in ("alpha", "beta"):
         low, high = fit.interval(attrgetter(name))
         if high / low > (EXPONENTS[1] / EXPONENTS[0]) ** 0.5:

@@ -52,7 +52,8 @@ def render(title: str, ladders: Sequence[Mapping[str, Any]], comparison: Sequenc
 def check_text(check: Mapping[str, Any]) -> str:
     """What the smaller models say of the largest run, in words."""
     off = check["predicted"]["value"] / check["loss"] - 1
-    verdict = f"{off:+.1%}" if check["is_inside"] else f"{off:+.1%}, outside the interval: these runs follow no one law"
+    verdict = f"{abs(off):.1%} too {'high' if off > 0 else 'low'}"
+    verdict += "" if check["is_inside"] else ", outside the interval: these runs follow no one law"
     return f"{check['name']} by the smaller models: {interval_text(check['predicted'])}, reached {check['loss']:.4f}: {verdict}"
 
 
@@ -88,7 +89,7 @@ def _ladder(ladder: Mapping[str, Any]) -> str:
     name = f" · {ladder['name']}" if ladder["name"] else ""
     charts = (_losses(ladder, law), _curves(ladder), _residuals(ladder), _frontier(ladder), _sizes_at(ladder), _cost(ladder))
     return (
-        _section(f"Prediction{name}", _verdict(ladder), _cautions(ladder), _tiles(ladder))
+        _section(f"Prediction{name}", _verdict(ladder), _check(ladder), _cautions(ladder), _tiles(ladder))
         + _section(f"Charts{name}", f'<div class="charts">{"".join(charts)}</div>')
         + _section(f"Other sizes for the same FLOPs{name}", _sizes(ladder))
         + _tasks(ladder, name)
@@ -106,12 +107,15 @@ def _verdict(ladder: Mapping[str, Any]) -> str:
     return f'<p class="verdict">{html.escape(text)}</p>'
 
 
+def _check(ladder: Mapping[str, Any]) -> str:
+    return f"<p>Check: {html.escape(check_text(ladder['check']))}.</p>" if ladder["check"] else ""
+
+
 def _tiles(ladder: Mapping[str, Any]) -> str:
     target, best, flat = ladder["target"], ladder["best"], ladder["flat"]
     facts = {
         "loss, nats per token": interval_text(target["loss"]),
         "bits per byte": interval_text(target["bits_per_byte"]) if target["bits_per_byte"] else "",
-        "check: the largest run": check_text(ladder["check"]) if ladder["check"] else "",
         "FLOPs of the target": f"{target['flops']:.3g}",
         "best size for as many FLOPs": interval_text(best["parameters"], 3),
         "its tokens": interval_text(best["tokens"], 3),

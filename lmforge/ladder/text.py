@@ -10,7 +10,7 @@ from lmforge.ladder.runs import Reached, read_reached, text_of
 from lmforge.runs import Run
 from lmforge.stages.training_data import TokenSources
 
-MOST_EPOCHS = 4  # with more passes over the data the law is too low (arXiv 2305.16264)
+MOST_EPOCHS = 4  # with more passes over the data it predicts too low a loss (arXiv 2305.16264)
 
 
 def adopt(paths: Sequence[Path], rungs: Sequence[Trial]) -> list[Reached]:
@@ -42,7 +42,7 @@ def repeated(target: Trial, rungs: Sequence[Trial], sources: TokenSources, best_
         _, name, epochs = read[0]
         read.append(("the best run for as many FLOPs", name, epochs * best_tokens / target.tokens))
     return [
-        f"{who} reads {name} {epochs:.1f} times: beyond {MOST_EPOCHS} the law does not hold, and is too low"
+        f"{who} reads {name} {epochs:.1f} times: beyond {MOST_EPOCHS} the law predicts too low a loss"
         for who, name, epochs in read
         if epochs > MOST_EPOCHS
     ]

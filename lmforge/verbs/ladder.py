@@ -14,14 +14,14 @@ from typing import Any
 from lmforge.atomic_files import atomic_write_json, atomic_write_text
 from lmforge.config.options import read_recipe, to_toml, validate_options
 from lmforge.config.stage import PretrainConfig
-from lmforge.config.verbs.ladder import LadderConfig
+from lmforge.config.verbs.ladder import Budget, LadderConfig
 from lmforge.errors import UserError, format_count, typed_command
 from lmforge.ladder.charts import short
 from lmforge.ladder.costs import Cost, Costs
 from lmforge.ladder.downstream import predict_scores
 from lmforge.ladder.fit import Fit, fit_points
 from lmforge.ladder.frontier import FAR, Target, compare, conclusions
-from lmforge.ladder.page import check_text, write_page
+from lmforge.ladder.page import check_text, interval_text, write_page
 from lmforge.ladder.prediction import best_shape, candidates, predict_curve
 from lmforge.ladder.rates import best_rate, rate_trials, with_rate
 from lmforge.ladder.rungs import Trial, check_target, make_rung, plan_rungs, resized, with_changes
@@ -88,13 +88,13 @@ def run_ladder(config: LadderConfig) -> int:
         stopped_by = 0
         if config.ladder.learning_rates:
             stopped_by, ladders = _choose_rate(ladders[0], config.ladder.learning_rates, runner)
-        table = {"command": typed_command(), "ladders": [_planned(ladder) for ladder in ladders]}
-        atomic_write_json(folder / RECORD, table)
         stopped_by = stopped_by or runner.run([rung for ladder in ladders for rung in ladder.rungs])
         if stopped_by:
             print(f"stopped by signal {stopped_by}; to go on, repeat the command", flush=True)
             return 128 + stopped_by
         fitted = [_finish(ladder, adopted, folder) for ladder in ladders]
+        table = {"command": typed_command(), "ladders": [_planned(ladder) for ladder in ladders]}
+        atomic_write_json(folder / RECORD, table)
         _write_page(fitted, config, folder)
     return 0
 
@@ -124,10 +124,12 @@ def _plan(mixture: str, recipe: PretrainConfig, config: LadderConfig, folder: Pa
     open_validation_tasks(recipe, sources.tokenizer, target.model)
     options, rungs, unused = config.ladder, list[Trial](), ""
     big = costs.of(target, config.plan.gpus)
+    flops = _flops_paid(options.target, costs, big)
+    paid = replace(big, flops=flops or big.flops)
     if (budget := options.budget) is not None:
 
         def cost(rung: Trial) -> float:
-            return costs.amount(costs.of(rung, config.launch.processes), budget, big)
+            return costs.amount(costs.of(rung, config.launch.processes), budget, paid)
 
         def make(shape: ModelConfig, tokens: float) -> Trial:
             return make_rung(target, shape, tokens, vocab_size, folder, mixture)
@@ -135,18 +137,22 @@ def _plan(mixture: str, recipe: PretrainConfig, config: LadderConfig, folder: Pa
         most = budget.amount / (len(options.mixtures) or 1)
         rungs, unused = plan_rungs(target, options.sizes, options.tokens_per_parameter, cost, most, make)
     by_name = {rung.name: rung for rung in rungs}  # lengths that are nearly the same are one run
-    flops = costs.flops_for(options.target, big) if options.target else None
     return Ladder(mixture, target, tuple(by_name.values()), sources, big, flops, unused)
 
 
+def _flops_paid(target: Budget | None, costs: Costs, big: Cost) -> float | None:
+    """The FLOPs that ladder.target pays, if it is given. Raises UserError where they are far from the recipe's."""
+    if target is None:
+        return None
+    flops = costs.flops_for(target, big)
+    if not 1 / MOST_TIMES <= (times := flops / big.flops) <= MOST_TIMES:
+        raise UserError(f"--ladder.target: it pays {times:.2g} times the recipe's FLOPs; write a recipe that is nearer to it")
+    return flops
+
+
 def _check_choice(ladder: Ladder) -> None:
-    """Raise UserError where ladder.target is far from the recipe, or the smallest or largest of the runs that it may choose is
-    no run."""
+    """Raise UserError where the smallest or largest of the runs that ladder.target may choose is no run."""
     if ladder.flops is not None:
-        if not 1 / MOST_TIMES <= (times := ladder.flops / ladder.target.flops) <= MOST_TIMES:
-            raise UserError(
-                f"--ladder.target: it pays {times:.2g} times the recipe's FLOPs; write a recipe that is nearer to it"
-            )
         choices = candidates(ladder.target, ladder.flops)
         for choice in (choices[0], choices[-1]):
             most_epochs(ladder.resized(*choice), ladder.sources)
@@ -182,6 +188,7 @@ def _choose_rate(ladder: Ladder, rates: Sequence[float], runner: RungRunner) -> 
 
 def _print_plan(ladder: Ladder, config: LadderConfig, costs: Costs) -> None:
     target, rungs, big = ladder.target, ladder.rungs, ladder.cost
+    flops = ladder.flops or big.flops
     if ladder.mixture:
         print(f"mixture    {ladder.mixture}")
     print(f"target     {_describe(target)}: {costs.describe(big)} ({costs.source})")
@@ -189,7 +196,7 @@ def _print_plan(ladder: Ladder, config: LadderConfig, costs: Costs) -> None:
         print(f"           its budget pays {ladder.flops:.3g} FLOPs: the best run for that follows")
     if rungs:
         total = sum((costs.of(rung, config.launch.processes) for rung in rungs), Cost())
-        share = f"{total.flops / big.flops:.2%} of the target's FLOPs"
+        share = f"{total.flops / flops:.2%} of the target's FLOPs"
         print(f"ladder     {format_count(len(rungs), 'rung')}, {costs.describe(total)}: {share}")
         for rung in rungs:
             print(f"           {rung.name}: {_describe(rung)}, {rung.config.train.steps:,} steps")
@@ -198,8 +205,8 @@ def _print_plan(ladder: Ladder, config: LadderConfig, costs: Costs) -> None:
         if rates := config.ladder.learning_rates:
             tried = sum((costs.of(each, config.launch.processes) for each in rate_trials(rungs, rates)), Cost())
             print(f"rates      {len(rates)} are tried first: {costs.describe(tried)} more")
-        if target.flops > FAR * (largest := max(rung.flops for rung in rungs)):
-            times = f"{target.flops / largest:,.0f} times the FLOPs of the largest rung"
+        if flops > FAR * (largest := max(rung.flops for rung in rungs)):
+            times = f"{flops / largest:,.0f} times the FLOPs of the largest rung"
             print(f"far        the target has {times}: its interval says more than its prediction")
     for line in repeated(target, rungs, ladder.sources):
         print(f"epochs     {line}")
@@ -292,7 +299,7 @@ def _print_prediction(fitted: Fitted, trial: Trial) -> None:
     for task in numbers["tasks"]:
         caution = f" ({task['caution']})" if task["caution"] else ""
         print(f"score      {task['name']}: {'{value:.3f} ({low:.3f} to {high:.3f})'.format(**task['score'])}{caution}")
-    size = f"{short(best['parameters']['value'])} parameters, {short(best['tokens']['value'])} tokens"
+    size = f"{interval_text(best['parameters'], 3)} parameters, {short(best['tokens']['value'])} tokens"
     print(f"best       for as many FLOPs: {size}, val/loss {best['loss']['value']:.4f}")
     own = next(size for size in numbers["sizes"] if size["is_target"])
     print(f"           {numbers['flat']['low']:.2g} to {numbers['flat']['high']:.2g} times that size are within 1 %")

@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -177,6 +178,26 @@ def test_hours_and_prices_are_budgets(recipe: Path, capfd: pytest.CaptureFixture
     assert "pays 3e+12 FLOPs" in capfd.readouterr().out
 
 
+def test_a_gpu_that_is_given_is_counted_with_also_where_it_is_the_default(
+    recipe: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert run(["ladder", str(recipe), *SMALL, "--ladder.dry_run", "--gpu_type", "h100-80"]) == 0
+    assert "of GPU (h100-80)\n" in capfd.readouterr().out
+
+
+def test_a_share_is_of_the_run_that_ladder_target_pays(recipe: Path, capfd: pytest.CaptureFixture[str], target: Trial) -> None:
+    paid, outs = 4 * target.flops, []
+    for budget in ("0.02", f"{0.02 * paid}"):
+        words = ["--budget", budget, "--ladder.target", f"{paid}", *SMALL[:-2], "--ladder.dry_run", *PLANNED]
+        assert run(["ladder", str(recipe), *words]) == 0
+        outs.append(capfd.readouterr().out)
+    assert outs[0] == outs[1]
+    (share,) = re.findall(r": ([\d.]+)% of the target's FLOPs", outs[0])
+    assert 0.5 < float(share) <= 2
+    assert run(["ladder", str(recipe), *words[:2], "--ladder.target", f"{400 * target.flops}", *words[4:]]) == 0
+    assert "far        the target has " in capfd.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -280,7 +301,7 @@ def test_a_run_says_what_it_has_reached(tiny_run: Path) -> None:
 
 
 def test_adopted_runs_make_a_page_that_names_what_was_left_out_and_read_too_often(
-    recipe: Path, tiny_run: Path, capfd: pytest.CaptureFixture[str]
+    recipe: Path, tiny_run: Path, capfd: pytest.CaptureFixture[str], refused: Refusal
 ) -> None:
     config = read_manifest(Run.open(tiny_run).checkpoint_path(6)).hf_config
     runs = []
@@ -302,6 +323,9 @@ def test_adopted_runs_make_a_page_that_names_what_was_left_out_and_read_too_ofte
     chosen = parse_config(PretrainConfig, ["runs/my big-ladder/target.toml"])
     assert chosen.train.steps != 20_000
     assert chosen.schedule.warmup_ratio == 0.1
+    written = {path.name: path.read_bytes() for path in Path("runs/my big-ladder").iterdir() if path.is_file()}
+    assert "add at least 1 more run" in refused("ladder", recipe, *PLANNED, *text, "--ladder.runs", *runs[:4])
+    assert all((Path("runs/my big-ladder") / name).read_bytes() == content for name, content in written.items())
 
 
 def test_the_ladders_own_rungs_count_once_and_equal_names_are_told_apart(target: Trial, tiny_run: Path) -> None:

@@ -14,7 +14,7 @@ from lmforge.ladder.downstream import predict_scores
 from lmforge.ladder.fit import fit_points
 from lmforge.ladder.frontier import Target, compare, conclusions
 from lmforge.ladder.law import Point
-from lmforge.ladder.page import interval_text, write_page
+from lmforge.ladder.page import check_text, interval_text, write_page
 from tests.browser import browser, open_page
 from tests.ladder.ladders import ladder
 
@@ -60,6 +60,7 @@ def test_the_page_has_the_numbers_of_the_json(page: Page, numbers: dict[str, Any
             ratio = f"{size['ratio']:.2g}" + (", the target" if size["is_target"] else "")
             assert f"{ratio}\t{short(size['parameters'])}\t{short(size['tokens'])}\t{size['loss']:.4f}" in text
         assert f"val/quiz/acc\t{interval_text(found['tasks'][0]['score'])}" in text
+        assert check_text(found["check"]) in text
         for caution in found["cautions"]:
             assert caution in text
     assert interval_text(numbers["comparison"][0]) in text
