@@ -363,6 +363,11 @@ def verdict(run: dict[str, Any]) -> str:
         faults.append(format_count(counts["start"] - 1, "restart"))
     if run["last"].get("loss", 0.0) is None:
         faults.append("the loss is not finite")
+    if run["state"] == "done" and run["predicted_loss"] and (points := series.get("val/loss")):
+        _, loss, low, high = run["predicted_loss"][-1]
+        text += f"; its ladder predicted {loss:.4g} ({low:.4g} to {high:.4g})"
+        if not low <= points[-1][1] <= high:
+            faults.append("the validation loss is outside the ladder's interval")
     trouble = f" {', '.join(faults)}." if faults else ""
     how = [event for event in events if event["kind"] in ("start", "end")][-1:]
     if run["state"] == "failed" and how and how[0].get("error"):

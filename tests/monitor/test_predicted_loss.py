@@ -7,7 +7,7 @@ import pytest
 
 from lmforge.errors import UserError
 from lmforge.monitor.predicted_loss import LossWatch, PredictedLoss, read_predicted_loss
-from lmforge.report.run_data import read_run
+from lmforge.report.run_data import read_run, verdict
 from lmforge.runs import Run
 from tests.conftest import Command
 
@@ -51,6 +51,8 @@ def test_a_run_that_leaves_its_interval_warns_and_keeps_every_bit(
     seen, plain = (Run(path).read_metrics() for path in (Path("runs/seen"), tiny_run))
     assert [record["loss"] for record in seen] == [record["loss"] for record in plain]
     assert read_run(Run(Path("runs/seen")))["predicted_loss"][1] == (6, 0.8, 0.7, 0.9)
+    said = verdict(read_run(Run(Path("runs/seen"))))
+    assert said.endswith("; its ladder predicted 0.8 (0.7 to 0.9). the validation loss is outside the ladder's interval.")
     refused = lmforge("pretrain", *tiny_options, "--run.name", "other", "--log.prediction", "none.json")
     assert (refused.returncode, refused.stderr.count("\n")) == (2, 1)
     assert not Path("runs/other/recipe.toml").exists()
