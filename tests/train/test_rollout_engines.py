@@ -565,10 +565,29 @@ def test_servers_that_cannot_serve_a_run_are_refused_at_its_start(
 
 
 @pytest.mark.slow  # an interpreter starts
-def test_a_server_on_a_gpu_sees_that_one_only(grpo: Callable[..., list[str]], refused: Refusal) -> None:
+def test_a_server_on_a_gpu_sees_that_one_only(
+    grpo: Callable[..., list[str]], refused: Refusal, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """As the first one that CUDA shows it, which here is none."""
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     line = refused(*grpo("run", *STARTED, "cuda:99"))
     assert line.startswith("rollout.engine_start: cuda:99: ended with status 2 before it answered: lmforge: device = cuda: ")
+
+
+def test_numbers_of_gpus_count_those_that_the_run_may_use(
+    grpo: Callable[..., list[str]], refused: Refusal, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The program named vllm says which GPU it sees, and ends."""
+    (tmp_path / "vllm").write_text('#!/bin/sh\necho "sees $CUDA_VISIBLE_DEVICES"\nexit 3\n')
+    (tmp_path / "vllm").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
+    words = grpo("run", "--rollout.engine", "vllm", "--rollout.engine_start")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,GPU-5f2a")
+    assert "cuda:1: ended with status 3 before it answered: sees GPU-5f2a;" in refused(*words, "cuda:1")
+    for visible, count in (("3,GPU-5f2a", "2 GPUs"), ("", "0 GPUs")):  # never a GPU that the run may not use
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+        line = refused(*words, "cuda:2")
+        assert line == f"rollout.engine_start: cuda:2: CUDA_VISIBLE_DEVICES = {visible!r} has {count}, and the first is cuda:0"
 
 
 def test_options_of_servers_need_an_engine_and_addresses(grpo: Callable[..., list[str]], refused: Refusal) -> None:

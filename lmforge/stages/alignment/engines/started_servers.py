@@ -26,7 +26,7 @@ from lmforge.cluster.jobs.hosts import export_lines, forwarded_variables, ssh_co
 from lmforge.config.align import AlignConfig, split_server
 from lmforge.config.operation import FORWARDED_VARIABLES
 from lmforge.data.tokenizer import Tokenizer
-from lmforge.errors import UserError
+from lmforge.errors import UserError, format_count
 from lmforge.parallel.precision import DTYPES
 from lmforge.stages.alignment.engines.rollout_server import API_KEY_VARIABLE, ServerProblem, build_server
 from lmforge.stages.alignment.sampling import SamplingSettings
@@ -175,7 +175,7 @@ class ServerStarter:
         if self._options.engine == "vllm":
             variables["VLLM_SERVER_DEV_MODE"] = "1"
         if device.startswith("cuda:"):
-            variables["CUDA_VISIBLE_DEVICES"] = _visible_gpu(int(device[5:]), here=host is None)
+            variables["CUDA_VISIBLE_DEVICES"] = device[5:] if host else _visible_gpu(name, int(device[5:]))
         script = SCRIPT.format(
             rank_variables=RANK_VARIABLES,
             exports=export_lines({**(forwarded_variables(FORWARDED_VARIABLES) if host else {}), **variables}),
@@ -272,7 +272,13 @@ def _link_or_copy(source: str, target: str) -> None:
         shutil.copy2(source, target)
 
 
-def _visible_gpu(number: int, here: bool) -> str:
-    """What CUDA calls the GPU of a number: on this host, of those that the run may use."""
-    visible = [each for each in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if each] if here else []
-    return visible[number] if number < len(visible) else str(number)
+def _visible_gpu(name: str, number: int) -> str:
+    """What CUDA calls a GPU of this host: numbers count those that the run may use. Raises UserError for others."""
+    given = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if given is None:
+        return str(number)
+    visible = [each for each in given.split(",") if each]
+    if number >= len(visible):
+        count = format_count(len(visible), "GPU")
+        raise UserError(f"rollout.engine_start: {name}: CUDA_VISIBLE_DEVICES = {given!r} has {count}, and the first is cuda:0")
+    return visible[number]
