@@ -73,9 +73,10 @@ def diverged(points: Sequence[Point], ratio: float = DIVERGED_RATIO) -> list[tup
 
 def too_short(points: Sequence[Point]) -> list[tuple[str, str]]:
     """The names of the points that a fit leaves out for their few steps, each with the reason; none where too few would be
-    left."""
+    left, or all of one size or token count."""
     short = [each for each in points if each.steps is not None and each.steps < SHORT_STEPS]
-    if len(points) - len(short) < LEAST_OTHERS:
+    others = [each for each in points if each not in short]
+    if len(others) < LEAST_OTHERS or 1 in (len({each.parameters for each in others}), len({each.tokens for each in others})):
         return []
     return [(each.name, f"it has {each.steps} steps, and below {SHORT_STEPS} a loss is above the law") for each in short]
 

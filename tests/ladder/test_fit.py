@@ -77,6 +77,9 @@ def test_short_runs_are_left_out_and_named_where_ten_others_remain() -> None:
     assert "it has 249 steps" in fit.left_out[0][1]
     few = [*points[-9:], *short]
     assert fit_points(few, draws=50).points == tuple(few)
+    shapes = [(size, 5e7) for size in (1e5 * number for number in range(1, 11))]  # without the short ones no law is fixed
+    alike = [Point(f"{n}", size, count, LAW.loss(size, count), 250) for n, (size, count) in enumerate(shapes)]
+    assert fit_points([*alike, *short], draws=50).left_out == ()
     unknown = [replace(each, steps=None) for each in (*points, *short)]  # of others' runs
     assert fit_points(unknown, draws=50).points == tuple(unknown)
 
