@@ -68,7 +68,7 @@ def machine() -> dict[str, Any]:
     """Hardware, versions, date, commit and command; nothing that names this host or its folders."""
     facts = describe_environment()
     environment = {name: facts[name] for name in ("time", "platform", "processor", "cores", "python", "packages", "git_commit")}
-    for name in ("accelerate", "torchao"):
+    for name in ("accelerate", "torchao", "peft", "bitsandbytes"):
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             environment["packages"][name] = importlib.metadata.version(name)
     environment["instructions"] = torch.backends.cpu.get_cpu_capability()
