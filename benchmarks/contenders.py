@@ -245,7 +245,7 @@ def transformers_model(contest: Contest) -> nn.Module:
         model = AutoModelForCausalLM.from_config(config, **grouped)
     for parameter in model.parameters():  # not its buffers, which include the rotary frequencies
         parameter.data = parameter.data.to(DTYPES[contest.master_dtype])
-    # On the CPU, since the device may have memory for one copy only; of what is quantized it has room for two.
+    # On the CPU, since the device may have memory for one copy only; beside adapters, which need no gradients of it, for two.
     first = build_model(contest.shape, contest.device if contest.lora else "cpu").to(DTYPES[contest.master_dtype])
     model.load_state_dict(init_weights(first, 0).state_dict(), strict=not contest.shape.tie_word_embeddings)
     if contest.lora:

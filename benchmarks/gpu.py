@@ -78,8 +78,8 @@ class Size:
 
     With `checkpointing_from` that length and longer ones compute activations again, for all contenders alike. `variants` are
     settings of lmforge that are tried in place of the contest, by the name of the row: activation checkpointing, and tokens
-    of a forward pass. `published` is a figure to compare with, in tokens/s, on a GPU of this name. `lora`: adapters are
-    trained, beside frozen weights.
+    of a forward pass. `published` is a figure to compare with, in tokens/s, which `published_on` reached. `lora`: these
+    adapters are trained, beside frozen weights.
     """
 
     shape: ModelConfig
