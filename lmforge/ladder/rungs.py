@@ -14,6 +14,7 @@ from lmforge.config.sections import ParallelOptions, ScheduleOptions
 from lmforge.config.stage import PretrainConfig
 from lmforge.errors import UserError
 from lmforge.interop.resolve import model_config_from_options
+from lmforge.ladder.law import Point, too_short
 from lmforge.model.config import ModelConfig
 from lmforge.model.flops import flops_per_token, parameter_count
 from lmforge.model.proportions import in_proportion
@@ -187,7 +188,7 @@ def plan_rungs(
                 if (shape, length) not in known:
                     known[shape, length] = make(shape, length * scaled_parameters(shape))
                 rungs.append(known[shape, length])
-        rungs = [rung for rung in rungs if rung.config.train.steps >= LEAST_STEPS]
+        rungs = _without_short([rung for rung in rungs if rung.config.train.steps >= LEAST_STEPS])
         if len(rungs) < LEAST_RUNGS or len({rung.parameters for rung in rungs}) < 2:
             continue
         for rung in rungs:
@@ -204,6 +205,13 @@ def plan_rungs(
         f"--ladder.budget: rungs of this recipe would have fewer than {LEAST_STEPS} steps of {tokens_per_step(target.config):,}"
         " tokens, or there are no two sizes of smaller models; lower train.global_batch_size, or raise tokens_per_parameter"
     )
+
+
+def _without_short(rungs: Sequence[Trial]) -> list[Trial]:
+    """Without those that a fit would leave out for their few steps."""
+    points = [Point(rung.name, rung.parameters, rung.tokens, math.nan, rung.config.train.steps) for rung in rungs]
+    short = dict(too_short(points))
+    return [rung for rung in rungs if rung.name not in short]
 
 
 def _unused(used: float, larger: float) -> str:

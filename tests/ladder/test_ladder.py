@@ -21,8 +21,9 @@ from lmforge.config.verbs.ladder import Budget, LadderConfig
 from lmforge.data.prepare.prepare import prepare
 from lmforge.errors import UserError
 from lmforge.interop.resolve import model_config_from_options
+from lmforge.ladder.law import LEAST_OTHERS, SHORT_STEPS
 from lmforge.ladder.rates import best_rate
-from lmforge.ladder.rungs import LEAST_USED, Trial, make_rung, resized, shapes, with_changes
+from lmforge.ladder.rungs import LEAST_STEPS, LEAST_USED, Trial, make_rung, resized, shapes, with_changes
 from lmforge.ladder.runs import Reached, check_same_text, read_reached
 from lmforge.ladder.text import adopt, repeated
 from lmforge.manifests import read_manifest
@@ -164,6 +165,19 @@ def test_a_plan_says_why_much_of_a_budget_stays_unused(recipe: Path, capfd: pyte
         assert run(["ladder", str(recipe), *words]) == 0
         (line,) = (line for line in capfd.readouterr().out.splitlines() if line.startswith("unused "))
         assert f"% of the budget: {reason}" in line
+
+
+def test_rungs_that_the_fit_would_leave_out_are_not_planned(recipe: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    def steps(lengths: str) -> list[int]:
+        sizes = ["--train.global_batch_size", "32", "--ladder.tokens_per_parameter", *lengths.split(), "--budget", "100000%"]
+        assert run(["ladder", str(recipe), *sizes, "--ladder.dry_run", *PLANNED]) == 0
+        return [
+            int(line.split()[-2].replace(",", "")) for line in capfd.readouterr().out.splitlines() if line.endswith(" steps")
+        ]
+
+    many, few = steps("3 5 10 20 40"), steps("3 5")
+    assert (len(many) >= LEAST_OTHERS, min(many) >= SHORT_STEPS) == (True, True), many
+    assert (len(few) < LEAST_OTHERS, LEAST_STEPS <= min(few) < SHORT_STEPS) == (True, True), few
 
 
 def test_hours_and_prices_are_budgets(recipe: Path, capfd: pytest.CaptureFixture[str], refused: Refusal) -> None:
