@@ -36,14 +36,15 @@ from lmforge.data.shards.folder import TokenFolder
 from lmforge.interop.config_json import to_config_json
 from lmforge.model import build_model
 from lmforge.model.config import ModelConfig
-from lmforge.model.init_weights import init_weights
+from lmforge.model.init_weights import init_adapters, init_weights
+from lmforge.model.lora import adapter_parameters, add_lora
 from lmforge.model.quantization import blocks
 from lmforge.monitor.console import ConsoleLogger
 from lmforge.monitor.rank_log import RankLog
 from lmforge.monitor.watchdog import Watchdog
 from lmforge.objectives.language import NextTokenObjective
 from lmforge.parallel.precision import DTYPES
-from lmforge.plan.parameter_counts import training_flops_per_token
+from lmforge.plan.parameter_counts import get_lora_config, training_flops_per_token
 from lmforge.runs import Run
 from lmforge.stages.attempt import RunContext, RunEvents
 from lmforge.stages.build_model import BuiltModel, build_model_and_optimizer
@@ -256,9 +257,21 @@ def transformers_model(contest: Contest) -> nn.Module:
     return model.train()
 
 
+def first_adapters(contest: Contest) -> dict[str, nn.Parameter]:
+    """The adapters that lmforge begins with, by name, on the CPU."""
+    model, config = build_model(contest.shape, "meta"), get_lora_config(recipe_of(contest))
+    assert config is not None
+    add_lora(model, config)
+    for name, each in adapter_parameters(model).items():
+        owner, _, last = name.rpartition(".")
+        setattr(model.get_submodule(owner), last, nn.Parameter(torch.empty(each.shape)))
+    init_adapters(model, 0)
+    return adapter_parameters(model)
+
+
 def adapted_by_peft(model: nn.Module, lora: LoraOptions, contest: Contest) -> nn.Module:
-    """A model of transformers with PEFT's adapters, its linear layers quantized by bitsandbytes. Memory is counted from here
-    on."""
+    """A model of transformers with PEFT's adapters, which begin as lmforge's, its linear layers quantized by bitsandbytes.
+    Memory is counted from here on."""
     import bitsandbytes
     import peft
 
@@ -274,6 +287,9 @@ def adapted_by_peft(model: nn.Module, lora: LoraOptions, contest: Contest) -> nn
     targets = {"target_modules": lora.target_modules[0] if len(lora.target_modules) == 1 else [*lora.target_modules]}
     adapters: Any = {"r": lora.rank, "lora_alpha": lora.alpha, **targets}
     adapted: Any = peft.get_peft_model(model, peft.LoraConfig(task_type="CAUSAL_LM", **adapters))
+    with torch.no_grad():
+        for name, values in first_adapters(contest).items():
+            adapted.get_parameter("base_model.model." + name.replace(".weight", ".default.weight")).copy_(values)
     if contest.device == "cuda":
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
