@@ -32,7 +32,8 @@ CASES: dict[str, tuple[dict[str, Any], int]] = {
     "tensor": ({"tensor_parallel_degree": 2}, 1),
     "pipeline": ({"pipeline_parallel_degree": 2}, 2),
 }
-# Of what a router learns in three steps: bf16 differs from fp32 by 0.01 to 0.03.
+# Of what a router learns in three steps: bf16 differs from fp32 by 0.01 to 0.05. With an eighth of the tokens, a few in a
+# near-tie of experts, which bf16 sends to the other one, would count for up to 0.3.
 TOLERANCE = 0.15
 
 
@@ -53,7 +54,7 @@ def check_routers(model: LanguageModel, weights: list[torch.Tensor]) -> None:
 
 if __name__ == "__main__":
     ranks = cluster.init_distributed("cpu", threads=1)
-    data = ParityData(sequences=8, sequence_length=24, steps=3, seed=int(sys.argv[1]))
+    data = ParityData(sequences=32, sequence_length=48, steps=3, seed=int(sys.argv[1]))
     initial = init_weights(build_model(SHAPE), data.seed).state_dict().items()
     masters = {name: weight.clone() for name, weight in initial if name.endswith("gate.weight")}
     plain = ParityCase("fp32", ParallelOptions(engine="fsdp2"), model_config=SHAPE)
