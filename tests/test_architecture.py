@@ -90,12 +90,6 @@ def test_modules_do_not_import_each_other_in_a_circle() -> None:
     TopologicalSorter({module: sorted(used - {module}) for module, used in graph.items()}).prepare()
 
 
-def test_no_folder_has_more_than_fifteen_files() -> None:
-    sizes = {str(path.parent.relative_to(ROOT)): len(list(path.parent.glob("*.py"))) for path in PACKAGE.rglob("__init__.py")}
-    assert len(sizes) > 30
-    assert {folder: size for folder, size in sizes.items() if size > 15} == {}
-
-
 def test_every_package_says_where_to_begin_reading() -> None:
     for path in PACKAGE.rglob("__init__.py"):
         text = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""

@@ -358,3 +358,13 @@ def test_extras_are_installed_by_one_command_which_stands_on_the_first_page_alon
     assert {page: lines for page, lines in commands.items() if lines} == {START: [how_to_install("serve")]}
     named = [path for path in PACKAGE.rglob("*.py") if "pip install" in path.read_text(encoding="utf-8")]
     assert named == [PACKAGE / "errors.py"]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_row_of_a_table_stands_below_its_head(page: Path) -> None:
+    """Rows after a blank line have no head of their own, and are shown as raw pipes."""
+    lines = FENCED.sub("", page.read_text(encoding="utf-8")).splitlines()
+    first = [
+        number for number in range(1, len(lines)) if lines[number].startswith("|") and not lines[number - 1].startswith("|")
+    ]
+    assert [lines[number] for number in first if not re.match(r"\|[\s:|-]+\|$", lines[number + 1])] == []

@@ -90,12 +90,10 @@ def test_processes_that_share_the_tests_draw_the_same_and_count_what_is_missing_
     assert "not run" not in strict
 
 
-def test_the_seed_is_that_of_the_commit_and_a_fixed_one_where_git_knows_of_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    for commit, seed, origin in (("00000010" + 32 * "f", 16, "commit 00000010"), ("", seeds.WITHOUT_GIT, "no commit")):
-        monkeypatch.delenv(seeds.VARIABLE)
-        monkeypatch.setattr(seeds, "_commit", lambda commit=commit: commit)
-        assert origin in seeds.settle()
-        assert seeds.run_seed() == seed
+def test_the_seed_is_a_fixed_one_unless_another_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(seeds.VARIABLE)
+    assert seeds.settle() == "fixed in tests/seeds.py"
+    assert seeds.run_seed() == seeds.FIXED
     monkeypatch.setenv(seeds.VARIABLE, "fresh")
     assert seeds.settle() == "fresh"
     monkeypatch.setenv(seeds.VARIABLE, "x")
