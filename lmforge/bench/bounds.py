@@ -47,8 +47,9 @@ def bound_of_splits(
     """
     of_fp32 = GPU if device_type == "cuda" else MUON if optimizer == "muon" else FP32
     bound = BF16_STATES if keeps_bf16 else of_fp32 if dtype == "fp32" else BF16
-    small = epsilon < LARGE_EPSILON and optimizer != "sgd"
-    return replace(bound, weights=max(bound.weights, WEIGHTS_OF_SMALL_EPSILON)) if small else bound
+    if epsilon >= LARGE_EPSILON:
+        return bound
+    return replace(bound, weights=max(bound.weights, WEIGHTS_OF_SMALL_EPSILON))
 
 
 def relative_difference(ours: float, theirs: float) -> float:

@@ -42,7 +42,6 @@ BUILT_IN_NAMES: dict[str, dict[str, str]] = {
     "optimizer": {
         "adamw": "lmforge.train.optimizers.optimizer:build_adamw",
         "muon": "lmforge.train.optimizers.optimizer:build_muon",
-        "sgd": "lmforge.train.optimizers.optimizer:build_sgd",
     },
     "schedule": {
         "cosine": "lmforge.train.optimizers.schedules:cosine",
@@ -72,7 +71,6 @@ BUILT_IN_NAMES: dict[str, dict[str, str]] = {
 FACTS: dict[tuple[str, str], dict[str, Any]] = {
     ("optimizer", "adamw"): {"reads_found_inf": True},
     ("optimizer", "muon"): {"reads_found_inf": True, "needs_matrices": True},
-    ("optimizer", "sgd"): {"reads_found_inf": True},
     **{("model_family", name): {"like": name} for name in BUILT_IN_NAMES["model_family"]},
 }
 

@@ -351,7 +351,7 @@ class GroupOptions(Options):
 
 
 class OptimizerOptions(Options):
-    """AdamW (Loshchilov and Hutter, arXiv 1711.05101), Muon (Jordan; Liu et al., arXiv 2502.16982), or SGD."""
+    """AdamW (Loshchilov and Hutter, arXiv 1711.05101) or Muon (Jordan; Liu et al., arXiv 2502.16982)."""
 
     name: str = choice(
         "adamw", "muon updates the matrices of the blocks, and leaves embeddings, head, norms and biases to adamw", "optimizer"
@@ -360,11 +360,9 @@ class OptimizerOptions(Options):
     beta1: float = option(0.9, "adamw: decay rate of the first moment", **PROBABILITY)
     beta2: float = option(0.95, "adamw: decay rate of the second moment", **PROBABILITY)
     eps: float = option(1e-8, "adamw: epsilon, added to the root of the second moment", **SCALE)
-    momentum: float | None = option(None, "muon and sgd: momentum (default: 0.95 for muon, 0.9 for sgd)", **PROBABILITY)
+    momentum: float = option(0.95, "muon: momentum", **PROBABILITY)
     embedding_lr_ratio: float = option(1.0, "learning rate of input embedding and head, relative to optimizer.lr", **SCALE)
-    weight_decay: float = option(
-        0.1, "weight decay of matrices, not of norms and biases; decoupled, but sgd adds it to the gradient", **SCALE_OR_0
-    )
+    weight_decay: float = option(0.1, "decoupled weight decay of matrices, not of norms and biases", **SCALE_OR_0)
     max_grad_norm: float = option(1.0, "gradients are clipped to this norm; 0 does not clip", **SCALE_OR_0)
     groups: tuple[GroupOptions, ...] = option(
         (), "parameter groups, [[optimizer.groups]] in a recipe; the first whose pattern matches applies"
@@ -375,21 +373,11 @@ class OptimizerOptions(Options):
     stochastic_rounding: bool = option(
         False, "adamw and muon: master weights in bf16 are rounded up or down at random, so that small steps are not lost"
     )
-    implementation: Literal["fused", "foreach"] = option(
-        "fused", "adamw with fp32 states: torch's fused kernel, or one operator after another on lists of tensors (foreach)"
-    )
 
     @property
     def uses_state_dtype(self) -> bool:
         """Whether states are in `state_dtype`; else in the dtype of the master weights, as torch's fused AdamW keeps them."""
-        foreach = self.name == "adamw" and self.implementation == "foreach"
-        return self.name == "muon" or foreach or self.state_dtype != "fp32" or self.stochastic_rounding
-
-    def problems(self) -> Iterator[str]:
-        if self.name == "sgd" and self.state_dtype != "fp32":
-            yield f"optimizer.state_dtype = {self.state_dtype}: not with optimizer.name = sgd; use adamw or muon"
-        if self.name == "sgd" and self.stochastic_rounding:
-            yield "optimizer.stochastic_rounding: not with optimizer.name = sgd; use adamw or muon, or leave it out"
+        return self.name == "muon" or self.state_dtype != "fp32" or self.stochastic_rounding
 
 
 class ScheduleOptions(Options):

@@ -158,7 +158,7 @@ class TuningSchedule(ScheduleOptions):
 
 
 class TuningOptimizer(OptimizerOptions):
-    """AdamW, Muon or SGD."""
+    """AdamW or Muon."""
 
     lr: float = option(2e-5, "peak learning rate; about ten times as much for adapters", **SCALE)
     beta2: float = with_default(OptimizerOptions, "beta2", 0.999)

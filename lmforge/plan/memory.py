@@ -39,12 +39,11 @@ def count_all(model: ModelConfig) -> ParameterCounts:
 def optimizer_state_bytes(optimizer: OptimizerOptions, master_dtype: str, counts: ParameterCounts) -> int:
     """Bytes of the optimizer's states, over all ranks that share them; without its step counters, 4 bytes a tensor.
 
-    AdamW has two moments; SGD has a momentum, unless it is 0; Muon has a momentum of each matrix of the blocks, and AdamW's
-    moments of the other parameters. `OptimizerOptions.uses_state_dtype` says which dtype they have.
+    AdamW has two moments; Muon has a momentum of each matrix of the blocks, and AdamW's moments of the other parameters.
+    `OptimizerOptions.uses_state_dtype` says which dtype they have.
     """
     states: int | None = {
         "adamw": 2 * counts.trained,
-        "sgd": 0 if optimizer.momentum == 0 else counts.trained,
         "muon": 2 * counts.trained - counts.trained_block_matrices,
     }.get(optimizer.name)
     if states is None:

@@ -61,11 +61,10 @@ def test_every_strategy_of_two_gpus_agrees_with_one_process(lmforge: Command) ->
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-@pytest.mark.parametrize("implementation", ["fused", "foreach"])
 def test_offloaded_weights_train_as_those_on_the_gpu(
-    lmforge: Command, tiny_options: list[str], tmp_path: Path, implementation: str, gpu_device: torch.device
+    lmforge: Command, tiny_options: list[str], tmp_path: Path, gpu_device: torch.device
 ) -> None:
-    words = ["--parallel.engine", "fsdp2", "--optimizer.implementation", implementation, "--parallel.cpu_offload"]
+    words = ["--parallel.engine", "fsdp2", "--parallel.cpu_offload"]
     results = {
         offload: trained(lmforge, tiny_options, tmp_path, offload, gpu_device.type, *words, offload)
         for offload in ("false", "true")
@@ -131,7 +130,7 @@ def test_a_model_with_small_heads_trains_with_dense_masks(gpu_device: torch.devi
 @pytest.mark.parametrize(
     "options",
     [
-        *({}, {"implementation": "foreach"}, {"state_dtype": "bf16"}, {"name": "muon"}, {"name": "sgd"}),
+        *({}, {"state_dtype": "bf16"}, {"name": "muon"}),
         *({"state_dtype": "8bit"}, {"name": "muon", "state_dtype": "8bit"}, {"name": "muon", "state_dtype": "bf16"}),
         *({"stochastic_rounding": True}, {"name": "muon", "state_dtype": "8bit", "stochastic_rounding": True}),
     ],
@@ -322,7 +321,6 @@ def test_between_steps_a_gpu_holds_what_is_predicted(master_dtype: str) -> None:
 BF16_ROUNDED = ["--train.master_dtype", "bf16", "--optimizer.stochastic_rounding", "true"]
 OPTIMIZERS: dict[str, list[object]] = {
     "muon": [],
-    "sgd": ["--optimizer.lr", 1.0],
     "adamw": ["--optimizer.state_dtype", "bf16"],
     "adamw in 8 bits": ["--optimizer.state_dtype", "8bit"],
     "muon in 8 bits": ["--optimizer.state_dtype", "8bit"],

@@ -271,10 +271,6 @@ def test_the_table_of_a_recipe_has_the_numbers_of_its_optimizer(name: str) -> No
             "--model.parametrization mup --model.base_width 64 --model.base_depth 2",
             "model.base_depth: not with model.parametrization = mup; leave it out",
         ),
-        (
-            "--model.parametrization mup --model.base_width 64 --optimizer.name sgd",
-            "optimizer.name = sgd: model.parametrization is for adamw and muon; use one, or standard",
-        ),
     ],
 )
 def test_a_parametrization_without_its_base_model_is_refused(

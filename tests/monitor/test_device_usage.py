@@ -1,11 +1,9 @@
-"""Usage of GPUs, read from stand-ins for their libraries, with the documented values, gaps and errors."""
+"""Usage of GPUs, read from a stand-in for NVML, with the documented values, gaps and errors."""
 
 from types import SimpleNamespace
 from typing import Any
 
-import pytest
-
-from lmforge.monitor.usage.devices import DeviceUsage, read_amd, read_nvidia
+from lmforge.monitor.usage.devices import DeviceUsage, read_nvidia
 
 
 class NVMLError(Exception):
@@ -56,45 +54,3 @@ def test_a_lost_gpu_and_one_that_says_little_do_not_hide_the_healthy_one() -> No
     assert healthy == DeviceUsage(0, "NVIDIA H100 80GB HBM3", 97, 60 * 2**30, 80 * 2**30, 684.25, 700.0, 71.0, "hot", [4711])
     assert lost == DeviceUsage(1, error="GPU is lost")
     assert silent == DeviceUsage(2)
-
-
-class AmdSmi:
-    """The functions of amdsmi with the values that its documentation shows; N/A where a GPU has no such sensor."""
-
-    AmdSmiTemperatureType = SimpleNamespace(HOTSPOT="hotspot")
-    AmdSmiTemperatureMetric = SimpleNamespace(CURRENT="current")
-
-    def amdsmi_get_processor_handles(self) -> list[int]:
-        return [0, 1]
-
-    def amdsmi_get_gpu_vram_usage(self, handle: int) -> dict[str, int]:
-        if handle == 1:
-            raise OSError("AMDSMI_STATUS_NO_DATA")
-        return {"vram_used": 283, "vram_total": 196_592}
-
-    def amdsmi_get_power_info(self, handle: int) -> dict[str, Any]:
-        return {"current_socket_power": "N/A", "average_socket_power": 139, "gfx_voltage": 79, "power_limit": 750}
-
-    def amdsmi_get_power_cap_info(self, handle: int) -> dict[str, int]:
-        return {"power_cap": 750_000_000, "default_power_cap": 750_000_000}
-
-    def amdsmi_get_gpu_asic_info(self, handle: int) -> dict[str, Any]:
-        return {"market_name": "AMD Instinct MI300X", "vendor_id": 0x1002}
-
-    def amdsmi_get_gpu_activity(self, handle: int) -> dict[str, Any]:
-        return {"gfx_activity": 64, "umc_activity": 3, "mm_activity": "N/A"}
-
-    def amdsmi_get_temp_metric(self, handle: int, kind: str, metric: str) -> int:
-        return {("hotspot", "current"): 44}[kind, metric]
-
-    def amdsmi_get_gpu_process_list(self, handle: int) -> list[dict[str, Any]]:
-        return [{"name": "python", "pid": 4711, "mem": 0}]
-
-
-def test_an_amd_gpu_is_read_in_the_units_of_its_documentation() -> None:
-    good, bad = read_amd(AmdSmi())
-    assert good.name == "AMD Instinct MI300X"
-    assert (good.utilization_percent, good.temperature_celsius, good.processes) == (64, 44, [4711])
-    assert (good.power_watts, good.power_limit_watts) == (139, pytest.approx(750))
-    assert (good.memory_used_bytes, good.memory_total_bytes) == (283 * 2**20, 196_592 * 2**20)
-    assert bad.error == "AMDSMI_STATUS_NO_DATA"

@@ -202,7 +202,7 @@ def drawn_estimator(draw: random.Random, ranks: int) -> MemoryEstimator:
         "model.dropout": draw.choice(["0.0", "0.1"]),
         "data.sequence_length": 2 ** draw.randint(5, 13),
         "train.global_batch_size": ranks * 2 ** draw.randint(0, 9),
-        "optimizer.name": draw.choice(["adamw", "muon", "sgd"]),
+        "optimizer.name": draw.choice(["adamw", "muon"]),
         "train.compile": draw.choice(["auto", *["off"] * 5]),
     }
     config = parse_config(PretrainConfig, [word for name, value in options.items() for word in (f"--{name}", str(value))])
@@ -263,7 +263,6 @@ def test_whole_gradients_are_predicted_where_they_are_reduced_once_a_step_and_th
         ([], "optimizer.state_dtype = 8bit"),
         (["--lora.rank", "8"], "lora.base_dtype = int8"),
         (["--lora.rank", "8", "--lora.base_dtype", "nf4"], None),
-        (["--optimizer.name", "sgd"], None),
     ],
 )
 def test_storage_in_fewer_bits_is_advised_last_and_only_where_it_would_fit(words: list[str], advised: str | None) -> None:

@@ -82,12 +82,10 @@ EVERY_OPTIMIZER = pytest.mark.parametrize(
     "options",
     [
         *({"name": name} for name in BUILT_IN_NAMES["optimizer"]),
-        {"implementation": "foreach"},
         {"state_dtype": "bf16"},
         {"name": "muon", "state_dtype": "bf16"},
         {"state_dtype": "8bit"},
         {"name": "muon", "state_dtype": "8bit"},
-        {"name": "sgd", "momentum": 0.0},
     ],
     ids=lambda options: " ".join(map(str, options.values())),
 )

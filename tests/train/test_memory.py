@@ -121,9 +121,7 @@ def test_beside_a_base_in_four_bits_weights_and_activations_take_what_is_predict
 OPTIMIZERS = [
     *({"name": name} for name in BUILT_IN_NAMES["optimizer"]),
     {"name": "adamw", "state_dtype": "bf16"},
-    {"name": "adamw", "implementation": "foreach"},
     {"name": "muon", "state_dtype": "bf16"},
-    {"name": "sgd", "momentum": 0.0},
 ]
 
 

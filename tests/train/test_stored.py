@@ -141,12 +141,7 @@ def test_matrices_of_blocks_take_2_1_bytes_and_all_others_stay_in_fp32() -> None
     [
         ({"optimizer": {"state_dtype": "8bit"}, "parallel": {"tensor_parallel_degree": 2}}, "8bit: not with parallel.tensor"),
         ({"optimizer": {"state_dtype": "8bit"}, "parallel": {"engine": "fsdp1"}}, "8bit: not with parallel.engine = fsdp1"),
-        ({"optimizer": {"state_dtype": "8bit", "name": "sgd"}}, "8bit: not with optimizer.name = sgd"),
         ({"optimizer": {"stochastic_rounding": True}}, "only with train.master_dtype = bf16"),
-        (
-            {"optimizer": {"stochastic_rounding": True, "name": "sgd"}, "train": {"master_dtype": "bf16"}},
-            "stochastic_rounding: not with optimizer.name = sgd",
-        ),
     ],
 )
 def test_what_does_not_go_together_is_refused_in_a_line(options: dict[str, Any], message: str) -> None:

@@ -156,7 +156,7 @@ def test_exporting_needs_the_memory_of_one_tensor_not_of_the_model(
         "1",
     ]
     where = ["--data.folder", tiny_tokens, "--run.folder", tmp_path, "--run.name", "a", "--train.dtype", "fp32"]
-    where += ["--optimizer.name", "sgd", "--optimizer.momentum", "0"]  # no state to be written
+    where += ["--optimizer.state_dtype", "8bit"]  # little state to be written
     words = [*sizes, *heads, *few, *where, "--schedule.warmup_steps", "0", "--train.device", "cpu", "--train.compile", "off"]
     assert lmforge("pretrain", *words).returncode == 0
     program = (

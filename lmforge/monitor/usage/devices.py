@@ -1,9 +1,9 @@
 """The usage of this host's GPUs: utilisation, memory, power, temperature, processes.
 
-NVIDIA's are read through NVML, AMD's through AMD SMI.
+NVIDIA's are read through NVML; those of other makes are not.
 
-A value that a library or driver does not report is None, and a device that does not answer has an `error`; the other values are
-still reported. The reader for AMD has been tested only with values from its documentation, not on such a GPU.
+A value that the library or driver does not report is None, and a device that does not answer has an `error`; the other values
+are still reported.
 """
 
 from collections.abc import Callable
@@ -18,7 +18,7 @@ from lmforge.run_records import Count, Measure
 T = TypeVar("T")
 # NVIDIA's reasons for low clocks that indicate a problem, unlike a power cap or an idle GPU.
 NVIDIA_SLOWDOWNS = {0x08: "slowed by hardware", 0x20: "hot", 0x40: "hot", 0x80: "power brake"}
-NVIDIA_DRIVER, AMD_DRIVER = Path("/proc/driver/nvidia/gpus"), Path("/sys/module/amdgpu/drivers/pci:amdgpu")
+NVIDIA_DRIVER = Path("/proc/driver/nvidia/gpus")
 
 
 @dataclass(frozen=True)
@@ -43,33 +43,21 @@ class DeviceReader:
 
     def __init__(self) -> None:
         self.notes: list[str] = []
-        self._readers: list[Callable[[], list[DeviceUsage]]] = []
-        for name, driver, open_reader in (("pynvml", NVIDIA_DRIVER, _open_nvidia), ("amdsmi", AMD_DRIVER, _open_amd)):
-            try:
-                self._readers.append(open_reader())
-            except ImportError:
-                if driver.exists():
-                    self.notes.append(f"GPUs are not shown without {name}; {how_to_install('top')}")
-            except Exception as problem:  # each library has its own kinds; most often there is no driver
-                if driver.exists():
-                    self.notes.append(f"GPUs are not shown: {name}: {problem}")
+        self._nvml: Any = None
+        try:
+            import pynvml
+
+            pynvml.nvmlInit()
+            self._nvml = pynvml
+        except ImportError:
+            if NVIDIA_DRIVER.exists():
+                self.notes.append(f"GPUs are not shown without pynvml; {how_to_install('top')}")
+        except Exception as problem:  # most often there is no driver
+            if NVIDIA_DRIVER.exists():
+                self.notes.append(f"GPUs are not shown: pynvml: {problem}")
 
     def __call__(self) -> list[DeviceUsage]:
-        return [device for read in self._readers for device in read()]
-
-
-def _open_nvidia() -> Callable[[], list[DeviceUsage]]:
-    import pynvml
-
-    pynvml.nvmlInit()
-    return lambda: read_nvidia(pynvml)
-
-
-def _open_amd() -> Callable[[], list[DeviceUsage]]:
-    import amdsmi
-
-    amdsmi.amdsmi_init()
-    return lambda: read_amd(amdsmi)
+        return read_nvidia(self._nvml) if self._nvml else []
 
 
 def read_nvidia(nvml: Any) -> list[DeviceUsage]:
@@ -102,41 +90,8 @@ def _read_nvidia_device(nvml: Any, index: int) -> DeviceUsage:
     )
 
 
-def read_amd(amdsmi: Any) -> list[DeviceUsage]:
-    """All GPUs that AMD SMI (the module `amdsmi`) knows. Memory is in MB there, power in W, its limit in µW."""
-    handles = _or_none(amdsmi.amdsmi_get_processor_handles) or []
-    return [_read_amd_device(amdsmi, index, handle) for index, handle in enumerate(handles)]
-
-
-def _read_amd_device(amdsmi: Any, index: int, handle: Any) -> DeviceUsage:
-    try:
-        memory = amdsmi.amdsmi_get_gpu_vram_usage(handle)
-    except Exception as problem:
-        return DeviceUsage(index, error=str(problem))
-    power = _or_none(lambda: amdsmi.amdsmi_get_power_info(handle)) or {}
-    limit = _number(_or_none(lambda: amdsmi.amdsmi_get_power_cap_info(handle)["power_cap"]))
-    watts = (_number(power.get(name)) for name in ("current_socket_power", "average_socket_power"))
-    kinds, metrics = amdsmi.AmdSmiTemperatureType, amdsmi.AmdSmiTemperatureMetric
-    return DeviceUsage(
-        index,
-        str(_or_none(lambda: amdsmi.amdsmi_get_gpu_asic_info(handle)["market_name"]) or ""),
-        _number(_or_none(lambda: amdsmi.amdsmi_get_gpu_activity(handle)["gfx_activity"])),
-        int(memory["vram_used"]) * 2**20,
-        int(memory["vram_total"]) * 2**20,
-        next((each for each in watts if each is not None), None),
-        limit / 1e6 if limit is not None else None,
-        _number(_or_none(lambda: amdsmi.amdsmi_get_temp_metric(handle, kinds.HOTSPOT, metrics.CURRENT))),
-        processes=_or_none(lambda: [each["pid"] for each in amdsmi.amdsmi_get_gpu_process_list(handle)]) or [],
-    )
-
-
 def _or_none(read: Callable[[], T]) -> T | None:
     """The result of `read`; None where the library raises, since GPUs and drivers lack different values."""
     with suppress(Exception):
         return read()
     return None
-
-
-def _number(value: Any) -> float | None:
-    """A number, and None for `N/A`."""
-    return float(value) if isinstance(value, int | float) else None

@@ -391,9 +391,7 @@ class StepProgram:
         if step_config.options.cpu_offload and step_config.on_gpu:
             seconds = nbytes / HOST_OPTIMIZER_BYTES + count * self.master_bytes / rates.host_copy
         optimizer, transient = step_config.optimizer, 0.0
-        if optimizer.implementation == "foreach":
-            transient = 3 * count * FP32
-        elif optimizer.uses_state_dtype and optimizer.state_dtype != "fp32":  # two states of a part of the numbers
+        if optimizer.uses_state_dtype and optimizer.state_dtype != "fp32":  # two states of a part of the numbers
             transient = 2 * min(count, UPDATE_CHUNK_NUMEL) * FP32
         self._add("optimizer", seconds=seconds, kind="optimizer", after=ends, free=self._reducing | {},
                   transient={"temporary": transient}, host_seconds=self.unit_seconds)  # fmt: skip

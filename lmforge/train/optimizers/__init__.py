@@ -1,4 +1,4 @@
-"""AdamW, Muon and SGD, the schedules of the learning rate, and how parameters are put into groups.
+"""AdamW and Muon, the schedules of the learning rate, and how parameters are put into groups.
 
 Begin with `optimizer.py` (`build_optimizer`).
 

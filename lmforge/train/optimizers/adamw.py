@@ -1,7 +1,7 @@
 """AdamW whose moments may be kept in bf16, which halves the optimizer's memory.
 
 With fp32 moments torch's own fused AdamW does the same in one pass, and is what a run uses. With fp32 moments this class is
-used for `optimizer.implementation = foreach` and for the parameters that Muon does not update (muon.py).
+used for the parameters that Muon does not update (muon.py).
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -27,11 +27,9 @@ class AdamW(torch.optim.Optimizer):
     """AdamW (arXiv 1711.05101) on fp32 or bf16 parameters, plain or DTensor, with moments of `state_dtype`: fp32, bf16, or
     uint8 for 8 bits (arXiv 2110.02861) of the parameters in groups that have `stores_8bit`, and fp32 of others.
 
-    torch's fused kernel computes a step, or with `foreach` one operator after another on lists of tensors.
-
-    A step is computed in fp32. In bf16 the first moment is stored rounded to nearest, the second stochastically: its changes
-    are smaller than the spacing of bf16 numbers, so with rounding to nearest it could not fall once beta2 is above 0.996. The
-    noise depends on the step only, so that a resumed run draws the same.
+    A step is computed in fp32, by torch's fused kernel. In bf16 the first moment is stored rounded to nearest, the second
+    stochastically: its changes are smaller than the spacing of bf16 numbers, so with rounding to nearest it could not fall once
+    beta2 is above 0.996. The noise depends on the step only, so that a resumed run draws the same.
 
     `rounding_keys`: a key for each bf16 parameter that is rounded stochastically (stored.py).
 
@@ -47,12 +45,12 @@ class AdamW(torch.optim.Optimizer):
         betas: tuple[float, float],
         eps: float,
         state_dtype: torch.dtype = torch.float32,
-        foreach: bool = False,
         rounding_keys: Mapping[Tensor, int] = MappingProxyType({}),
         **defaults: Any,
     ) -> None:
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": 0.0, **defaults})
-        self.state_dtype, self.foreach, self.rounding_keys = state_dtype, foreach, rounding_keys
+        self.state_dtype = state_dtype
+        self.rounding_keys = rounding_keys
 
     def get_or_init_state(self, parameter: Tensor, group: dict[str, Any]) -> dict[str, Tensor]:
         """The state of a parameter of `group`, made of zeros where there is none yet."""
@@ -81,11 +79,10 @@ class AdamW(torch.optim.Optimizer):
 
     def update_group(self, parameters: list[Tensor], group: dict[str, Any], skip: Tensor) -> None:
         """One step of `parameters`, which are of `group`, or none where `skip` is true."""
-        update = _foreach_update if self.foreach else _fused_update
         parts = (self._part(parameter, self.get_or_init_state(parameter, group)) for parameter in parameters)
         for counted, (values, first, second, gradients) in fp32_batches(parts, skip):
             steps = [step.clone() for step in counted]
-            update(values, gradients, first, second, steps, group, skip)
+            _fused_update(values, gradients, first, second, steps, group, skip)
             if self.state_dtype == torch.bfloat16:
                 stochastic_round_(second, steps[0])
         counters = [self.get_or_init_state(parameter, group)["step"] for parameter in parameters]
@@ -116,33 +113,6 @@ def _fused_update(
     numbers: dict[str, Any] = {"beta1": beta1, "beta2": beta2, "lr": lr, "weight_decay": weight_decay, "eps": eps}
     numbers |= {"amsgrad": False, "maximize": False}
     adamw(values, gradients, first, second, [], steps, fused=True, found_inf=skip.float(), **numbers)
-
-
-def _foreach_update(
-    values: list[Tensor],
-    gradients: list[Tensor],
-    first: list[Tensor],
-    second: list[Tensor],
-    steps: list[Tensor],
-    group: dict[str, Any],
-    skip: Tensor,
-) -> None:
-    """The same, one operator after another. torch's own foreach AdamW cannot skip a step on the device."""
-    (beta1, beta2), lr = group["betas"], group["lr"]
-    new_first = torch._foreach_lerp(first, gradients, 1 - beta1)
-    new_second = torch._foreach_mul(second, beta2)
-    torch._foreach_addcmul_(new_second, gradients, gradients, 1 - beta2)
-    # In fp32, 1 - 0.999 would be off by 6e-5 of itself.
-    step = torch.stack(steps).double() + 1
-    corrections = [(1 - beta**step).float().unbind() for beta in (beta1, beta2)]
-    denom = torch._foreach_div(new_second, corrections[1])
-    torch._foreach_sqrt_(denom)
-    torch._foreach_add_(denom, group["eps"])
-    torch._foreach_mul_(denom, corrections[0])
-    new_values = torch._foreach_mul(values, 1 - lr * group["weight_decay"])
-    torch._foreach_addcdiv_(new_values, new_first, denom, -lr)
-    for olds, news in ((values, new_values), (first, new_first), (second, new_second)):
-        assign_unless(skip, olds, news)
 
 
 def assign_unless(skip: Tensor, tensors: Iterable[Tensor], values: Iterable[Tensor]) -> None:

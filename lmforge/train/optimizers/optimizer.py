@@ -17,7 +17,6 @@ from lmforge.model.layers import LanguageModel
 from lmforge.parallel.precision import DTYPES
 from lmforge.train.optimizers.adamw import AdamW
 from lmforge.train.optimizers.muon import Muon
-from lmforge.train.optimizers.sgd import SGD
 
 STATE_DTYPES = DTYPES | {"8bit": torch.uint8}
 
@@ -61,19 +60,14 @@ def build_optimizer(
 
 
 def build_adamw(groups: list[dict[str, Any]], options: OptimizerOptions, own: None = None) -> torch.optim.Optimizer:
-    common, foreach = _common_numbers(options), options.implementation == "foreach"
-    if foreach or options.uses_state_dtype:  # so that it does not depend on the name that a plugin gives its optimizer
-        return AdamW(groups, state_dtype=STATE_DTYPES[options.state_dtype], foreach=foreach, **common)
-    return torch.optim.AdamW(groups, fused=True, **common)
+    if options.uses_state_dtype:  # so that it does not depend on the name that a plugin gives its optimizer
+        return AdamW(groups, state_dtype=STATE_DTYPES[options.state_dtype], **_common_numbers(options))
+    return torch.optim.AdamW(groups, fused=True, **_common_numbers(options))
 
 
 def build_muon(groups: list[dict[str, Any]], options: OptimizerOptions, own: None = None) -> torch.optim.Optimizer:
-    momentum = 0.95 if options.momentum is None else options.momentum
-    return Muon(groups, momentum=momentum, state_dtype=STATE_DTYPES[options.state_dtype], **_common_numbers(options))
-
-
-def build_sgd(groups: list[dict[str, Any]], options: OptimizerOptions, own: None = None) -> torch.optim.Optimizer:
-    return SGD(groups, lr=options.lr, momentum=0.9 if options.momentum is None else options.momentum)
+    dtype = STATE_DTYPES[options.state_dtype]
+    return Muon(groups, momentum=options.momentum, state_dtype=dtype, **_common_numbers(options))
 
 
 def _common_numbers(options: OptimizerOptions) -> dict[str, Any]:

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 # Options that change no step.
 NO_STEP = ("run.", "launch.", "watch.", "log.", "checkpoint.", "sample.", "data.stage_to", "data.cache_")
-OF_SPLIT = ("parallel.", "train.micro_batch_size", "train.compile", "train.threads", "optimizer.implementation")
+OF_SPLIT = ("parallel.", "train.micro_batch_size", "train.compile", "train.threads")
 # They matter where the learning rate that was used differs, or the plan of the data.
 OF_LR, OF_PLAN = ("schedule.", "train.steps", "train.epochs"), ("data.folder", "data.files", "data.sources", "data.phases")
 # What decides the last bits: of environment.json, and of each start in events.jsonl.
