@@ -17,13 +17,11 @@ from rich.table import Table
 from lmforge.bench.trial import TIMED_PHASES, measure
 from lmforge.cluster.rank_info import read_rank_info
 from lmforge.config.load import parse_config
-from lmforge.config.verbs.bench import BenchConfig, sweep_combinations
+from lmforge.config.verbs.bench import RECIPE_AXIS, BenchConfig, sweep_combinations
 from lmforge.errors import RunFailed, UserError
 from lmforge.terminal.cells import page_console
 
 OUT_OF_MEMORY = "out of memory"
-# What a sweep may vary besides options: the recipe.
-RECIPE = "recipe"
 # Columns where standard output is not a terminal: wide enough that nothing is cut off, since paths may differ only at the end.
 FILE_WIDTH = 10_000
 
@@ -55,9 +53,10 @@ def _sweep(config: BenchConfig, arguments: list[str]) -> int:
 
     Raises UserError where no combination can be timed, and RunFailed where one crashed: the others are timed all the same.
     """
-    combinations, rows = sweep_combinations(config.bench.sweep, type(config), (RECIPE,)), list[dict[str, Any]]()
-    if RECIPE in combinations[0] and not arguments[0].startswith("-"):
-        raise UserError(f"--sweep {RECIPE}=…: with {arguments[0]} before it there are two; leave one out")
+    combinations = sweep_combinations(config.bench.sweep)
+    rows = list[dict[str, Any]]()
+    if RECIPE_AXIS in combinations[0] and not arguments[0].startswith("-"):
+        raise UserError(f"--sweep {RECIPE_AXIS}=…: with {arguments[0]} before it there are two; leave one out")
     try:
         for number, overrides in enumerate(combinations, start=1):
             print(f"{number} of {len(combinations)}  {_words(overrides)} …", file=sys.stderr, flush=True)
@@ -78,8 +77,8 @@ def _sweep(config: BenchConfig, arguments: list[str]) -> int:
 
 def _run_trial(arguments: list[str], overrides: dict[str, str]) -> dict[str, Any]:
     """One combination in separate processes, so that its memory is freed and its failure is contained."""
-    recipe = [overrides[RECIPE]] if RECIPE in overrides else []
-    options = [word for name, value in overrides.items() if name != RECIPE for word in (f"--{name}", value)]
+    recipe = [overrides[RECIPE_AXIS]] if RECIPE_AXIS in overrides else []
+    options = [word for name, value in overrides.items() if name != RECIPE_AXIS for word in (f"--{name}", value)]
     # If an option is given twice, the last value counts; a list may be empty.
     words = [*recipe, *arguments, *options]
     try:

@@ -104,7 +104,7 @@ def _examine_job(options: DoctorOptions) -> int:
             name="doctor",
             verb="doctor",
             folder=folder,
-            recipes=(Path(os.devnull),),
+            recipe=Path(os.devnull),
             options=launch,
             on_cpu=options.device == "cpu" or (config is not None and config.train.device == "cpu"),
             arguments=_arguments(options, launch.processes),

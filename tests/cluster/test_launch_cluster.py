@@ -260,16 +260,6 @@ def test_a_node_that_is_set_down_is_waited_for_and_the_result_is_that_of_an_undi
     assert_same_result(run, undisturbed)
 
 
-@pytest.mark.slow
-def test_a_sweep_is_one_array_of_jobs(cluster: Desk) -> None:
-    assert cluster("launch", "recipe.toml", "--on", "slurm", "--sweep", "optimizer.lr=1e-2,1e-3,1e-4").returncode == 0
-    runs = [cluster.run(f"recipe-{number}") for number in range(3)]
-    for run in runs:
-        cluster.wait_for_state(run, r" done +6 of 6 ")
-    assert [run.load_config().optimizer.lr for run in runs] == [1e-2, 1e-3, 1e-4]
-    assert {job_id(run) for run in runs} == {job_id(cluster.run("recipe"))}
-
-
 # --- ssh --------------------------------------------------------------------------------------------------------------
 
 
@@ -284,28 +274,6 @@ def test_hosts_are_started_and_stopped_together_by_ssh(cluster: Desk, laboratory
     cluster.wait_for_state(run, r"^recipe +ssh +interrupted ")
     for host in laboratory.hosts:
         assert str(run.path) not in laboratory.run(host, "cat /proc/[0-9]*/cmdline").stdout
-
-
-@pytest.mark.slow
-def test_the_runs_of_a_sweep_are_shared_between_groups_of_hosts(cluster: Desk, by_ssh: list[object]) -> None:
-    words = ("--setup", 'echo "on $(hostname)"', "--sweep", "optimizer.lr=1e-2,1e-3,1e-4")
-    assert cluster("launch", "recipe.toml", *by_ssh, "--nodes", "1", *words).returncode == 0
-    runs = [cluster.run(f"recipe-{number}") for number in range(3)]
-    for run in runs:
-        cluster.wait_for_state(run, r" done +6 of 6 ")
-    assert [run.load_config().optimizer.lr for run in runs] == [1e-2, 1e-3, 1e-4]
-    folder = cluster.run("recipe").path / "launch"
-    on = [(folder / f"output-{number}.log").read_text().splitlines()[0] for number in range(3)]
-    assert on == ["on node1", "on node2", "on node1"]
-
-
-@pytest.mark.slow
-def test_all_hosts_train_each_run_of_a_sweep_by_ssh(cluster: Desk, by_ssh: list[object]) -> None:
-    assert cluster("launch", "recipe.toml", *by_ssh, "--sweep", "train.seed=1,2").returncode == 0
-    for number in range(2):
-        cluster.wait_for_state(cluster.run(f"recipe-{number}"), r" done +6 of 6 ")
-        log = cluster.run("recipe").path / "launch" / f"output-{number}.log"
-        assert "2 ranks on cpu" in log.read_text()
 
 
 @pytest.mark.slow

@@ -7,18 +7,14 @@ import time
 from dataclasses import asdict, dataclass, field
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
-
-from pydantic import Field
 
 from lmforge.atomic_files import atomic_write_json
 from lmforge.cluster.processes import INTERRUPTED_STATUSES
 from lmforge.config.operation import LauncherName, LaunchOptions
-from lmforge.config.ranges import COUNT_OR_0
 from lmforge.errors import UserError
 from lmforge.untrusted import cut, describe_os_error, open_file, read_bounded, read_json
 
-LAUNCH_FOLDER, JOB_FILE, JOB_SCRIPT, NODE_SCRIPT, RECIPE_LIST = "launch", "job.json", "job.sh", "node.sh", "recipes.txt"
+LAUNCH_FOLDER, JOB_FILE, JOB_SCRIPT, NODE_SCRIPT = "launch", "job.json", "job.sh", "node.sh"
 MAX_STATUS_BYTES = 1024  # of the small files of a job
 LAST_BYTES, MAX_REASON = 2**14, 300  # of its output; characters of the reason in it
 DELETE_HINT = "delete it; the run itself is not changed"
@@ -59,7 +55,7 @@ class JobPlan:
 
     name, folder  of the job; the folder holds its scripts and logs
     verb          pretrain, sft, align, or doctor
-    recipes       the frozen recipe of the run, or of each run of a sweep
+    recipe        the frozen recipe of the run
     on_cpu        whether it is known that no rank takes a GPU
     arguments     of doctor, which takes no frozen recipe
     directory     where the command was typed, and where the run works
@@ -68,7 +64,7 @@ class JobPlan:
     name: str
     verb: str
     folder: Path
-    recipes: tuple[Path, ...]
+    recipe: Path
     options: LaunchOptions
     on_cpu: bool
     arguments: tuple[str, ...] = ()
@@ -84,12 +80,8 @@ class JobPlan:
         return self.options.gpus if self.options.gpus is not None else 0 if self.on_cpu else self.options.processes
 
     @property
-    def is_sweep(self) -> bool:
-        return len(self.recipes) > 1
-
-    @property
     def log(self) -> Path:
-        """The output of the job; of a run of a sweep in an array, the log has its number."""
+        """The output of the job."""
         return self.folder / "output.log"
 
     def python_command(self) -> str:
@@ -104,8 +96,6 @@ class Job:
     folder       with scripts, log and status
     submitted_at seconds since the epoch
     job_id       of Slurm or PBS
-    number       of this run in a sweep, whose files in the folder end with it
-    num_runs     of a sweep as a whole
     ssh_options  with which its hosts are reached
     """
 
@@ -116,30 +106,22 @@ class Job:
     processes: int
     submitted_at: float = field(default_factory=time.time)
     job_id: str | None = None
-    number: Annotated[int, Field(**COUNT_OR_0)] | None = None
-    num_runs: int = 1
     sessions: list[Session] = field(default_factory=list)
     ssh_options: list[str] = field(default_factory=list)
 
     @property
     def status_path(self) -> Path:
-        return Path(self.folder) / ("status" if self.number is None else f"status-{self.number}")
+        return Path(self.folder) / "status"
 
     @property
     def log(self) -> Path:
-        return Path(self.folder) / ("output.log" if self.number is None else f"output-{self.number}.log")
-
-    @property
-    def label(self) -> str:
-        """The id of the job, with the number of the run in a sweep; empty without a scheduler."""
-        return f"{self.job_id or ''}{'' if self.number is None else f'_{self.number}'}"
+        return Path(self.folder) / "output.log"
 
     @property
     def requeues(self) -> int:
         """How often its scheduler has started it again."""
-        name = self.status_path.name.replace("status", "requeues")
         try:
-            return int(read_bounded(self.status_path.with_name(name), MAX_STATUS_BYTES, ValueError))
+            return int(read_bounded(Path(self.folder) / "requeues", MAX_STATUS_BYTES, ValueError))
         except (OSError, ValueError):
             return 0
 

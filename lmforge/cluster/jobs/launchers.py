@@ -7,7 +7,7 @@ from types import ModuleType
 
 from lmforge.cluster.environment import JOB_VARIABLE
 from lmforge.cluster.jobs import pbs, scripts, sessions, slurm
-from lmforge.cluster.jobs.job import JOB_SCRIPT, NODE_SCRIPT, RECIPE_LIST, Job, JobPlan, JobState, read_job
+from lmforge.cluster.jobs.job import JOB_SCRIPT, NODE_SCRIPT, Job, JobPlan, JobState, read_job
 from lmforge.cluster.waiting import print_line
 from lmforge.errors import UserError
 
@@ -21,7 +21,7 @@ _SCRIPTS: dict[str, Callable[[JobPlan], str]] = {
 
 
 def plan_scripts(plan: JobPlan, hosts: sessions.Hosts | None) -> dict[str, str]:
-    """The files of the job's folder by name: its scripts, and of a sweep the recipes. `hosts` of jobs without a scheduler.
+    """The files of the job's folder by name: its scripts. `hosts` of jobs without a scheduler.
 
     Raises UserError where mpiexec is not there.
     """
@@ -33,8 +33,7 @@ def plan_scripts(plan: JobPlan, hosts: sessions.Hosts | None) -> dict[str, str]:
     node_script = scripts.rank_script if plan.options.on == "mpi" else scripts.node_script
     if plan.verb == "doctor":
         node_script = scripts.examination_script
-    files = {JOB_SCRIPT: job_script, NODE_SCRIPT: node_script(plan)}
-    return files | ({RECIPE_LIST: "".join(f"{recipe}\n" for recipe in plan.recipes)} if plan.is_sweep else {})
+    return {JOB_SCRIPT: job_script, NODE_SCRIPT: node_script(plan)}
 
 
 def find_hosts(plan: JobPlan) -> sessions.Hosts | None:
@@ -49,9 +48,7 @@ def check(plan: JobPlan, script: Path) -> None:
 
 
 def submit(plan: JobPlan, hosts: sessions.Hosts | None) -> Job:
-    """Submit the script of the job's folder, or start it. Returns the job; for a sweep, the job of all its runs. Raises
-    UserError, and then nothing runs.
-    """
+    """Submit the script of the job's folder, or start it. Raises UserError, and then nothing runs."""
     job_id, started = None, []
     if hosts is not None:
         started = sessions.submit(plan, hosts)
@@ -64,7 +61,6 @@ def submit(plan: JobPlan, hosts: sessions.Hosts | None) -> Job:
         nodes=plan.nodes,
         processes=plan.options.processes,
         job_id=job_id,
-        num_runs=len(plan.recipes),
         sessions=started,
         ssh_options=list(hosts.ssh_options) if hosts else [],
     )
@@ -86,7 +82,7 @@ def check_no_job(run_folder: Path) -> None:
         state, detail = job_state(job)
     except UserError as problem:  # such as on a machine without that scheduler
         state, detail = JobState.LOST, str(problem)
-    what, name = f"job {job.label}" if job.label else "its job", run_folder.name
+    what, name = f"job {job.job_id}" if job.job_id else "its job", run_folder.name
     if state == JobState.LOST and detail:
         print_line(f"{run_folder}: not known whether {what} ({job.launcher}) has ended, and taken for ended: {detail}")
     if state.is_active:

@@ -11,7 +11,7 @@ from lmforge.untrusted import read_bounded
 
 ACTIVE_STATES = {
     **dict.fromkeys("QHTWM", JobState.PENDING),  # queued, held, being moved, waiting for its time, moved
-    **dict.fromkeys("RESUB", JobState.RUNNING),  # running, exiting, suspended, suspended by a user, an array that has begun
+    **dict.fromkeys("RESUB", JobState.RUNNING),  # running, exiting, suspended, suspended by a user, begun
 }
 # PBS reports this for a job that has ended.
 ENDED_PATTERN = re.compile(r"[Uu]nknown Job|has finished")
@@ -25,7 +25,7 @@ def submit(plan: JobPlan, script: Path) -> str:
 
 def state(job: Job) -> tuple[JobState, str]:
     """The state of a job, and what PBS says about it."""
-    job_id = _task_id(job)
+    job_id = _current_id(job)
     status, printed, message = try_call(["qstat", "-f", job_id])
     if status == NOT_INSTALLED or (status != 0 and not ENDED_PATTERN.search(message)):
         raise UserError(f"{job.name}: job {job_id}: {message}")
@@ -41,14 +41,13 @@ def stop(job: Job, now: JobState, kill: bool) -> None:
     atomic_write_text(Path(job.folder) / STOP_FILE, "")
     # PBS signals every process of the job, mpiexec too, which would kill the ranks for a SIGTERM.
     command = ["qdel"] if kill or now == JobState.PENDING else ["qsig", "-s", "SIGUSR1"]
-    call([*command, _task_id(job)], f"{job.name}: {command[0]}")
+    call([*command, _current_id(job)], f"{job.name}: {command[0]}")
 
 
-def _task_id(job: Job) -> str:
-    """The id of the job, or of the one that it submitted at its time limit; 12[].host of an array is 12[3].host."""
+def _current_id(job: Job) -> str:
+    """The id of the job, or of the one that it submitted at its time limit."""
     try:
         next_job = read_bounded(Path(job.folder) / NEXT_JOB_FILE, MAX_STATUS_BYTES, ValueError)
-        job_id = next_job.decode().strip() or job.job_id
+        return next_job.decode().strip() or str(job.job_id)
     except (OSError, ValueError):
-        job_id = job.job_id
-    return str(job_id) if job.number is None else str(job_id).replace("[]", f"[{job.number}]")
+        return str(job.job_id)

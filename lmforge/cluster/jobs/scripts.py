@@ -13,7 +13,7 @@ from lmforge.cluster.environment import (
     NODES_VARIABLE,
     STATUS_VARIABLE,
 )
-from lmforge.cluster.jobs.job import JOB_SCRIPT, NODE_SCRIPT, RECIPE_LIST, STOP_FILE, JobPlan
+from lmforge.cluster.jobs.job import JOB_SCRIPT, NODE_SCRIPT, STOP_FILE, JobPlan
 from lmforge.config.operation import JobOptions, LaunchOptions
 from lmforge.errors import EXIT_PEER_LOST
 
@@ -31,12 +31,12 @@ END_SECONDS = 60
 # mpiexec passes it on to its processes; for SIGTERM it kills them.
 MPI_STOP_SIGNAL = "USR1"
 # The first node writes the status of all into a file.
-SET_STATUS_FILE = f'export {STATUS_VARIABLE}="$folder/node-status$suffix"\nrm -f "${STATUS_VARIABLE}"\n'
+SET_STATUS_FILE = f'export {STATUS_VARIABLE}="$folder/node-status"\nrm -f "${STATUS_VARIABLE}"\n'
 READ_STATUS_FILE = f'[ -s "${STATUS_VARIABLE}" ] && status=$(cat "${STATUS_VARIABLE}")\n'
 # How the script for a scheduler ends.
 END_LINES = """\
 [ $status = 127 ] && echo "lmforge: a node does not see $folder: all nodes need the folder of the run" >&2
-echo $status >"$folder/status$suffix"
+echo $status >"$folder/status"
 exit $status
 """
 
@@ -119,8 +119,7 @@ export TTY_COMPATIBLE=0  # some of mpiexec are a terminal to their ranks: no pro
 
 def slurm_script(plan: JobPlan) -> str:
     """The script for sbatch. Slurm sends SIGUSR1 to it before the time limit, and runs it again when a node has failed."""
-    options, folder = plan.options, plan.folder
-    log = folder / "output-%a.log" if plan.is_sweep else plan.log
+    options = plan.options
     lines = [
         f"--job-name={plan.name}",
         f"--nodes={plan.nodes}",
@@ -131,10 +130,9 @@ def slurm_script(plan: JobPlan) -> str:
         *([f"--account={options.account}"] if options.account else []),
         *([f"--partition={options.partition}"] if options.partition else []),
         *([f"--signal=B:USR1@{options.signal_seconds}"] if options.time else []),
-        *([f"--array=0-{len(plan.recipes) - 1}"] if plan.is_sweep else []),
         "--requeue",
         "--open-mode=append",
-        f"--output={log}",
+        f"--output={plan.log}",
         *options.directive_options,
     ]
     # srun does not inherit the number of CPUs from the job.
@@ -144,8 +142,8 @@ def slurm_script(plan: JobPlan) -> str:
 #!/bin/bash
 {"".join(f"#SBATCH {line}" + chr(10) for line in lines)}
 # Written by lmforge {__version__} launch. On each node one task starts the ranks of that node ({NODE_SCRIPT}).
-{_common_lines(plan, "SLURM_ARRAY_TASK_ID")}
-echo "${{SLURM_RESTART_COUNT:-0}}" >"$folder/requeues$suffix"
+{_common_lines(plan)}
+echo "${{SLURM_RESTART_COUNT:-0}}" >"$folder/requeues"
 {_rendezvous_lines(options, 'scontrol show hostnames "$SLURM_JOB_NODELIST"')}
 
 {_forward_signals()}
@@ -181,9 +179,9 @@ if [ "$times_up" ] && [ $status -gt 128 ]; then
     again=1
 fi
 if [ $status = {EXIT_PEER_LOST} ]; then
-    echo >>"$folder/lost$suffix"
-    [ $(wc -l <"$folder/lost$suffix") -le {options.max_restarts} ] && again=1
-    [ "$again" ] || echo "lmforge: lost $(wc -l <"$folder/lost$suffix") times (launch.max_restarts): not queued again" >&2
+    echo >>"$folder/lost"
+    [ $(wc -l <"$folder/lost") -le {options.max_restarts} ] && again=1
+    [ "$again" ] || echo "lmforge: lost $(wc -l <"$folder/lost") times (launch.max_restarts): not queued again" >&2
 fi
 [ "$again" ] && scontrol requeue "$SLURM_JOB_ID" && exit
 """
@@ -201,9 +199,8 @@ def pbs_script(plan: JobPlan) -> str:
         *([f"-l walltime={_hours(limit)}"] if limit else []),
         *([f"-A {options.account}"] if options.account else []),
         *([f"-q {options.partition}"] if options.partition else []),
-        *([f"-J 0-{len(plan.recipes) - 1}"] if plan.is_sweep else []),
         "-j oe",
-        f"-o {folder}/{'' if plan.is_sweep else 'pbs.log'}",
+        f"-o {folder}/pbs.log",
         "-r y",
         "-V",
         *options.directive_options,
@@ -222,17 +219,13 @@ if [ "$times_up" ] && [ $status -gt 128 ] && [ ! -e "$folder/{STOP_FILE}" ]; the
     next=$(qsub "$folder/{JOB_SCRIPT}") && echo "$next" >"$folder/next-job" && exit
     echo "lmforge: this node may not submit; to continue: qsub $folder/{JOB_SCRIPT}" >&2
 fi"""
-        if plan.is_sweep:
-            again = f"""
-kill $alarm 2>/dev/null
-[ "$times_up" ] && echo "lmforge: the time was up; to continue: lmforge {plan.verb} $recipe" >&2"""
     return f"""\
 #!/bin/bash
 {"".join(f"#PBS {line}" + chr(10) for line in lines)}
 # Written by lmforge {__version__} launch. On each node one process starts the ranks of that node ({NODE_SCRIPT}).
-{_common_lines(plan, "PBS_ARRAY_INDEX")}
-exec >>"$folder/output$suffix.log" 2>&1
-echo $(($(cat "$folder/requeues$suffix" 2>/dev/null || echo -1) + 1)) >"$folder/requeues$suffix"
+{_common_lines(plan)}
+exec >>"$folder/output.log" 2>&1
+echo $(($(cat "$folder/requeues" 2>/dev/null || echo -1) + 1)) >"$folder/requeues"
 {setup}{rendezvous}
 
 {_forward_signals(MPI_STOP_SIGNAL)}
@@ -249,7 +242,7 @@ esac
 
 
 def session_script(plan: JobPlan) -> str:
-    """What runs without a terminal on this machine, or on each host that ssh reaches: one run, or those of a sweep in order."""
+    """What runs without a terminal on this machine, or on each host that ssh reaches."""
     start = f'run bash "$folder/{NODE_SCRIPT}" "$recipe"'
     return _without_scheduler(plan, "It starts the ranks of this node", _forward_signals(), start)
 
@@ -274,41 +267,19 @@ start() {{
 
 
 def _without_scheduler(plan: JobPlan, what: str, functions: str, start: str) -> str:
-    """A script that says `what` it does, defines functions of the shell, and starts each run by one line."""
+    """A script that says `what` it does, defines functions of the shell, and starts the run by one line."""
     return f"""\
 #!/bin/bash
 # Written by lmforge {__version__} launch. {what} ({NODE_SCRIPT}).
 folder={shlex.quote(str(plan.folder))}
 
 {functions}
-{chr(10).join(_session_runs(plan, start))}
+recipe={shlex.quote(str(plan.recipe))}
+{start}
+# The status of the first host counts: the launchers of all hosts end with the same one.
+[ "${{{NODE_RANK_VARIABLE}:-0}}" = 0 ] && echo $status >"$folder/status"
+exit $status
 """
-
-
-def _session_runs(plan: JobPlan, line: str) -> list[str]:
-    """The lines that run one recipe, or those of a sweep until the sweep is stopped. Each run writes its exit status.
-
-    In a sweep on hosts by ssh, each group of hosts takes every n-th run. A run that was stopped individually is skipped.
-    """
-    # The status of the first host counts: the launchers of all hosts end with the same one.
-    is_first = f'[ "${{{NODE_RANK_VARIABLE}:-0}}" = 0 ]'
-    keep = f"{is_first} && echo $status >"
-    if not plan.is_sweep:
-        return [f"recipe={shlex.quote(str(plan.recipes[0]))}", line, f'{keep}"$folder/status"', "exit $status"]
-    return [
-        "number=-1",
-        "while read -r recipe; do",
-        "    number=$((number + 1))",
-        "    [ $((number % ${LMFORGE_GROUPS:-1})) = ${LMFORGE_GROUP:-0} ] || continue",
-        f'    [ -e "$folder/{STOP_FILE}-$number" ] && continue',
-        "    log=$folder/output-$number",
-        f"    {is_first} || log=$log-node-${NODE_RANK_VARIABLE}",
-        f'    {line} >"$log.log" 2>&1',
-        f'    {keep}"$folder/status-$number"',
-        f"    [ $status = {EXIT_PEER_LOST} ] && exit $status  # a host is lost",
-        f'    [ $status -gt 128 ] && [ ! -e "$folder/{STOP_FILE}-$number" ] && exit $status',
-        f'done <"$folder/{RECIPE_LIST}"',
-    ]
 
 
 def _rendezvous_lines(options: JobOptions, list_nodes: str) -> str:
@@ -319,17 +290,11 @@ def _rendezvous_lines(options: JobOptions, list_nodes: str) -> str:
     return f"export {NODES_VARIABLE}=$({list_nodes} | paste -sd,)\nexport {ADDRESS_VARIABLE}={address}:{options.port or 0}"
 
 
-def _common_lines(plan: JobPlan, array_variable: str) -> str:
-    """Folder, recipe and the file for the status, of one run or of one of an array."""
-    lines = [f"folder={shlex.quote(str(plan.folder))}"]
-    if plan.is_sweep:
-        lines += [
-            f'recipe=$(sed -n "$(({array_variable} + 1))p" "$folder/{RECIPE_LIST}")',
-            f"suffix=-${array_variable}",
-        ]
-    else:
-        lines += [f"recipe={shlex.quote(str(plan.recipes[0]))}", "suffix="]
-    return "\n".join([*lines, 'rm -f "$folder/status$suffix"'])
+def _common_lines(plan: JobPlan) -> str:
+    """Folder and recipe of the job, whose status is not known yet."""
+    folder = shlex.quote(str(plan.folder))
+    recipe = shlex.quote(str(plan.recipe))
+    return f'folder={folder}\nrecipe={recipe}\nrm -f "$folder/status"'
 
 
 def _hours(seconds: int) -> str:

@@ -9,10 +9,8 @@ import shlex
 import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 from lmforge import __version__
-from lmforge.atomic_files import atomic_write_text
 from lmforge.cluster.environment import ADDRESS_VARIABLE, NODE_RANK_VARIABLE, NODES_VARIABLE
 from lmforge.cluster.jobs.hosts import (
     Answer,
@@ -22,7 +20,7 @@ from lmforge.cluster.jobs.hosts import (
     read_hosts,
     run_on_hosts,
 )
-from lmforge.cluster.jobs.job import JOB_SCRIPT, NODE_SCRIPT, STOP_FILE, Job, JobPlan, JobState, Session
+from lmforge.cluster.jobs.job import JOB_SCRIPT, NODE_SCRIPT, Job, JobPlan, JobState, Session
 from lmforge.cluster.jobs.scripts import IMPORT_CHECK
 from lmforge.cluster.processes import NO_ANSWER, try_call
 from lmforge.cluster.rendezvous import PORTS, free_port
@@ -57,11 +55,12 @@ STARTED_PATTERN = re.compile(r"^lmforge-session ([0-9]+) ([0-9]*)$", re.M)
 class Hosts:
     """Where a job will run: `names` as ssh takes them, or one None for this machine.
 
-    `endpoints` are address and port of the first host; of a sweep by ssh, of the first of each group that trains a run.
+    `address` and `port` are those of the first host, where ranks meet.
     """
 
     names: tuple[str | None, ...]
-    endpoints: tuple[tuple[str, int], ...]
+    address: str
+    port: int
     ssh_options: tuple[str, ...] = ()
 
 
@@ -70,32 +69,27 @@ def find_hosts(plan: JobPlan) -> Hosts:
     then."""
     options = plan.options
     if options.on != "ssh":
-        return Hosts((None,), ((options.address or "localhost", options.port or free_port()),))
+        return Hosts((None,), options.address or "localhost", options.port or free_port())
     if options.hosts is None:
         raise UserError("launch.hosts: missing; with ssh give a file of hosts, one per line: --hosts hosts.txt")
     names = read_hosts(options.hosts)
     if plan.nodes > len(names):
         raise UserError(f"launch.nodes = {plan.nodes}: {options.hosts} names {len(names)} hosts")
-    names = names[: plan.nodes * min(len(plan.recipes), len(names) // plan.nodes)]
-    firsts = names[:: plan.nodes]
-    if options.address and len(firsts) > 1:
-        raise UserError(f"launch.address names one host, and this sweep uses {len(firsts)} groups of hosts; leave it out")
+    names = names[: plan.nodes]
     ssh_options = tuple(word for line in options.directive_options for word in shlex.split(line))
     environment = export_lines(forwarded_variables(options.forward))
-    scripts = [_check_script(plan, environment, (options.port or 0) if name in firsts else 0) for name in names]
+    scripts = [_check_script(plan, environment, (options.port or 0) if name == names[0] else 0) for name in names]
     answers = run_on_hosts(names, scripts, ssh_options)
     raise_for_hosts(answers, "nothing was started")
     facts = [_facts(answer) for answer in answers]
-    by_name = dict(zip(names, facts, strict=True))
-    if busy := next((name for name in firsts if by_name[name].port == -1), None):
-        raise UserError(f"launch.port = {options.port}: in use on {busy}; give another, or none; nothing was started")
+    if facts[0].port == -1:
+        raise UserError(f"launch.port = {options.port}: in use on {names[0]}; give another, or none; nothing was started")
     for name, each in zip(names, facts, strict=True):
         if each.lmforge != __version__:
             raise UserError(f"{name}: has lmforge {each.lmforge}, this machine {__version__}; nothing was started")
     _check_hosts_differ(names, facts)
-    addresses = [options.address or by_name[name].address or name.rpartition("@")[2] for name in firsts]
-    endpoints = tuple((address, by_name[name].port) for name, address in zip(firsts, addresses, strict=True))
-    return Hosts(tuple(names), endpoints, ssh_options)
+    address = options.address or facts[0].address or names[0].rpartition("@")[2]
+    return Hosts(tuple(names), address, facts[0].port, ssh_options)
 
 
 def _check_script(plan: JobPlan, environment: str, port: int) -> str:
@@ -146,13 +140,8 @@ def submit(plan: JobPlan, hosts: Hosts) -> list[Session]:
     for rank, label in enumerate(labels):
         variables = dict(environment)
         if several:
-            group, node = divmod(rank, plan.nodes)
-            members = labels[group * plan.nodes : (group + 1) * plan.nodes]
-            address, port = hosts.endpoints[group]
-            variables |= {NODES_VARIABLE: ",".join(members), NODE_RANK_VARIABLE: str(node)}
-            variables |= {ADDRESS_VARIABLE: f"{address}:{port}"}
-            if plan.is_sweep:
-                variables |= {"LMFORGE_GROUP": str(group), "LMFORGE_GROUPS": str(len(hosts.endpoints))}
+            variables |= {NODES_VARIABLE: ",".join(labels), NODE_RANK_VARIABLE: str(rank)}
+            variables |= {ADDRESS_VARIABLE: f"{hosts.address}:{hosts.port}"}
         log = plan.log if rank == 0 else plan.folder / f"output-{label}.log"
         scripts.append(_start_script(plan, export_lines(variables), str(log)))
     answers = run_on_hosts(hosts.names, scripts, hosts.ssh_options)
@@ -172,13 +161,6 @@ def submit(plan: JobPlan, hosts: Hosts) -> list[Session]:
     return sessions
 
 
-def sessions_of_run(plan: JobPlan, sessions: list[Session], number: int) -> list[Session]:
-    """The sessions that train one run of a sweep."""
-    groups = max(1, len(sessions) // plan.nodes)
-    first = number % groups * plan.nodes
-    return sessions[first : first + plan.nodes]
-
-
 def _start_script(plan: JobPlan, environment: str, log: str) -> str:
     folder = shlex.quote(str(plan.folder))
     return f"""\
@@ -196,32 +178,18 @@ def state(job: Job) -> tuple[JobState, str]:
     alive = [answer.host for answer in answers if answer.printed.strip() == "alive"]
     unreachable = [f"{answer.host}: {answer.message}" for answer in answers if answer.status != 0]
     ended = [str(answer.host) for answer in answers if answer.status == 0 and answer.host not in alive]
-    waiting = job.number is not None and not job.log.exists()
-    if waiting and _stop_file(job).exists():
-        return JobState.INTERRUPTED, "before it began"
-    has_status = (job.number is not None or len(job.sessions) == 1) and job.status_path.exists()
+    has_status = len(job.sessions) == 1 and job.status_path.exists()
     if alive and not has_status:
         notes = [*unreachable, *([f"ended on {', '.join(ended)}"] if ended else [])]
         where = "" if alive == [None] else f"{len(alive)} of {len(answers)} hosts"
-        return (JobState.PENDING if waiting else JobState.RUNNING), "; ".join(filter(None, [where, *notes]))
+        return JobState.RUNNING, "; ".join(filter(None, [where, *notes]))
     state_by_status = job.state_by_status()
     return state_by_status, "; ".join(unreachable) if state_by_status == JobState.LOST else ""
 
 
 def stop(job: Job, now: JobState, kill: bool) -> None:
-    """Make the job save and end on all hosts, or end it at once. Raises UserError naming hosts that do not answer.
-
-    In a sweep, a run that is named individually is ended or skipped, and the others go on; with `kill` they end too.
-    """
-    if job.number is not None:
-        atomic_write_text(_stop_file(job), "")
-        if now == JobState.PENDING:
-            return
+    """Make the job save and end on all hosts, or end it at once. Raises UserError naming hosts that do not answer."""
     raise_for_hosts(_signal(job.sessions, job.ssh_options, "KILL" if kill else "TERM"), "the others have got the signal")
-
-
-def _stop_file(job: Job) -> Path:
-    return Path(job.folder) / f"{STOP_FILE}-{job.number}"
 
 
 def _signal(sessions: Sequence[Session], ssh_options: Sequence[str], name: str) -> list[Answer]:
@@ -252,7 +220,7 @@ def mpi_command(plan: JobPlan, hosts: Hosts) -> list[str]:
     variables = {}
     if plan.nodes == 1 or options.address or options.hosts:
         first = read_hosts(options.hosts)[0].rpartition("@")[2] if options.hosts else "localhost"
-        variables = {"MASTER_ADDR": options.address or first, "MASTER_PORT": str(hosts.endpoints[0][1])}
+        variables = {"MASTER_ADDR": options.address or first, "MASTER_PORT": str(hosts.port)}
     extra = [word for line in options.directive_options for word in shlex.split(line)]
     if "Open MPI" in version or "OpenRTE" in version:
         command = [mpiexec, "-n", str(ranks), "--map-by", f"ppr:{per_node}:node", "--bind-to", "none"]

@@ -37,7 +37,7 @@ def submit(plan: JobPlan, script: Path) -> str:
 
 def state(job: Job) -> tuple[JobState, str]:
     """The state of a job, and what Slurm says about it."""
-    job_id = _task_id(job)
+    job_id = str(job.job_id)
     status, printed, message = try_call(["squeue", "--noheader", "--jobs", job_id, "--format", "%T|%r|%N"])
     if status == NOT_INSTALLED:
         raise UserError(f"{job.name}: job {job_id}: {message}")
@@ -60,8 +60,4 @@ def state(job: Job) -> tuple[JobState, str]:
 def stop(job: Job, now: JobState, kill: bool) -> None:
     """Make a running job save and end, or end it at once; a waiting one is cancelled."""
     gently = [] if kill or now == JobState.PENDING else ["--signal=TERM"]
-    call(["scancel", *gently, _task_id(job)], f"{job.name}: scancel")
-
-
-def _task_id(job: Job) -> str:
-    return f"{job.job_id}" if job.number is None else f"{job.job_id}_{job.number}"
+    call(["scancel", *gently, str(job.job_id)], f"{job.name}: scancel")

@@ -1,5 +1,5 @@
 """The options of `lmforge bench`: a step of a recipe that is timed, a sweep over its options, or a calibration. And what a
-`--sweep` asks for, that of `lmforge launch` too."""
+`--sweep` asks for."""
 
 import itertools
 import math
@@ -14,6 +14,8 @@ from lmforge.errors import UserError, did_you_mean
 from lmforge.untrusted import cut
 
 MAX_COMBINATIONS = 1000
+# What a sweep may vary besides options: the recipe.
+RECIPE_AXIS = "recipe"
 
 
 class BenchOptions(Options):
@@ -51,21 +53,18 @@ class BenchConfig(PretrainConfig):
     bench: BenchOptions = section(BenchOptions, "what is timed")
 
 
-def sweep_combinations(
-    sweep: tuple[str, ...], options_class: type[Options], others: tuple[str, ...] = ()
-) -> list[dict[str, str]]:
-    """Every combination of `section.option=value,value…`, in which names of `others` count as options too.
+def sweep_combinations(sweep: tuple[str, ...]) -> list[dict[str, str]]:
+    """Every combination of `section.option=value,value…` and `recipe=FILE,FILE…`.
 
     Raises UserError where one has another form, or is no option.
     """
-    known = {".".join(path) for path, _ in iter_options(options_class)} - {"bench.sweep", "bench.output", "bench.trace"}
-    known.update(others)
+    known = {".".join(path) for path, _ in iter_options(BenchConfig)} - {"bench.sweep", "bench.output", "bench.trace"}
+    known.add(RECIPE_AXIS)
     axes = list[list[tuple[str, str]]]()
     for axis in sweep:
         name, equals, values = axis.partition("=")
         if not equals or not all(values.split(",")):
-            forms = " or ".join(["section.option=value,value…", *(f"{other}=value,value…" for other in others)])
-            raise UserError(f"--sweep {cut(axis)}: expected {forms}")
+            raise UserError(f"--sweep {cut(axis)}: expected section.option=value,value… or {RECIPE_AXIS}=value,value…")
         if name.replace("-", "_") not in known:
             raise UserError(f"--sweep {cut(name)}: no such option{did_you_mean(name, known)}")
         if any(name.replace("-", "_") == other[0][0].replace("-", "_") for other in axes):

@@ -71,10 +71,6 @@ class LaunchCommandOptions(Options):
     """What `lmforge launch` does with the recipe."""
 
     dry_run: bool = option(False, "print the script that would be submitted, and stop")
-    sweep: tuple[str, ...] = option(
-        (),
-        "section.option=value,value…: a run for each combination, as a job array of slurm or pbs, otherwise one after another",
-    )
 
 
 class LaunchVerbOptions(LaunchOptions, LaunchCommandOptions):
@@ -102,13 +98,11 @@ class StopOptions(Options):
 class LaunchRequest:
     """A command line of `lmforge launch`.
 
-    verb       what trains the recipe
-    arguments  the recipe and its options, as typed after the verb
+    verb    what trains the recipe
+    config  of the recipe, with the options that were typed
     """
 
     verb: str
-    recipe: Path
-    arguments: tuple[str, ...]
     command: LaunchCommandOptions
     config: StageConfig
 
@@ -132,7 +126,7 @@ def parse_launch(arguments: list[str]) -> LaunchRequest:
     own, rest = _split_options(words)
     command = parse_options(LaunchCommandOptions, own)
     config: StageConfig = parse_config(STAGES[verb], [str(recipe), *rest])
-    return LaunchRequest(verb, recipe, (str(recipe), *rest), command, config)
+    return LaunchRequest(verb, command, config)
 
 
 def _split_options(words: list[str]) -> tuple[list[str], list[str]]:

@@ -45,7 +45,7 @@ def run_jobs(options: JobsOptions) -> int:
     for (path, job), (state, reason) in zip(jobs.items(), _states(list(jobs.values())), strict=True):
         launched = f"{format_age(max(0.0, time.time() - job.submitted_at))} ago"
         restarts = str(_restarts(path, job) or ""), str(job.requeues or "")
-        row = (job.name, job.launcher, job.label, str(state), reason, _progress(path), *restarts, launched)
+        row = (job.name, job.launcher, job.job_id or "", str(state), reason, _progress(path), *restarts, launched)
         table.add_row(*row, os.path.relpath(job.log), style=STYLES.get(state))
     if jobs:
         console.print(table)
@@ -107,14 +107,14 @@ class JobWatch:
         if (job := read_job(self._run.path)) is not None:
             state, reason = state_and_reason(job)
             has_begun = (self._run.started_at_ns or 0) >= 1e9 * job.submitted_at
-            line = f"{job.launcher} job{f' {job.label}' if job.label else ''} is {state}{f' ({reason})' if reason else ''}"
+            line = f"{job.launcher} job{f' {job.job_id}' if job.job_id else ''} is {state}{f' ({reason})' if reason else ''}"
             self._state, self._line = state, "" if has_begun and state != JobState.PENDING else line
         self._asked_at = time.monotonic()
         return self._state, self._line
 
 
 def run_stop(options: StopOptions) -> int:
-    """Stop a run, or all of a sweep by the sweep's name. Raises UserError where it was not launched or does not answer."""
+    """Stop a run. Raises UserError where it was not launched or does not answer."""
     _, job = _find(options.name, options.folder)
     state, _ = job_state(job)
     if not state.is_active:
@@ -127,7 +127,7 @@ def run_stop(options: StopOptions) -> int:
 
 
 def _launched(folder: Path) -> tuple[dict[Path, Job], list[str]]:
-    """(the launched runs, by directory; for a sweep, each of its runs; what is wrong with records that cannot be read)."""
+    """(the launched runs, by directory; what is wrong with records that cannot be read)."""
     jobs: dict[Path, Job] = {}
     problems: list[str] = []
     for path in sorted(folder.iterdir()) if folder.exists() else []:
@@ -136,7 +136,7 @@ def _launched(folder: Path) -> tuple[dict[Path, Job], list[str]]:
         except UserError as problem:
             problems.append(str(problem))
             continue
-        if job is not None and job.num_runs == 1:
+        if job is not None:
             jobs[path] = job
     return jobs, problems
 
