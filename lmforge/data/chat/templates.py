@@ -131,7 +131,7 @@ class ChatTemplate:
         self.specials = SpecialTokens(tokenizer)
         self.escaped_pattern = re.compile(f"{self.specials.pattern.pattern}|{PRIVATE_USE_CHARACTERS}")
         self._probe = probe_template(self._template, self.specials.pattern, location, probe_tools)
-        ids = (self.specials.by_text[end].id for end in self._probe.ends)
+        ids = (self.specials.by_text[stop].id for stop in self._probe.stops)
         self.stop_ids = frozenset([tokenizer.eos_token_id, *ids])
 
     @classmethod
@@ -204,14 +204,14 @@ class ChatTemplate:
         for at, before, until in zip(draft.example.scored or (), prefixes[::2], prefixes[1::2], strict=True):
             if not text.startswith(before):
                 raise UserError(f"{self._location}: {DIFFERENT_PROMPT % (at + 1)} ({first_difference(before, text)})")
-            ends = self.specials.pattern.findall(until, common_prefix_length(before, until))
-            end = next((each for each in reversed(ends) if each in self._probe.ends), ends[-1] if ends else "")
-            found = (each for each in self.specials.pattern.finditer(text, len(before)) if each[0] in {end, *self._probe.ends})
-            if (stop := next(found, None)) is None or stop[0] != end:
+            end = self._find_end(draft, at, until, len(before), until)
+            # What was sampled stays as it was, whatever the template writes of it now.
+            same = min(end.start(), self._num_shared(until, text))
+            found = self.specials.pattern.finditer(text, max(len(before), same))
+            stop = next((each for each in found if each[0] == end[0] or each[0] in self._probe.ends), None)
+            if stop is None or stop[0] != end[0]:
                 now = stop[0] if stop else "nothing"
-                raise UserError(
-                    f"{self._location}: ends message {at + 1} with {end or 'nothing'}, and with {now} if more follow"
-                )
+                raise UserError(f"{self._location}: ends message {at + 1} with {end[0]}, and with {now} if more follow")
             spans[at] = len(before), stop.end()
         self._check_pieces(draft, self._find_pieces(draft, text, marked_texts), spans)
         return draft.layout(text, list(spans.values()))
@@ -246,7 +246,8 @@ class ChatTemplate:
 
     def check_stop_token(self) -> None:
         """Raises UserError unless a plain answer ends with a special token: otherwise generation could not detect its end."""
-        self._turn_end(self._probe.text, self._probe.answer, len(self._probe.text))
+        if not self._probe.plain.token:
+            raise self._endless()
 
     def _for_tools(self, tools: list[Any] | None) -> "ChatTemplate":
         return self._tool_template if tools else self
@@ -315,8 +316,11 @@ class ChatTemplate:
             spans = answers = [tagged[draft.roles[:at].count("assistant")] for at in scored]
         elif scored:
             prefixes = (without_tags(prefix, self._location)[0] for prefix in texts)
-            answers = [self._answer_span(text, at, found, prefixes) for at in scored]
-            spans = [span for answer in answers for span in self._scored_spans(text, answer, tagged)]
+            answers, spans = [], []
+            for at in scored:
+                answer, limit = self._answer_span(draft, at, text, found, prefixes)
+                answers.append(answer)
+                spans += self._tagged_spans(answer, limit, tagged) if self._has_generation_tags else [answer]
         self._check_pieces(draft, found, dict(zip(scored or (), answers, strict=False)))
         return draft.layout(text, spans)
 
@@ -368,29 +372,40 @@ class ChatTemplate:
             advice = f'data.fields = ["{piece.field}="] does without it'
         return UserError(f"{self._location}: {does} {piece.field}{of}; {advice}")
 
-    def _scored_spans(self, text: str, answer: Span, tagged: list[Span]) -> list[Span]:
-        """What is scored of an answer: what is tagged in it, or all, and the end-of-turn token."""
-        start, stop = answer
+    def _tagged_spans(self, answer: Span, limit: int, tagged: list[Span]) -> list[Span]:
+        """What is tagged of an answer, up to `limit`. Raises UserError if its end is not."""
+        start, end = answer
         # Tags may begin before the answer, with its header, and there may be several.
-        pieces = tagged if self._has_generation_tags else [answer]
-        pieces = [(max(a, start), min(b, stop)) for a, b in pieces if max(a, start) < min(b, stop)]
-        *others, (a, b) = pieces or [(start, start)]
-        return [*others, (a, self._turn_end(text, a, b))]
+        spans = [(max(a, start), min(b, limit)) for a, b in tagged if max(a, start) < min(b, limit)]
+        if not any(a < end <= b for a, b in spans):
+            raise self._endless()
+        return spans
 
-    def _turn_end(self, text: str, start: int, stop: int) -> int:
-        """Where in an answer its end-of-turn token ends. Raises UserError if there is none, or text comes after it."""
-        specials = list(self.specials.pattern.finditer(text, start, stop))
-        if not specials or text[specials[-1].end() : stop].strip():
-            raise UserError(
-                f"{self._location}: never scores the end of turn: no special token ends the assistant's answer, so a model "
-                "trained on it would not learn to stop: correct the template"
-            )
-        # Some templates end the text with another token after the one that ends the turn.
-        return next((match.end() for match in reversed(specials) if match[0] in self._probe.ends), specials[-1].end())
+    def _find_end(self, draft: _Draft, index: int, until: str, start: int, text: str) -> re.Match[str]:
+        """The token in `text` that ends message `index`, an answer that begins at `start`. `until` has the text of the messages
+        up to it. Raises UserError if there is none."""
+        has_calls = bool(draft.conversation.messages[index].get("tool_calls"))
+        if (end := self._probe.find_end(until, start, text, has_calls)) is None:
+            raise self._endless()
+        return end
 
-    def _answer_span(self, text: str, index: int, found: list[FoundPiece], prefixes: Iterator[str]) -> Span:
-        """Where message `index`, an answer, is in the text of the whole conversation. `prefixes` has the texts of the messages
-        before it, if there are any, with the prompt for it, and of those up to it."""
+    def _endless(self) -> UserError:
+        return UserError(
+            f"{self._location}: never scores the end of turn: no special token ends the assistant's answer, so a model "
+            "trained on it would not learn to stop: correct the template"
+        )
+
+    def _num_shared(self, one: str, other: str) -> int:
+        """How many characters the beginnings of two texts share, without half a special token."""
+        same = common_prefix_length(one, other)
+        cut = (match.start() for match in self.specials.pattern.finditer(one) if match.start() < same < match.end())
+        return next(cut, same)
+
+    def _answer_span(
+        self, draft: _Draft, index: int, text: str, found: list[FoundPiece], prefixes: Iterator[str]
+    ) -> tuple[Span, int]:
+        """Where message `index`, an answer, is in the text of the whole conversation, and up to where this is the same if it is
+        the last. `prefixes` has the texts of the messages before it, if any, with the prompt for it, and of those up to it."""
         before = next(prefixes) if index else text[: self._first_answer(text, found)]
         until = next(prefixes)
         if not text.startswith(before):
@@ -399,19 +414,15 @@ class ChatTemplate:
                 "prompted with text it was not trained on; "
                 f"if it only rewrites earlier turns, {REWRITTEN_HINT}"
             )
-        stop = common_prefix_length(until, text)
-        specials = self.specials.pattern
-        stop = next((match.start() for match in specials.finditer(until) if match.start() < stop < match.end()), stop)
-        # A special token that ends the whole text may be missing when more messages follow.
-        if specials.sub("", until[stop:]).strip():
+        same = self._num_shared(until, text)
+        # Special tokens that end the whole text may be missing when more messages follow, or be others.
+        if self.specials.pattern.sub("", until[same:]).strip():
             raise UserError(
                 f"{self._location}: the first {index + 1} messages change when more follow ({first_difference(until, text)}): "
                 f"{REWRITTEN_HINT}, or use a template that keeps earlier turns"
             )
-        # Or another one is there, which ends a turn that others follow.
-        if until[stop:] and (end := specials.match(text, stop)) and end[0] in self._probe.ends:
-            stop = end.end()
-        return len(before), stop
+        end = self._find_end(draft, index, until, len(before), text).end()
+        return (len(before), end), max(end, same)
 
     def _first_answer(self, text: str, found: list[FoundPiece]) -> int:
         """Where an answer begins that no message comes before: no template is asked to render no message."""
