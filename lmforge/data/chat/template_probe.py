@@ -21,11 +21,10 @@ from lmforge.errors import UserError
 QUESTION, ANSWER = "Well?", "Yes."
 PROBE_TOOLS = [{"type": "function", "function": {"name": "ask", "description": "Ask.", "parameters": {"type": "object"}}}]
 _USER: Any = {"role": "user", "content": QUESTION}
-_THOUGHT: Any = {"role": "assistant", "content": "", "reasoning_content": "Hm."}
 _CALL: Any = {"id": "call00000", "function": {"name": "ask", "arguments": {"of": ANSWER}}}
+_THOUGHT = {"role": "assistant", "content": "", "reasoning_content": "Hm.", "tool_calls": [_CALL]}
 _PLAIN = [_USER, {"role": "assistant", "content": ANSWER}, _USER]
-_THINKING = [_USER, {**_THOUGHT, "content": ANSWER}, _USER]
-_CALLING = [_USER, {**_THOUGHT, "tool_calls": [_CALL]}, {"role": "tool", "tool_call_id": _CALL["id"], "content": "So."}]
+_CALLING = [_USER, _THOUGHT, {"role": "tool", "tool_call_id": _CALL["id"], "content": "So."}]
 # Of each: with its answer; what asks for this; the question alone; with what follows the answer.
 _PREFIXES = [(2, False), (1, True), (1, False), (3, False)]
 
@@ -119,17 +118,15 @@ def probe_template(
     header = prompt.removeprefix(turn) if prompt.startswith(turn) else ""
     plain = answer_end(text, followed or text)
     probe = TemplateProbe(specials, header, plain, plain)
-    within = set[str]()
-    for messages, offered in ((_THINKING, tools), (_CALLING, PROBE_TOOLS)):
-        with suppress(UserError):  # it need not know these
-            text, prompt, _, followed = _render(template, location, messages, offered)
-            if messages is _CALLING and ANSWER in text:
-                probe = probe._replace(calling=answer_end(text, followed or text))
-            end = probe.find_end(text, len(prompt), text, messages is _CALLING) if text.startswith(prompt) else None
-            within |= set(specials.findall(text, len(prompt), end.start()) if end else ())
-    # In a thought the replacement may be no end, as in gpt-oss' answers of several messages.
-    stops = {plain.token, probe.calling.token, *({plain.replacement, probe.calling.replacement} - within)}
-    return probe._replace(stops=frozenset(stops - {""}))
+    within: list[str] = []
+    with suppress(UserError):  # it need not know calls, or thoughts
+        text, prompt, _, followed = _render(template, location, _CALLING, PROBE_TOOLS)
+        probe = probe._replace(calling=answer_end(text, followed or text) if ANSWER in text else plain)
+        if text.startswith(prompt) and (end := probe.find_end(text, len(prompt), text, True)):
+            within = specials.findall(text, len(prompt), end.start())
+    # What replaces an end may be none after a thought, as in gpt-oss' answers of several messages.
+    stops = {plain.token, probe.calling.token, *({plain.replacement, probe.calling.replacement} - {*within})} - {""}
+    return probe._replace(stops=frozenset(stops))
 
 
 def _render(

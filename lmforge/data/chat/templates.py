@@ -187,34 +187,8 @@ class ChatTemplate:
 
         Raises UserError where the template prompts for one otherwise, or writes it otherwise now that more follow.
         """
-        example, problems = replace(self.chat_example(messages, tools=tools), is_prompt=True), []
-        for form in message_forms(messages):
-            try:
-                return example.template._mark_sampled(_Draft(example, form))
-            except UserError as problem:
-                problems.append(problem)
-        raise _of_best_form(problems)
-
-    def _mark_sampled(self, draft: _Draft) -> Layout:
-        rendered, marked_texts = self._render([draft])
-        if self.is_own:
-            return self._finish(draft, rendered, marked_texts)
-        text, *prefixes = (without_tags(each, self._location)[0] for each in rendered)
-        spans: dict[int, Span] = {}
-        for at, before, until in zip(draft.example.scored or (), prefixes[::2], prefixes[1::2], strict=True):
-            if not text.startswith(before):
-                raise UserError(f"{self._location}: {DIFFERENT_PROMPT % (at + 1)} ({first_difference(before, text)})")
-            end = self._find_end(draft, at, until, len(before), until)
-            # What was sampled stays as it was, whatever the template writes of it now.
-            same = min(end.start(), self._num_shared(until, text))
-            found = self.specials.pattern.finditer(text, max(len(before), same))
-            stop = next((each for each in found if each[0] == end[0] or each[0] in self._probe.ends), None)
-            if stop is None or stop[0] != end[0]:
-                now = stop[0] if stop else "nothing"
-                raise UserError(f"{self._location}: ends message {at + 1} with {end[0]}, and with {now} if more follow")
-            spans[at] = len(before), stop.end()
-        self._check_pieces(draft, self._find_pieces(draft, text, marked_texts), spans)
-        return draft.layout(text, list(spans.values()))
+        example = replace(self.chat_example(messages, tools=tools), is_prompt=True)
+        return one_layout(next(example.template.build([example])))
 
     def _prompt_text(self, example: ChatExample) -> tuple[str, _Draft]:
         last, continues = validate_messages(example.messages)[-1], example.continues
@@ -315,12 +289,17 @@ class ChatTemplate:
         if scored and self.is_own:
             spans = answers = [tagged[draft.roles[:at].count("assistant")] for at in scored]
         elif scored:
+            is_tagged = self._has_generation_tags and not draft.example.is_prompt
             prefixes = (without_tags(prefix, self._location)[0] for prefix in texts)
-            answers, spans = [], []
+            answers = []
             for at in scored:
                 answer, limit = self._answer_span(draft, at, text, found, prefixes)
+                # Tags may begin before the answer, with its header, and there may be several.
+                parts = [(max(a, answer[0]), min(b, limit)) for a, b in tagged] if is_tagged else [answer]
+                if not any(a < answer[1] <= b for a, b in parts):
+                    raise self._endless()
                 answers.append(answer)
-                spans += self._tagged_spans(answer, limit, tagged) if self._has_generation_tags else [answer]
+                spans += [part for part in parts if part[0] < part[1]]
         self._check_pieces(draft, found, dict(zip(scored or (), answers, strict=False)))
         return draft.layout(text, spans)
 
@@ -372,15 +351,6 @@ class ChatTemplate:
             advice = f'data.fields = ["{piece.field}="] does without it'
         return UserError(f"{self._location}: {does} {piece.field}{of}; {advice}")
 
-    def _tagged_spans(self, answer: Span, limit: int, tagged: list[Span]) -> list[Span]:
-        """What is tagged of an answer, up to `limit`. Raises UserError if its end is not."""
-        start, end = answer
-        # Tags may begin before the answer, with its header, and there may be several.
-        spans = [(max(a, start), min(b, limit)) for a, b in tagged if max(a, start) < min(b, limit)]
-        if not any(a < end <= b for a, b in spans):
-            raise self._endless()
-        return spans
-
     def _find_end(self, draft: _Draft, index: int, until: str, start: int, text: str) -> re.Match[str]:
         """The token in `text` that ends message `index`, an answer that begins at `start`. `until` has the text of the messages
         up to it. Raises UserError if there is none."""
@@ -395,12 +365,6 @@ class ChatTemplate:
             "trained on it would not learn to stop: correct the template"
         )
 
-    def _num_shared(self, one: str, other: str) -> int:
-        """How many characters the beginnings of two texts share, without half a special token."""
-        same = common_prefix_length(one, other)
-        cut = (match.start() for match in self.specials.pattern.finditer(one) if match.start() < same < match.end())
-        return next(cut, same)
-
     def _answer_span(
         self, draft: _Draft, index: int, text: str, found: list[FoundPiece], prefixes: Iterator[str]
     ) -> tuple[Span, int]:
@@ -408,21 +372,33 @@ class ChatTemplate:
         the last. `prefixes` has the texts of the messages before it, if any, with the prompt for it, and of those up to it."""
         before = next(prefixes) if index else text[: self._first_answer(text, found)]
         until = next(prefixes)
+        sampled = draft.example.is_prompt
         if not text.startswith(before):
-            raise UserError(
-                f"{self._location}: {DIFFERENT_PROMPT % (index + 1)} ({first_difference(before, text)}): a model would be "
-                "prompted with text it was not trained on; "
+            advice = (
+                ": a model would be prompted with text it was not trained on; "
                 f"if it only rewrites earlier turns, {REWRITTEN_HINT}"
             )
-        same = self._num_shared(until, text)
+            problem = f"{DIFFERENT_PROMPT % (index + 1)} ({first_difference(before, text)})"
+            raise UserError(f"{self._location}: {problem}{'' if sampled else advice}")
+        specials = self.specials.pattern
+        if sampled:  # it stays as it was, whatever the template writes of it now
+            end = self._find_end(draft, index, until, len(before), until)
+            begin = end.start() if text.startswith(until[: end.start()]) else len(before)
+            now = next((each for each in specials.finditer(text, begin) if each[0] in {end[0], *self._probe.ends}), None)
+            if now is None or now[0] != end[0]:
+                ends = f"ends message {index + 1} with {end[0]}, and with {now[0] if now else 'nothing'} if more follow"
+                raise UserError(f"{self._location}: {ends}")
+            return (len(before), now.end()), len(text)
+        same = common_prefix_length(until, text)
+        same = next((each.start() for each in specials.finditer(until) if each.start() < same < each.end()), same)
         # Special tokens that end the whole text may be missing when more messages follow, or be others.
-        if self.specials.pattern.sub("", until[same:]).strip():
+        if specials.sub("", until[same:]).strip():
             raise UserError(
                 f"{self._location}: the first {index + 1} messages change when more follow ({first_difference(until, text)}): "
                 f"{REWRITTEN_HINT}, or use a template that keeps earlier turns"
             )
-        end = self._find_end(draft, index, until, len(before), text).end()
-        return (len(before), end), max(end, same)
+        stop = self._find_end(draft, index, until, len(before), text).end()
+        return (len(before), stop), max(stop, same)
 
     def _first_answer(self, text: str, found: list[FoundPiece]) -> int:
         """Where an answer begins that no message comes before: no template is asked to render no message."""
