@@ -35,7 +35,7 @@ OF_USERS = {"_CHOICES", "_SECTION", "LONG_KEY", "UNION_TYPE"}
 def expressions() -> dict[str, tuple[str, int, str]]:
     """Place → (expression, flags, method): those of the readers that are compiled once, and those that stand where they are.
 
-    Others are built at run time: of special tokens, a fence's indentation, our own page; and tasks of an evaluation have theirs.
+    Others are built at run time: of special tokens, a fence's indentation, our own page; a task of an evaluation has one.
     """
     files = [
         file for each in READERS for file in ([ROOT / each] if each.endswith(".py") else sorted((ROOT / each).rglob("*.py")))
@@ -43,8 +43,8 @@ def expressions() -> dict[str, tuple[str, int, str]]:
     found = {}
     for file in files:
         source, place = file.read_text(), file.relative_to(ROOT).as_posix()
-        module = importlib.import_module(".".join(["lmforge", *file.relative_to(ROOT).with_suffix("").parts]))
-        for name, value in vars(module).items():
+        module = ".".join(["lmforge", *file.relative_to(ROOT).with_suffix("").parts])
+        for name, value in vars(importlib.import_module(module)).items() if "re.compile(" in source else ():
             if isinstance(value, re.Pattern) and name in source and name not in OF_USERS:
                 for method in set(re.findall(rf"\b{name}\.(\w+)\(", source)) or {"finditer"}:
                     found[f"{place}: {name}.{method}"] = value.pattern, value.flags, METHODS.get(method, "finditer")

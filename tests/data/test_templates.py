@@ -12,11 +12,12 @@ from tokenizers import decoders, models, normalizers, pre_tokenizers
 from transformers import AutoTokenizer
 
 from lmforge.data.chat import jinja_sandbox
-from lmforge.data.chat.layout import encode_layouts
+from lmforge.data.chat.layout import SpecialTokens, encode_layouts
 from lmforge.data.chat.template_sources import LMFORGE_TEMPLATE
 from lmforge.data.chat.templates import ChatTemplate, LossMaskMode, build_layouts, one_layout
 from lmforge.data.tokenizer import CHAT_SPECIAL_TOKENS, EOS_TOKEN, Tokenizer, train_tokenizer
 from lmforge.errors import UserError
+from tests.counted_text import CountedText
 from tests.seeds import fresh_random
 
 SAMPLE = ["Once upon a time, there was a user.\nThe assistant said: hello, hello world!\n\n  No, it is I.\n" * 4] * 20
@@ -311,6 +312,18 @@ def test_the_specials_take_along_the_blanks_that_the_tokenizer_says(tmp_path: Pa
     messages = [{"role": "user", "content": "hello "}, {"role": "assistant", "content": "world  "}]
     theirs = AutoTokenizer.from_pretrained(folder)
     assert encode(known(folder), messages).tokens == ids(theirs.apply_chat_template(messages))
+
+
+@pytest.mark.parametrize("side", ["lstrip", "rstrip"])
+def test_specials_that_take_along_blanks_are_cut_in_steps_that_grow_with_the_text(side: str) -> None:
+    tokenizer = train_tokenizer([""], 261)._backend
+    tokenizer.add_special_tokens([tokenizers.AddedToken("<|im_end|>", **{side: True})])
+    specials, steps = SpecialTokens(Tokenizer(tokenizer.to_str(), {})), []
+    for turns in (10, 40):
+        CountedText.steps = 0
+        assert len(specials.cut(CountedText("hello  <|im_end|>  " * turns), [])) >= 2 * turns
+        steps.append(CountedText.steps / turns)
+    assert steps[1] < 2 * steps[0]
 
 
 # --- where an answer ends ---------------------------------------------------------------------------------------------
