@@ -31,8 +31,7 @@ class TextStreamer:
         """Add the next token; with `is_stop` it is the last and has no text. Returns the text that will not change any more."""
         self.token_ids.append(token)
         self.text += self._decoder.finish() if is_stop else self._decoder.feed(token)
-        # A stop string is not in what was returned.
-        stops = [start for stop in self._stop_strings if (start := self.text.find(stop, self._num_emitted)) >= 0]
+        stops = [start for start in map(self.text.find, self._stop_strings) if start >= 0]
         if stops:
             self.text = self.text[: min(stops)]
         if is_stop or stops:
