@@ -12,11 +12,12 @@ from tokenizers import decoders, models, normalizers, pre_tokenizers
 from transformers import AutoTokenizer
 
 from lmforge.data.chat import jinja_sandbox
-from lmforge.data.chat.layout import encode_layouts
+from lmforge.data.chat.layout import SpecialTokens, encode_layouts
 from lmforge.data.chat.template_sources import LMFORGE_TEMPLATE
 from lmforge.data.chat.templates import ChatTemplate, LossMaskMode, build_layouts, one_layout
 from lmforge.data.tokenizer import CHAT_SPECIAL_TOKENS, EOS_TOKEN, Tokenizer, train_tokenizer
 from lmforge.errors import UserError
+from tests.counted_text import CountedText
 from tests.seeds import fresh_random
 
 SAMPLE = ["Once upon a time, there was a user.\nThe assistant said: hello, hello world!\n\n  No, it is I.\n" * 4] * 20
@@ -130,6 +131,13 @@ def encode(
     return Encoded(example.tokens.tolist(), example.loss_mask.tolist())
 
 
+def scored(template: ChatTemplate, messages: list[Any], mask: LossMaskMode = "assistant") -> str:
+    """What is scored, with its special tokens spelled out."""
+    rendered = encode(template, messages, mask)
+    ids = [id for id, score in zip(rendered.tokens, rendered.loss_mask, strict=True) if score]
+    return template.tokenizer.decode(ids, include_special_tokens=True)
+
+
 STYLES = ["own", "ChatML", "headers", "speakers", "speakers, old", "ended"]
 
 
@@ -236,13 +244,15 @@ def test_a_template_that_tags_the_models_words_scores_these(folders: dict[str, P
         "{% endgeneration %}\n{% else %}<|im_start|>{{ m.content }}<|im_end|>\n{% endif %}{% endfor %}"
         "{% if add_generation_prompt %}<|im_start|>!\n{% endif %}"
     )
-    template = ChatTemplate(tokenizer, source)
-    rendered = encode(template, [{"role": "user", "content": "a"}, {"role": "assistant", "content": "bc"}])
-    scored = [id for id, score in zip(rendered.tokens, rendered.loss_mask, strict=True) if score]
-    assert tokenizer.decode(scored, include_special_tokens=True) == "bc<|im_end|>"
+    template, messages = (
+        ChatTemplate(tokenizer, source),
+        [{"role": "user", "content": "a"}, {"role": "assistant", "content": "bc"}],
+    )
+    rendered = encode(template, messages)
+    assert scored(template, messages) == "bc<|im_end|>"
     theirs = AutoTokenizer.from_pretrained(folders["tagged"])
     encoded = theirs.apply_chat_template(
-        [{"role": "user", "content": "a"}, {"role": "assistant", "content": "bc"}],
+        messages,
         chat_template=source,
         return_assistant_tokens_mask=True,
         return_dict=True,
@@ -256,10 +266,8 @@ def test_tags_around_others_words_or_the_question_for_an_answer_score_none_of_th
     whole = CHATML.replace("{{'<|im_start|>'", "{% generation %}{{'<|im_start|>'", 1).replace(
         "'\n'}}", "'\n'}}{% endgeneration %}", 1
     )
-    for source in (TAGGED, whole):
-        rendered = encode(ChatTemplate(tokenizer, source), TWICE)
-        scored = [id for id, score in zip(rendered.tokens, rendered.loss_mask, strict=True) if score]
-        assert tokenizer.decode(scored, include_special_tokens=True) == "hello<|im_end|>hello<|im_end|>"
+    for source, blank in ((TAGGED, ""), (whole, "\n")):  # within the tags white space is scored too, as in transformers
+        assert scored(ChatTemplate(tokenizer, source), TWICE) == f"hello<|im_end|>{blank}" * 2
 
 
 def test_a_template_that_cannot_be_trained_on_can_be_asked_with(folders: dict[str, Path]) -> None:
@@ -306,10 +314,152 @@ def test_the_specials_take_along_the_blanks_that_the_tokenizer_says(tmp_path: Pa
     assert encode(known(folder), messages).tokens == ids(theirs.apply_chat_template(messages))
 
 
-# --- what is refused -------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("side", ["lstrip", "rstrip"])
+def test_specials_that_take_along_blanks_are_cut_in_steps_that_grow_with_the_text(side: str) -> None:
+    tokenizer = train_tokenizer([""], 261)._backend
+    tokenizer.add_special_tokens([tokenizers.AddedToken("<|im_end|>", **{side: True})])
+    specials, steps = SpecialTokens(Tokenizer(tokenizer.to_str(), {})), []
+    for turns in (10, 40):
+        CountedText.steps = 0
+        assert len(specials.cut(CountedText("hello  <|im_end|>  " * turns), [])) >= 2 * turns
+        steps.append(CountedText.steps / turns)
+    assert steps[1] < 2 * steps[0]
+
+
+# --- where an answer ends ---------------------------------------------------------------------------------------------
 
 HELLO = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello"}]
 TWICE = [*HELLO, *HELLO]
+CALL = {"id": "call00000", "type": "function", "function": {"name": "look", "arguments": {"at": "it"}}}
+CALLS = {"role": "assistant", "content": "", "reasoning_content": "hm", "tool_calls": [CALL]}
+ANSWERED = [HELLO[0], CALLS, {"role": "tool", "tool_call_id": "call00000", "content": "seen"}, HELLO[1]]
+
+# Turns of others, and what prompts for an answer; @ stands for the answer, # for what comes after all.
+TURNS = (
+    "{{ bos_token }}{% for m in messages %}{% if m.role != 'assistant' %}<|user|>{{ m.content }}<|eot|>{% else %}<|bot|>@"
+    "{% endif %}{% endfor %}{% if add_generation_prompt %}<|bot|>{% else %}#{% endif %}"
+)
+FRAMED = TURNS.replace("@", "<|resp|>{{ m.content }}<|/resp|><|eot|>\n")
+CITED = TURNS.replace("@", "{{ m.content }}<|cite|>none<|eot|>")
+# An empty thought is prompted with, in the manner of Command A.
+PROMPTED = FRAMED.replace("<|bot|>", "<|bot|><|think|><|/think|>")
+# What it thinks, calls and says is in parts of their own, in the manner of Command R7B.
+PARTED = TURNS.replace(
+    "@",
+    "{% if m.reasoning_content %}<|think|>{{ m.reasoning_content }}<|/think|>{% endif %}{% for call in m.tool_calls or [] %}"
+    "<|act|>[{{ call.function | tojson }}]<|/act|>{% endfor %}"
+    "{% if m.content %}<|resp|>{{ m.content }}<|/resp|>{% endif %}<|eot|>",
+)
+# A thought ends as an answer does.
+CALLING = TURNS.replace(
+    "@",
+    "{% if m.reasoning_content %}{{ m.reasoning_content }}<|eot|>{% endif %}{% for call in m.tool_calls or [] %}"
+    "{{ call.function | tojson }}<|call|>{% else %}{{ m.content }}<|eot|>{% endfor %}",
+)
+# Of messages within an answer the last ends otherwise than those before it, in the manner of gpt-oss.
+HARMONY = (
+    "<|start|>system<|message|>Be kind.<|end|>{% for m in messages %}{% if m.role != 'assistant' %}"
+    "<|start|>{{ m.role }}<|message|>{{ m.content }}<|end|>{% else %}{% if m.reasoning_content and loop.last or m.tool_calls %}"
+    "<|start|>bot<|channel|>analysis<|message|>{{ m.reasoning_content }}<|end|>{% endif %}{% for call in m.tool_calls or [] %}"
+    "<|start|>bot to={{ call.function.name }}<|message|>{{ call.function.arguments | tojson }}<|call|>{% else %}"
+    "<|start|>bot<|channel|>final<|message|>{{ m.content }}{{ '<|return|>' if loop.last else '<|end|>' }}{% endfor %}"
+    "{% endif %}{% endfor %}{% if add_generation_prompt %}<|start|>bot{% endif %}"
+)
+LOOK = '{"name": "look", "arguments": {"at": "it"}}'
+FINAL = "<|channel|>final<|message|>hello"
+# Each with its answers: to two questions, and a thought with a call before one; and the tokens at which a model stops.
+ENDINGS = {
+    "a mark before the end": (FRAMED, "<|resp|>hello<|/resp|><|eot|>", None, {"<|eot|>"}),
+    "a mark and words before the end": (CITED, "hello<|cite|>none<|eot|>", None, {"<|eot|>"}),
+    "an empty thought in the prompt": (PROMPTED, "<|resp|>hello<|/resp|><|eot|>", None, {"<|eot|>"}),
+    "parts of their own": (
+        PARTED,
+        "<|resp|>hello<|/resp|><|eot|>",
+        f"<|think|>hm<|/think|><|act|>[{LOOK}]<|/act|><|eot|>",
+        {"<|eot|>"},
+    ),
+    "a thought that ends as answers do": (CALLING, "hello<|eot|>", f"hm<|eot|>{LOOK}<|call|>", {"<|eot|>", "<|call|>"}),
+    "texts that a token closes": (FRAMED.replace("#", "<|bos|>"), "<|resp|>hello<|/resp|><|eot|>", None, {"<|eot|>"}),
+    "texts that their end closes": (
+        CALLING.replace("#", "{{ eos_token }}\n"),
+        "hello<|eot|>",
+        f"hm<|eot|>{LOOK}<|call|>",
+        {"<|eot|>", "<|call|>"},
+    ),
+    "answers that end as texts do": (
+        TURNS.replace("@", "{{ m.content + eos_token }}").replace("#", "{{ eos_token }}"),
+        "hello<|eos|>",
+        None,
+        set(),
+    ),
+    "several messages": (
+        HARMONY,
+        f"{FINAL}<|end|>",
+        '<|channel|>analysis<|message|>hm<|end|><|start|>bot to=look<|message|>{"at": "it"}<|call|>',
+        {"<|return|>", "<|call|>"},
+    ),
+}
+SPELLED = re.compile(r"<\|[/a-z]+\|>")
+
+
+@pytest.fixture(scope="module")
+def endings(tmp_path_factory: pytest.TempPathFactory) -> dict[str, ChatTemplate]:
+    root = tmp_path_factory.mktemp("endings")
+    return {
+        name: known(
+            byte_level(
+                root / str(at),
+                ["<|bos|>", *sorted(set(SPELLED.findall(each[0])) - {"<|bos|>"}), "<|eos|>"],
+                each[0].replace("#", ""),
+            )
+        )
+        for at, (name, each) in enumerate(ENDINGS.items())
+    }
+
+
+@pytest.mark.parametrize("name", ENDINGS)
+def test_an_answer_is_scored_to_the_token_at_which_chats_servers_and_rollouts_stop(
+    endings: dict[str, ChatTemplate], name: str
+) -> None:
+    template, (_, answer, call, stops) = endings[name], ENDINGS[name]
+    last = answer.replace("<|end|>", "<|return|>") if name == "several messages" else answer
+    assert scored(template, HELLO) == last
+    assert scored(template, TWICE) == answer + last
+    assert scored(template, TWICE, "last") == last
+    if call:
+        assert scored(template, ANSWERED[:2]) == call
+        assert scored(template, ANSWERED) == call + last
+    ids = {template.tokenizer.token_to_id(token) for token in ("<|eos|>", *stops)}
+    assert template.stop_ids == ids
+    template.check_stop_token()
+
+
+@pytest.mark.parametrize("name", ENDINGS)
+def test_what_was_sampled_ends_where_what_is_scored_does(endings: dict[str, ChatTemplate], name: str) -> None:
+    template, (_, answer, call, _) = endings[name], ENDINGS[name]
+    for messages, expected in ((TWICE[:3], answer), (ANSWERED[:3], call)):
+        if expected is None:
+            continue
+        if expected.endswith("<|end|>"):  # a model would have ended it otherwise
+            with pytest.raises(UserError, match=r"ends message 2 with <\|return\|>, and with <\|end\|> if more follow"):
+                template.layout_sampled(messages)
+            continue
+        [example] = encode_layouts(template.tokenizer, [template.layout_sampled(messages)])
+        ids = example.tokens[example.loss_mask].tolist()
+        assert template.tokenizer.decode(ids, include_special_tokens=True) == expected
+
+
+def test_pieces_outside_of_tags_are_not_scored_and_an_end_outside_of_them_is_refused(folders: dict[str, Path]) -> None:
+    tokenizer = Tokenizer.open(folders["tagged"])
+    thinks = TAGGED.replace("{% generation %}", "{{ message.reasoning_content or '' }}{% generation %}")
+    assert scored(ChatTemplate(tokenizer, thinks), [HELLO[0], HELLO[1] | {"reasoning_content": "hm"}]) == "hello<|im_end|>"
+    # What ends the answer comes after a token that is tagged.
+    short = TAGGED.replace("{% endgeneration %}", "{% endgeneration %}<|im_start|><|im_end|>")
+    with pytest.raises(UserError, match="never scores the end of turn"):
+        scored(ChatTemplate(tokenizer, short), HELLO)
+
+
+# --- what is refused -------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

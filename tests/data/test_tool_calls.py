@@ -1,14 +1,17 @@
 """Calls of tools in the text of an answer: each format that templates write, whole and as it comes, and what is none."""
 
+import ast
 import json
 import random
+from typing import Any
 
 import pytest
 
 from lmforge.data.chat.templates import ChatTemplate
-from lmforge.data.chat.tool_calls import FORMATS, AnswerReader, ToolCall, tool_call_format
+from lmforge.data.chat.tool_calls import FORMATS, AnswerReader, ToolCall, ToolCallFormat, tool_call_format
 from lmforge.data.tokenizer import Tokenizer, train_tokenizer
 from lmforge.errors import UserError
+from tests.counted_text import CountedText
 from tests.seeds import fresh_seed
 
 HERMES, MISTRAL, LLAMA, PYTHONIC = FORMATS
@@ -52,10 +55,13 @@ ANSWERS = [
     (HERMES, f"Sure.\n<tool_call>\n{SAID_ADD % 'arguments'}\n</tool_call>", "Sure.", [ADD]),
     (HERMES, "</tool_call>\n".join(TWO_BLOCKS), "", [ADD, ASK]),  # the end of the last may be a stop token
     (MISTRAL, f"[TOOL_CALLS][{SAID_ASK % 'arguments'}]", "", [ASK]),
+    (MISTRAL, f"[TOOL_CALLS] add[CALL_ID]a1 [ARGS] {ADD.arguments} ", "", [ADD]),
     (MISTRAL, f"So[TOOL_CALLS]add[ARGS]{ADD.arguments}[TOOL_CALLS]ask{ASK.arguments}", "So", [ADD, ASK]),
     (LLAMA, f"{SAID_ASK % 'parameters'}; {SAID_ADD % 'parameters'}", "", [ASK, ADD]),
     (LLAMA, f"<|python_tag|>{SAID_ASK % 'parameters'}", "", [ASK]),
     (PYTHONIC, "[add(a=1, b=[2, None]), ask(q='é } ; {')]", "", [ADD, ASK]),
+    (PYTHONIC, """[add(a=1, b=[2, None]), ask(q='é } ; {')]  # f'""", "", [ADD, ASK]),
+    (PYTHONIC, """[ask(q='é } '"; {")]""", "", [ASK]),
     (PYTHONIC, "[now()]", "", [ToolCall("now", "{}")]),
 ]
 NO_CALLS = [
@@ -64,12 +70,16 @@ NO_CALLS = [
     (HERMES, '<tool_call>{"name": "add", "arguments": [1]}</tool_call>'),
     (HERMES, '<tool_call>{"name": "add", "arguments": {}}</tool_call> so there'),
     (MISTRAL, "[TOOL_CALLS]"),
+    (MISTRAL, "[TOOL_CALLS]add [CALL_ID]a1{}"),
+    (MISTRAL, "[TOOL_CALLS]add[ARGS]{} and more"),
     (LLAMA, '{"a": 1}'),
     (LLAMA, '{"name": "f", "parameters": {}} and more'),
+    (LLAMA, '{"name": "f", "parameters": {}};; {"name": "f", "parameters": {}}'),
     (PYTHONIC, "[1, 2]"),
     (PYTHONIC, "[]"),
     (PYTHONIC, "[f(1)]"),
     (PYTHONIC, "[f(a=open('x'))]"),
+    (PYTHONIC, "[f(a=rF'{x}')]"),
     (PYTHONIC, "[" * 5000),
     (HERMES, "a < b"),
 ]
@@ -103,3 +113,56 @@ def test_what_is_read_piece_by_piece_is_what_is_read_whole_and_no_part_of_a_call
             assert "".join([*pieces, piece]).rstrip() == content.rstrip()
             for call in calls:
                 assert isinstance(json.loads(call.arguments), dict)
+
+
+LONG = [
+    "add" + " " * 40,
+    " " * 40,
+    '{"name": "f"}' * 3,
+    '{"name": "f"}; ' * 3,
+    "[f(a=1), " * 4,
+    "[" * 40,
+    "x[ARGS]" * 6,
+    "'" * 40,
+]
+
+
+@pytest.mark.parametrize("call_format", FORMATS)
+def test_a_parser_goes_through_a_text_a_few_times_however_long_it_is(call_format: ToolCallFormat) -> None:
+    for pump in [*LONG, call_format.marker, f"{call_format.marker}{{}}"]:
+        for text in (call_format.marker + pump, call_format.bare + pump, "a" + pump):
+            steps = []
+            for times in (10, 40):
+                CountedText.steps = 0
+                call_format.split(CountedText(text[: -len(pump)] + pump * times))
+                steps.append(CountedText.steps / times)
+            assert steps[1] < 2 * steps[0], (text, steps)
+
+
+def test_a_string_that_python_reads_in_quadratic_time_is_refused_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    parsed, parse = [], ast.parse
+    monkeypatch.setattr(ast, "parse", lambda *args, **options: parsed.append(args) or parse(*args, **options))
+    for prefix in ("f", "F", "rf", "fR"):
+        assert PYTHONIC.split(text := f"[say(a='no', b={prefix}'{'{x}' * 10}')]") == (text, [])
+    assert not parsed
+
+
+class CountingFormat(ToolCallFormat):
+    """Counts the characters of the texts in which calls are looked for."""
+
+    def find(self, text: str, *args: Any, **options: Any) -> int:
+        CountedText.steps += len(text)
+        return super().find(text, *args, **options)
+
+
+@pytest.mark.parametrize("call_format", FORMATS)
+def test_an_answer_that_comes_piece_by_piece_is_gone_through_once(call_format: ToolCallFormat) -> None:
+    counting = CountingFormat(call_format.marker, call_format.bare, call_format.read)
+    for begin in ("", " \n", "So.", call_format.marker, call_format.bare, f"So.{call_format.marker}"):
+        for pump in ("ab", " ", call_format.marker[:2]):
+            CountedText.steps = 0
+            reader = AnswerReader(counting)
+            for piece in [begin, *[pump] * 300]:
+                reader.add(piece, ended=False)
+            reader.add("", ended=True)
+            assert CountedText.steps < 20 * len(begin + pump * 300), (begin, pump)

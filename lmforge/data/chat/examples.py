@@ -29,7 +29,7 @@ from lmforge.untrusted import MAX_MANIFEST_BYTES, open_file, read_json
 
 SPLITS: tuple[FileSplit, ...] = ("train", "validation")
 # Incremented whenever the same files and options would give other sequences.
-EXAMPLES_VERSION = 4
+EXAMPLES_VERSION = 5
 
 
 def hash_files(files: Sequence[Path], split: FileSplit = "train") -> str:

@@ -51,21 +51,22 @@ class SpecialTokens:
             begun = bisect_right(starts, offset)
             return begun > 0 and offset < furthest[begun - 1]
 
-        def section(start: int, stop: int) -> None:
+        def section(start: int, stop: int, strips_start: bool, strips_stop: bool) -> None:
+            if strips_start:
+                start = stop - len(text[start:stop].lstrip())
+            if strips_stop:
+                stop = start + len(text[start:stop].rstrip())
             cuts = [start, *bounds[bisect_right(bounds, start) : bisect_left(bounds, stop)], stop]
             if start < stop:
                 parts.append([(text[a:b], scores(a)) for a, b in pairwise(cuts)])
 
-        at = 0
+        at, strips = 0, False
         for match in self.pattern.finditer(text):
             special = self.by_text[match[0]]
-            stop = match.start()
-            section(at, at + len(text[at:stop].rstrip()) if special.lstrip else stop)
-            parts.append((special.id, scores(stop)))
-            at = match.end()
-            if special.rstrip:
-                at += len(text[at:]) - len(text[at:].lstrip())
-        section(at, len(text))
+            section(at, match.start(), strips, special.lstrip)
+            parts.append((special.id, scores(match.start())))
+            at, strips = match.end(), special.rstrip
+        section(at, len(text), strips, False)
         return parts
 
 

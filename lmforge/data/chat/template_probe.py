@@ -1,26 +1,88 @@
-"""What a chat template wrote, without tags; and, as a small conversation shows, what ends its answers and comes before them."""
+"""What a chat template wrote, without tags; and, as small conversations show, what comes before its answers and ends them."""
 
 import re
+from collections.abc import Sequence
+from contextlib import suppress
 from itertools import accumulate
 from typing import Any, NamedTuple
 
-from lmforge.data.chat.jinja_sandbox import GENERATION_END, GENERATION_START, Conversation, ForeignTemplate, JinjaTemplate
+from lmforge.data.chat.jinja_sandbox import (
+    GENERATION_END,
+    GENERATION_START,
+    Conversation,
+    ForeignTemplate,
+    JinjaTemplate,
+    common_prefix_length,
+)
 from lmforge.data.chat.layout import Span
-from lmforge.data.chat.messages import MessageForm, check_encodable, validate_messages
+from lmforge.data.chat.messages import check_encodable, message_forms, validate_messages
 from lmforge.errors import UserError
 
 QUESTION, ANSWER = "Well?", "Yes."
-PROBE_CONVERSATION: list[Any] = [{"role": "user", "content": QUESTION}, {"role": "assistant", "content": ANSWER}]
 PROBE_TOOLS = [{"type": "function", "function": {"name": "ask", "description": "Ask.", "parameters": {"type": "object"}}}]
+_USER: Any = {"role": "user", "content": QUESTION}
+_CALL: Any = {"id": "call00000", "function": {"name": "ask", "arguments": {"of": ANSWER}}}
+_THOUGHT = {"role": "assistant", "content": "", "reasoning_content": "Hm.", "tool_calls": [_CALL]}
+_PLAIN = [_USER, {"role": "assistant", "content": ANSWER}, _USER]
+_CALLING = [_USER, _THOUGHT, {"role": "tool", "tool_call_id": _CALL["id"], "content": "So."}]
+# Of each: with its answer; what asks for this; the question alone; with what follows the answer.
+_PREFIXES = [(2, False), (1, True), (1, False), (3, False)]
+
+
+class AnswerEnd(NamedTuple):
+    """The special token that ends an answer, empty without one; another that replaces it where more messages follow; and what
+    is written after the last answer, which may close the text with more tokens."""
+
+    token: str = ""
+    replacement: str = ""
+    closing: str = ""
 
 
 class TemplateProbe(NamedTuple):
-    """The text of the small conversation, where its answer begins, what is before an answer, and the tokens that end one."""
+    """What is before an answer; how answers end, without and with calls; and the tokens that a model stops at."""
 
-    text: str
-    answer: int
+    specials: re.Pattern[str]
     header: str
-    ends: list[str]
+    plain: AnswerEnd
+    calling: AnswerEnd
+    stops: frozenset[str] = frozenset()
+
+    @property
+    def ends(self) -> set[str]:
+        """The tokens that end an answer, be it the last or not."""
+        return {*self.plain[:2], *self.calling[:2]}
+
+    def find_end(self, until: str, start: int, text: str, has_calls: bool) -> re.Match[str] | None:
+        """The token in `text` that ends the answer which begins at `start`, and which `until` ends with. None if none does.
+
+        It is the last special token of the answer that both have, or the one of `text` that replaces it. In `until` only white
+        space and what closes the text comes after it.
+        """
+        found, kept, there = _compare(self.specials, until, start, text)
+        closing = (self.calling if has_calls else self.plain).closing
+        if until.endswith(closing):  # in other answers its tokens may be all that ends them
+            answer = [each for each in found if each.end() <= len(until) - len(closing)]
+            found = answer if answer and answer[-1].end() == len(until) - len(closing) else found
+        last = here = next(reversed(found[:kept]), None)
+        if there and there[0] in self.ends and kept < len(found):
+            last, here = found[kept], there
+        return here if last and _is_last(self.specials, until, last) else None
+
+
+def _compare(
+    specials: re.Pattern[str], until: str, start: int, text: str
+) -> tuple[list[re.Match[str]], int, re.Match[str] | None]:
+    """The special tokens of `until` from `start` on; how many of them `text` has too; and what it has for the next of them."""
+    found = list(specials.finditer(until, start))
+    same = common_prefix_length(until, text)
+    kept = sum(each.end() <= same for each in found)
+    place = next((each.start() for each in found[kept:]), len(until) + 1)
+    return found, kept, specials.match(text, place) if place <= same else None
+
+
+def _is_last(specials: re.Pattern[str], text: str, token: re.Match[str]) -> bool:
+    """Whether only white space and special tokens come after it."""
+    return not specials.sub("", text[token.end() :]).strip()
 
 
 def without_tags(rendered: str, location: str) -> tuple[str, list[Span]]:
@@ -35,11 +97,47 @@ def without_tags(rendered: str, location: str) -> tuple[str, list[Span]]:
 def probe_template(
     template: ForeignTemplate | JinjaTemplate, specials: re.Pattern[str], location: str, tools: list[Any] | None
 ) -> TemplateProbe:
-    """Render the small conversation. `specials` matches a special token. Raises UserError where the template does."""
-    problems = []
-    for form in (MessageForm("text"), MessageForm("parts")):
-        messages, texts = validate_messages(PROBE_CONVERSATION * 2, form), [""][:0]
-        [rendered] = template.render([Conversation(messages, tools, [(2, False), (1, True), (1, False), (4, False)])])
+    """Render the small conversations. `specials` matches a special token. Raises UserError where the template does for one
+    without calls and thoughts, to which `tools` are given."""
+    text, prompt, turn, followed = _render(template, location, _PLAIN, tools)
+    begins = specials.findall(text[: max(0, text.find(QUESTION))])
+    ends_others = specials.findall(turn, max(0, turn.rfind(QUESTION)))
+
+    def answer_end(text: str, followed: str) -> AnswerEnd:
+        rest, more = text[text.rfind(ANSWER) :], followed[followed.rfind(ANSWER) :]
+        found, kept, there = _compare(specials, rest, 0, more)
+        if not found or rest[found[-1].end() :].strip():
+            return AnswerEnd()
+        is_ended = kept > 0 and _is_last(specials, rest, found[kept - 1])
+        replacement, end = "", found[kept - 1 if is_ended else -1]
+        # What ends other messages may end this one; what begins them ends none.
+        if there and (there[0] in ends_others or not (is_ended or there[0] in begins)):
+            replacement, end = there[0], found[kept]
+        return AnswerEnd(end[0], replacement, rest[end.end() :])
+
+    header = prompt.removeprefix(turn) if prompt.startswith(turn) else ""
+    plain = answer_end(text, followed or text)
+    probe = TemplateProbe(specials, header, plain, plain)
+    within: list[str] = []
+    with suppress(UserError):  # it need not know calls, or thoughts
+        text, prompt, _, followed = _render(template, location, _CALLING, PROBE_TOOLS)
+        probe = probe._replace(calling=answer_end(text, followed or text) if ANSWER in text else plain)
+        if text.startswith(prompt) and (end := probe.find_end(text, len(prompt), text, True)):
+            within = specials.findall(text, len(prompt), end.start())
+    # What replaces an end may be none after a thought, as in gpt-oss' answers of several messages.
+    stops = {plain.token, probe.calling.token, *({plain.replacement, probe.calling.replacement} - {*within})} - {""}
+    return probe._replace(stops=frozenset(stops))
+
+
+def _render(
+    template: ForeignTemplate | JinjaTemplate, location: str, messages: Sequence[Any], tools: list[Any] | None
+) -> list[str]:
+    """The texts of the prefixes, empty from where one cannot be rendered, in the first form in which the answer is shown."""
+    problems: list[UserError] = []
+    texts: list[str] = []
+    for form in message_forms(messages):
+        texts = []
+        [rendered] = template.render([Conversation(validate_messages(messages, form), tools, _PREFIXES)])
         try:
             texts.extend(without_tags(text, location)[0] for text in rendered)
         except UserError as problem:
@@ -48,12 +146,4 @@ def probe_template(
             break
     if not texts:
         raise problems[0]
-    text, prompt, turn, twice = [*texts, "", "", ""][:4]
-    answer, header = max(0, text.rfind(ANSWER)), prompt.removeprefix(turn) if prompt.startswith(turn) else ""
-    # After plain text the end-of-turn token comes first; after a tool call another one may come before it. Some templates end
-    # earlier turns with another token than the last.
-    begins = specials.findall(text[: max(0, text.find(QUESTION))])
-    earlier = specials.findall(twice, max(0, twice.rfind(ANSWER, 0, max(0, twice.rfind(ANSWER)))))[:1]
-    return TemplateProbe(
-        text, answer, header, [*specials.findall(text, answer)[:1], *(end for end in earlier if end not in begins)]
-    )
+    return [*texts, "", "", ""][: len(_PREFIXES)]

@@ -131,7 +131,7 @@ class ChatTemplate:
         self.specials = SpecialTokens(tokenizer)
         self.escaped_pattern = re.compile(f"{self.specials.pattern.pattern}|{PRIVATE_USE_CHARACTERS}")
         self._probe = probe_template(self._template, self.specials.pattern, location, probe_tools)
-        ids = (self.specials.by_text[end].id for end in self._probe.ends)
+        ids = (self.specials.by_text[stop].id for stop in self._probe.stops)
         self.stop_ids = frozenset([tokenizer.eos_token_id, *ids])
 
     @classmethod
@@ -187,34 +187,8 @@ class ChatTemplate:
 
         Raises UserError where the template prompts for one otherwise, or writes it otherwise now that more follow.
         """
-        example, problems = replace(self.chat_example(messages, tools=tools), is_prompt=True), []
-        for form in message_forms(messages):
-            try:
-                return example.template._mark_sampled(_Draft(example, form))
-            except UserError as problem:
-                problems.append(problem)
-        raise _of_best_form(problems)
-
-    def _mark_sampled(self, draft: _Draft) -> Layout:
-        rendered, marked_texts = self._render([draft])
-        if self.is_own:
-            return self._finish(draft, rendered, marked_texts)
-        text, *prefixes = (without_tags(each, self._location)[0] for each in rendered)
-        spans: dict[int, Span] = {}
-        for at, before, until in zip(draft.example.scored or (), prefixes[::2], prefixes[1::2], strict=True):
-            if not text.startswith(before):
-                raise UserError(f"{self._location}: {DIFFERENT_PROMPT % (at + 1)} ({first_difference(before, text)})")
-            ends = self.specials.pattern.findall(until, common_prefix_length(before, until))
-            end = next((each for each in reversed(ends) if each in self._probe.ends), ends[-1] if ends else "")
-            found = (each for each in self.specials.pattern.finditer(text, len(before)) if each[0] in {end, *self._probe.ends})
-            if (stop := next(found, None)) is None or stop[0] != end:
-                now = stop[0] if stop else "nothing"
-                raise UserError(
-                    f"{self._location}: ends message {at + 1} with {end or 'nothing'}, and with {now} if more follow"
-                )
-            spans[at] = len(before), stop.end()
-        self._check_pieces(draft, self._find_pieces(draft, text, marked_texts), spans)
-        return draft.layout(text, list(spans.values()))
+        example = replace(self.chat_example(messages, tools=tools), is_prompt=True)
+        return one_layout(next(example.template.build([example])))
 
     def _prompt_text(self, example: ChatExample) -> tuple[str, _Draft]:
         last, continues = validate_messages(example.messages)[-1], example.continues
@@ -246,7 +220,8 @@ class ChatTemplate:
 
     def check_stop_token(self) -> None:
         """Raises UserError unless a plain answer ends with a special token: otherwise generation could not detect its end."""
-        self._turn_end(self._probe.text, self._probe.answer, len(self._probe.text))
+        if not self._probe.plain.token:
+            raise self._endless()
 
     def _for_tools(self, tools: list[Any] | None) -> "ChatTemplate":
         return self._tool_template if tools else self
@@ -314,9 +289,17 @@ class ChatTemplate:
         if scored and self.is_own:
             spans = answers = [tagged[draft.roles[:at].count("assistant")] for at in scored]
         elif scored:
+            is_tagged = self._has_generation_tags and not draft.example.is_prompt
             prefixes = (without_tags(prefix, self._location)[0] for prefix in texts)
-            answers = [self._answer_span(text, at, found, prefixes) for at in scored]
-            spans = [span for answer in answers for span in self._scored_spans(text, answer, tagged)]
+            answers = []
+            for at in scored:
+                answer, limit = self._answer_span(draft, at, text, found, prefixes)
+                # Tags may begin before the answer, with its header, and there may be several.
+                parts = [(max(a, answer[0]), min(b, limit)) for a, b in tagged] if is_tagged else [answer]
+                if not any(a < answer[1] <= b for a, b in parts):
+                    raise self._endless()
+                answers.append(answer)
+                spans += [part for part in parts if part[0] < part[1]]
         self._check_pieces(draft, found, dict(zip(scored or (), answers, strict=False)))
         return draft.layout(text, spans)
 
@@ -368,50 +351,54 @@ class ChatTemplate:
             advice = f'data.fields = ["{piece.field}="] does without it'
         return UserError(f"{self._location}: {does} {piece.field}{of}; {advice}")
 
-    def _scored_spans(self, text: str, answer: Span, tagged: list[Span]) -> list[Span]:
-        """What is scored of an answer: what is tagged in it, or all, and the end-of-turn token."""
-        start, stop = answer
-        # Tags may begin before the answer, with its header, and there may be several.
-        pieces = tagged if self._has_generation_tags else [answer]
-        pieces = [(max(a, start), min(b, stop)) for a, b in pieces if max(a, start) < min(b, stop)]
-        *others, (a, b) = pieces or [(start, start)]
-        return [*others, (a, self._turn_end(text, a, b))]
+    def _find_end(self, draft: _Draft, index: int, until: str, start: int, text: str) -> re.Match[str]:
+        """The token in `text` that ends message `index`, an answer that begins at `start`. `until` has the text of the messages
+        up to it. Raises UserError if there is none."""
+        has_calls = bool(draft.conversation.messages[index].get("tool_calls"))
+        if (end := self._probe.find_end(until, start, text, has_calls)) is None:
+            raise self._endless()
+        return end
 
-    def _turn_end(self, text: str, start: int, stop: int) -> int:
-        """Where in an answer its end-of-turn token ends. Raises UserError if there is none, or text comes after it."""
-        specials = list(self.specials.pattern.finditer(text, start, stop))
-        if not specials or text[specials[-1].end() : stop].strip():
-            raise UserError(
-                f"{self._location}: never scores the end of turn: no special token ends the assistant's answer, so a model "
-                "trained on it would not learn to stop: correct the template"
-            )
-        # Some templates end the text with another token after the one that ends the turn.
-        return next((match.end() for match in reversed(specials) if match[0] in self._probe.ends), specials[-1].end())
+    def _endless(self) -> UserError:
+        return UserError(
+            f"{self._location}: never scores the end of turn: no special token ends the assistant's answer, so a model "
+            "trained on it would not learn to stop: correct the template"
+        )
 
-    def _answer_span(self, text: str, index: int, found: list[FoundPiece], prefixes: Iterator[str]) -> Span:
-        """Where message `index`, an answer, is in the text of the whole conversation. `prefixes` has the texts of the messages
-        before it, if there are any, with the prompt for it, and of those up to it."""
+    def _answer_span(
+        self, draft: _Draft, index: int, text: str, found: list[FoundPiece], prefixes: Iterator[str]
+    ) -> tuple[Span, int]:
+        """Where message `index`, an answer, is in the text of the whole conversation, and up to where this is the same if it is
+        the last. `prefixes` has the texts of the messages before it, if any, with the prompt for it, and of those up to it."""
         before = next(prefixes) if index else text[: self._first_answer(text, found)]
         until = next(prefixes)
+        sampled = draft.example.is_prompt
         if not text.startswith(before):
-            raise UserError(
-                f"{self._location}: {DIFFERENT_PROMPT % (index + 1)} ({first_difference(before, text)}): a model would be "
-                "prompted with text it was not trained on; "
+            advice = (
+                ": a model would be prompted with text it was not trained on; "
                 f"if it only rewrites earlier turns, {REWRITTEN_HINT}"
             )
-        stop = common_prefix_length(until, text)
+            problem = f"{DIFFERENT_PROMPT % (index + 1)} ({first_difference(before, text)})"
+            raise UserError(f"{self._location}: {problem}{'' if sampled else advice}")
         specials = self.specials.pattern
-        stop = next((match.start() for match in specials.finditer(until) if match.start() < stop < match.end()), stop)
-        # A special token that ends the whole text may be missing when more messages follow.
-        if specials.sub("", until[stop:]).strip():
+        if sampled:  # it stays as it was, whatever the template writes of it now
+            end = self._find_end(draft, index, until, len(before), until)
+            begin = end.start() if text.startswith(until[: end.start()]) else len(before)
+            now = next((each for each in specials.finditer(text, begin) if each[0] in {end[0], *self._probe.ends}), None)
+            if now is None or now[0] != end[0]:
+                ends = f"ends message {index + 1} with {end[0]}, and with {now[0] if now else 'nothing'} if more follow"
+                raise UserError(f"{self._location}: {ends}")
+            return (len(before), now.end()), len(text)
+        same = common_prefix_length(until, text)
+        same = next((each.start() for each in specials.finditer(until) if each.start() < same < each.end()), same)
+        # Special tokens that end the whole text may be missing when more messages follow, or be others.
+        if specials.sub("", until[same:]).strip():
             raise UserError(
                 f"{self._location}: the first {index + 1} messages change when more follow ({first_difference(until, text)}): "
                 f"{REWRITTEN_HINT}, or use a template that keeps earlier turns"
             )
-        # Or another one is there, which ends a turn that others follow.
-        if until[stop:] and (end := specials.match(text, stop)) and end[0] in self._probe.ends:
-            stop = end.end()
-        return len(before), stop
+        stop = self._find_end(draft, index, until, len(before), text).end()
+        return (len(before), stop), max(stop, same)
 
     def _first_answer(self, text: str, found: list[FoundPiece]) -> int:
         """Where an answer begins that no message comes before: no template is asked to render no message."""

@@ -22,6 +22,10 @@ MAX_CALL_CHARACTERS = 2**16
 # Special tokens of some tokenizers, which are part of calls.
 MARKERS = ("<tool_call>", "</tool_call>", "[TOOL_CALLS]", "[CALL_ID]", "[ARGS]", "<|python_tag|>")
 
+# Possessive, so that no text is gone through more than once. Python's parser takes quadratic time for strings with an f.
+NEXT_VALUE = re.compile(r"\s*+;?+\s*+(?=\S)")
+STRING = re.compile(r"""(?s)(?<!\w)(\w{0,2})('{3}|"{3}|['"])(?:\\.|(?!\2).)*+(?:\2|\Z)|\#[^\n]*+""")
+
 
 class ToolCall(NamedTuple):
     """The name of a function, and its arguments: an object as JSON."""
@@ -45,22 +49,22 @@ class ToolCallFormat:
     bare: str
     read: Callable[[str], list[ToolCall]]
 
-    def find(self, text: str, ended: bool = True) -> int:
-        """Where calls begin, or the length of the text; if it has not `ended`, where they may begin."""
-        begin = len(text) - len(text.lstrip())
-        if self.bare and text[begin : begin + 1] == self.bare:
-            return begin
-        if self.bare and begin == len(text) and not ended:
-            return 0
+    def find(self, text: str, ended: bool = True, begun: bool = False) -> int:
+        """Where calls begin, or the length of the text; if it has not `ended`, where they may begin. `begun`: content came
+        before it."""
+        if self.bare and not begun:
+            begin = len(text) - len(text.lstrip())
+            if text.startswith(self.bare, begin):
+                return begin
         start = text.find(self.marker)
         if start >= 0 or ended:
             return start if start >= 0 else len(text)
-        begun = (size for size in range(len(self.marker) - 1, 0, -1) if text.endswith(self.marker[:size]))
-        return len(text) - next(begun, 0)
+        sizes = (size for size in range(len(self.marker) - 1, 0, -1) if text.endswith(self.marker[:size]))
+        return len(text) - next(sizes, 0)
 
-    def split(self, text: str) -> tuple[str, list[ToolCall]]:
+    def split(self, text: str, begun: bool = False) -> tuple[str, list[ToolCall]]:
         """An answer as its content and its calls; without calls where one cannot be read."""
-        start = self.find(text)
+        start = self.find(text, begun=begun)
         try:
             calls = self.read(text[start : start + MAX_CALL_CHARACTERS]) if start < len(text) else []
         except UnreadableCall:
@@ -92,17 +96,26 @@ class AnswerReader:
     """The text of an answer as it comes, cut into content and, at its end, tool calls. Without a format all is content."""
 
     def __init__(self, call_format: ToolCallFormat | None) -> None:
-        self._format, self._text, self._num_returned = call_format, "", 0
+        self._format = call_format
+        self._held: list[str] = []
+        self._begun = False  # content was returned
+        self._calls = False  # what is held are calls, if they can be read
 
     def add(self, text: str, ended: bool) -> tuple[str, list[ToolCall]]:
         """The content that is certain with this text, and, once the answer has `ended`, its calls."""
         if self._format is None:
             return text, []
-        self._text += text
-        content, calls = self._format.split(self._text) if ended else (self._text[: self._format.find(self._text, False)], [])
-        piece = content[self._num_returned :]
-        self._num_returned += len(piece)
-        return piece, calls
+        self._held.append(text)
+        if not ended and (self._calls or not (self._begun or text.strip())):  # calls may follow white space
+            return "", []
+        held = "".join(self._held)
+        if ended:
+            return self._format.split(held, self._begun)
+        start = self._format.find(held, False, self._begun)
+        self._held = [held[start:]]
+        self._calls = held.startswith(tuple(filter(None, (self._format.marker, self._format.bare))), start)
+        self._begun |= bool(held[:start].strip())
+        return held[:start], []
 
 
 def marker_ids(tokenizer: Tokenizer) -> frozenset[int]:
@@ -144,8 +157,10 @@ def _read_mistral(text: str) -> list[ToolCall]:
     """[TOOL_CALLS][{"name": …, "arguments": {…}}, …], or since 2025 [TOOL_CALLS]name[ARGS]{…} for each."""
     calls: list[ToolCall] = []
     for block in text.split("[TOOL_CALLS]")[1:]:
-        if named := re.fullmatch(r"\s*([\w.-]+)(?:\[CALL_ID\]\w*)?\s*(?:\[ARGS\])?\s*(\{.*\})\s*", block, re.S):
-            calls.append(_call({"name": named[1], "arguments": _json(named[2])}, "arguments"))
+        header, brace, arguments = block.partition("{")
+        name, _, identity = header.strip().removesuffix("[ARGS]").rstrip().partition("[CALL_ID]")
+        if brace and re.fullmatch(r"[\w.-]+", name) and re.fullmatch(r"\w*", identity):
+            calls.append(_call({"name": name, "arguments": _json(brace + arguments)}, "arguments"))
             continue
         values = _json(block)
         calls += [_call(value, "arguments") for value in (values if isinstance(values, list) else [values])]
@@ -158,18 +173,19 @@ def _read_llama(text: str) -> list[ToolCall]:
 
 
 def _json_values(text: str) -> Iterator[Any]:
-    decoder, text = json.JSONDecoder(), text.strip()
-    while text:
+    decoder, at = json.JSONDecoder(), 0
+    while found := NEXT_VALUE.match(text, at):
         try:
-            _, end = decoder.raw_decode(text)
+            _, at = decoder.raw_decode(text, found.end())
         except (ValueError, RecursionError) as problem:
             raise UnreadableCall from problem
-        yield _json(text[:end])
-        text = text[end:].lstrip().removeprefix(";").lstrip()
+        yield _json(text[found.end() : at])
 
 
 def _read_pythonic(text: str) -> list[ToolCall]:
     """[name(key=value, …), …] in Python's literals (Llama 4, and smaller Llama 3.2)."""
+    if any("f" in prefix.lower() for prefix, _ in STRING.findall(text)):  # which is no literal
+        raise UnreadableCall
     try:
         tree = ast.parse(text.strip(), mode="eval").body
         calls = tree.elts if isinstance(tree, ast.List) else []
