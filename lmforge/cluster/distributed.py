@@ -44,7 +44,6 @@ RANK_POLL_SECONDS = 5.0
 # Each thread allocates its own stack: thousands of threads on a small machine crash the C library.
 THREADS_PER_CORE, MIN_THREADS_LIMIT = 4, 64
 T = TypeVar("T")
-U = TypeVar("U")
 
 
 def choose_device(requested: str, local_rank: int = 0) -> torch.device:
@@ -303,7 +302,7 @@ def use_device_in_thread(device: torch.device) -> None:
         torch.cuda.set_device(device)
 
 
-def exchange(what: str, store: dist.Store, rank: int, world_size: int, value: tuple[T, U]) -> list[tuple[T, U]]:
+def exchange(what: str, store: dist.Store, rank: int, world_size: int, value: tuple[Any, ...]) -> list[Any]:
     """`value`, of JSON's types, of every rank, by rank. Every rank calls it; it waits for the others as `store.get` does."""
     store.set(f"{what}-{rank}", json.dumps(value))
     values = store.multi_get([f"{what}-{number}" for number in range(world_size)])

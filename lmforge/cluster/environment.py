@@ -6,14 +6,13 @@ How ranks find rank 0 is in `rendezvous.py`.
 """
 
 import re
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import get_args
 
 from lmforge.config.operation import MAX_PORT, EnvironmentName
 from lmforge.config.ranges import RANKS
-from lmforge.errors import UserError
+from lmforge.errors import UserError, name_some
 from lmforge.untrusted import quoted
 
 # The value of `--environment`, for this process and those that it starts.
@@ -290,17 +289,14 @@ def count_by_host(info: RankInfo, hosts: Sequence[object]) -> RankInfo:
 
 
 def check_local_ranks(places: Sequence[tuple[str, int]]) -> None:
-    """Raise UserError where the (host, LOCAL_RANK) of all ranks, by rank, do not count each host's ranks from 0."""
-    sizes, owners = Counter(host for host, _ in places), dict[tuple[str, int], int]()
-    for rank, (host, local_rank) in enumerate(places):
-        first = owners.setdefault((host, local_rank), rank)
-        if first != rank:
-            both = f"ranks {first} and {rank} on {host} both have"
-            raise UserError(f"environment: {both} LOCAL_RANK = {local_rank}; {FORCE_HINT}")
-        if local_rank >= sizes[host]:
-            raise UserError(
-                f"environment: rank {rank} has LOCAL_RANK = {local_rank}, but {host} has {sizes[host]} ranks; {FORCE_HINT}"
-            )
+    """Raise UserError where the (host, LOCAL_RANK) of all ranks do not count the ranks of each host from 0."""
+    by_host: dict[str, list[int]] = {}
+    for host, local_rank in places:
+        by_host.setdefault(host, []).append(local_rank)
+    for host, local_ranks in by_host.items():
+        if sorted(local_ranks) != [*range(len(local_ranks))]:
+            numbers = name_some(sorted(local_ranks))
+            raise UserError(f"environment: the ranks on {host} have LOCAL_RANK = {numbers}: they count from 0; {FORCE_HINT}")
 
 
 def _tasks_on_node(environ: Mapping[str, str], node: int) -> int:
