@@ -32,6 +32,10 @@ class RunFailed(Exception):
     raised_on_peer = False  # as in UserError
 
 
+class LockLost(RunFailed):
+    """Another process may write into the run's folder, or the folder is gone: this attempt writes nothing there any more."""
+
+
 class PeerLost(RunFailed):
     """A run failed because another rank or its host was lost; a restart may help."""
 

@@ -26,14 +26,15 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any, Self, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Self, TypeVar, cast
+from uuid import uuid4
 
 from lmforge.atomic_files import atomic_write_json, atomic_write_text, remove_folder
 from lmforge.config.load import read_record
 from lmforge.config.mixture import is_remote
 from lmforge.config.options import to_toml
 from lmforge.config.stage import StageConfig
-from lmforge.errors import DISK_FULL_ERRNOS, RunFailed, UserError, how_to_install
+from lmforge.errors import DISK_FULL_ERRNOS, LockLost, UserError, how_to_install
 from lmforge.locks import is_lost, try_lock
 from lmforge.plugins import freeze_plugins
 from lmforge.run_records import COMPLETIONS_FOLDER, read_last_metrics, read_metrics
@@ -41,6 +42,9 @@ from lmforge.untrusted import (
     cut,
     quoted,
 )
+
+if TYPE_CHECKING:
+    from filelock import BaseFileLock
 
 STEP_PREFIX = "step-"
 MANIFEST = "manifest.json"
@@ -140,7 +144,17 @@ def describe_storage_error(problem: Exception) -> str:
     return (getattr(problem, "strerror", None) or f"{type(problem).__name__}: {problem}").strip().splitlines()[-1]
 
 
-_held_locks: dict[Path, tuple[Any, bool]] = {}  # with whether `lock` has made the directory
+@dataclass
+class _HeldLock:
+    """A lock of this process, with the token of this attempt in its file, and whether `Run.lock` has made the directory."""
+
+    lock: "BaseFileLock"
+    token: str
+    is_new: bool
+    is_lost: bool = False  # once and for all
+
+
+_held_locks: dict[Path, _HeldLock] = {}
 
 
 @dataclass(frozen=True)
@@ -228,8 +242,9 @@ class Run:
     def start_attempt(self, config: StageConfig) -> int:
         """Create the directory, record recipe, environment and plugins, and return the number of this attempt (from 1).
 
-        With `run.overwrite`, an earlier run is deleted first; the recorded recipe resumes the run.
+        With `run.overwrite`, an earlier run is deleted first; the recorded recipe resumes the run. Raises LockLost.
         """
+        self.check_lock()
         if config.run.overwrite:
             self.delete()
         config = config.again()
@@ -274,18 +289,54 @@ class Run:
         with storage_errors(lock, "cannot be written", "choose another --run.name"):
             if (held := try_lock(lock)) is None:
                 with open(lock, encoding="utf-8", errors="replace") as file:
-                    holder = file.read(MAX_HOLDER_CHARACTERS).strip() or "another process"
+                    holder = file.readline(MAX_HOLDER_CHARACTERS).strip() or "another process"
                 raise UserError(f"{self.path}: being trained by {holder}; wait for it, stop it, or choose another --run.name")
-            lock.write_text(f"process {os.getpid()} on {platform.node()}")
-        _held_locks[self.path] = held, is_new
+            token = uuid4().hex
+            lock.write_text(f"process {os.getpid()} on {platform.node()}\n{token}\n")
+        _held_locks[self.path] = _HeldLock(held, token, is_new)
 
     def check_lock(self) -> None:
-        """Raise RunFailed where this process had the lock, and another may have taken it over (see `locks.is_lost`)."""
-        if self.path in _held_locks and is_lost(_held_locks[self.path][0]):
-            raise RunFailed(
-                f"{self.path}: this process could not keep its lock, so another may train the run; it was suspended or cut"
-                " off from the file system for long"
-            )
+        """Raise LockLost where this process had the lock and has it no more; OSError where its file cannot be read.
+
+        Call it before anything in the run or of its checkpoints is written, renamed or removed: the folder may be another run's
+        by now, also where its file system has `flock`, which tells nothing about the path.
+        """
+        if (held := _held_locks.get(self.path)) is not None:
+            held.is_lost = held.is_lost or not self.has_own_token()
+            if held.is_lost:
+                raise self.lost_lock()
+
+    def has_own_token(self) -> bool:
+        """Whether the lock's file is that of this process now, if it had the lock. Raises OSError where it cannot be read."""
+        if (held := _held_locks.get(self.path)) is None:
+            return True
+        try:
+            tokens = (self.path / ".lock").read_text(errors="replace").splitlines()
+        except (FileNotFoundError, NotADirectoryError):
+            return False
+        return held.token in tokens and not is_lost(held.lock)
+
+    def holds_lock(self) -> bool:
+        """Whether `check_lock` knows nothing to the contrary."""
+        try:
+            self.check_lock()
+        except LockLost:
+            return False
+        except OSError:
+            pass
+        return True
+
+    @property
+    def has_lost_lock(self) -> bool:
+        """Whether `check_lock` has found so."""
+        return self.path in _held_locks and _held_locks[self.path].is_lost
+
+    def lost_lock(self) -> LockLost:
+        """What ends the attempt on every rank."""
+        return LockLost(
+            f"{self.path}: this process has lost its lock: the folder was removed, or is another run's by now, or this process"
+            " was suspended or cut off for long; it writes nothing more there"
+        )
 
     def check_layout(self) -> None:
         """Raise UserError where a folder has the name of one of the run's files, or something else the name of a folder."""
@@ -301,14 +352,15 @@ class Run:
 
     def unlock(self) -> None:
         """Release the lock. If `lock` has made the directory of a run that has not begun, it is removed."""
-        lock, is_new = _held_locks.pop(self.path, (None, False))
-        if lock is None:
+        if (held := _held_locks.get(self.path)) is None:
             return
-        is_unused = is_new and self.path.exists() and all(entry.name.startswith(".lock") for entry in self.path.iterdir())
+        is_unused = held.is_new and self.path.exists() and self.holds_lock()
+        is_unused = is_unused and all(entry.name.startswith(".lock") for entry in self.path.iterdir())
         with suppress(OSError):
             if is_unused:
                 (self.path / ".lock").unlink()  # while it is locked
-        lock.release()
+        del _held_locks[self.path]
+        held.lock.release()
         with suppress(OSError):
             if is_unused:
                 self.path.rmdir()

@@ -152,7 +152,7 @@ def test_without_flock_a_run_whose_lock_was_taken_over_stops(tmp_path: Path, tin
         finally:
             training.kill()
     lines = [line for line in printed.splitlines() if line.startswith("lmforge: ")]
-    assert [line.startswith(f"lmforge: {run.path}: this process could not keep its lock") for line in lines] == [True], printed
+    assert [line.startswith(f"lmforge: {run.path}: this process has lost its lock: ") for line in lines] == [True], printed
     assert training.returncode == 1
     assert (run.path / ".lock.held").read_text() == "of another"
 

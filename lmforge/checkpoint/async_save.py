@@ -26,7 +26,7 @@ from lmforge.checkpoint.storage import CheckpointWriter, HashingFileSystem, make
 from lmforge.cluster.distributed import DistributedContext, use_device_in_thread
 from lmforge.cluster.waiting import start_in_thread
 from lmforge.data.tokenizer import Tokenizer
-from lmforge.errors import RunFailed, UserError, format_bytes
+from lmforge.errors import LockLost, RunFailed, UserError, format_bytes
 from lmforge.manifests import CorruptCheckpoint, FileDigests, Manifest, read_manifest
 from lmforge.runs import MANIFEST, STEP_PREFIX, Run, is_local, remove_checkpoint
 
@@ -181,6 +181,8 @@ class AsyncCheckpointer:
             self._write_files(folder, final, planner, metadata)
             self.consecutive_failures, self.failed_at = 0, None
             self._saved_steps.append(metadata["step"])
+        except LockLost:
+            raise
         except (RunFailed, UserError) as problem:
             self.consecutive_failures += 1
             self.failed_at = time.monotonic()
@@ -188,6 +190,7 @@ class AsyncCheckpointer:
             if self._save_ctx.is_rank0:
                 self.log(f"{problem}; saves failed in a row: {self.consecutive_failures}")
                 with suppress(Exception):  # the next save deletes it
+                    self.run.check_lock()
                     remove_checkpoint(folder)
 
     def _write_files(self, folder: Path, final: Path, planner: "_SavePlanner", metadata: dict[str, Any]) -> None:
@@ -195,6 +198,7 @@ class AsyncCheckpointer:
         files = HashingFileSystem()
         with save_ctx.raise_on_all(), translate_storage_errors(where, files):
             if save_ctx.is_rank0:
+                self.run.check_lock()
                 remove_checkpoint(folder)
                 self.check_free_space()
                 make_folder(folder)
@@ -215,7 +219,9 @@ class AsyncCheckpointer:
         if save_ctx.is_rank0:
             try:
                 delete_old_checkpoints(self.run, self.retention, newest_step=metadata["step"])
-            except Exception as problem:  # the new checkpoint is complete; the next save deletes again
+            except LockLost:
+                pass  # the new checkpoint is complete; all ranks end at the next step
+            except Exception as problem:  # the next save deletes again
                 self.log(f"{self.run.checkpoints_folder}: old checkpoints could not be deleted: {problem}")
 
     def check_free_space(self) -> None:
@@ -252,9 +258,11 @@ class AsyncCheckpointer:
 
     def _commit(self, folder: Path, final: Path, metadata: dict[str, Any], files: dict[str, FileDigests]) -> None:
         text = Manifest(files=dict(sorted(files.items())), **metadata).json_text
+        self.run.check_lock()
         if is_local(folder):
             atomic_write_text(folder / MANIFEST, text)
             fsync_path(folder)
+            self.run.check_lock()
             remove_checkpoint(final)  # a run that resumed from an older checkpoint saves this step again
             os.rename(folder, final)
             fsync_path(final.parent)
@@ -342,10 +350,12 @@ def delete_old_checkpoints(run: Run, retention: RetentionPolicy, newest_step: in
     if is_local(run.checkpoints_folder):
         for pattern in (f"*{PARTIAL_SUFFIX}", f".*{DELETED_SUFFIX}"):
             for leftover in run.checkpoints_folder.glob(pattern):
+                run.check_lock()
                 shutil.rmtree(leftover, ignore_errors=True)
     elif run.checkpoints_folder.is_dir():
         for folder in run.checkpoints_folder.iterdir():
             if folder.name.startswith(STEP_PREFIX) and not (folder / MANIFEST).exists():
+                run.check_lock()
                 remove_checkpoint(folder)
     manifests = {}
     for step in run.checkpoint_steps():
@@ -353,4 +363,5 @@ def delete_old_checkpoints(run: Run, retention: RetentionPolicy, newest_step: in
             if step <= newest_step:
                 manifests[step] = read_manifest(run.checkpoint_path(step))
     for step in retention.steps_to_delete(manifests):
+        run.check_lock()
         remove_checkpoint(run.checkpoint_path(step))

@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 import xxhash
 
-from lmforge.cluster.environment import LAUNCHER_PID_VARIABLE
+from lmforge.cluster.environment import LAUNCHER_PID_VARIABLE, check_local_ranks, count_by_host
 from lmforge.cluster.folder_marker import FolderMarker
 from lmforge.cluster.joining import (
     JOIN_SECONDS,
@@ -242,7 +242,6 @@ def init_distributed(device: str = "auto", threads: int | None = None, timeout: 
     _init_count, _reports_errors = _init_count + 1, None
     allow_open_connections(info.world_size)
     find_rank0(info)
-    choose_gloo_interface(several_hosts=info.local_world_size < info.world_size)
     with report_missing_ranks(info.rank, info.world_size, f"{_init_count}"):
         rank, world_size = info.rank, info.world_size
         try:
@@ -258,9 +257,16 @@ def init_distributed(device: str = "auto", threads: int | None = None, timeout: 
                 f"environment: MASTER_PORT = {os.environ['MASTER_PORT']}: rank 0 cannot listen on it; choose a free port"
             ) from None
         _store = dist.PrefixStore(f"lmforge-{_init_count}", store)
+        if not info.is_counted:
+            places = exchange("host", _store, rank, world_size, (platform.node(), info.local_rank))
+            check_local_ranks(places)
+            info = count_by_host(info, [host for host, _ in places])
+            os.environ |= {"LOCAL_WORLD_SIZE": f"{info.local_world_size}", "GROUP_RANK": f"{info.node}"}
+            torch.set_num_threads(threads or threads_per_rank(info.local_world_size))
+        choose_gloo_interface(several_hosts=info.local_world_size < info.world_size)
         if on_gpu:  # before NCCL connects the ranks: its own error for two ranks on one GPU is unclear
             identity = platform.node(), str(torch.cuda.get_device_properties(chosen).uuid)
-            check_gpus_differ(exchange_gpus(_store, rank, world_size, identity))
+            check_gpus_differ(exchange("gpu", _store, rank, world_size, identity))
         # On GPUs gloo too, for tensors in host memory.
         backend, device_id = ("cpu:gloo,cuda:nccl", chosen) if on_gpu else ("gloo", None)
         dist.init_process_group(backend, store=_store, rank=rank, world_size=world_size, device_id=device_id, timeout=timeout)
@@ -296,14 +302,14 @@ def use_device_in_thread(device: torch.device) -> None:
         torch.cuda.set_device(device)
 
 
-def exchange_gpus(store: dist.Store, rank: int, world_size: int, identity: tuple[str, str]) -> list[tuple[str, str]]:
-    """(host, UUID) of the GPU of every rank, by rank. Every rank calls it; it waits for the others as `store.get` does."""
-    store.set(f"gpu-{rank}", json.dumps(identity))
-    values = store.multi_get([f"gpu-{number}" for number in range(world_size)])
-    store.set(f"gpu-read-{rank}", "")
+def exchange(what: str, store: dist.Store, rank: int, world_size: int, value: tuple[Any, ...]) -> list[Any]:
+    """`value`, of JSON's types, of every rank, by rank. Every rank calls it; it waits for the others as `store.get` does."""
+    store.set(f"{what}-{rank}", json.dumps(value))
+    values = store.multi_get([f"{what}-{number}" for number in range(world_size)])
+    store.set(f"{what}-read-{rank}", "")
     if rank == 0:  # rank 0 serves the store, so it must not end before the others have read
-        store.wait([f"gpu-read-{number}" for number in range(world_size)])
-    return [tuple(json.loads(value)) for value in values]
+        store.wait([f"{what}-read-{number}" for number in range(world_size)])
+    return [tuple(json.loads(each)) for each in values]
 
 
 def check_gpus_differ(gpus: Sequence[tuple[str, str]]) -> None:

@@ -6,13 +6,13 @@ How ranks find rank 0 is in `rendezvous.py`.
 """
 
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import get_args
 
 from lmforge.config.operation import MAX_PORT, EnvironmentName
 from lmforge.config.ranges import RANKS
-from lmforge.errors import UserError
+from lmforge.errors import UserError, name_some
 from lmforge.untrusted import quoted
 
 # The value of `--environment`, for this process and those that it starts.
@@ -39,6 +39,8 @@ class RankInfo:
 
     launched: whether a launcher started this process. False where the launcher started only one process, except for torchrun.
     environment: the name of the launcher, as in `--environment`.
+    is_counted: whether a launcher says how many ranks are on this host. False until they are counted where they meet
+        (`count_by_host`): `local_world_size` is that of all hosts, and `node` 0.
     """
 
     rank: int = 0
@@ -48,6 +50,7 @@ class RankInfo:
     launched: bool = False
     node: int = 0
     environment: EnvironmentName = "single"
+    is_counted: bool = True
 
     @property
     def is_rank0(self) -> bool:
@@ -146,12 +149,9 @@ def read_environment(environ: Mapping[str, str], requested: str = "auto") -> Ran
 
 def _find_launcher(environ: Mapping[str, str]) -> Launcher | None:
     """The launcher that started this process as one of its ranks; None for no launcher. Raises UserError."""
-    started_by = [launcher for launcher in (LSF, OPENMPI, MPICH) if _first_set(environ, launcher.rank + launcher.world_size)]
-    if MPICH in started_by and not _first_set(environ, MPICH.local_rank + MPICH.local_world_size):
-        started_by.remove(MPICH)  # Slurm and PALS, too, set PMI_RANK, or another PMI launcher
+    started_by = _mpi_launchers(environ)
     if "RANK" in environ or "WORLD_SIZE" in environ:
-        step = SLURM if is_slurm_task(environ) else None
-        _check_against_torchrun(environ, started_by[0] if started_by else step)
+        _check_against_torchrun(environ, _launcher_beside_torchrun(environ))
         return TORCHRUN
     for other in started_by[1:]:
         _check_same_rank(environ, started_by[0], other)
@@ -166,6 +166,19 @@ def _find_launcher(environ: Mapping[str, str]) -> Launcher | None:
         return PALS
     _check_understood(environ)
     return None
+
+
+def _mpi_launchers(environ: Mapping[str, str]) -> list[Launcher]:
+    """Those of MPI and LSF whose ranks include this process. A launcher that starts another one may be among them."""
+    started_by = [launcher for launcher in (LSF, OPENMPI, MPICH) if _first_set(environ, launcher.rank + launcher.world_size)]
+    if MPICH in started_by and not _first_set(environ, MPICH.local_rank + MPICH.local_world_size):
+        started_by.remove(MPICH)  # Slurm and PALS, too, set PMI_RANK, or another PMI launcher
+    return started_by
+
+
+def _launcher_beside_torchrun(environ: Mapping[str, str]) -> Launcher | None:
+    """The launcher that started this process where RANK and WORLD_SIZE are set too."""
+    return next(iter(_mpi_launchers(environ)), SLURM if is_slurm_task(environ) else None)
 
 
 def is_slurm_task(environ: Mapping[str, str]) -> bool:
@@ -240,10 +253,20 @@ def _read_rank_info(environ: Mapping[str, str], launcher: Launcher) -> RankInfo:
     )
     node_variable = _first_set(environ, launcher.node)
     node = read_number(environ, node_variable, 0, MAX_RANKS) if node_variable else None
+    is_counted = True
     if launcher is SLURM:
         local_world_size = _tasks_on_node(environ, node or 0)
     elif launcher is TORCHRUN and "LOCAL_WORLD_SIZE" not in environ:
+        # Container hooks and wrappers export the other variables of torchrun for the tasks of Slurm or MPI.
+        other = _launcher_beside_torchrun(environ)
         local_world_size = world_size
+        is_counted = world_size == 1
+        if other and _first_set(environ, other.local_world_size):
+            tasks = _read_rank_info(environ, other)
+            if tasks.world_size == world_size:  # else it started processes that start the ranks
+                local_world_size = tasks.local_world_size
+                node = tasks.node
+                is_counted = True
     else:
         local_world_size = _read_first(environ, launcher.local_world_size, launcher)
     if not (0 <= rank < world_size and 0 <= local_rank < local_world_size <= world_size):
@@ -256,7 +279,24 @@ def _read_rank_info(environ: Mapping[str, str], launcher: Launcher) -> RankInfo:
         return RankInfo()
     # Unless a variable says otherwise, ranks fill one host after the other.
     node = rank // local_world_size if node is None else node
-    return RankInfo(rank, world_size, local_rank, local_world_size, launched=True, node=node, environment=launcher.name)
+    return RankInfo(rank, world_size, local_rank, local_world_size, True, node, launcher.name, is_counted)
+
+
+def count_by_host(info: RankInfo, hosts: Sequence[object]) -> RankInfo:
+    """`info` with the number of ranks on its host, and the number of that among the `hosts` of all ranks, which are by rank."""
+    own = hosts[info.rank]
+    return replace(info, local_world_size=hosts.count(own), node=list(dict.fromkeys(hosts)).index(own), is_counted=True)
+
+
+def check_local_ranks(places: Sequence[tuple[str, int]]) -> None:
+    """Raise UserError where the (host, LOCAL_RANK) of all ranks do not count the ranks of each host from 0."""
+    by_host: dict[str, list[int]] = {}
+    for host, local_rank in places:
+        by_host.setdefault(host, []).append(local_rank)
+    for host, local_ranks in by_host.items():
+        if sorted(local_ranks) != [*range(len(local_ranks))]:
+            numbers = name_some(sorted(local_ranks))
+            raise UserError(f"environment: the ranks on {host} have LOCAL_RANK = {numbers}: they count from 0; {FORCE_HINT}")
 
 
 def _tasks_on_node(environ: Mapping[str, str], node: int) -> int:

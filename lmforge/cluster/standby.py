@@ -42,7 +42,9 @@ def leave_out_ranks(group_size: int) -> bool:
     local_world_size = min(info.local_world_size, world_size - (info.rank - info.local_rank))
     if info.rank in _standby_ranks:
         return True
-    os.environ |= {"WORLD_SIZE": f"{world_size}", "LOCAL_WORLD_SIZE": f"{local_world_size}"}
+    os.environ["WORLD_SIZE"] = f"{world_size}"
+    if info.is_counted:  # else those that remain are counted when they meet
+        os.environ["LOCAL_WORLD_SIZE"] = f"{local_world_size}"
     return False
 
 

@@ -52,7 +52,8 @@ class _Stall:
 class Watchdog:
     """Watches this rank. `folder` is for heartbeats; reports go to standard error and to `log_path`, stacks beside it.
 
-    `add_event(kind, step, **fields)` keeps what the rank that reports a stall says about it.
+    `add_event(kind, step, **fields)` keeps what the rank that reports a stall says about it. `may_write`: whether `folder` is
+    still that of this run.
     """
 
     def __init__(
@@ -63,6 +64,7 @@ class Watchdog:
         *,
         stall_seconds: float = 30.0,
         timeout_seconds: float | None = None,
+        may_write: Callable[[], bool] = lambda: True,
         add_event: Callable[..., None] = lambda kind, step, **fields: None,
     ) -> None:
         self._dist_ctx, self._folder, self._log_path = dist_ctx, folder, log_path
@@ -79,7 +81,7 @@ class Watchdog:
         self._stopped = threading.Event()
         self._to_stop: list[Callable[[], object]] = [self._stragglers.close]
         dist_ctx.wait_context = self._heartbeat.barrier
-        self._add_event = add_event
+        self._add_event, self._may_write = add_event, may_write
         if dist_ctx.rank_info.local_rank == 0:
             self._to_stop.append(publish_usage(folder, self._rank))
         self._thread = threading.Thread(target=self._run, name="watch", daemon=True)
@@ -136,7 +138,8 @@ class Watchdog:
             last = self._stopped.wait(self._heartbeat_seconds)
             # A heartbeat that cannot be written or read, as on a full disk, must not stop the training or this thread.
             with suppress(OSError, UserError):
-                self._heartbeat.write()
+                if self._may_write():
+                    self._heartbeat.write()
             if last:
                 return
             with suppress(OSError, UserError):

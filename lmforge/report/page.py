@@ -76,6 +76,7 @@ class ReportThread:
     def _write(self) -> None:
         began = time.monotonic()
         with suppress(Exception):
+            self._run.check_lock()
             write_run_report(self._run)
         ended = time.monotonic()
         self._next_at = ended + max(FIRST_AFTER_SECONDS, (ended - began) / MAX_FRACTION)

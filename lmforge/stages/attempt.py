@@ -83,7 +83,7 @@ class MetricsFile:
 
 
 class RunEvents:
-    """Appends events to `events.jsonl`, one object a line. Without a path, as on ranks other than 0, it does nothing.
+    """Appends events to `events.jsonl`, one object a line. Without a run, as on ranks other than 0, it does nothing.
 
     Every event has `time` (ISO 8601, UTC), `kind` and `step` (steps done, None where not known). Kinds, and their fields:
 
@@ -94,16 +94,16 @@ class RunEvents:
       stall        no rank makes progress: reason              stall over   they do again: reason
     """
 
-    def __init__(self, path: Path | None) -> None:
-        self._path = path
+    def __init__(self, run: Run | None) -> None:
+        self._run = run
 
     def add(self, kind: str, step: int | None, **fields: Any) -> None:
         """Append an event. A file that cannot be written does not stop the training."""
-        if self._path is None:
+        if self._run is None or not self._run.holds_lock():
             return
         record = {"time": datetime.now(UTC).isoformat(timespec="milliseconds"), "kind": kind, "step": step, **fields}
         line = json.dumps(record, ensure_ascii=False).encode(errors="replace")  # of a lone surrogate, which UTF-8 lacks
-        with suppress(OSError), open(self._path, "a+b") as file:
+        with suppress(OSError), open(self._run.events_path, "a+b") as file:
             file.write((b"\n" if has_torn_end(file) else b"") + line + b"\n")
 
 
@@ -143,11 +143,12 @@ def start_attempt(config: StageConfig, run: Run, dist_ctx: DistributedContext, c
         path,
         stall_seconds=config.watch.stall_seconds,
         timeout_seconds=config.watch.timeout_seconds,
-        add_event=RunEvents(run.events_path).add,  # any rank may be the one that reports a stall
+        may_write=run.has_own_token,  # a folder that is being moved has none for a moment
+        add_event=RunEvents(run).add,  # any rank may be the one that reports a stall
     )
     console = ConsoleLogger(dist_ctx, config.train.steps, path, panel=config.log.panel)
     trackers = TrackerThreads(console.info, console.warn)
-    events = RunEvents(run.events_path if dist_ctx.is_rank0 else None)
+    events = RunEvents(run if dist_ctx.is_rank0 else None)
     if dist_ctx.is_rank0:
         trackers.start(run, config)
     if config.log.memory_snapshot:
@@ -201,8 +202,9 @@ def end_attempt(ctx: RunContext, final_phase: str, error: str | None) -> None:
     """Write how the attempt ended, `error` in one line if it failed, and close what `start_attempt` has opened."""
     ctx.watch.stop(final_phase)
     ctx.events.add("end", None, state=final_phase, error=error)
-    _write_report(ctx, final_phase)
-    ctx.trackers.finish(final_phase)
+    if ctx.run.holds_lock():
+        _write_report(ctx, final_phase)
+        ctx.trackers.finish(final_phase)
     ctx.console.close()
     ctx.log.close()
 

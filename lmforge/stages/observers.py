@@ -103,7 +103,7 @@ class Observers(LoopCallbacks):
         console.update_progress(step)
 
     def on_bad_step(self, bad_step: BadStep) -> None:
-        if self._ctx.dist_ctx.is_rank0:
+        if self._ctx.dist_ctx.is_rank0 and self._ctx.run.holds_lock():
             batch, words = self._batches.describe(bad_step.batch_index)
             path = bad_step.write(self._ctx.run.path / "bad", batch)
             self._ctx.events.add("bad step", bad_step.step, reason=bad_step.reason)
@@ -124,7 +124,7 @@ class Observers(LoopCallbacks):
             load, lines = self._expert_load.take(step)
             record |= load
             counts = self._expert_load.record(self._ctx.config.train.steps)
-            if counts is not None and self._experts_file is not None:
+            if counts is not None and self._experts_file is not None and self._ctx.run.holds_lock():
                 self._experts_file.write(counts)
             for line in lines:
                 self._ctx.console.warn(line)
@@ -148,7 +148,8 @@ class Observers(LoopCallbacks):
             return scores | score_tasks(self._ctx, self._inputs, self._built.parallel_model, step)
 
     def on_record(self, step: int, record: dict[str, Any]) -> None:
-        self._ctx.run.check_lock()
+        if not self._ctx.run.holds_lock():
+            return  # all ranks end at the next step (`Checkpoints.requested_by_clock`)
         if self._metrics_file is not None:
             self._metrics_file.write(record)
             self._report.write_if_due()
@@ -158,7 +159,6 @@ class Observers(LoopCallbacks):
         self._ctx.trackers.wake()
 
     def on_save(self, step: int, kept: bool) -> None:
-        self._ctx.run.check_lock()
         self._ctx.events.add("checkpoint", step, kept=kept)
 
     def on_step_end(self, step: int, record: dict[str, Any], is_stopping: bool) -> None:

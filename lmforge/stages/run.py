@@ -12,7 +12,7 @@ import torch
 from lmforge.cluster.distributed import CONTROL_TIMEOUT, destroy_distributed, init_distributed
 from lmforge.cluster.standby import leave_out_ranks, stand_by
 from lmforge.config.stage import StageConfig
-from lmforge.errors import RunFailed, UserError, format_duration
+from lmforge.errors import LockLost, RunFailed, UserError, format_duration
 from lmforge.objectives.objective import Objective
 from lmforge.plan.out_of_memory import MemoryEstimator, explain_out_of_memory
 from lmforge.plan.peak_flops import rank_peak_flops
@@ -76,7 +76,7 @@ def run_stage(config: StageConfig, custom: CustomCode = NO_CUSTOM_CODE) -> int:
                 if isinstance(problem, Exception):
                     ctx.log.write_failure(problem, ctx.watch.describe_progress())
                 callbacks.run_failed(ctx)
-                if isinstance(problem, RunFailed):
+                if isinstance(problem, RunFailed) and not isinstance(problem, LockLost):
                     raise type(problem)(f"{problem}; {last_checkpoint_message(run)}; log: {ctx.log.path}") from problem
                 raise
             finally:
@@ -149,7 +149,9 @@ def _train(
             # Such as a corrupt shard: the run has begun, so it has failed.
             raise RunFailed(str(problem)) from problem
     # A rank that hangs while it ends is named by those that wait for it here; once they have ended, nobody is left to name it.
-    dist_ctx.all_gather(None)
+    with dist_ctx.raise_on_all():
+        if not ctx.run.holds_lock():
+            raise ctx.run.lost_lock()
     write_memory(ctx)
     if stopped_by:
         log(describe_stop(ctx, stopped_by, done))

@@ -179,6 +179,7 @@ class _TrackerThread(threading.Thread):
                 self._call(self._save)
 
     def _save(self) -> None:
+        self._run.check_lock()
         atomic_write_text(self._path, json.dumps(asdict(self._progress)), sync=False)
 
     def _call(self, function: Callable[..., None], *arguments: Any) -> bool:

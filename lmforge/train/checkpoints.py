@@ -32,6 +32,7 @@ class SaveRequest(IntEnum):
     REGULAR = 1
     KEPT = 2
     GIVE_UP = 3
+    LOCK_LOST = 4
 
 
 class Checkpoints:
@@ -57,7 +58,7 @@ class Checkpoints:
         self._last_saved = dict.fromkeys((SaveRequest.REGULAR, SaveRequest.KEPT), time.monotonic())
         self._last_request, self._deferred_request = SaveRequest.REGULAR, SaveRequest.NONE
         # Before tensors change, the device waits until a save in flight has copied them.
-        self.wait_for_staging, self.describe_failures = checkpointer.wait_for_staging, checkpointer.describe_failures
+        self.wait_for_staging = checkpointer.wait_for_staging
 
     @property
     def blocking_seconds(self) -> float:
@@ -74,6 +75,8 @@ class Checkpoints:
         if not self._checkpointer.dist_ctx.is_rank0:
             return SaveRequest.NONE
         options, checkpointer, now = self._options, self._checkpointer, time.monotonic()
+        if checkpointer.run.has_lost_lock:
+            return SaveRequest.LOCK_LOST
         if options.max_failures and checkpointer.consecutive_failures >= options.max_failures:
             return SaveRequest.GIVE_UP
         if checkpointer.failed_at is not None and now - checkpointer.failed_at >= options.retry_seconds:
@@ -88,6 +91,13 @@ class Checkpoints:
                 self._last_saved[request] = now
                 return request
         return SaveRequest.NONE
+
+    def raise_if_ending(self, request: int, step: int) -> None:
+        """Raise RunFailed where a request of any rank ends the run: LockLost on all of them if one has lost the lock."""
+        if request == SaveRequest.LOCK_LOST:
+            raise self._checkpointer.run.lost_lock()
+        if request == SaveRequest.GIVE_UP:
+            raise RunFailed(f"step {step}: {self._checkpointer.describe_failures()}")
 
     def defer(self, request: SaveRequest) -> None:
         """Repeat a request later: the run rolls back now, so this step is not worth saving."""
@@ -154,6 +164,7 @@ class Checkpoints:
         for later in run.checkpoint_steps() if dist_ctx.is_rank0 else ():
             if later > point.step:  # a run that resumed from it would repeat the bad steps
                 try:
+                    run.check_lock()
                     remove_checkpoint(run.checkpoint_path(later))
                 except Exception as problem:
                     checkpointer.log(f"{run.checkpoint_path(later)}: could not be deleted: {problem}")

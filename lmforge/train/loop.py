@@ -16,7 +16,6 @@ from torch import Tensor
 from lmforge.cluster.distributed import DistributedContext
 from lmforge.cluster.processes import STOP_SIGNALS, handle_signals, read_passed_on, restore_signals
 from lmforge.data.batch import Metrics
-from lmforge.errors import RunFailed
 from lmforge.objectives.objective import Objective
 from lmforge.parallel.parallel_model import ParallelModel, train_step
 from lmforge.parallel.precision import compiled_graph_count
@@ -86,8 +85,7 @@ def train(
 
             set_phase("barrier", step)
             stop_signal, save_request = stop_signals.exchange(checkpoints.requested_by_clock())
-            if save_request == SaveRequest.GIVE_UP:
-                raise RunFailed(f"step {done}: {checkpoints.describe_failures()}")
+            checkpoints.raise_if_ending(save_request, done)
             is_last = done == steps
             stopping = is_last or stop_signal != 0
             save_request = SaveRequest(max(save_request, checkpoints.requested_by_step(done, stopping)))

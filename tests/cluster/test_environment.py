@@ -11,7 +11,8 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lmforge.cluster.distributed import check_gpus_differ, device_index, exchange_gpus
+from lmforge.cluster.distributed import check_gpus_differ, device_index, exchange
+from lmforge.cluster.environment import check_local_ranks, count_by_host
 from lmforge.cluster.memory import set_allocator_defaults
 from lmforge.cluster.rank_info import RankInfo, read_rank_info, threads_per_rank
 from lmforge.errors import UserError
@@ -38,9 +39,21 @@ def test_the_variables_of_torchrun_are_read() -> None:
     assert read_rank_info({**TORCHRUN, "RANK": "0"}).is_rank0
 
 
-def test_without_a_local_count_all_ranks_are_on_this_host() -> None:
-    variables = {name: value for name, value in TORCHRUN.items() if name != "LOCAL_WORLD_SIZE"}
-    assert read_rank_info(variables).local_world_size == 8
+SOME_OF_TORCHRUN = {name: value for name, value in TORCHRUN.items() if name != "LOCAL_WORLD_SIZE"}
+
+
+def test_without_a_local_count_ranks_are_counted_by_the_host_on_which_they_are() -> None:
+    info = read_rank_info(SOME_OF_TORCHRUN)
+    assert not info.is_counted
+    assert count_by_host(info, ["a", "b", "b", "a", "c", "b", "a", "c"]) == RankInfo(5, 8, 1, 3, True, 1, "torchrun")
+    assert read_rank_info({**SOME_OF_TORCHRUN, "RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}).is_counted
+
+
+def test_local_ranks_that_do_not_count_from_0_on_each_host_are_refused() -> None:
+    check_local_ranks([("a", 1), ("b", 0), ("a", 0)])
+    for wrong in (0, 2):
+        with pytest.raises(UserError, match=rf"^environment: the ranks on a have LOCAL_RANK = 0, {wrong}: they count from 0; "):
+            check_local_ranks([("a", 0), ("b", 0), ("a", wrong)])
 
 
 def test_one_rank_under_a_launcher_is_still_launched() -> None:
@@ -117,16 +130,16 @@ def test_ranks_that_share_a_gpu_are_named() -> None:
         check_gpus_differ([("a", "x"), ("a", "y"), ("b", "y"), ("a", "y")])
 
 
-def test_ranks_exchange_their_gpus_through_the_store_before_they_have_a_group() -> None:
+def test_ranks_exchange_values_through_the_store_before_they_have_a_group() -> None:
     address = "127.0.0.1"
     server = dist.TCPStore(address, 0, is_master=True, wait_for_workers=False)
 
-    def exchange(rank: int) -> list[tuple[str, str]]:
+    def exchange_gpu(rank: int) -> list[tuple[str, str]]:
         store = server if rank == 0 else dist.TCPStore(address, server.port, is_master=False)
-        return exchange_gpus(store, rank, 3, (f"host {rank // 2}", f"uuid {rank % 2}"))
+        return exchange("gpu", store, rank, 3, (f"host {rank // 2}", f"uuid {rank % 2}"))
 
     with ThreadPoolExecutor(3) as ranks:
-        exchanged = list(ranks.map(exchange, range(3)))
+        exchanged = list(ranks.map(exchange_gpu, range(3)))
     assert exchanged == [[("host 0", "uuid 0"), ("host 0", "uuid 1"), ("host 1", "uuid 0")]] * 3
 
 

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from lmforge.cluster.rank_info import threads_per_rank
+from lmforge.cluster.rendezvous import free_port
 from tests.cluster.laboratory import Laboratory
 from tests.conftest import ROOT, Command
 
@@ -126,6 +128,76 @@ def test_torchrun_on_each_node_that_srun_starts(
     assert_trained(done, tmp_path, reference)
 
 
+def write_ssh(laboratory: Laboratory, folder: Path) -> Path:
+    """A program that is `ssh` and knows the hosts."""
+    ssh = folder / "ssh"
+    ssh.write_text(f'#!/bin/sh\nexec ssh -F {laboratory.ssh_config} "$@"\n')
+    ssh.chmod(0o755)
+    return ssh
+
+
+def openmpi_by_ssh(laboratory: Laboratory, ssh: Path) -> str:
+    """Options of Open MPI's mpiexec on the login host."""
+    network = laboratory.addresses["login"].rsplit(".", 1)[0] + ".0/24"
+    return f"--mca plm_rsh_agent {ssh} --mca oob_tcp_if_include {network}"
+
+
+# What a rank knows of its host, the sizes of its mesh, and whether its host is the one that fills a folder that both share.
+PLACE = """
+import os, sys
+from pathlib import Path
+import torch
+from lmforge.cluster.distributed import init_distributed
+from lmforge.config.sections import ParallelOptions
+from lmforge.parallel.dims import parallel_dims
+with init_distributed("cpu") as dist_ctx:
+    info = dist_ctx.rank_info
+    hybrid = ParallelOptions(sharding="hybrid-full-shard")
+    even = info.world_size == 4
+    shape = parallel_dims(hybrid, 4, info.local_world_size).build_mesh("cpu").shape if even else ""
+    dist_ctx.run_once_per_folder(lambda: Path(sys.argv[1], f"filled-by-{info.rank}").touch(), Path(sys.argv[1]))
+    print("place", info.rank, info.local_world_size, torch.get_num_threads(), *shape)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("launcher", "on_second"),
+    [("slurm", 2), pytest.param("openmpi", 2, marks=pytest.mark.needs("Open MPI")), ("neither", 2), ("neither", 1)],
+)
+def test_ranks_with_some_of_torchruns_variables_know_how_many_are_on_their_host(
+    launcher: str, on_second: int, laboratory: Laboratory, tmp_path: Path
+) -> None:
+    """Two on the first host, with variables as a container hook or a wrapper exports them."""
+    address, count = laboratory.addresses["node1"], 2 + on_second
+    fixed = f"export WORLD_SIZE={count} MASTER_ADDR={address} MASTER_PORT={free_port()} PYTHONPATH={ROOT}"
+    python = shlex.join([sys.executable, "-c", PLACE, str(tmp_path)])
+
+    def rank(number: str, local_rank: str) -> list[str]:
+        return ["bash", "-c", f"{fixed} RANK={number} LOCAL_RANK={local_rank}; exec {python}"]
+
+    if launcher == "neither":
+        hosts = [laboratory.hosts[number // 2] for number in range(count)]
+        ranks = [rank(f"{number}", f"{number % 2}") for number in range(count)]
+        processes = [laboratory.start(*each, stdout=subprocess.PIPE) for each in zip(hosts, ranks, strict=True)]
+        output = "".join(process.communicate(timeout=120)[0] for process in processes)
+    elif launcher == "slurm":
+        output = laboratory.run(
+            "login", ["srun", "-N2", "--ntasks-per-node=2", *rank("$SLURM_PROCID", "$SLURM_LOCALID")]
+        ).stdout
+    else:
+        (tmp_path / "hosts").write_text("node1 slots=2\nnode2 slots=2\n")
+        by_ssh = openmpi_by_ssh(laboratory, write_ssh(laboratory, tmp_path)).split()
+        words = [*MPIEXEC["openmpi"], *by_ssh, "--hostfile", str(tmp_path / "hosts"), "-n", "4"]
+        done = laboratory.run("login", [*words, *rank("$OMPI_COMM_WORLD_RANK", "$OMPI_COMM_WORLD_LOCAL_RANK")])
+        output = done.stdout
+    on_host = [2, 2, *[on_second] * on_second]
+    mesh = " 2 2" if count == 4 else ""
+    expected = [f"{number} {each} {threads_per_rank(each)}{mesh}" for number, each in enumerate(on_host)]
+    assert sorted(re.findall(r"^place (.+)$", output, re.M)) == expected, output
+    assert [path.name for path in tmp_path.glob("filled-by-*")] == ["filled-by-0"]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
@@ -139,13 +211,10 @@ def test_ranks_of_mpiexec_on_two_hosts_meet_where_the_variable_or_a_node_file_sa
 ) -> None:
     """mpiexec starts them over ssh. With MPICH it is a file as PBS writes it, an emulation: there is no PBS here."""
     (tmp_path / "hosts").write_text("node1\nnode2\n")
-    ssh = tmp_path / "ssh"
-    ssh.write_text(f'#!/bin/sh\nexec ssh -F {laboratory.ssh_config} "$@"\n')
-    ssh.chmod(0o755)
-    network = laboratory.addresses["login"].rsplit(".", 1)[0] + ".0/24"
+    ssh = write_ssh(laboratory, tmp_path)
     hosts, login = tmp_path / "hosts", laboratory.addresses["login"]
     ways = {
-        "openmpi": f"--mca plm_rsh_agent {ssh} --mca oob_tcp_if_include {network} --map-by node --hostfile {hosts}"
+        "openmpi": f"{openmpi_by_ssh(laboratory, ssh)} --map-by node --hostfile {hosts}"
         " -x MASTER_ADDR=node1 -x PYTHONPATH -n 2",
         "mpich": f"-launcher ssh -launcher-exec {ssh} -localhost {login} -f {hosts} -n 2 -ppn 1",
     }

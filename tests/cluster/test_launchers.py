@@ -58,6 +58,8 @@ LSF = variables(
 TORCHRUN = variables(
     "RANK=5 WORLD_SIZE=8 LOCAL_RANK=1 LOCAL_WORLD_SIZE=4 GROUP_RANK=1 MASTER_ADDR=host MASTER_PORT=29500 TORCHELASTIC_RUN_ID=x"
 )
+# What container hooks and wrappers export, for rank 3 of 4.
+EXPORTED = variables("RANK=3 WORLD_SIZE=4 LOCAL_RANK=1 MASTER_ADDR=host MASTER_PORT=29500")
 
 
 @pytest.mark.parametrize(
@@ -76,6 +78,16 @@ TORCHRUN = variables(
         # torchrun on each node, which something else started.
         ({**SRUN, **TORCHRUN}, RankInfo(5, 8, 1, 4, True, 1, "torchrun")),
         ({**PALS, **TORCHRUN}, RankInfo(5, 8, 1, 4, True, 1, "torchrun")),
+        # A container hook or a wrapper has exported some of torchrun's: the launcher counts the ranks of this host.
+        ({**SRUN, **EXPORTED}, RankInfo(3, 4, 1, 2, True, 1, "torchrun")),
+        ({**SRUN, **EXPORTED, "SLURM_STEP_TASKS_PER_NODE": "1,3"}, RankInfo(3, 4, 1, 3, True, 1, "torchrun")),
+        ({**OPENMPI_IN_SLURM, **EXPORTED}, RankInfo(3, 4, 1, 2, True, 1, "torchrun")),
+        # It has started other processes than these ranks, or does not count.
+        ({**SRUN, **EXPORTED, "RANK": "7", "WORLD_SIZE": "8"}, RankInfo(7, 8, 1, 8, True, 0, "torchrun", is_counted=False)),
+        (
+            {**variables("SLURM_STEP_ID=1 SLURM_PROCID=3 SLURM_STEP_NUM_TASKS=4"), **EXPORTED},
+            RankInfo(3, 4, 1, 4, True, 0, "torchrun", is_counted=False),
+        ),
         # Nobody started these as one of several.
         (BATCH_SHELL, RankInfo()),
         ({**BATCH_SHELL, "SLURM_STEP_ID": "4294967291"}, RankInfo()),

@@ -184,8 +184,8 @@ def test_after_half_an_event_the_next_one_is_a_line_of_its_own(first: Run, tmp_p
     whole = read_run(run)["events"]
     with open(run.events_path, "a") as file:
         file.write('{"time": "t", "kind": "bad st')
-    RunEvents(run.events_path).add("sample", 6, prompt="\ud800", text="")
-    RunEvents(run.events_path).add("start", 6, ranks=1, hosts=1, device="cpu")
+    RunEvents(run).add("sample", 6, prompt="\ud800", text="")
+    RunEvents(run).add("start", 6, ranks=1, hosts=1, device="cpu")
     shown = read_run(run)
     assert [event["kind"] for event in shown["events"]] == [*(event["kind"] for event in whole), "start"]
     assert shown["samples"][-1]["prompt"] == "?"

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from lmforge.bench.doctor import Finding, rank_checks
 from lmforge.bench.doctor.storage_checks import check_storage, compare_contents
 from lmforge.cluster.distributed import choose_device
-from lmforge.cluster.environment import NODES_VARIABLE
+from lmforge.cluster.environment import NODES_VARIABLE, count_by_host
 from lmforge.cluster.joining import allow_open_connections, choose_gloo_interface, find_rank0
 from lmforge.cluster.rank_info import RankInfo, count_restarts, threads_per_rank
 from lmforge.cluster.waiting import await_listener, call_bounded, wait_until
@@ -43,6 +43,7 @@ class Examination:
     device_name: str
     timeout_seconds: float
     machine: Sequence[Finding]
+    _hosts: list[str] = field(default_factory=list)  # of each rank, once they are known
     _named: set[int] = field(default_factory=set)  # the ranks that are known not to answer
 
     def examine(self, print_findings: Callable[[list[Finding]], None]) -> int:
@@ -70,13 +71,16 @@ class Examination:
 
     def _carry_out(self, phase: str, **step: Any) -> Reports:
         """On rank 0: a phase on all ranks. Returns what they report."""
-        step |= {"phase": phase, "time": time.time()}
+        step |= {"phase": phase, "time": time.time(), "hosts": self._hosts}
         self.reports.publish(f"step-{self._steps}", step)
         return self.reports.collect(self._work(step))
 
     def _work(self, step: dict[str, Any]) -> str:
         """Carry out this rank's part of a phase, and report the result. Returns the name of the report."""
         name = f"{step['phase']}-{self._steps}"
+        if step["hosts"] and not self.info.is_counted:
+            self.info = count_by_host(self.info, step["hosts"])
+            torch.set_num_threads(threads_per_rank(self.info.local_world_size))
         phases = {"host": self._host, "storage": self._storage, "device": self._device, "network": self._network}
         self.reports.post(name, run_bounded(partial(phases[step["phase"]], step), self.timeout_seconds))
         self._steps += 1
@@ -123,7 +127,8 @@ class Examination:
         usable = {rank: report for rank, report in reports.items() if "facts" in report}
         hosts = {rank: usable[rank]["facts"]["host"] if rank in usable else f"rank {rank}" for rank in reports}
         names = {rank: f"rank {rank} on {hosts[rank]}" if rank in usable else f"rank {rank}" for rank in range(info.world_size)}
-        several_hosts = info.local_world_size < info.world_size
+        self._hosts = [hosts.get(rank, f"rank {rank}") for rank in range(info.world_size)]
+        several_hosts = len({hosts[rank] for rank in usable}) > 1
         yield from self._judge_joining(hosts, began)
         yield from merge_findings(reports, hosts)
         yield from self._failures("host", reports, names)

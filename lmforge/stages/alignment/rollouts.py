@@ -207,7 +207,7 @@ class Rollouts:
         which what no checkpoint needs any more is deleted. Every rank calls it.
         """
         iterations = self._options.num_iterations
-        if self._journal is not None and self._dist_ctx.is_rank0:
+        if self._journal is not None and self._dist_ctx.is_rank0 and self._ctx.run.holds_lock():
             try:
                 self._journal.prune(min(self._ctx.run.checkpoint_steps(), default=0) // iterations)
             except (OSError, UserError) as problem:  # other ranks go on

@@ -127,7 +127,7 @@ class CompletionScorer:
             of_episodes = [{"turns": each.turns} | ({"error": each.error} if each.error else {}) for each in episodes]
             rewards = [math.nan if each.error else reward for each, reward in zip(episodes, rewards, strict=True)]
         on_scored()
-        if table is not None:
+        if table is not None and self._ctx.run.holds_lock():
             path = completions_path(self._ctx.run.path, table, self._rank)
             path.parent.mkdir(exist_ok=True)
             # Half of a surrogate pair, which UTF-8 cannot encode, becomes JSON's own escape of it.

@@ -1,0 +1,119 @@
+"""Two runs in one folder: who no longer has the lock under the run's path writes, renames and removes nothing there."""
+
+import os
+import shutil
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import xxhash
+
+from lmforge.runs import Run
+from tests.distributed.conftest import Recipe
+from tests.distributed.test_resume import PACED_RUN, Pace, reach
+from tests.preloaded import Forked, preloaded, rank_variables
+
+SCHEDULE = ["--checkpoint.every_steps", "2", "--checkpoint.keep_last", "1", "--validation.every_steps", "2"]
+REACHED, STEPS = 4, 9
+
+
+@contextmanager
+def paused_at_step_4(words: list[str], folder: Path, run: Run, ranks: int) -> Iterator[tuple[list[Forked], Pace]]:
+    """A run of STEPS steps that has saved its fourth and waits."""
+    pace = Pace(folder, REACHED)
+    processes = [
+        preloaded().start(["pretrain", *words], folder, script=PACED_RUN, variables={**variables, **pace.variables})
+        for variables in (rank_variables(ranks) if ranks > 1 else [{}])
+    ]
+    try:
+        reach(run, REACHED, *processes)
+        while run.checkpoint_steps() != [REACHED] or list(run.checkpoints_folder.glob(".*")):  # the second is being deleted
+            time.sleep(0.005)
+        yield processes, pace
+    finally:
+        for each in processes:
+            each.kill()
+
+
+def contents(*folders: Path) -> dict[str, str]:
+    """A checksum of each file but heartbeats, and the logs of the first attempt, which are open."""
+    files = [path for folder in folders for path in sorted(folder.rglob("*")) if path.is_file()]
+    files = [path for path in files if not {"health", "attempt-1"} & {*path.parts}]
+    return {str(path): xxhash.xxh3_64_hexdigest(path.read_bytes()) for path in files}
+
+
+def remove_folder(run: Run) -> None:
+    shutil.rmtree(run.path.rename(run.path.with_name("removed")))
+
+
+def remove_lock(run: Run) -> None:
+    (run.path / ".lock").unlink()
+
+
+@pytest.mark.parametrize(
+    ("remove", "ranks", "other_begins", "elsewhere"),
+    [
+        (remove_folder, 2, True, False),
+        (remove_lock, 1, False, False),
+        pytest.param(remove_lock, 2, True, False, marks=pytest.mark.slow),
+        pytest.param(remove_lock, 1, True, True, marks=pytest.mark.slow),
+        pytest.param(remove_folder, 2, True, True, marks=pytest.mark.slow),
+    ],
+)
+def test_a_run_that_has_lost_its_folder_ends_on_all_ranks_and_changes_nothing_there(
+    remove: Callable[[Run], None], ranks: int, other_begins: bool, elsewhere: bool, recipe: Recipe, tmp_path: Path
+) -> None:
+    """Another run has saved steps there which the first would write or delete."""
+    external = tmp_path / "external" if elsewhere else None
+    options = [*SCHEDULE, *(["--checkpoint.folder", str(external)] if external else [])]
+    run = Run(tmp_path / "a", external / "a" if external else None)
+    words = recipe(tmp_path, "a", *options, "--train.steps", str(STEPS))
+    with paused_at_step_4(words, tmp_path, run, ranks) as (processes, pace):
+        remove(run)
+        if other_begins:
+            (tmp_path / "other").mkdir()
+            other = recipe(tmp_path, "a", *options, "--train.steps", "6", "--checkpoint.keep_last", "9")
+            done = preloaded().run(["pretrain", *other], tmp_path / "other")
+            assert done.returncode == 0, done.stderr
+        places = [run.path, *([external] if external else [])]
+        before = contents(*places)
+        pace.allow(STEPS)
+        assert [each.wait(60) for each in processes] == [1] * ranks
+        assert contents(*places) == before
+    printed = "".join(each.errors.read_text() for each in processes)
+    lines = [line for line in printed.splitlines() if line.startswith("lmforge: ")]
+    assert [line.startswith(f"lmforge: {run.path}: this process has lost its lock: the folder") for line in lines] == [True]
+
+
+def test_a_run_whose_folder_is_moved_and_has_a_link_in_its_place_goes_on_there(recipe: Recipe, tmp_path: Path) -> None:
+    run, moved = Run(tmp_path / "a"), Run(tmp_path / "moved")
+    words = recipe(tmp_path, "a", *SCHEDULE, "--train.steps", str(STEPS))
+    with paused_at_step_4(words, tmp_path, run, 1) as (processes, pace):
+        run.path.rename(moved.path)
+        run.path.symlink_to(moved.path)
+        pace.allow(STEPS)
+        assert [each.wait(60) for each in processes] == [0], processes[0].errors.read_text()
+    assert moved.checkpoint_steps() == [STEPS]
+    assert moved.read_metrics()[-1]["step"] == STEPS
+
+
+def test_a_lock_that_cannot_be_read_is_a_save_that_fails(recipe: Recipe, tmp_path: Path) -> None:
+    """The kernel answers with EIO where a process reads the beginning of its memory."""
+    run, aside = Run(tmp_path / "a"), tmp_path / "aside"
+    words = recipe(tmp_path, "a", *SCHEDULE, "--train.steps", str(STEPS))
+    with paused_at_step_4(words, tmp_path, run, 1) as (processes, pace):
+        os.rename(run.path / ".lock", aside)
+        (run.path / ".lock").symlink_to("/proc/self/mem")
+        pace.allow(REACHED + 2)
+        while "Input/output error; saves failed in a row: 1" not in processes[0].out.read_text():
+            assert processes[0].poll() is None, processes[0].errors.read_text()
+            assert run.checkpoint_steps() == [REACHED]
+            time.sleep(0.005)
+        assert run.checkpoint_steps() == [REACHED]
+        os.rename(aside, run.path / ".lock")
+        pace.allow(STEPS)
+        assert [each.wait(60) for each in processes] == [0], processes[0].errors.read_text()
+    assert run.checkpoint_steps() == [STEPS]
+    assert [record["step"] for record in run.read_metrics()] == list(range(1, STEPS + 1))
