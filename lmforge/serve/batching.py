@@ -12,7 +12,7 @@ from collections import OrderedDict
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from itertools import accumulate, repeat
+from itertools import accumulate
 
 from lmforge.data.tokenizer import Tokenizer
 from lmforge.generate.engine import Engine, GeneratedToken, GenerationRequest
@@ -226,30 +226,12 @@ class TextDelta:
 class GenerationStream:
     """The choices of one API request, which are generated together. It must be closed, even if reading it fails."""
 
-    def __init__(
-        self,
-        batcher: ContinuousBatcher,
-        tokenizer: Tokenizer,
-        requests: Sequence[GenerationRequest],
-        stop_strings: Sequence[str],
-        continued: Sequence[bool] = (),
-        echoes: Sequence[str | None] = (),
-        only_echo: bool = False,
-        shown: frozenset[int] = frozenset(),
-    ) -> None:
-        """Submit the requests. `continued`: which prompts are texts to be continued. `echoes`: texts of the prompts, with
-        which the choices begin, or which they are with `only_echo`. `shown`: special tokens that have a text. Raises QueueFull
-        or EngineStopped."""
-        self._batcher = batcher
+    def __init__(self, batcher: ContinuousBatcher, choices: "Sequence[ChoiceStream]") -> None:
+        """Submit the requests. Raises QueueFull or EngineStopped."""
+        self._batcher, self._choices = batcher, choices
         self._token_queue: asyncio.Queue[tuple[int, GeneratedToken | Exception]] = asyncio.Queue()
-        self._queued_requests = [QueuedRequest(request, index, self._token_queue) for index, request in enumerate(requests)]
-        self._unfinished = set(range(len(requests)))
-        self._choices = [
-            _ChoiceStream(TextStreamer(tokenizer, stop_strings, is_continuation, shown), tokenizer, request, echo, only_echo)
-            for request, is_continuation, echo in zip(
-                requests, continued or repeat(False), echoes or repeat(None), strict=False
-            )
-        ]
+        self._queued_requests = [QueuedRequest(each.request, index, self._token_queue) for index, each in enumerate(choices)]
+        self._unfinished = set(range(len(choices)))
         batcher.submit(self._queued_requests)
 
     @property
@@ -266,7 +248,9 @@ class GenerationStream:
                 raise token
             if index not in self._unfinished:
                 continue  # generated before a stop string cancelled the request
-            delta = self._choices[index].add(index, token)
+            add = self._choices[index].add
+            # What a prompt's tokens become takes long.
+            delta = await asyncio.to_thread(add, index, token) if token.prompt else add(index, token)
             if delta.finish_reason:
                 self._unfinished.discard(index)
                 if token.finish_reason is None:
@@ -282,8 +266,9 @@ class GenerationStream:
 
 
 @dataclass
-class _ChoiceStream:
-    """One choice, and its tokens whose text may still change."""
+class ChoiceStream:
+    """One choice, and its tokens whose text may still change. `echo`: the text of the prompt, with which it begins, or which it
+    is with `only_echo`."""
 
     streamer: TextStreamer
     tokenizer: Tokenizer
