@@ -26,7 +26,7 @@ class GenerationRequest:
     """Generate at most `max_tokens` tokens after `prompt_ids`, up to one of `stop_token_ids`, sampled with `seed`.
 
     `top_logprobs` is how many of the likeliest tokens are reported with each. With `score_prompt` those of the prompt are
-    reported too.
+    reported too. `num_resumed`: how many of the last `prompt_ids` were generated for it before.
     """
 
     prompt_ids: Sequence[int]
@@ -36,6 +36,7 @@ class GenerationRequest:
     stop_token_ids: frozenset[int]
     top_logprobs: int = 0
     score_prompt: bool = False
+    num_resumed: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,11 +141,18 @@ class Engine:
         self._pending = [each for each in self._pending if each.request_id != request_id]
         self._compact([each.request_id != request_id for each in self._running])
 
+    def clear(self) -> None:
+        """Stop all requests, also after a step that has failed."""
+        self._pending = []
+        self._select([])
+        if self._returns_experts:
+            self._decoder.take_experts()
+
     @torch.no_grad()
     def step(self) -> list[GeneratedToken]:
         """The next token of every unfinished request. Prefills the requests that were added since the last step.
 
-        Raises RunFailed where the logits are NaN or all infinite.
+        Raises RunFailed where the logits are NaN or all infinite. After an error only `clear` may be called.
         """
         if not self.num_unfinished:
             return []
@@ -168,7 +176,8 @@ class Engine:
         uniforms = torch.zeros(len(added), self._max_length, dtype=torch.float64)
         for row, each in zip(uniforms, added, strict=True):
             if not each.request.sampling.is_greedy:
-                row[: each.request.max_tokens] = draw_uniforms(each.request.seed, each.request.max_tokens)
+                first = each.request.num_resumed
+                row[: each.request.max_tokens] = draw_uniforms(each.request.seed, first + each.request.max_tokens)[first:]
             if each.request.sampling.repetition_penalty != 1:
                 each.seen = torch.zeros(self._vocab_size, dtype=torch.bool, device=self._device)
                 each.seen[torch.tensor(each.request.prompt_ids, device=self._device)] = True
@@ -228,6 +237,8 @@ class Engine:
         reason = "stop" if id in request.stop_token_ids else "length" if running.num_generated >= request.max_tokens else None
         likely = [pair for pair in pairs if pair[1] > -torch.inf]
         prompt = running.prompt if running.num_generated == 1 else []
+        if request.num_resumed and experts is not None:
+            experts = experts[-1:]  # those before were reported with earlier tokens
         return GeneratedToken(running.request_id, int(id), logprob, likely, reason, prompt, experts)
 
     def _compact(self, unfinished: list[bool]) -> None:
@@ -235,7 +246,9 @@ class Engine:
         if all(unfinished):
             return
         rows = [row for row, stays in enumerate(unfinished) if stays]
-        kept = [row if unfinished[row] else rows.pop() for row in range(len(rows))]
+        self._select([row if unfinished[row] else rows.pop() for row in range(len(rows))])
+
+    def _select(self, kept: list[int]) -> None:
         self._decoder.select_sequences(kept)
         self._running = [self._running[row] for row in kept]
         index = torch.tensor(kept, dtype=torch.long, device=self._device)

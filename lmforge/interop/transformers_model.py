@@ -280,4 +280,7 @@ class TransformersIncrementalDecoder:
         """Keep only these sequences; they become 0, 1, … in this order."""
         chosen = torch.tensor(indices, dtype=torch.long, device=self._device)
         self._tokens, self._lengths = self._tokens[chosen], [self._lengths[index] for index in indices]
-        self._cache.batch_select_indices(chosen)
+        if indices:
+            self._cache.batch_select_indices(chosen)
+        else:  # a step that failed has filled a part of its layers
+            self._cache = None

@@ -11,7 +11,7 @@ import json
 import re
 import secrets
 import time
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import AsyncIterator, Callable
 from functools import partial
 from importlib.resources import files
 from typing import Any
@@ -32,7 +32,8 @@ from lmforge.data.order import derive_key
 from lmforge.errors import UserError
 from lmforge.generate.engine import GenerationRequest
 from lmforge.generate.prompts import PromptTooLong, check_room, encode_prompt, stop_string_ids
-from lmforge.serve.batching import GenerationStream, TextDelta
+from lmforge.generate.text_streamer import TextStreamer
+from lmforge.serve.batching import ChoiceStream, GenerationStream, TextDelta
 from lmforge.serve.model_registry import ModelInfo, ModelRegistry, ServedModel
 from lmforge.serve.protocol import (
     ApiError,
@@ -43,13 +44,19 @@ from lmforge.serve.protocol import (
     no_such_model,
     parse_request,
 )
-from lmforge.serve.token_api import token_routes
+from lmforge.serve.token_api import T, token_routes, unless_disconnected
 from lmforge.untrusted import cut, parse_json
 
 # How long a body may take to arrive; and how much of a body that is too large is read, in multiples of the limit, so that
 # the client reads the refusal instead of a closed connection.
 BODY_TIMEOUT_SECONDS = 30
 MAX_DISCARDED_BODIES = 16
+# More of them at once, as of a prompt, are made into JSON in a thread.
+MANY_LOGPROBS = 100
+
+AnyRequest = ChatCompletionRequest | CompletionRequest
+# The ids of each prompt, and the format of the tool calls that answers may have.
+Encode = Callable[[ServedModel, Any], tuple[list[list[int]], ToolCallFormat | None]]
 
 
 def create_app(registry: ModelRegistry, max_body_bytes: int, weight_updates: bool = False) -> Starlette:
@@ -71,27 +78,14 @@ def create_app(registry: ModelRegistry, max_body_bytes: int, weight_updates: boo
         raise no_such_model(name)
 
     async def completions(request: Request) -> Response:
-        body = parse_request(CompletionRequest, await read_json_body(request, max_body_bytes))
-        served = await registry.get(body.model)
-        return await _respond(request, body, served, await asyncio.to_thread(_encode_prompts, served, body))
+        return await answer(request, CompletionRequest, _encode_prompts)
 
     async def chat(request: Request) -> Response:
-        body = parse_request(ChatCompletionRequest, await read_json_body(request, max_body_bytes))
-        served = await registry.get(body.model)
-        try:
-            template = served.loaded.chat_template
-        except UserError as problem:
-            raise ApiError(400, f"{body.model}: {problem}; use /v1/completions to continue a text", param="model") from None
-        if not (body.add_generation_prompt or body.continue_final_message):
-            raise ApiError(400, "add_generation_prompt: false only with continue_final_message", param="add_generation_prompt")
-        if name := unread_variable(body.template_variables, template.jinja_source):
-            raise ApiError(400, f"{cut(name)}: the model's chat template reads no such variable", param="chat_template_kwargs")
-        tools = [tool.model_dump(exclude_unset=True) | {"type": tool.type} for tool in body.tools] or None
-        encode = partial(template.encode_prompt, tools=tools, variables=body.template_variables, is_request=True)
-        prompt = await asyncio.to_thread(encode, body.messages, continue_final_message=body.continue_final_message)
-        may_call = body.tools and body.tool_choice == "auto"
-        call_format = await asyncio.to_thread(tool_call_format, template) if may_call else None
-        return await _respond(request, body, served, [prompt], call_format)
+        return await answer(request, ChatCompletionRequest, _encode_messages)
+
+    async def answer(request: Request, request_type: type[AnyRequest], encode: Encode) -> Response:
+        body = await read_json_body(request, partial(parse_request, request_type), max_body_bytes)
+        return await _respond(request, body, await registry.get(body.model), encode)
 
     return Starlette(
         routes=[
@@ -107,8 +101,11 @@ def create_app(registry: ModelRegistry, max_body_bytes: int, weight_updates: boo
     )
 
 
-async def read_json_body(request: Request, max_bytes: int) -> dict[str, Any]:
-    """The JSON object in the body of a request. Raises ApiError where it is too large, too late, or not a JSON object."""
+async def read_json_body(request: Request, parse: Callable[[dict[str, Any]], T], max_bytes: int) -> T:
+    """What `parse` makes of the JSON object in the body of a request, in a thread: of a large one that takes long.
+
+    Raises ApiError where the body is too large, too late, or not a JSON object, and what `parse` raises.
+    """
     # Browsers let web pages elsewhere send other content types without asking the server first.
     if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
         raise ApiError(415, "expected a body with the header Content-Type: application/json")
@@ -125,74 +122,72 @@ async def read_json_body(request: Request, max_bytes: int) -> dict[str, Any]:
         raise ApiError(408, f"the body did not arrive within {BODY_TIMEOUT_SECONDS} seconds") from None
     if seen > max_bytes:
         raise ApiError(413, f"the body is larger than {max_bytes:,} bytes", code="body_too_large")
-    return parse_json(bytes(content), dict[str, Any], "the body", max_bytes=max_bytes, error=partial(ApiError, 400))
+    read = partial(parse_json, max_bytes=max_bytes, error=partial(ApiError, 400))
+    return await asyncio.to_thread(lambda: parse(read(bytes(content), dict[str, Any], "the body")))
 
 
 def _model_object(info: ModelInfo) -> dict[str, Any]:
     return {"id": info.name, "object": "model", "created": info.created, "owned_by": "lmforge"}
 
 
-def _encode_prompts(served: ServedModel, body: CompletionRequest) -> list[list[int]]:
+def _encode_prompts(served: ServedModel, body: CompletionRequest) -> tuple[list[list[int]], None]:
     """Token ids of each prompt. Texts are put after the model's prefix ids, unless it is asked not to."""
-    tokenizer = served.loaded.tokenizer
     prefix_ids = served.loaded.prefix_ids if body.add_special_tokens else []
     prompts = []
     for prompt in body.prompts:
         if isinstance(prompt, str):
-            prompt = encode_prompt(tokenizer, prompt, prefix_ids, served.max_length)
-        elif any(id >= tokenizer.vocab_size for id in prompt):
-            raise ApiError(400, f"prompt: expected token ids below {tokenizer.vocab_size}", param="prompt")
+            prompt = encode_prompt(served.loaded.tokenizer, prompt, prefix_ids, served.max_length)
         prompts.append(prompt)
     if not prompts or not all(prompts):
         raise ApiError(400, "prompt: expected at least one prompt, and at least one token in each list of ids", param="prompt")
-    return prompts
+    return prompts, None
 
 
-async def _respond(
-    request: Request,
-    body: ChatCompletionRequest | CompletionRequest,
-    served: ServedModel,
-    prompts: list[list[int]],
-    call_format: ToolCallFormat | None = None,
-) -> Response:
-    """`call_format`: of the tool calls that answers may have."""
-    requests = _generation_requests(body, served, prompts)
-    if len(requests) > served.batcher.max_batch_size:
+def _encode_messages(served: ServedModel, body: ChatCompletionRequest) -> tuple[list[list[int]], ToolCallFormat | None]:
+    """Token ids of the one prompt, and the format of the tool calls that answers may have."""
+    try:
+        template = served.loaded.chat_template
+    except UserError as problem:
+        raise ApiError(400, f"{body.model}: {problem}; use /v1/completions to continue a text", param="model") from None
+    if not (body.add_generation_prompt or body.continue_final_message):
+        raise ApiError(400, "add_generation_prompt: false only with continue_final_message", param="add_generation_prompt")
+    if name := unread_variable(body.template_variables, template.jinja_source):
+        raise ApiError(400, f"{cut(name)}: the model's chat template reads no such variable", param="chat_template_kwargs")
+    tools = [tool.model_dump(exclude_unset=True) | {"type": tool.type} for tool in body.tools] or None
+    kwargs: dict[str, Any] = {"tools": tools, "variables": body.template_variables, "is_request": True}
+    prompt = template.encode_prompt(body.messages, continue_final_message=body.continue_final_message, **kwargs)
+    may_call = body.tools and body.tool_choice == "auto"
+    return [prompt], tool_call_format(template) if may_call else None
+
+
+async def _respond(request: Request, body: AnyRequest, served: ServedModel, encode: Encode) -> Response:
+    num_prompts = len(body.prompts) if isinstance(body, CompletionRequest) else 1
+    if (count := num_prompts * body.n) > served.batcher.max_batch_size:
         field = "n" if body.n > 1 else "prompt"
-        message = f"{len(requests)} texts in one request, and this server generates at most {served.batcher.max_batch_size}"
+        message = f"{count} texts in one request, and this server generates at most {served.batcher.max_batch_size}"
         raise ApiError(400, f"{field}: {message}", param=field)
-    tokenizer, echoes = served.loaded.tokenizer, list[str | None]()
-    if isinstance(body, CompletionRequest):
-        continued = [prompt != "" for prompt in body.prompts for _ in range(body.n)]
-        if body.echo:
-            decode = partial(tokenizer.decode, include_special_tokens=True)
-            texts = [prompt if isinstance(prompt, str) else decode(prompt) for prompt in body.prompts]
-            echoes = [text for text in texts for _ in range(body.n)]
-    else:
-        continued = [body.continue_final_message] * body.n
-    stops = [*body.stop_strings, *served.loaded.stop_strings]
-    shown = marker_ids(tokenizer) if call_format else frozenset[int]()
-    stream = GenerationStream(served.batcher, tokenizer, requests, stops, continued, echoes, body.max_tokens == 0, shown)
-    reply = _Reply(body, stream, sum(map(len, prompts)), [AnswerReader(call_format) for _ in requests])
+    choices, call_format = await asyncio.to_thread(_prepare, served, body, encode)
+    stream = GenerationStream(served.batcher, choices)
+    prompt_tokens = sum(len(choice.request.prompt_ids) for choice in choices[:: body.n])
+    reply = _Reply(body, stream, prompt_tokens, [AnswerReader(call_format) for _ in choices])
     if body.stream:
         return _EventStreamResponse(reply.events(), stream)
     try:
-        choices = await _unless_disconnected(request, reply.collect_choices())
+        deltas = await unless_disconnected(request, reply.collect_deltas())
     except ClientDisconnect:
         raise
     except Exception as problem:
         raise _engine_error(problem) from problem
     finally:
         stream.close()
-    return JSONResponse(reply.object(choices) | {"usage": reply.usage})
+    return await asyncio.to_thread(reply.whole, deltas)
 
 
-def _generation_requests(
-    body: ChatCompletionRequest | CompletionRequest, served: ServedModel, prompts: list[list[int]]
-) -> list[GenerationRequest]:
-    """`n` requests for each prompt, each with its own seed. Raises PromptTooLong."""
-    chat = isinstance(body, ChatCompletionRequest)
-    top, echo = body.num_top_logprobs, isinstance(body, CompletionRequest) and body.echo
+def _prepare(served: ServedModel, body: AnyRequest, encode: Encode) -> tuple[list[ChoiceStream], ToolCallFormat | None]:
+    """`n` choices for each prompt, each with its own seed, and the format of their calls. Raises ApiError and UserError."""
+    loaded, tokenizer = served.loaded, served.loaded.tokenizer
+    completion = body if isinstance(body, CompletionRequest) else None
+    top, echo = body.num_top_logprobs, completion is not None and completion.echo
     max_tokens = getattr(body, "max_completion_tokens", None) or body.max_tokens
     if max_tokens == 0 and not echo:
         raise ApiError(400, "max_tokens: 0 only with echo, for the log-probabilities of a prompt", param="max_tokens")
@@ -200,21 +195,31 @@ def _generation_requests(
     top_k = None if body.top_k is None else max(0, body.top_k)
     try:
         given = {name: getattr(body, name) for name in ("temperature", "top_p", "min_p", "repetition_penalty")}
-        sampling = served.loaded.sampling(1.0, top_k=top_k, **given)
+        sampling = loaded.sampling(1.0, top_k=top_k, **given)
     except UserError as problem:
         raise ApiError(400, str(problem), param="model") from None
-    stop_ids = served.loaded.chat_stop_ids if chat else served.loaded.text_stop_ids
-    stop_ids |= stop_string_ids(served.loaded.tokenizer, [*body.stop_strings, *served.loaded.stop_strings])
-    requests: list[GenerationRequest] = []
-    for prompt in prompts:
+    prompts, call_format = encode(served, body)
+    shown = marker_ids(tokenizer) if call_format else frozenset[int]()
+    stops = [*body.stop_strings, *loaded.stop_strings]
+    stop_ids = loaded.text_stop_ids if completion else loaded.chat_stop_ids
+    stop_ids |= stop_string_ids(tokenizer, stops)
+    choices: list[ChoiceStream] = []
+    for number, prompt in enumerate(prompts):
+        served.check_ids(prompt, "prompt" if completion else "messages")
         room = check_room(len(prompt), served.max_length, max_tokens)
         if max_tokens is None:
-            room = min(room, served.loaded.answer_length(len(prompt), room))
+            room = min(room, loaded.answer_length(len(prompt), room))
+        text: Any = completion.prompts[number] if completion else ""
+        continues = text != "" if completion else body.continue_final_message
+        if echo and not isinstance(text, str):
+            text = tokenizer.decode(prompt, include_special_tokens=True)
         for _ in range(body.n):
-            own_seed = derive_key(seed, "choice", len(requests))
+            own_seed = derive_key(seed, "choice", len(choices))
             scored = echo and top is not None
-            requests.append(GenerationRequest(prompt, room, sampling, own_seed, stop_ids, top or 0, scored))
-    return requests
+            generation = GenerationRequest(prompt, room, sampling, own_seed, stop_ids, top or 0, scored)
+            streamer = TextStreamer(tokenizer, stops, continues, shown)
+            choices.append(ChoiceStream(streamer, tokenizer, generation, text if echo else None, max_tokens == 0))
+    return choices, call_format
 
 
 class _Reply:
@@ -222,7 +227,7 @@ class _Reply:
 
     def __init__(
         self,
-        body: ChatCompletionRequest | CompletionRequest,
+        body: AnyRequest,
         stream: GenerationStream,
         prompt_tokens: int,
         readers: list[AnswerReader],
@@ -255,11 +260,15 @@ class _Reply:
     def _logprobs(self, deltas: list[TextDelta]) -> list[TokenLogprob] | None:
         return None if self._body.num_top_logprobs is None else [each for delta in deltas for each in delta.logprobs]
 
-    async def collect_choices(self) -> list[dict[str, Any]]:
+    async def collect_deltas(self) -> list[list[TextDelta]]:
+        """What comes of each choice."""
         deltas: list[list[TextDelta]] = [[] for _ in self._readers]
         async for delta in self._stream.deltas():
             deltas[delta.choice_index].append(delta)
-        return [self._choice(each) for each in deltas]
+        return deltas
+
+    def whole(self, deltas: list[list[TextDelta]]) -> Response:
+        return JSONResponse(self.object([self._choice(each) for each in deltas]) | {"usage": self.usage})
 
     async def events(self) -> AsyncIterator[str]:
         """The lines of a stream. An error after its beginning is an error object in it."""
@@ -271,27 +280,17 @@ class _Reply:
                 yield _format_event(self.object([choice], chunk=True) | no_usage)
         try:
             async for delta in self._stream.deltas():
-                yield _format_event(self.object([self._choice([delta], delta=True)], chunk=True) | no_usage)
+
+                def event(delta: TextDelta = delta) -> str:
+                    return _format_event(self.object([self._choice([delta], delta=True)], chunk=True) | no_usage)
+
+                yield await asyncio.to_thread(event) if len(delta.logprobs) > MANY_LOGPROBS else event()
         except Exception as problem:
             yield _format_event(_engine_error(problem).body)
             return
         if include_usage:
             yield _format_event(self.object([], chunk=True) | {"usage": self.usage})
         yield "data: [DONE]\n\n"
-
-
-async def _unless_disconnected(request: Request, coroutine: Coroutine[Any, Any, list[dict[str, Any]]]) -> list[dict[str, Any]]:
-    """The result of `coroutine`. Raises ClientDisconnect as soon as the client closes the connection."""
-    work = asyncio.ensure_future(coroutine)
-    disconnect = asyncio.ensure_future(request.receive())  # the body has been read: only a disconnect can come
-    try:
-        await asyncio.wait((work, disconnect), return_when=asyncio.FIRST_COMPLETED)
-        if work.done():
-            return await work
-        raise ClientDisconnect
-    finally:
-        work.cancel()
-        disconnect.cancel()
 
 
 def _format_event(content: dict[str, Any]) -> str:

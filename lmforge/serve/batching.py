@@ -8,11 +8,11 @@ import sys
 import threading
 import traceback
 from codecs import getincrementaldecoder
-from collections import deque
+from collections import OrderedDict
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
-from itertools import accumulate, repeat
+from dataclasses import dataclass, field, replace
+from itertools import accumulate
 
 from lmforge.data.tokenizer import Tokenizer
 from lmforge.generate.engine import Engine, GeneratedToken, GenerationRequest
@@ -25,20 +25,28 @@ MIN_LOGPROB = -9999.0
 
 @dataclass(eq=False)
 class QueuedRequest:
-    """One request in a batcher: where its tokens go, and its id in the engine, 0 before it runs; how many tokens it has, and
-    the versions of the weights that sampled them, each with its first token."""
+    """One request in a batcher: where its tokens go, and its id in the engine, 0 before it runs; its tokens, and the versions
+    of the weights that sampled them, each with its first token."""
 
     request: GenerationRequest
     choice_index: int
     token_queue: "asyncio.Queue[tuple[int, GeneratedToken | Exception]]"
     request_id: int = 0
-    num_tokens: int = 0
+    token_ids: list[int] = field(default_factory=list)
     version_starts: list[tuple[str, int]] = field(default_factory=list)
 
-    def count_token(self, version: str) -> None:
+    def add_token(self, token_id: int, version: str) -> None:
         if not self.version_starts or self.version_starts[-1][0] != version:
-            self.version_starts.append((version, self.num_tokens))
-        self.num_tokens += 1
+            self.version_starts.append((version, len(self.token_ids)))
+        self.token_ids.append(token_id)
+
+    def remaining(self) -> GenerationRequest:
+        """What is still to be generated, after the tokens that it has."""
+        count = len(self.token_ids)
+        if not count:
+            return self.request
+        prompt_ids, max_tokens = [*self.request.prompt_ids, *self.token_ids], self.request.max_tokens - count
+        return replace(self.request, prompt_ids=prompt_ids, max_tokens=max_tokens, score_prompt=False, num_resumed=count)
 
 
 class ContinuousBatcher:
@@ -51,10 +59,11 @@ class ContinuousBatcher:
         """`max_queue` requests may wait besides those that run; `loop` is the event loop on which tokens are read."""
         self._engine = engine
         self.max_batch_size = engine.num_free_slots
+        self._max_running = self.max_batch_size
         self._max_requests = self.max_batch_size + max_queue
         self._loop = loop
         self._changed = threading.Condition()
-        self._waiting: deque[QueuedRequest] = deque()
+        self._waiting: OrderedDict[QueuedRequest, None] = OrderedDict()
         self._running: dict[int, QueuedRequest] = {}
         self._cancelled: list[QueuedRequest] = []
         self.stopped = False
@@ -78,14 +87,14 @@ class ContinuousBatcher:
                 raise EngineStopped
             if is_bounded and len(self._running) + len(self._waiting) + len(requests) > self._max_requests:
                 raise QueueFull
-            self._waiting.extend(requests)
+            self._waiting.update(dict.fromkeys(requests))
             self._changed.notify()
 
     def cancel(self, request: QueuedRequest) -> None:
         """Stop a request and free its slot. Does nothing for one that has finished."""
         with self._changed:
             if request in self._waiting:
-                self._waiting.remove(request)
+                del self._waiting[request]
             else:
                 self._cancelled.append(request)
             self._changed.notify()
@@ -122,17 +131,16 @@ class ContinuousBatcher:
                 with self._step_lock:
                     if self._paused:  # meanwhile: the weights may be new, and their name that of the earlier ones
                         continue
-                    version, tokens = self.weight_version, self._engine.step()
-                events = [(self._running[token.request_id], token) for token in tokens]
-                for queued, _ in events:
-                    queued.count_token(version)
+                    version, events = self.weight_version, self._step()
                 with self._changed:
-                    for _, token in events:
-                        if token.finish_reason:
-                            del self._running[token.request_id]
+                    for queued, event in events:
+                        if isinstance(event, GeneratedToken):
+                            queued.add_token(event.token_id, version)
+                        if isinstance(event, Exception) or event.finish_reason:
+                            del self._running[queued.request_id]
+                            self._max_running = self.max_batch_size
                 self._post(events)
-        except Exception as problem:
-            # Most often out of memory. The engine's state is incomplete: the next request loads the model again.
+        except Exception as problem:  # the next request loads the model again
             traceback.print_exc(file=sys.stderr)
             reason = problem
         with self._changed:
@@ -142,20 +150,53 @@ class ContinuousBatcher:
             self._running.clear()
             self._waiting.clear()
 
+    def _step(self) -> list[tuple[QueuedRequest, GeneratedToken | Exception]]:
+        """The next token of each running request, or the error that it causes.
+
+        After an error each is decoded alone, and gets its token or its own error: no request ends another. Where none fails
+        alone, they were too many, and half of them wait until one has ended. The engine is left empty.
+        """
+        running = [*self._running.values()]
+        try:
+            return [(self._running[token.request_id], token) for token in self._engine.step()]
+        except Exception:
+            problem = traceback.format_exc()  # the error itself holds the tensors of the step
+        events: list[tuple[QueuedRequest, GeneratedToken | Exception]] = []
+        for queued in running:
+            self._engine.clear()
+            try:
+                self._engine.add_request(queued.remaining())
+                events += [(queued, token) for token in self._engine.step()]
+            except Exception as error:
+                problem = traceback.format_exc()
+                events.append((queued, error.with_traceback(None)))
+        self._engine.clear()
+        if all(isinstance(event, GeneratedToken) for _, event in events):
+            self._max_running = len(running) // 2 or self.max_batch_size
+        print(problem, file=sys.stderr)
+        return events
+
     def _admit_and_cancel(self) -> bool:
         """Wait for work, remove cancelled requests and admit waiting ones. Returns False once stopped."""
         with self._changed:
             self._changed.wait_for(lambda: self.stopped or (not self._paused and (self._running or self._waiting)))
             for each in self._cancelled:
                 if self._running.pop(each.request_id, None):
-                    self._engine.cancel(each.request_id)
+                    self._max_running = self.max_batch_size
+                    try:
+                        self._engine.cancel(each.request_id)
+                    except Exception:  # out of memory
+                        self._engine.clear()
             self._cancelled.clear()
             if self.stopped:
                 return False
-            while self._waiting and self._engine.num_free_slots:
-                queued = self._waiting.popleft()
+            if not self._engine.num_unfinished:  # it was cleared: those that ran begin again, before the others
+                self._waiting = OrderedDict.fromkeys([*self._running.values(), *self._waiting])
+                self._running.clear()
+            while self._waiting and len(self._running) < self._max_running:
+                queued, _ = self._waiting.popitem(last=False)
                 try:
-                    queued.request_id = self._engine.add_request(queued.request)
+                    queued.request_id = self._engine.add_request(queued.remaining())
                     self._running[queued.request_id] = queued
                 except Exception as problem:
                     self._post([(queued, problem)])
@@ -185,30 +226,12 @@ class TextDelta:
 class GenerationStream:
     """The choices of one API request, which are generated together. It must be closed, even if reading it fails."""
 
-    def __init__(
-        self,
-        batcher: ContinuousBatcher,
-        tokenizer: Tokenizer,
-        requests: Sequence[GenerationRequest],
-        stop_strings: Sequence[str],
-        continued: Sequence[bool] = (),
-        echoes: Sequence[str | None] = (),
-        only_echo: bool = False,
-        shown: frozenset[int] = frozenset(),
-    ) -> None:
-        """Submit the requests. `continued`: which prompts are texts to be continued. `echoes`: texts of the prompts, with
-        which the choices begin, or which they are with `only_echo`. `shown`: special tokens that have a text. Raises QueueFull
-        or EngineStopped."""
-        self._batcher = batcher
+    def __init__(self, batcher: ContinuousBatcher, choices: "Sequence[ChoiceStream]") -> None:
+        """Submit the requests. Raises QueueFull or EngineStopped."""
+        self._batcher, self._choices = batcher, choices
         self._token_queue: asyncio.Queue[tuple[int, GeneratedToken | Exception]] = asyncio.Queue()
-        self._queued_requests = [QueuedRequest(request, index, self._token_queue) for index, request in enumerate(requests)]
-        self._unfinished = set(range(len(requests)))
-        self._choices = [
-            _ChoiceStream(TextStreamer(tokenizer, stop_strings, is_continuation, shown), tokenizer, request, echo, only_echo)
-            for request, is_continuation, echo in zip(
-                requests, continued or repeat(False), echoes or repeat(None), strict=False
-            )
-        ]
+        self._queued_requests = [QueuedRequest(each.request, index, self._token_queue) for index, each in enumerate(choices)]
+        self._unfinished = set(range(len(choices)))
         batcher.submit(self._queued_requests)
 
     @property
@@ -225,7 +248,9 @@ class GenerationStream:
                 raise token
             if index not in self._unfinished:
                 continue  # generated before a stop string cancelled the request
-            delta = self._choices[index].add(index, token)
+            add = self._choices[index].add
+            # What a prompt's tokens become takes long.
+            delta = await asyncio.to_thread(add, index, token) if token.prompt else add(index, token)
             if delta.finish_reason:
                 self._unfinished.discard(index)
                 if token.finish_reason is None:
@@ -241,8 +266,9 @@ class GenerationStream:
 
 
 @dataclass
-class _ChoiceStream:
-    """One choice, and its tokens whose text may still change."""
+class ChoiceStream:
+    """One choice, and its tokens whose text may still change. `echo`: the text of the prompt, with which it begins, or which it
+    is with `only_echo`."""
 
     streamer: TextStreamer
     tokenizer: Tokenizer

@@ -36,6 +36,16 @@ class ServedModel:
     batcher: ContinuousBatcher
     max_length: int
 
+    @property
+    def vocab_size(self) -> int:
+        """Ids below it are of the tokenizer and of the model: either may have more."""
+        return _vocab_size(self.loaded)
+
+    def check_ids(self, ids: Sequence[int], param: str) -> None:
+        """Raise ApiError for ids of a prompt that the model does not read."""
+        if (highest := max(ids)) >= self.vocab_size:
+            raise ApiError(400, f"{param}: token id {highest}, and this model reads ids below {self.vocab_size}", param=param)
+
 
 @dataclass(frozen=True)
 class ServingLimits:
@@ -131,7 +141,7 @@ class ModelRegistry:
             raise UserError(f"--return_routed_experts: {path} is no mixture of experts; leave it out")
         sizes: dict[str, Any] = {"max_batch_size": self._limits.max_batch_size, "max_length": max_length}
         sizes["return_routed_experts"] = returns_experts
-        return loaded, Engine(loaded.model, vocab_size=loaded.tokenizer.vocab_size, **sizes), max_length
+        return loaded, Engine(loaded.model, vocab_size=_vocab_size(loaded), **sizes), max_length
 
     def request_counts(self) -> tuple[int, int]:
         """How many requests run, and how many wait, over all models."""
@@ -148,6 +158,10 @@ class ModelRegistry:
         """Wait until the threads that `stop` ends have ended."""
         for served in self._served.values():
             served.batcher.join()
+
+
+def _vocab_size(loaded: LoadedModel) -> int:
+    return min(loaded.tokenizer.vocab_size, loaded.config.vocab_size)
 
 
 def _modified_time(folder: Path) -> int | None:

@@ -7,9 +7,10 @@ by name, never ignored. Nothing here knows of models, threads or sockets.
 import secrets
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import Annotated, Any, Literal, TypeVar, cast
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from lmforge.config.ranges import REPETITION_PENALTY
 from lmforge.data.chat.messages import NO_TEMPLATE_VARIABLES, REASONING_FIELDS
@@ -52,12 +53,15 @@ MESSAGE_KEYS = {"role", "content", "name", "tool_calls", "tool_call_id", "functi
 PART_KEYS = {"type", "text", "cache_control"}
 PART_TYPES = ["text", "input_text", "output_text"]
 MAX_TOP_LOGPROBS = 20
+# Bounds of what is read of a request: an error for each of a million items or keys would hold all threads.
+MAX_ITEMS, MAX_KEYS = 1 << 14, 1000
 EXPECTED_VALUES = {
-    "prompt": "a text, a list of texts, a list of token ids, or a list of such lists",
+    "prompt": f"a text, a list of texts, a list of token ids, or a list of such lists; at most {MAX_ITEMS:,} prompts",
     "stop": "a text, or a list of at most 16 texts, none of them empty",
 }
 
-TokenIds = list[Annotated[int, Field(ge=0)]]
+Items = Field(max_length=MAX_ITEMS, fail_fast=True)
+TokenIds = Annotated[list[Annotated[int, Field(ge=0)]], Field(fail_fast=True)]
 StopString = Annotated[str, Field(min_length=1, max_length=1000)]
 
 
@@ -98,11 +102,18 @@ def no_such_model(name: str) -> ApiError:
     return ApiError(404, f"{cut(name)}: no such model; GET /v1/models lists them", param="model", code="model_not_found")
 
 
-class _StrictModel(BaseModel):
+class StrictModel(BaseModel):
+    """A part of a request. Names that it does not have are refused."""
+
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
+    @model_validator(mode="before")
+    @classmethod
+    def _first_keys(cls, value: Any) -> Any:
+        return dict(islice(value.items(), MAX_KEYS)) if isinstance(value, dict) else value
 
-class StreamOptions(_StrictModel):
+
+class StreamOptions(StrictModel):
     """`include_usage` adds token counts at the end of a stream. `include_obfuscation` is accepted and has no effect, and so is
     vLLM's `continuous_usage_stats` where it is false."""
 
@@ -111,7 +122,7 @@ class StreamOptions(_StrictModel):
     continuous_usage_stats: Literal[False] = False
 
 
-class BaseCompletionRequest(_StrictModel):
+class BaseCompletionRequest(StrictModel):
     """The fields of both endpoints. `top_k` (-1 is 0), `min_p` and `repetition_penalty` are extensions; others are OpenAI's.
     How to sample is the model's own where it is None."""
 
@@ -137,7 +148,7 @@ class CompletionRequest(BaseCompletionRequest):
     """The body of /v1/completions: one prompt or several, each as text or as token ids. `echo`: they are in the answer too.
     `add_special_tokens`: what texts begin with is put before them, as in vLLM."""
 
-    prompt: str | list[str] | TokenIds | list[TokenIds] = ""
+    prompt: str | Annotated[list[str], Items] | TokenIds | Annotated[list[TokenIds], Items] = ""
     max_tokens: int | None = Field(16, ge=0)
     logprobs: int | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS)
     echo: bool = False
@@ -154,7 +165,7 @@ class CompletionRequest(BaseCompletionRequest):
         return self.logprobs
 
 
-class Function(_StrictModel):
+class Function(StrictModel):
     """A function that a model may call; parameters: a JSON schema."""
 
     name: str = Field(min_length=1, max_length=256)
@@ -163,7 +174,7 @@ class Function(_StrictModel):
     strict: Literal[False] | None = None  # true promises arguments that fit the schema
 
 
-class Tool(_StrictModel):
+class Tool(StrictModel):
     type: Literal["function"] = "function"
     function: Function
 
@@ -174,7 +185,7 @@ class ChatCompletionRequest(BaseCompletionRequest):
     `continue_final_message`, `chat_template_kwargs` and `enable_thinking`, one of these, are vLLM's.
     """
 
-    messages: list[dict[str, Any]] = Field(min_length=1)
+    messages: Annotated[list[dict[str, Any]], Items] = Field(min_length=1)
     max_completion_tokens: int | None = Field(None, ge=1)
     logprobs: bool = False
     top_logprobs: int = Field(0, ge=0, le=MAX_TOP_LOGPROBS)
@@ -182,7 +193,7 @@ class ChatCompletionRequest(BaseCompletionRequest):
     enable_thinking: bool | None = None
     continue_final_message: bool = False
     add_generation_prompt: bool = True
-    tools: list[Tool] = []
+    tools: Annotated[list[Tool], Items] = []
     tool_choice: Any = "auto"
     parallel_tool_calls: bool = True
 

@@ -4,6 +4,7 @@ The routes are in api.py, the chat page in web/.
 """
 
 import asyncio
+import gc
 import ipaddress
 import re
 import secrets
@@ -18,6 +19,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from lmforge.errors import UserError
 from lmforge.serve.api import create_app
+from lmforge.serve.connections import accept_connections, max_connections
 from lmforge.serve.model_registry import ModelRegistry
 from lmforge.serve.protocol import ApiError
 from lmforge.untrusted import cut
@@ -25,8 +27,8 @@ from lmforge.untrusted import cut
 # How long connections may take to close once the server stops.
 SHUTDOWN_TIMEOUT_SECONDS = 5
 LISTEN_BACKLOG = 2048
-# Where requests need the key: the API, and the routes of a trainer.
-KEY_PATHS = ("/v1/", "/inference/", "/pause", "/resume", "/collective_rpc", "/reset_prefix_cache", "/update_weight", "/weight_")
+# What needs no key: the page, and whether the server runs.
+OPEN_PATHS = {"/", "/health"}
 
 
 def is_loopback(host: str) -> bool:
@@ -38,7 +40,8 @@ def is_loopback(host: str) -> bool:
 
 
 class AuthMiddleware:
-    """Refuses requests without the key or with a foreign Host header. The page and /health need no key."""
+    """Refuses requests without the key, of web pages elsewhere, or with a foreign Host header. The page and /health need no
+    key."""
 
     def __init__(self, app: ASGIApp, *, api_key: str | None, loopback_hosts_only: bool) -> None:
         """With `loopback_hosts_only`, requests whose Host is not this machine are refused: a web page elsewhere can send them
@@ -57,13 +60,23 @@ class AuthMiddleware:
         host = re.sub(r":\d*$", "", headers.get("host", ""))  # IPv6 addresses are in brackets
         if self._loopback_hosts_only and not is_loopback(host.strip("[]")):
             return ApiError(403, f"Host {cut(host)!r} is not this machine; use http://localhost, or serve with --api_key")
-        if self._api_key is None or not scope["path"].startswith(KEY_PATHS):
+        if scope["method"] not in ("GET", "HEAD") and _is_foreign(headers):
+            return ApiError(403, "a web page of another origin sends this; use the page of this server, or another program")
+        if self._api_key is None or scope["path"] in OPEN_PATHS:
             return None
         scheme, _, key = headers.get("authorization", "").partition(" ")
         if scheme.lower() == "bearer" and secrets.compare_digest(key.strip().encode(), self._api_key.encode()):
             return None
         message = "not the API key of this server" if key else "no API key: send it as `Authorization: Bearer KEY`"
         return ApiError(401, message, code="invalid_api_key")
+
+
+def _is_foreign(headers: Headers) -> bool:
+    """Whether a request comes from a web page elsewhere: browsers say so, by Sec-Fetch-Site where that is safe to say (it holds
+    behind a proxy too), else by Origin. Other programs send neither."""
+    if site := headers.get("sec-fetch-site"):
+        return site not in ("same-origin", "none")
+    return headers.get("origin", "").rpartition("://")[2] not in ("", headers.get("host"))
 
 
 def bind_socket(host: str, port: int) -> socket.socket:
@@ -103,7 +116,7 @@ async def _run_server(app: AuthMiddleware, registry: ModelRegistry, bound: socke
         http="h11",
         ws="none",
         lifespan="off",
-        log_level="warning",
+        log_level="error",  # whoever connects can cause warnings
         access_log=False,
         server_header=False,
         timeout_graceful_shutdown=SHUTDOWN_TIMEOUT_SECONDS,
@@ -113,19 +126,23 @@ async def _run_server(app: AuthMiddleware, registry: ModelRegistry, bound: socke
     server.capture_signals = nullcontext  # type: ignore[method-assign, assignment]
 
     def stop() -> None:
+        accepting.cancel()
         registry.stop()
         server.force_exit = server.should_exit
         server.should_exit = True
 
     try:
         await registry.get(registry.default_model)
+        gc.freeze()  # so that it is not looked through whenever a large request makes many objects
         for number in (signal.SIGINT, signal.SIGTERM):
             asyncio.get_running_loop().add_signal_handler(number, stop)
         bound.listen(LISTEN_BACKLOG)  # a client that reads the next line may connect at once
+        accepting = asyncio.ensure_future(accept_connections(bound, config, server, max_connections()))
+        accepting.add_done_callback(lambda _: bound.close())
         url = f"http://[{host}]" if ":" in host else f"http://{host}"
         names = ", ".join(info.name for info in registry.list_models())
         print(f"{url}:{bound.getsockname()[1]}  {names}", flush=True)
-        await server.serve(sockets=[bound])
+        await server.serve(sockets=[])
     finally:
         registry.stop()
         await asyncio.to_thread(registry.join)

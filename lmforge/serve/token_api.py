@@ -8,7 +8,7 @@ values that the earlier weights computed.
 import asyncio
 import base64
 import io
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -16,7 +16,7 @@ from typing import Any, Literal, TypeVar
 
 import numpy as np
 import torch
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import Field, ValidationError
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
@@ -32,7 +32,7 @@ from lmforge.interop.weights import load_folder
 from lmforge.objectives.distillation import DistillationConfig, top_log_probs
 from lmforge.serve.batching import MIN_LOGPROB, ContinuousBatcher, QueuedRequest
 from lmforge.serve.model_registry import ModelRegistry, ServedModel
-from lmforge.serve.protocol import ApiError, TokenIds, validation_error
+from lmforge.serve.protocol import ApiError, EngineStopped, StrictModel, TokenIds, validation_error
 from lmforge.untrusted import cut
 
 # How long the first of requests that start together waits for the others.
@@ -41,15 +41,12 @@ GATHER_SECONDS = 30
 MAX_PROMPT_LOGPROBS = 1024
 # Fields of config.json by which a trainer sees that the model is its own.
 DESCRIBED = ("model_type", "vocab_size", "hidden_size", "num_hidden_layers", "intermediate_size")
-ReadBody = Callable[[Request], Any]
-Body = TypeVar("Body", bound=BaseModel)
+ReadBody = Callable[..., Any]
+Body = TypeVar("Body", bound=StrictModel)
+T = TypeVar("T")
 
 
-class _Model(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
-
-
-class TokenSampling(_Model):
+class TokenSampling(StrictModel):
     """How tokens are sampled: vLLM's names and defaults. The log-probabilities are those of the distribution drawn from."""
 
     temperature: float = Field(1.0, ge=0)
@@ -58,14 +55,14 @@ class TokenSampling(_Model):
     min_p: float = Field(0.0, ge=0, le=1)
     max_tokens: int = Field(16, ge=1)
     seed: int = Field(0, ge=0, lt=2**64)
-    stop_token_ids: TokenIds = []
+    stop_token_ids: TokenIds = Field([])
     ignore_eos: bool = False
     logprobs: Literal[0] | None = None
     prompt_logprobs: int | None = Field(None, ge=1, le=MAX_PROMPT_LOGPROBS)
     n: Literal[1] = 1
 
 
-class StartsWith(_Model):
+class StartsWith(StrictModel):
     """A request waits until all `count` of this `id` have come; then they are queued in the order of their `index`."""
 
     id: str = Field(max_length=100)
@@ -73,81 +70,108 @@ class StartsWith(_Model):
     index: int = Field(ge=0)
 
 
-class GenerateRequest(_Model):
+class GenerateRequest(StrictModel):
     token_ids: TokenIds = Field(min_length=1)
     sampling_params: TokenSampling
     starts_with: StartsWith | None = None
     stream: Literal[False] = False
 
 
-class TokenizeRequest(_Model):
+class TokenizeRequest(StrictModel):
     prompt: str
     add_special_tokens: Literal[False] = False
 
 
-class NewVersion(_Model):
+class NewVersion(StrictModel):
     new_version: str = Field(max_length=200)
 
 
-class ReloadArguments(_Model):
+class ReloadArguments(StrictModel):
     weights_path: str
 
 
-class WorkerCall(_Model):
+class WorkerCall(StrictModel):
     method: Literal["reload_weights"]
     kwargs: ReloadArguments
 
 
 def token_routes(registry: ModelRegistry, read_body: ReadBody, weight_updates: bool) -> list[Route]:
     """The routes, for the first model of a registry; only with `weight_updates` those that pause it and change its weights."""
-    gathering: dict[str, dict[int, QueuedRequest]] = {}
+    gathering: dict[tuple[str, int], dict[int, QueuedRequest]] = {}
 
     async def parse(schema: type[Body], request: Request) -> Body:
-        body = {name: value for name, value in (await read_body(request)).items() if value is not None}
-        try:
-            return schema.model_validate(body)
-        except ValidationError as problem:
-            raise validation_error(problem) from None
+        def check(body: dict[str, Any]) -> Body:
+            try:
+                return schema.model_validate({name: value for name, value in body.items() if value is not None})
+            except ValidationError as problem:
+                raise validation_error(problem) from None
+
+        parsed: Body = await read_body(request, check)
+        return parsed
 
     async def batcher() -> ContinuousBatcher:
         return (await registry.get(registry.default_model)).batcher
 
-    def release(batcher: ContinuousBatcher, id: str) -> None:
-        if requests := gathering.pop(id, None):
-            batcher.submit([requests[index] for index in sorted(requests)], is_bounded=False)
+    def release(batcher: ContinuousBatcher, group: tuple[str, int], waiting: dict[int, QueuedRequest]) -> None:
+        if gathering.get(group) is waiting:
+            del gathering[group]
+            requests = [waiting[index] for index in sorted(waiting)]
+            try:
+                batcher.submit(requests, is_bounded=False)
+            except EngineStopped as problem:
+                for each in requests:
+                    each.token_queue.put_nowait((0, problem))
 
     async def generate(request: Request) -> Response:
         body = await parse(GenerateRequest, request)
         served = await registry.get(registry.default_model)
-        params, vocab_size = body.sampling_params, served.loaded.tokenizer.vocab_size
-        if max(body.token_ids) >= vocab_size:
-            raise ApiError(400, f"token_ids: expected token ids below {vocab_size}", param="token_ids")
+        params, together = body.sampling_params, body.starts_with
         if (total := len(body.token_ids) + params.max_tokens) > served.max_length:
             message = f"{total} tokens of prompt and answer, and this server was started with --max_length {served.max_length}"
             raise ApiError(400, message, param="token_ids", code="context_length_exceeded")
+        served.check_ids(body.token_ids, "token_ids")
         stop_ids = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else served.loaded.text_stop_ids)
         sampling = SamplingParams(params.temperature, max(0, params.top_k), params.top_p, params.min_p)
         queue: asyncio.Queue[tuple[int, GeneratedToken | Exception]] = asyncio.Queue()
         queued = QueuedRequest(GenerationRequest(body.token_ids, params.max_tokens, sampling, params.seed, stop_ids), 0, queue)
-        if (together := body.starts_with) is None:
+        waiting: dict[int, QueuedRequest] = {}
+        if together is None:
             served.batcher.submit([queued], is_bounded=False)
         else:
-            waiting = gathering.setdefault(together.id, {})
+            group = together.id, together.count
+            waiting = gathering.setdefault(group, waiting)
+            if together.index in waiting or together.index >= together.count:
+                message = f"starts_with: index {together.index}: expected each from 0 to {together.count - 1} once"
+                raise ApiError(400, message, param="starts_with")
             waiting[together.index] = queued
             if len(waiting) == together.count:
-                release(served.batcher, together.id)
+                release(served.batcher, group, waiting)
             elif len(waiting) == 1:
-                asyncio.get_running_loop().call_later(GATHER_SECONDS, release, served.batcher, together.id)
-        answer: dict[str, Any] = {"choices": [await _choice(queued, request, served.batcher, params.logprobs is not None)]}
-        if params.prompt_logprobs is not None:
-            score = partial(_prompt_logprobs, served, body.token_ids, min(params.prompt_logprobs, vocab_size))
-            answer["prompt_logprobs"] = await asyncio.to_thread(score)
-        return await asyncio.to_thread(JSONResponse, answer)
+                asyncio.get_running_loop().call_later(GATHER_SECONDS, release, served.batcher, group, waiting)
+        try:
+            tokens = await unless_disconnected(request, _tokens(queued))
+        finally:
+            served.batcher.cancel(queued)
+            if together is not None:
+                waiting.pop(together.index)  # where it still waits for others, it is not started with them
+
+        def answer() -> Response:
+            answer: dict[str, Any] = {"choices": [_choice(queued, tokens, params.logprobs is not None)]}
+            if params.prompt_logprobs is not None:
+                answer["prompt_logprobs"] = _prompt_logprobs(served, body.token_ids, params.prompt_logprobs)
+            return JSONResponse(answer)
+
+        return await asyncio.to_thread(answer)
 
     async def tokenize(request: Request) -> Response:
+        body = await parse(TokenizeRequest, request)
         served = await registry.get(registry.default_model)
-        ids = await asyncio.to_thread(served.loaded.tokenizer.encode, (await parse(TokenizeRequest, request)).prompt)
-        return JSONResponse({"count": len(ids), "max_model_len": served.max_length, "tokens": ids})
+
+        def answer() -> Response:
+            ids = served.loaded.tokenizer.encode(body.prompt)
+            return JSONResponse({"count": len(ids), "max_model_len": served.max_length, "tokens": ids})
+
+        return await asyncio.to_thread(answer)
 
     async def pause(request: Request) -> Response:
         if (mode := request.query_params.get("mode")) != "keep":
@@ -207,13 +231,13 @@ def token_routes(registry: ModelRegistry, read_body: ReadBody, weight_updates: b
 def _prompt_logprobs(served: ServedModel, token_ids: list[int], k: int) -> list[dict[str, Any] | None]:
     """Of each token of a prompt the `k` likeliest there, by id, at temperature 1; None of the first."""
     loaded, scored = served.loaded, list[tuple[Tensor, Tensor]]()
-    config = DistillationConfig(0.0, 1.0, 1.0, loaded.tokenizer.vocab_size)
+    config = DistillationConfig(0.0, 1.0, 1.0, served.vocab_size)
 
     @torch.no_grad()
     def score() -> None:
         batch = Batch.from_token_lists([token_ids]).to(loaded.model.lm_head.weight.device)
         hidden = loaded.model(batch.tokens, batch.positions, batch.document_ids, document_starts=batch.document_starts)
-        scored.append(loaded.model.lm_head(hidden, partial(top_log_probs, k=k, config=config)))
+        scored.append(loaded.model.lm_head(hidden, partial(top_log_probs, k=min(k, served.vocab_size), config=config)))
 
     served.batcher.between_steps(score)
     ids, values = (each[0].tolist() for each in scored[0])
@@ -224,25 +248,33 @@ def _prompt_logprobs(served: ServedModel, token_ids: list[int], k: int) -> list[
     return [None, *places]
 
 
-async def _choice(queued: QueuedRequest, request: Request, batcher: ContinuousBatcher, with_logprobs: bool) -> dict[str, Any]:
-    """The answer of a request, once it has ended. It is cancelled when its client leaves."""
+async def _tokens(queued: QueuedRequest) -> list[GeneratedToken]:
+    """Those of a request, once it has ended."""
     tokens: list[GeneratedToken] = []
-    gone = asyncio.ensure_future(request.receive())  # the body has been read: only a disconnect can come
+    while not tokens or tokens[-1].finish_reason is None:
+        _, token = await queued.token_queue.get()
+        if isinstance(token, Exception):
+            raise token
+        tokens.append(token)
+    return tokens
+
+
+async def unless_disconnected(request: Request, coroutine: Coroutine[Any, Any, T]) -> T:
+    """The result of `coroutine`. Raises ClientDisconnect as soon as the client closes the connection."""
+    work = asyncio.ensure_future(coroutine)
+    disconnect = asyncio.ensure_future(request.receive())  # the body has been read: only a disconnect can come
     try:
-        while not tokens or tokens[-1].finish_reason is None:
-            next_token = asyncio.ensure_future(queued.token_queue.get())
-            await asyncio.wait((next_token, gone), return_when=asyncio.FIRST_COMPLETED)
-            if not next_token.done():
-                next_token.cancel()
-                raise ClientDisconnect
-            _, token = next_token.result()
-            if isinstance(token, Exception):
-                raise token
-            tokens.append(token)
+        await asyncio.wait((work, disconnect), return_when=asyncio.FIRST_COMPLETED)
+        if work.done():
+            return await work
+        raise ClientDisconnect
     finally:
-        gone.cancel()
-        if not tokens or tokens[-1].finish_reason is None:
-            batcher.cancel(queued)
+        work.cancel()
+        disconnect.cancel()
+
+
+def _choice(queued: QueuedRequest, tokens: list[GeneratedToken], with_logprobs: bool) -> dict[str, Any]:
+    """The answer of a request."""
     content = [{"token_id": each.token_id, "logprob": max(each.logprob, MIN_LOGPROB)} for each in tokens]
     starts = [*queued.version_starts, ("", len(tokens))]
     return {

@@ -77,9 +77,16 @@ def run_serve(options: ServeOptions) -> int:
     key = os.environ.get(API_KEY_VARIABLE) if options.api_key is None else options.api_key
     if key is not None and not re.fullmatch(r"[!-~]+", key):
         raise UserError(f"--api_key (or {API_KEY_VARIABLE}): expected printable ASCII characters without spaces")
-    if key is None and not is_loopback(options.host) and not options.without_key:
+    if key is None and options.without_key:
+        print("warning: --without_key: whoever reaches this server can use it and change it", file=sys.stderr)
+    elif key is None and not is_loopback(options.host):
         raise UserError(
             f"--host {options.host}: others can reach this address; give an --api_key (or {API_KEY_VARIABLE}), or --without_key"
+        )
+    elif key is None and options.weight_updates:
+        raise UserError(
+            "--weight_updates: without a key any program here could replace the weights; first type"
+            f" export {API_KEY_VARIABLE}=$(head -c 16 /dev/urandom | base64) here and for the trainer, or give --without_key"
         )
     bound = bind_socket(options.host, options.port)
     sizes = options.max_batch_size, options.max_queue, options.max_length, options.max_models

@@ -35,7 +35,7 @@ from lmforge.model.config import ModelConfig
 from lmforge.model.init_weights import init_weights
 from lmforge.runs import Run
 from tests.chaos.processes import descendants
-from tests.chaos.servers import SPOILS, Proxy, SampledSpan, Server
+from tests.chaos.servers import KEY, SPOILS, Proxy, SampledSpan, Server
 from tests.preloaded import Forked, preloaded, rank_variables
 
 STEPS, EVERY = 16, 2
@@ -158,7 +158,7 @@ class Life:
         variables = rank_variables(self._ranks) if self._ranks > 1 else [{}]
         said = self._folder / f"said-{self._attempts}"
         said.mkdir(exist_ok=True)
-        return [preloaded().start(self._words(folder), said, variables=each) for each in variables]
+        return [preloaded().start(self._words(folder), said, variables=each | KEY) for each in variables]
 
     # --- an attempt --------------------------------------------------------------------------------------------------
 

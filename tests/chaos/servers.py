@@ -1,6 +1,7 @@
 """Servers that are killed and started again, and proxies before them that spoil answers and write down all others."""
 
 import json
+import secrets
 import signal
 import threading
 import time
@@ -22,6 +23,8 @@ SPOILS = {
     "a server cuts the connection": "not valid JSON",
 }
 START_SECONDS = 60.0
+# Of the servers, for the trainers.
+KEY = {"LMFORGE_API_KEY": secrets.token_urlsafe(16)}
 
 
 class SampledSpan(NamedTuple):
@@ -75,7 +78,7 @@ class Server:
             if self._process is not None and self._process.poll() is None:
                 self._process.send_signal(signal.SIGCONT)
             else:
-                self._process = preloaded().start(self._words, self._folder)
+                self._process = preloaded().start(self._words, self._folder, variables=KEY)
 
 
 class Proxy:
@@ -101,6 +104,7 @@ class Proxy:
             def forward(self, body: bytes | None) -> None:
                 attempt = proxy._attempt
                 headers = {"content-type": "application/json"} if body is not None else {}
+                headers["authorization"] = self.headers.get("authorization", "")
                 request = urllib.request.Request(f"http://127.0.0.1:{server.port}{self.path}", body, headers)
                 try:
                     with urllib.request.urlopen(request, timeout=60) as answer:

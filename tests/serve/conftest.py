@@ -23,18 +23,26 @@ if TYPE_CHECKING:
     import openai  # imported where it is used: a GPU's environment may lack it
 
 
+# Of servers whose weights a trainer replaces, and of trainers in tests/train.
+KEY = {"LMFORGE_API_KEY": "the-trainers"}
+
+
 @dataclass(frozen=True)
 class Server:
-    """A running `lmforge serve`: where it is, and its process."""
+    """A running `lmforge serve`: where it is, its process, and its key."""
 
     url: str
     process: Forked
+    key: str = ""
 
-    def ask(self, path: str, body: object = None, *, key: str = "", **headers: str) -> tuple[int, Any]:
+    def ask(
+        self, path: str, body: object = None, *, key: str | None = None, method: str | None = None, **headers: str
+    ) -> tuple[int, Any]:
         """Status and JSON of an answer. `body` is sent as JSON, or as it is where it is bytes."""
         content = body if isinstance(body, bytes) or body is None else json.dumps(body).encode()
+        key = self.key if key is None else key
         headers = {"content-type": "application/json", "authorization": f"Bearer {key}"} | headers
-        request = urllib.request.Request(self.url + path, content, headers)
+        request = urllib.request.Request(self.url + path, content, headers, method=method)
         try:
             with urllib.request.urlopen(request, timeout=60) as answer:
                 return answer.status, json.loads(answer.read())
@@ -71,12 +79,13 @@ def serving(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., 
     def start(*words: object) -> Server:
         # On a CPU that multiplies bf16 that would be taken, and a text would depend on those beside it.
         words = ("serve", *words, "--port", 0, "--device", "cpu", "--dtype", "fp32")
-        process = preloaded().start(words, tmp_path_factory.mktemp("server"))
+        key = KEY if "--weight_updates" in words else {}
+        process = preloaded().start(words, tmp_path_factory.mktemp("server"), variables=key)
         while "\n" not in (printed := process.out.read_text()):
             assert process.poll() is None, process.errors.read_text()
             time.sleep(0.02)
         assert printed.startswith("http://"), printed
-        servers.append(Server(printed.split()[0], process))
+        servers.append(Server(printed.split()[0], process, *key.values()))
         return servers[-1]
 
     yield start

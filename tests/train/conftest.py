@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.generate.conftest import byte_tokenizer, models, scripted  # noqa: F401 - fixtures
-from tests.serve.conftest import serving  # noqa: F401 - a fixture
+from tests.serve.conftest import KEY, serving  # noqa: F401 - a fixture
 
 REWARDS = """\
 import json, os, signal, time, urllib.request
@@ -50,7 +50,8 @@ def variety_after_a_restart_of_an_idle_server(prompts, completions):
     while not url.exists():
         time.sleep(0.02)
     while True:
-        with urllib.request.urlopen(url.read_text() + "/weight_info") as answer:
+        key = {"authorization": f"Bearer {os.environ['LMFORGE_API_KEY']}"}
+        with urllib.request.urlopen(urllib.request.Request(url.read_text() + "/weight_info", None, key)) as answer:
             if "-" in json.load(answer)["weight_version"]:
                 return rewards
         time.sleep(0.02)
@@ -66,6 +67,15 @@ def variety_until_the_end_of_the_trainer(prompts, completions):
         os.kill(json.loads((folder / "run" / "health" / "rank-0.json").read_text())["process"], signal.SIGKILL)
     return variety(prompts, completions)
 """
+
+
+@pytest.fixture(autouse=True)
+def trainer_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The key of servers that `serving` starts with --weight_updates."""
+    for name, key in KEY.items():
+        monkeypatch.setenv(name, key)
+
+
 # As many as a server takes: other numbers of threads may change the last bits of a sum.
 THREADS = len(os.sched_getaffinity(0))
 

@@ -28,7 +28,7 @@ from lmforge.generate.model_loading import load_model
 from tests.cluster.laboratory import Laboratory
 from tests.conftest import Command, Refusal, only_line
 from tests.preloaded import preloaded
-from tests.serve.conftest import Server
+from tests.serve.conftest import KEY, Server
 
 
 @pytest.fixture(scope="module")
@@ -173,6 +173,8 @@ def faulty(url: str, fault: str) -> Iterator[str]:
             self.forward(urllib.request.Request(url + self.path))
 
         def forward(self, request: urllib.request.Request) -> None:
+            if "authorization" in self.headers:
+                request.add_header("authorization", self.headers["authorization"])
             is_check = (
                 request.data is not None and json.loads(bytes(request.data)).get("sampling_params", {}).get("max_tokens") == 1
             )
@@ -371,7 +373,7 @@ def started(model: Path, folder: Path, port: int = 0) -> Server:
     while "\n" not in (printed := process.out.read_text()):
         assert process.poll() is None, process.errors.read_text()
         time.sleep(0.02)
-    return Server(printed.split()[0], process)
+    return Server(printed.split()[0], process, *KEY.values())
 
 
 # --- servers that the run starts ---------------------------------------------------------------------------------------

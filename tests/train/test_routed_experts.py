@@ -29,7 +29,7 @@ from lmforge.stages.alignment.engines.rollout_server import RolloutServer, Serve
 from lmforge.stages.alignment.rollout_batches import lay_out
 from lmforge.stages.alignment.sampling import SampleRequest, SamplingSettings
 from tests.conftest import Command, Refusal
-from tests.serve.conftest import Server
+from tests.serve.conftest import KEY, Server
 from tests.train.test_rollout_engines import faulty
 
 CONFIG = ModelConfig(
@@ -157,7 +157,7 @@ def mixture_server(serving: Callable[..., Server], mixture: Path) -> Server:
 def test_experts_that_are_no_array_are_a_problem_of_the_server(mixture_server: Server) -> None:
     settings = SamplingSettings(1.0, 1.0, 261, 32, frozenset(), 1, True)
     with faulty(mixture_server.url, "no array") as url:
-        server = RolloutServer(url, "lmforge", settings, 20.0, None)
+        server = RolloutServer(url, "lmforge", settings, 20.0, *KEY.values())
         with pytest.raises(ServerProblem, match="its routed experts are not those of each token"):
             server.sample(SampleRequest(0, [5, 6], 2, 0), SamplingParams())
 

@@ -89,27 +89,24 @@ class ServerStarter:
         self._dtype, self._logs_folder = dtype, logs_folder
         self._servers: list[_Server] = []
         self._own_address = ""
-        self._key: str | None = None
+        self._key = secrets.token_urlsafe(16)
         self._closed = threading.Event()
         self._watcher: threading.Thread | None = None
 
-    def start(self, model_folder: Path, rank_info: RankInfo) -> tuple[tuple[str, ...], str | None]:
+    def start(self, model_folder: Path, rank_info: RankInfo) -> tuple[tuple[str, ...], str]:
         """Start all with the model of a folder, to which the tokenizer is added, and wait until they answer.
 
         Returns their addresses and key. Raises UserError with the end of what one printed that does not come up.
         """
         self._tokenizer.save(model_folder)
         here_only = rank_info.local_world_size == rank_info.world_size
-        reachable = not here_only or any(host for host, _ in map(split_server, self._options.engine_start))
-        key = os.environ.get(API_KEY_VARIABLE) or (secrets.token_urlsafe(16) if reachable else None)
         self._own_address = "127.0.0.1" if here_only else os.environ.get("MASTER_ADDR", "127.0.0.1")
-        self._key = key
         for number in range(len(self._options.engine_start)):
             self._servers.append(self._start(number, model_folder))
         deadline = time.monotonic() + self._options.engine_timeout_seconds
         for server in self._servers:
             self._await(server, deadline)
-        return tuple(server.url for server in self._servers), key
+        return tuple(server.url for server in self._servers), self._key
 
     def keep_up(
         self, weights: Callable[[], Path | None], on_answer: Callable[[int], None], warn: Callable[[str], None]
@@ -167,11 +164,11 @@ class ServerStarter:
 
     def _start(self, number: int, model_folder: Path, port: str = "") -> _Server:
         """With a port that is free where there is none."""
-        name, own_address, key = self._options.engine_start[number], self._own_address, self._key
+        name, own_address = self._options.engine_start[number], self._own_address
         host, device = split_server(name)
         here = host is None and own_address == "127.0.0.1"
         command = self._command(model_folder, device, "127.0.0.1" if here else "0.0.0.0")
-        variables = {} if key is None else {API_KEY_VARIABLE: key, "VLLM_API_KEY": key}
+        variables = {API_KEY_VARIABLE: self._key, "VLLM_API_KEY": self._key}
         if self._options.engine == "vllm":
             variables["VLLM_SERVER_DEV_MODE"] = "1"
         if device.startswith("cuda:"):
