@@ -5,6 +5,7 @@ The batches are the same for any number of ranks, and so are the results, to the
 
 import sys
 from collections.abc import Callable, Sequence
+from itertools import chain
 from typing import NamedTuple, TypeVar
 
 import torch
@@ -13,7 +14,7 @@ from lmforge.cluster.distributed import DistributedContext
 from lmforge.data.tokenizer import Tokenizer
 from lmforge.errors import UserError
 from lmforge.generate.model_loading import LoadedModel
-from lmforge.generate.prompts import encode_prompt, max_input_length, scored_logits
+from lmforge.generate.prompts import check_token_ids, encode_prompt, max_input_length, scored_logits
 from lmforge.model.layers import LanguageModel
 
 TokenPair = tuple[list[int], list[int]]
@@ -52,13 +53,16 @@ def loglikelihoods(
     """The likelihood of each continuation after its context. Every rank calls it with the same pairs and gets all results.
 
     `on_batch` is called before each batch of this rank. Where a pair is longer than the model reads, the context loses its
-    beginning, and rank 0 says so. Raises UserError where a continuation alone is longer.
+    beginning, and rank 0 says so. Raises UserError where a continuation alone is longer,
+    or the model lacks an id of a pair.
     """
     limit = max_input_length(loaded.config)
     longest = max((len(continuation) for _, continuation in pairs), default=0)
     if longest > limit:
         raise UserError(f"a choice has {longest} tokens, and the model reads at most {limit}; shorten it")
     say_what_is_cut([len(context) + len(continuation) - 1 for context, continuation in pairs], limit, dist_ctx)
+    for tokens in chain.from_iterable(pairs):
+        check_token_ids(tokens, loaded.config.vocab_size, "a question")
     truncated = [((context + continuation)[-(limit + 1) :], len(continuation)) for context, continuation in pairs]
 
     def score(numbers: list[int]) -> list[Likelihood]:

@@ -20,8 +20,9 @@ from lmforge.data.sources.folders import FileSplit, content_suffix, describe_lef
 from lmforge.data.sources.records import RECORD_SUFFIXES, UnusableRecords, describe_folders, read_records
 from lmforge.data.sources.text_sources import TextSource, open_text_source
 from lmforge.errors import UserError
-from lmforge.evaluate.perplexity import evaluate_loss
+from lmforge.evaluate.perplexity import evaluate_loss, local_batches
 from lmforge.generate.model_loading import LoadedModel
+from lmforge.generate.prompts import check_token_ids
 from lmforge.interop.kinds import Kind, kind_of
 from lmforge.objectives.logprobs import score_text
 from lmforge.runs import is_local
@@ -69,6 +70,11 @@ def measure_loss(
         bytes_per_token = 64 + 2 * 4 * loaded.config.hidden_size
         what, way = f"{batch_size:,} sequences of {length:,} tokens", "give a smaller --batch_size or --sequence_length"
         check_fits(batch_size * length * bytes_per_token, dist_ctx.device, what, way)
+    if loaded.tokenizer.vocab_size > loaded.config.vocab_size:
+        with dist_ctx.raise_on_all():
+            for batch in local_batches(dataset, (dist_ctx.rank_info.rank, dist_ctx.world_size), sequences, batch_size):
+                ids = torch.stack([batch.tokens, batch.labels.clamp(min=0)]).unique().tolist()
+                check_token_ids(ids, loaded.config.vocab_size, "the data")
     token_bytes = torch.from_numpy(loaded.tokenizer.token_byte_lengths()).to(dist_ctx.device)
     result = evaluate_loss(
         lambda batch: score_text(loaded.model, batch, token_bytes),

@@ -15,7 +15,7 @@ from torch import Tensor
 from lmforge.data.order import derive_key
 from lmforge.data.tokenizer import Tokenizer
 from lmforge.errors import RunFailed, UserError
-from lmforge.generate.prompts import check_room, encode_prompt, scored_logits, stop_string_ids
+from lmforge.generate.prompts import check_room, check_token_ids, encode_prompt, scored_logits, stop_string_ids
 from lmforge.generate.sampling import SamplingParams, draw_uniforms, penalize_repetition, sample_tokens
 from lmforge.generate.text_streamer import TextStreamer
 from lmforge.model.layers import LanguageModel
@@ -73,8 +73,8 @@ class _RunningRequest:
 class Engine:
     """Decodes at most `max_batch_size` requests at a time, of at most `max_length` tokens each, prompt included.
 
-    Only ids below `vocab_size` are chosen. The weights are read when the engine is built: build another after a training
-    step. Raises UserError where the model cannot read `max_length` tokens.
+    Only ids below `vocab_size` that the model has are chosen. The weights are read when the engine is built: build another
+    after a training step. Raises UserError where the model cannot read `max_length` tokens.
     """
 
     def __init__(
@@ -93,7 +93,7 @@ class Engine:
         if torch.is_autocast_enabled(self._device.type):
             dtype = torch.get_autocast_dtype(self._device.type)
         self._model = model
-        self._vocab_size = vocab_size
+        self._vocab_size = min(vocab_size, model.config.vocab_size)
         self._max_batch_size = max_batch_size
         self._max_length = max_length
         records = {"records_experts": True} if return_routed_experts else {}
@@ -120,10 +120,12 @@ class Engine:
     def add_request(self, request: GenerationRequest) -> int:
         """Add a request to the next step. Returns the id that its tokens carry.
 
-        Raises ValueError for an empty prompt, UserError where the request is too long or no slot is free.
+        Raises ValueError for an empty prompt, UserError where the model lacks one of its ids, where the request is too long, or
+        where no slot is free.
         """
         if not request.prompt_ids:
             raise ValueError("an empty prompt")
+        check_token_ids(request.prompt_ids, self._model.config.vocab_size)
         total = len(request.prompt_ids) + request.max_tokens
         if total > self._max_length:
             raise UserError(

@@ -1,6 +1,6 @@
 """What is done with prompts before text is generated: ids and lengths, where an answer ends, and log-probabilities."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -55,6 +55,20 @@ def check_room(num_prompt_tokens: int, max_length: int, max_tokens: int | None =
             f"this model takes at most {max_length} tokens, and got {num_prompt_tokens} in the prompt{requested}"
         )
     return room if max_tokens is None else max_tokens
+
+
+def check_token_ids(token_ids: Collection[int], vocab_size: int, what: str = "the prompt") -> None:
+    """Raise UserError where a model with `vocab_size` rows in its embedding has none for one of `token_ids`.
+
+    A tokenizer may have more ids than that as long as no text spells them. Every prompt of `generate`, `chat`, `serve` and
+    `evaluate`, and every text that is scored, goes through here.
+    """
+    for id in (min(token_ids, default=0), max(token_ids, default=0)):
+        if not 0 <= id < vocab_size:
+            raise UserError(
+                f"{what} holds the token id {id}, and the model's embedding has {vocab_size} rows; use the tokenizer that"
+                " belongs to this model, or train it to read the new tokens: lmforge sft --model.resize_vocab true"
+            )
 
 
 def default_prefix_id(tokenizer: Tokenizer) -> int:

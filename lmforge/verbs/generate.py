@@ -10,7 +10,7 @@ from lmforge.config.verbs.models import GenerateOptions, ServeOptions
 from lmforge.errors import UserError, how_to_install
 from lmforge.generate.engine import generate
 from lmforge.generate.model_loading import load_model, resolve_device_and_dtype
-from lmforge.generate.prompts import MAX_PROMPT_BYTES, check_room, encode_prompt, max_input_length
+from lmforge.generate.prompts import MAX_PROMPT_BYTES, check_room, check_token_ids, encode_prompt, max_input_length
 from lmforge.untrusted import read_stream
 
 API_KEY_VARIABLE = "LMFORGE_API_KEY"
@@ -26,9 +26,10 @@ def run_generate(options: GenerateOptions) -> int:
     max_length = max_input_length(loaded.config)
     max_tokens = []
     for prompt in prompts:  # refused before one is printed
-        length = len(encode_prompt(loaded.tokenizer, prompt, loaded.prefix_ids, max_length))
-        check_room(length, max_length)
-        max_tokens.append(options.max_tokens or loaded.answer_length(length, 128))
+        prompt_ids = encode_prompt(loaded.tokenizer, prompt, loaded.prefix_ids, max_length)
+        check_token_ids(prompt_ids, loaded.config.vocab_size)
+        check_room(len(prompt_ids), max_length)
+        max_tokens.append(options.max_tokens or loaded.answer_length(len(prompt_ids), 128))
     sampling = loaded.sampling(0.8, temperature=options.temperature, top_k=options.top_k, top_p=options.top_p)
     print(f"{titles[0]}{prompts[0]}", end="", flush=True)
     completions = generate(

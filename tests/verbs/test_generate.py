@@ -282,3 +282,35 @@ def test_data_of_another_tokenizer_is_refused(capfd: Capture, tiny_run: Path, tm
     assert command(["evaluate", str(tiny_run), "--data", str(tmp_path / "tokens")]) == 2
     complaint = capfd.readouterr().err
     assert f"{tmp_path}/tokens: prepared with another tokenizer than the model's; prepare it with --tokenizer " in complaint
+
+
+def test_a_tokenizer_may_be_larger_than_the_model_where_no_text_needs_its_further_ids(
+    capfd: Capture, refused: Refusal, models: Path, tmp_path: Path
+) -> None:
+    folder, texts = shutil.copytree(models / "hello", tmp_path / "larger"), tmp_path / "texts.txt"
+    rows = json.loads((folder / "config.json").read_text())["vocab_size"]
+    path = folder / "tokenizer_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"extra_special_tokens": ["<|tool|>"]}))
+    (folder / "generation_config.json").write_text(json.dumps({"do_sample": False, "repetition_penalty": 1.1}))
+    texts.write_text("Hey <|tool|>\n" * 9)
+    quick = ("--device", "cpu", *EXACT)
+    for start, words in (("hello", models / "hello"), ("larger", folder)):
+        printed = run(capfd, "generate", words, "Hi", "a<|end|>", "--max_tokens", 3, *quick)[0]
+        measured = run(capfd, "evaluate", words, "--data", texts, "--sequence_length", 16, *quick)[0]
+        assert printed.startswith("--- 1 ---\nHi"), start
+        assert "nan" not in measured, start
+
+    problem = f"holds the token id {rows}, and the model's embedding has {rows} rows; use the tokenizer that belongs to this"
+    task = tmp_path / "task.jsonl"
+    task.write_text(json.dumps({"prompt": "Is <|tool|> a", "choices": ["b", "c"], "answer": 0}) + "\n")
+    assert f"the prompt {problem}" in refused("generate", folder, "Hi", "a <|tool|>", *quick)
+    assert f"a question {problem}" in refused("evaluate", folder, "--tasks", task, *quick)
+    task.write_text(json.dumps({"prompt": "Is <|tool|> a", "answer": "b"}) + "\n")
+    assert f"the prompt {problem}" in refused("evaluate", folder, "--tasks", task, *quick)
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"eos_token": "<|tool|>"}))  # which ends each document
+    tokens = json.loads((folder / "tokenizer.json").read_text())
+    tokens["added_tokens"].append({**tokens["added_tokens"][0], "id": rows, "content": "<|tool|>"})
+    (folder / "tokenizer.json").write_text(json.dumps(tokens))
+    said = preloaded().run(["evaluate", folder, "--data", texts, "--sequence_length", 16, *quick], tmp_path, ranks=2)
+    assert said.returncode == 2, said.stderr
+    assert f"the data {problem}" in said.stderr

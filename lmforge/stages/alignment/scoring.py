@@ -20,6 +20,7 @@ from lmforge.data.chat.preferences import TokenizedPrompt, encode_completions
 from lmforge.data.tokenizer import Tokenizer
 from lmforge.environments.process import EnvironmentPool
 from lmforge.generate.model_loading import load_model
+from lmforge.generate.prompts import check_token_ids
 from lmforge.objectives.preference import document_rewards
 from lmforge.parallel.dims import data_parallel_rank_and_size
 from lmforge.rewards.functions import FunctionResult, load_reward_functions
@@ -176,6 +177,8 @@ class RewardModelScorer:
         columns = request["columns"]
         records = [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
         encoded = encode_completions(self._loaded.tokenizer, request["prompts"], request["completions"], records)
+        for tokens in encoded:
+            check_token_ids(tokens, self._loaded.config.vocab_size, f"{self._spec}: a completion with its prompt")
         limit = self._loaded.config.max_sequence_length
         indices = [index for index, tokens in enumerate(encoded) if limit is None or len(tokens) <= limit]
         # Sequences of similar length share a batch.
