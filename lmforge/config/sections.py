@@ -399,7 +399,7 @@ class ScheduleOptions(Options):
     warmup_steps: int = option(100, "steps of linear warm-up", **COUNT_OR_0)
     warmup_ratio: float | None = option(None, "warm-up as a fraction of the run, instead of schedule.warmup_steps", **FRACTION)
     decay_steps: int | None = option(None, "warmup-stable-decay: steps of decay (default: a fifth of the run)", **COUNT)
-    min_lr_ratio: float = option(0.1, "final learning rate, as a fraction of the peak", **FRACTION)
+    min_lr_ratio: float = option(0.1, "learning rate that the decay leads to, as a fraction of the peak", **FRACTION)
 
     def warmup(self, steps: int) -> int:
         """Steps of warm-up in a run of `steps`."""
