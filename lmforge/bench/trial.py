@@ -27,7 +27,7 @@ from lmforge.model.flops import FLOPS_CONVENTION, flops_per_token, parameter_cou
 from lmforge.objectives.language import NextTokenObjective
 from lmforge.parallel.dims import data_parallel_rank_and_size, plan_batches
 from lmforge.parallel.parallel_model import train_step
-from lmforge.parallel.precision import choose_compile, choose_dtype
+from lmforge.parallel.precision import DTYPES, choose_compile, with_dtype
 from lmforge.parallel.validate import check_parallel, describe_unused_sharding
 from lmforge.plan.out_of_memory import MemoryEstimator
 from lmforge.plan.peak_flops import rank_peak_flops
@@ -65,13 +65,14 @@ class _Trial:
         check_parallel(config.parallel, self._model_config, self._plan)
         for line in describe_unused_sharding(config.parallel, dist_ctx.world_size, dist_ctx.device.type):
             print_line(line)
+        config, _ = with_dtype(config, dist_ctx)
         with dist_ctx.raise_on_all():
             if config.bench.trace and self._is_rank0:
                 check_output(config.bench.trace, "--trace")
             estimator = MemoryEstimator.of_run(config, self._model_config, self._plan, dist_ctx)
             estimator.check(dist_ctx)
         self._prediction = estimator.predict_run(config, self._device)
-        self._dtype, _ = choose_dtype(config.train.dtype, self._device)
+        self._dtype = DTYPES[config.train.dtype]
         self._compiled, _ = choose_compile(config, self._device, config.train.steps)
         self._objective = NextTokenObjective(z_loss=config.train.z_loss)
         load_weights = pretrained.load_weights if pretrained and config.model.load_weights else None

@@ -291,7 +291,7 @@ class TrainOptions(Options):
         None, f"sequences in a rank's forward pass (default: up to {COMFORTABLE_MICRO_BATCH_TOKENS:,} tokens)", **SEQUENCES
     )
     seed: int = option(0, "seed of the initial weights, the data order and dropout", **SEED)
-    dtype: DType = option("auto", "compute dtype; auto is bf16 where the hardware supports it")
+    dtype: DType = option("auto", "compute dtype; auto is bf16 where it is faster, on a CPU by what is measured")
     master_dtype: Literal["fp32", "bf16"] = option(
         "fp32", "dtype of parameters and optimizer states between steps; bf16 halves them, but rounds small updates away"
     )
@@ -387,7 +387,7 @@ class ScheduleOptions(Options):
     warmup_steps: int = option(100, "steps of linear warm-up", **COUNT_OR_0)
     warmup_ratio: float | None = option(None, "warm-up as a fraction of the run, instead of schedule.warmup_steps", **FRACTION)
     decay_steps: int | None = option(None, "warmup-stable-decay: steps of decay (default: a fifth of the run)", **COUNT)
-    min_lr_ratio: float = option(0.1, "final learning rate, as a fraction of the peak", **FRACTION)
+    min_lr_ratio: float = option(0.1, "learning rate that the decay leads to, as a fraction of the peak", **FRACTION)
 
     def warmup(self, steps: int) -> int:
         """Steps of warm-up in a run of `steps`."""

@@ -57,6 +57,10 @@ class TransformersConfig(ModelConfig):
     def new_module(self) -> "TransformersModel":
         return TransformersModel(self)
 
+    @property
+    def rotary_positions(self) -> int | None:
+        return self.config_dict.get("max_position_embeddings")
+
     def counted_parameters(self) -> tuple[int, int, int, int]:
         return _count_parameters(json.dumps(self.config_dict, sort_keys=True))
 

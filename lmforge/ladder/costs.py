@@ -11,9 +11,9 @@ from lmforge.config.verbs.ladder import Budget
 from lmforge.config.verbs.plan import MachineOptions
 from lmforge.errors import UserError, format_duration
 from lmforge.ladder.rungs import Trial
+from lmforge.parallel.cpu_flops import cpu_peak_flops
 from lmforge.parallel.precision import choose_dtype
 from lmforge.plan.hardware import data_sheets
-from lmforge.plan.peak_flops import cpu_peak_flops
 from lmforge.plan.planning import Machine, find_machine, make_step_config, predict_phases, predict_step
 from lmforge.plan.prediction.predict import run_cost
 
@@ -51,8 +51,9 @@ class Costs:
 
     @cached_property
     def _cpu_flops(self) -> float:
-        dtype, _ = choose_dtype("auto", torch.device("cpu"))
-        return CPU_EFFICIENCY * cpu_peak_flops(dtype, threads_per_rank(1))
+        threads = threads_per_rank(1)
+        dtype, _ = choose_dtype("auto", torch.device("cpu"), threads)
+        return CPU_EFFICIENCY * cpu_peak_flops(dtype, threads)
 
     def of(self, trial: Trial, ranks: int) -> Cost:
         """The cost of a run on so many ranks. Raises UserError where it does not fit them."""

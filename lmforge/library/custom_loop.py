@@ -19,7 +19,7 @@ from lmforge.objectives.objective import Objective
 from lmforge.parallel.dims import data_parallel_rank_and_size
 from lmforge.parallel.parallel_model import ParallelModel
 from lmforge.parallel.parallelize import parallelize as parallelize_module
-from lmforge.parallel.precision import choose_dtype
+from lmforge.parallel.precision import decide_dtype
 from lmforge.train.optimizers.optimizer import build_optimizer as build_torch_optimizer
 
 
@@ -77,7 +77,7 @@ def parallelize(
         model,
         objective.loss,
         dist_ctx=dist_ctx,
-        dtype=choose_dtype(dtype, dist_ctx.device)[0],
+        dtype=decide_dtype(dtype, dist_ctx)[0],
         options=validate_options(ParallelOptions, options),
         compile_model=compile,
         init_weights=(lambda given: init_weights(given, seed)) if on_meta else None,

@@ -56,7 +56,7 @@ def load_model(path: str | Path, *, device: str = "auto", dtype: str = "auto") -
     """The model of a run, a checkpoint, a Hugging Face folder or name, or a PEFT folder, in eval mode, with its tokenizer.
 
     device  "auto" (cuda where there is one), "cpu" or "cuda"
-    dtype   "auto" (bf16 where the hardware supports it), "fp32" or "bf16"
+    dtype   "auto" (bf16 where it is faster), "fp32" or "bf16"
 
     Has `model`, `config`, `tokenizer` and `path`. Raises UserError where there is no model.
     """

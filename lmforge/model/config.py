@@ -270,6 +270,11 @@ class ModelConfig:
         """The longest sequence that this model can compute, in tokens; None where there is no bound (rotary positions)."""
         return self.max_position_embeddings if self.family.learned_positions else None
 
+    @property
+    def rotary_positions(self) -> int | None:
+        """For how many tokens its rotary positions are made; None where positions are of another kind."""
+        return None if self.family.learned_positions else self.max_position_embeddings
+
     def check_length(self, num_tokens: int) -> None:
         """Raise UserError where a sequence of `num_tokens` is longer than this model can compute."""
         limit = self.max_sequence_length

@@ -5,19 +5,26 @@ import sys
 import sysconfig
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 from torch import nn
 
+from lmforge.cluster.distributed import DistributedContext
 from lmforge.config.stage import StageConfig
 from lmforge.errors import UserError, how_to_install
 from lmforge.model.layers import LanguageModel
+from lmforge.parallel.cpu_flops import cpu_peak_flops, host_threads
 from lmforge.parallel.validate import check_compiled, check_float8_dtype, check_float8_layers, why_not_compiled
 
+ConfigT = TypeVar("ConfigT", bound=StageConfig)
 # The dtypes by their option names.
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+# By as much must products in bf16 be faster on a CPU: what is not a product gains nothing, and bf16 rounds.
+MIN_BF16_SPEEDUP = 1.2
 # Compilation takes about half a minute on a CPU and saves about a tenth of a step: shorter runs lose by it.
 MIN_STEPS_TO_COMPILE = 200
 # The first compute capability whose tensor cores multiply float8: Ada (8.9), then Hopper (9.0).
@@ -39,15 +46,44 @@ def has_native_bf16(device: torch.device) -> bool:
     return bool(capabilities.get("amx_bf16") or capabilities.get("avx512_bf16") or capabilities.get("bf16"))
 
 
-def choose_dtype(requested: str, device: torch.device) -> tuple[torch.dtype, str]:
-    """The compute dtype, and the reason in a few words. bf16 is allowed on hardware without it, with a warning."""
+def choose_dtype(requested: str, device: torch.device, threads: int | None = None) -> tuple[torch.dtype, str]:
+    """The compute dtype, and the reason in a few words. bf16 is allowed on hardware without it, with a warning.
+
+    threads: for which a CPU's products are compared, by default those of this process. Ranks call `decide_dtype`.
+    """
     if requested == "fp32":
         return torch.float32, "as requested"
     fast = has_native_bf16(device)
     if requested == "bf16":
         warning = "" if fast else ", but this hardware only emulates bf16: expect it to be far slower than fp32"
         return torch.bfloat16, f"as requested{warning}"
-    return (torch.bfloat16, "the hardware supports it") if fast else (torch.float32, "this hardware has no bf16 arithmetic")
+    if not fast:
+        return torch.float32, "this hardware has no bf16 arithmetic"
+    if device.type != "cpu":
+        return torch.bfloat16, "the hardware supports it"
+    bf16, fp32 = (cpu_peak_flops(dtype, threads or torch.get_num_threads()) for dtype in (torch.bfloat16, torch.float32))
+    chosen = torch.bfloat16 if is_bf16_faster(bf16, fp32) else torch.float32
+    return chosen, f"products: {bf16 / 1e9:,.0f} GFLOP/s in bf16, {fp32 / 1e9:,.0f} in fp32"
+
+
+def is_bf16_faster(bf16_flops: float, fp32_flops: float) -> bool:
+    """Whether products in bf16 are so much faster on a CPU that `auto` is bf16. Some CPUs have its arithmetic, at half the
+    speed of fp32."""
+    return bf16_flops >= MIN_BF16_SPEEDUP * fp32_flops
+
+
+def with_dtype(config: ConfigT, dist_ctx: DistributedContext, began_in: str | None = None) -> tuple[ConfigT, str]:
+    """The recipe with the dtype that `auto` is, and the reason. A run that continues keeps that in which it began, whatever is
+    faster here. Every rank calls it."""
+    continues = config.train.dtype == "auto" and began_in in DTYPES
+    dtype, reason = decide_dtype(str(began_in) if continues else config.train.dtype, dist_ctx)
+    train = config.train.model_copy(update={"dtype": dtype_name(dtype)})
+    return config.model_copy(update={"train": train}), reason.replace("requested", "the run began") if continues else reason
+
+
+def decide_dtype(requested: str, dist_ctx: DistributedContext) -> tuple[torch.dtype, str]:
+    """`choose_dtype` on rank 0, for all ranks. Every rank calls it."""
+    return dist_ctx.decide_on_rank0(partial(choose_dtype, requested, dist_ctx.device, host_threads(dist_ctx)))
 
 
 def check_float8(device: torch.device, dtype: torch.dtype) -> None:

@@ -29,7 +29,7 @@ from lmforge.config.batch_plan import BatchPlan
 from lmforge.config.stage import StageConfig
 from lmforge.errors import RunFailed, UserError
 from lmforge.model.config import ModelConfig
-from lmforge.parallel.precision import choose_compile, choose_dtype, dtype_name
+from lmforge.parallel.precision import choose_compile
 from lmforge.plan.memory import DTYPE_BYTES, ParameterCounts, checkpoint_bytes
 from lmforge.plan.parameter_counts import count_parameters, get_lora_config
 from lmforge.plan.planning import RunPrediction, build_step_config, predict_run
@@ -69,7 +69,6 @@ class MemoryEstimator:
     ) -> Self:
         """The estimator of a recipe on these ranks, for a run that continues from `step`, beside its teacher."""
         on_gpu = dist_ctx.device.type == "cuda"
-        dtype, _ = choose_dtype(config.train.dtype, dist_ctx.device)
         compiled, _ = choose_compile(config, dist_ctx.device, config.train.steps - step)
         step_config = build_step_config(
             config,
@@ -78,7 +77,7 @@ class MemoryEstimator:
             world_size=dist_ctx.world_size,
             gpus_per_host=dist_ctx.rank_info.local_world_size,
             on_gpu=on_gpu,
-            dtype=dtype_name(dtype),
+            dtype=config.train.dtype,
             compiled=compiled,
             teacher=teacher,
         )

@@ -18,6 +18,7 @@ from lmforge.errors import UserError, format_bytes
 from lmforge.model.config import ModelConfig
 from lmforge.objectives.policy import build_policy_loss_config
 from lmforge.parallel.dims import plan_batches
+from lmforge.parallel.precision import is_bf16_faster
 from lmforge.parallel.validate import (
     check_compiled,
     check_float8_dtype,
@@ -139,8 +140,9 @@ def choose_dtypes(config: StageConfig, gpu: GPU, calibration: Calibration | None
     Raises UserError for a dtype that the device does not have, float8 included.
     """
     fast = "bf16" in gpu.tflops
-    if gpu.is_cpu:
-        fast = calibration is not None and calibration.table("product", "bf16") is not None
+    if gpu.is_cpu:  # an unmeasured one may have bf16 or not, at any speed
+        measured = calibration is not None and calibration.table("product", "bf16") is not None
+        fast = measured and is_bf16_faster(gpu.tflops["bf16"], gpu.tflops["fp32"])
     dtype = config.train.dtype if config.train.dtype != "auto" else ("bf16" if fast else "fp32")
     check_dtype(gpu, dtype)
     if config.train.float8 and gpu.peak_flops("fp8") is None:

@@ -19,7 +19,7 @@ from lmforge.model.parametrization import relative_to_base
 from lmforge.objectives.objective import Objective
 from lmforge.parallel.parallel_model import ParallelModel
 from lmforge.parallel.parallelize import parallelize
-from lmforge.parallel.precision import DTYPES, choose_compile, choose_dtype
+from lmforge.parallel.precision import DTYPES, choose_compile
 from lmforge.plan.memory import checkpoint_bytes
 from lmforge.plan.parameter_counts import count_parameters, get_lora_config
 from lmforge.stages.attempt import RunContext
@@ -50,7 +50,7 @@ def build(ctx: RunContext, inputs: RunInputs, point: ResumePoint, objective: Obj
     """
     config, faults, dist_ctx = ctx.config, ctx.config.faults, ctx.dist_ctx
     ctx.watch.set_phase("building", point.step)
-    dtype, _ = choose_dtype(config.train.dtype, dist_ctx.device)
+    dtype = DTYPES[config.train.dtype]
     with dist_ctx.raise_on_all():
         compiled, compile_reason = choose_compile(config, dist_ctx.device, config.train.steps - point.step)
     resumes = point.manifest is not None

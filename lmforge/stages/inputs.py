@@ -40,6 +40,7 @@ class RunInputs:
     sequences_per_sample  sequences of a batch made from each sequence of `train_dataset`
     tasks                 tasks scored at each validation, each with its batch size
     teacher               of a distillation: the model whose forward pass each batch takes; None where it was stored
+    dtype_reason          why the compute dtype is what the recipe says, in words
     """
 
     tokenizer: Tokenizer
@@ -54,6 +55,7 @@ class RunInputs:
     sequences_per_sample: int = 1
     tasks: tuple[tuple[QuestionTask, int], ...] = ()
     teacher: ModelConfig | None = None
+    dtype_reason: str = ""
 
     @property
     def packed_dataset(self) -> PackedDataset:
@@ -128,6 +130,17 @@ def check_model(config: StageConfig, model_config: ModelConfig, batch_plan: Batc
     if config.optimizer.groups or get_lora_config(config) is not None:
         parameters = build_meta_model(model_config, get_lora_config(config)).named_parameters()
         assign_groups([name for name, each in parameters if each.requires_grad], config.optimizer.groups)
+
+
+def describe_long_sequences(config: StageConfig, inputs: RunInputs) -> list[str]:
+    """A line for sequences that are longer than the rotary positions of the model, or of its teacher, are made for."""
+    length, lines = config.data.sequence_length, []
+    for whose, model in (("this model's", inputs.model_config), ("the teacher's", inputs.teacher)):
+        positions = model and model.rotary_positions
+        if positions is not None and length > positions:
+            made_for = f"{whose} rotary positions are made for {positions} tokens (max_position_embeddings)"
+            lines.append(f"data.sequence_length = {length}: {made_for}; use at most that, unless it shall learn longer ones")
+    return lines
 
 
 def _check_samples(config: StageConfig, model_config: ModelConfig, tokenizer: Tokenizer) -> None:

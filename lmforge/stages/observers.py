@@ -22,7 +22,7 @@ from lmforge.model.flops import describe_experts
 from lmforge.monitor.expert_load import ExpertLoad
 from lmforge.monitor.predicted_loss import LossWatch, read_predicted_loss
 from lmforge.monitor.usage.other_trainings import other_trainings
-from lmforge.parallel.precision import choose_dtype, has_compiled_blocks
+from lmforge.parallel.precision import has_compiled_blocks
 from lmforge.plan.memory import DTYPE_BYTES
 from lmforge.plan.parameter_counts import count_parameters, get_lora_config, training_flops_per_token
 from lmforge.plan.planning import RunPrediction
@@ -326,11 +326,10 @@ def log_summary(
         attention = describe_attention_backend(
             dist_ctx.device, built.dtype, model_config.head_dim, context_parallel=context_parallel
         )
-    _, dtype_reason = choose_dtype(config.train.dtype, dist_ctx.device)
     compile_words = f"compile {'on' if built.compiled else 'off'} ({built.compile_reason})"
     float8 = ", products of the blocks in float8 (the MFU is of the bf16 peak)" if config.train.float8 else ""
     log(
-        f"compute    {str(built.dtype).removeprefix('torch.')} ({dtype_reason}){float8},"
+        f"compute    {str(built.dtype).removeprefix('torch.')} ({inputs.dtype_reason}){float8},"
         f" master weights in {config.train.master_dtype}, attention {attention}, {compile_words}"
     )
     if prediction is not None:

@@ -32,7 +32,7 @@ from lmforge.stages.attempt import (
 from lmforge.stages.build_model import build, build_checkpointer
 from lmforge.stages.custom_code import NO_CUSTOM_CODE, CustomCode
 from lmforge.stages.enter_run import describe_config_changes, enter_run
-from lmforge.stages.inputs import RunInputs
+from lmforge.stages.inputs import RunInputs, describe_long_sequences
 from lmforge.stages.observers import Observers, build_throughput, log_summary
 from lmforge.stages.specs import StageSpec, spec_of
 from lmforge.train.checkpoints import Checkpoints
@@ -98,7 +98,7 @@ def _train(
     config, steps, dist_ctx, log = ctx.config, ctx.config.train.steps, ctx.dist_ctx, ctx.console.info
     if point.step >= steps:
         point = dist_ctx.decide_on_rank0(partial(verify_finished, ctx.run, point, steps))
-    notes = [*notes_on_ranks(config, dist_ctx), *describe_used_up_restarts(dist_ctx)]
+    notes = [*notes_on_ranks(config, dist_ctx), *describe_used_up_restarts(dist_ctx), *describe_long_sequences(config, inputs)]
     for line in [*point.messages, *describe_config_changes(point, config), *notes]:
         log(line)
     hosts = dist_ctx.world_size // dist_ctx.rank_info.local_world_size

@@ -17,7 +17,7 @@ from lmforge.config.verbs.models import EvaluateOptions
 from lmforge.evaluate.measure_loss import measure_loss
 from lmforge.evaluate.tasks import TaskSettings, load_task, run_task
 from lmforge.generate.model_loading import LoadedModel, load_model
-from lmforge.parallel.precision import choose_dtype
+from lmforge.parallel.precision import decide_dtype
 
 
 def run_evaluate(options: EvaluateOptions) -> int:
@@ -36,8 +36,8 @@ def run_evaluate(options: EvaluateOptions) -> int:
 
 def _load_on_ranks(dist_ctx: DistributedContext, options: EvaluateOptions) -> LoadedModel:
     """The full model on every rank. Raises UserError on all ranks where one cannot open it."""
+    dtype, _ = decide_dtype(options.dtype, dist_ctx)
     with dist_ctx.raise_on_all():
-        dtype = choose_dtype(options.dtype, dist_ctx.device)[0]
         warn = partial(print, file=sys.stderr) if dist_ctx.is_rank0 else lambda line: None
         return load_model(options.model, dist_ctx.device, dtype, warn=warn)
 

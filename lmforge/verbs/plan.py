@@ -15,6 +15,7 @@ from rich.table import Column, Table
 
 from lmforge.atomic_files import atomic_write_text, check_output
 from lmforge.config.load import STAGES
+from lmforge.config.mixture import TokenSourceOptions
 from lmforge.config.options import to_toml, validate_options
 from lmforge.config.stage import PretrainConfig
 from lmforge.config.verbs.plan import AnyPlanConfig
@@ -63,7 +64,7 @@ def run_plan(config: AnyPlanConfig) -> int:
     machine = find_machine(config.plan)
     config, batch_note = with_default_batch(config)
     config = config.model_copy(update={"plan": machine.with_disk(config.plan)})
-    step_config = _step_config(config, machine)
+    step_config, vocabulary = _step_config(config, machine)
     prediction = predict_step(step_config, machine)
     phases = predict_phases(config, prediction, machine)
     cost = run_cost(phases, config.plan, machine.gpu, async_save=config.checkpoint.async_save)
@@ -76,14 +77,14 @@ def run_plan(config: AnyPlanConfig) -> int:
     if fits_device and not fits:
         advice = f"it takes {on_host}, which has {format_bytes(machine.host_memory_bytes)}; use more hosts, or no offload"
     if config.plan.output == "json":
-        print(json.dumps(_as_json(prediction, phases, cost, fits, advice, machine), indent=1))
+        print(json.dumps(_as_json(prediction, phases, cost, fits, advice, machine) | {"vocabulary": vocabulary}, indent=1))
         return 0
     console = page_console(110)
     options = prediction.step_config.options
     where = f"{config.plan.gpus} × {machine.gpu.name}"
     if machine.network is not None:
         where += f", {machine.gpus_per_host} per host, {machine.network.name}"
-    lines = [*batch_note, f"{where}; {machine.describe_constants(step_config.dtype)}"]
+    lines = [*batch_note, f"{where}; {machine.describe_constants(step_config.dtype)}", vocabulary]
     if any(step_config.model.sparse_layers):
         lines.append(f"{step_config.parameters.total:,} parameters; experts: {describe_experts(step_config.model)}")
     console.print(escape("\n".join(lines)), soft_wrap=True)
@@ -119,9 +120,18 @@ def run_plan(config: AnyPlanConfig) -> int:
     return 0
 
 
-def _step_config(config: AnyPlanConfig, machine: Machine) -> StepConfig:
-    model = resolve_model(config, find_vocab_size(config))
-    return make_step_config(config, model, config.plan.gpus, machine, resolve_teacher(config))
+def _step_config(config: AnyPlanConfig, machine: Machine) -> tuple[StepConfig, str]:
+    """The step, and a line that says whose vocabulary it has. Only data that the recipe names counts, not what happens to lie
+    in the default folder."""
+    sources: tuple[TokenSourceOptions, ...] = ()
+    if isinstance(config, PretrainConfig) and not {"folder", "sources"}.isdisjoint(config.data.model_fields_set):
+        sources = config.data.all_sources
+    vocab_size = find_vocab_size(config) if sources else None
+    model, whose = resolve_model(config, vocab_size), "the model's own"
+    if model.vocab_size == vocab_size:
+        whose = f"of the tokenizer in {', '.join(source.folder for source in sources)}"
+    step_config = make_step_config(config, model, config.plan.gpus, machine, resolve_teacher(config))
+    return step_config, f"vocabulary {model.vocab_size:,} tokens, {whose}"
 
 
 def _memory_table(prediction: Prediction) -> Table:
@@ -252,7 +262,7 @@ def run_search(config: AnyPlanConfig) -> int:
     parallel = config.parallel.model_copy(update={"engine": "auto", "sharding": None, "shard_degree": None})
     degrees = {f"{name}_parallel_degree": 1 for name in ("tensor", "context", "pipeline", "expert")}
     plain = config.model_copy(update={"parallel": parallel.model_copy(update=degrees | {"cpu_offload": False})})
-    base = _step_config(plain, machine)
+    base, vocabulary = _step_config(plain, machine)
     size = plan_batches(plain, 1).global_batch_size
     budget = config.plan.usable * machine.gpu.memory_bytes
     rates = machine.rates(base.dtype)
@@ -270,6 +280,7 @@ def run_search(config: AnyPlanConfig) -> int:
         print(json.dumps(_search_as_json(result), indent=1))
     else:
         print(f"{config.plan.gpus} × {machine.gpu.name}; {machine.describe_constants(base.dtype)}")
+        print(vocabulary)
         lengths = {phase.sequence_length for phase in config.data.phases} if isinstance(config, PretrainConfig) else set()
         if lengths - {None, base.sequence_length}:
             print(f"phases differ in sequence length: the search is for the longest, {base.sequence_length:,} tokens")

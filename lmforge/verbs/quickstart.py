@@ -26,7 +26,6 @@ from lmforge.config.verbs.prepare import PrepareOptions
 from lmforge.config.verbs.running import QuickstartOptions
 from lmforge.data.chat.library_functions import TRAIN_FILE, VALIDATION_FILE
 from lmforge.errors import RunFailed, typed_command
-from lmforge.parallel.precision import choose_dtype, dtype_name
 from lmforge.runs import Run
 from lmforge.verbs.prepare import run_prepare
 from lmforge.verbs.table import VERBS
@@ -185,8 +184,8 @@ def _count_processes(processes: int) -> str:
 
 def _comparison_table(base: Path, sharded: Path, begun: int, processes: str) -> Table:
     """The losses of both runs after their common checkpoint, and whether they differ by less than the bound of splits."""
-    config, device = Run(base).load_config(), torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    bound = bound_of_splits(dtype_name(choose_dtype(config.train.dtype, device)[0]), device.type).loss
+    config, device_type = Run(base).load_config(), "cuda" if torch.cuda.is_available() else "cpu"
+    bound = bound_of_splits(config.train.dtype, device_type).loss
     table = Table("step", "measured", processes, "FSDP2", "difference", "")
     metrics = {run: {record["step"]: record for record in Run(run).read_metrics()} for run in (base, sharded)}
     for step, record in metrics[base].items():

@@ -1,5 +1,7 @@
 """The resolution of `auto` on this hardware, and the messages where a dtype is impossible."""
 
+import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -7,6 +9,7 @@ import pytest
 import torch
 
 from lmforge.bench.parity import SMALL_MODEL, ParityData
+from lmforge.checkpoint import read_manifest
 from lmforge.cluster import distributed as cluster
 from lmforge.cluster.distributed import DistributedContext
 from lmforge.cluster.rank_info import RankInfo
@@ -17,9 +20,12 @@ from lmforge.errors import UserError
 from lmforge.model import build_model
 from lmforge.model.init_weights import init_weights
 from lmforge.objectives.language import NextTokenObjective
+from lmforge.parallel import cpu_flops, precision
 from lmforge.parallel.parallelize import parallelize
 from lmforge.parallel.precision import MIN_STEPS_TO_COMPILE, choose_compile, choose_dtype, has_native_bf16, missing_for_compile
 from lmforge.parallel.validate import why_not_compiled
+from lmforge.runs import Run
+from tests.conftest import Command
 
 CPU = torch.device("cpu")
 CPUINFO = Path("/proc/cpuinfo")
@@ -39,10 +45,84 @@ def test_a_cpu_has_fast_bf16_where_its_flags_say_so() -> None:
     assert has_native_bf16(CPU) == ("amx_bf16" in flags or "avx512_bf16" in flags)
 
 
-def test_auto_is_bf16_exactly_where_the_hardware_multiplies_it() -> None:
+FASTER, SLOWER = {"torch.bfloat16": 120e9, "torch.float32": 100e9}, {"torch.bfloat16": 119e9, "torch.float32": 100e9}
+# `lmforge` on a CPU with bf16 arithmetic, whose products a measurement finds so fast: a table for each rank.
+ON_CPU = """
+import json, os, sys
+from lmforge.cli import main
+from lmforge.parallel import cpu_flops, precision
+if __name__ == "__main__":
+    flops = json.loads(sys.argv.pop(1))[int(os.environ.get("RANK", 0))]
+    os.environ["XDG_CACHE_HOME"] = sys.argv.pop(1)
+    cpu_flops.measure_peak_flops = lambda dtype, threads: (flops[str(dtype)], 0.0)
+    precision.has_native_bf16 = lambda device: True
+    main()
+"""
+
+
+@pytest.fixture
+def measures(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., None]:
+    """`measures(flops)`: what this machine's CPU measures."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+
+    def set_flops(flops: dict[str, float], *, native: bool = True) -> None:
+        monkeypatch.setattr(cpu_flops, "measure_peak_flops", lambda dtype, threads: (flops[str(dtype)], 0.0))
+        monkeypatch.setattr(precision, "has_native_bf16", lambda device: native)
+
+    return set_flops
+
+
+def test_auto_is_bf16_where_its_products_are_faster_by_a_fifth_and_says_both_figures(measures: Callable[..., None]) -> None:
+    measures(FASTER)
+    assert choose_dtype("auto", CPU) == (torch.bfloat16, "products: 120 GFLOP/s in bf16, 100 in fp32")
+    measures(SLOWER)
+    assert choose_dtype("auto", CPU) == (torch.float32, "products: 119 GFLOP/s in bf16, 100 in fp32")
+    measures({}, native=False)  # nothing is measured, as emulated products take long
+    assert choose_dtype("auto", CPU) == (torch.float32, "this hardware has no bf16 arithmetic")
+
+
+def test_auto_follows_what_is_measured_on_this_machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(cpu_flops, "SECONDS_PER_SIZE", 0.02)
+    monkeypatch.setattr(cpu_flops, "MIN_CORE_FRACTION", 0.0)  # kept, whatever else runs here
     dtype, reason = choose_dtype("auto", CPU)
-    assert dtype == (torch.bfloat16 if has_native_bf16(CPU) else torch.float32)
-    assert reason == ("the hardware supports it" if has_native_bf16(CPU) else "this hardware has no bf16 arithmetic")
+    fast = has_native_bf16(CPU)
+    if fast:
+        bf16, fp32 = (cpu_flops.cpu_peak_flops(each, torch.get_num_threads()) for each in (torch.bfloat16, torch.float32))
+        fast = bf16 >= 1.2 * fp32
+        assert reason == f"products: {bf16 / 1e9:,.0f} GFLOP/s in bf16, {fp32 / 1e9:,.0f} in fp32"
+    assert dtype == (torch.bfloat16 if fast else torch.float32)
+
+
+@pytest.mark.parametrize(
+    ("begins", "chosen", "says", "resumes"),
+    [
+        ([FASTER, SLOWER], "bf16", "bfloat16 (products: 120 GFLOP/s in bf16, 100 in fp32)", SLOWER),
+        ([SLOWER], "fp32", "float32 (products: 119 GFLOP/s in bf16, 100 in fp32)", FASTER),
+    ],
+)
+def test_rank_0_decides_for_all_and_a_resume_on_another_processor_keeps_it(
+    tmp_path: Path,
+    tiny_options: list[str],
+    program: Command,
+    begins: list[dict[str, float]],
+    chosen: str,
+    says: str,
+    resumes: dict[str, float],
+) -> None:
+    words = ["pretrain", *tiny_options, "--train.dtype", "auto", "--run.folder", tmp_path, "--run.name", "run"]
+    words += ["--schedule.warmup_steps", 0]
+    done = program(ON_CPU, json.dumps(begins), tmp_path, *words, "--train.steps", 1, ranks=len(begins))
+    assert done.returncode == 0, done.stderr
+    assert f"compute    {says}, " in done.stdout
+    run = Run(tmp_path / "run")
+    assert run.load_config().train.dtype == chosen
+    again = program(ON_CPU, json.dumps([resumes]), tmp_path, *words, "--train.steps", 2)
+    assert again.returncode == 0, again.stderr
+    assert f"compute    {says.split()[0]} (as the run began), " in again.stdout
+    assert "train.dtype" not in again.stdout  # nothing has changed
+    assert {read_manifest(run.checkpoint_path(step)).recipe["train"]["dtype"] for step in (1, 2)} == {chosen}
+    assert {read_manifest(run.checkpoint_path(step)).written_by["dtype"] for step in (1, 2)} == {f"torch.{says.split()[0]}"}
 
 
 def test_what_is_asked_for_is_given_with_a_warning_where_it_is_slow() -> None:

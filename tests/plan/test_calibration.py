@@ -9,8 +9,11 @@ import pytest
 import torch
 
 from lmforge.cli import run
+from lmforge.config.stage import PretrainConfig
+from lmforge.config.verbs.plan import MachineOptions
 from lmforge.plan.calibration import COLLECTIVES, REQUIRED, Calibration, RateTable, read_calibration
 from lmforge.plan.hardware import data_sheets
+from lmforge.plan.planning import choose_dtypes, find_machine
 from lmforge.plan.prediction.rates import Group, Rates
 from tests.calibrations import EXPERTS, calibration, write_calibration
 from tests.conftest import Command, Refusal
@@ -204,6 +207,18 @@ def test_a_plan_says_what_was_measured_and_what_is_of_a_data_sheet(tmp_path: Pat
     only_fp32 = write_calibration(tmp_path, calibration(kind="cuda", device="NVIDIA H100 80GB HBM3"))
     result = planned(capfd, "--train.global_batch_size", 8, "--train.dtype", "bf16", "--calibration", only_fp32)
     assert result["constants"]["measured"] == ["memory", "disk"]
+
+
+@pytest.mark.parametrize(("speedup", "dtype"), [(1.25, "bf16"), (1.15, "fp32"), (0.5, "fp32")])
+def test_auto_is_bf16_on_a_cpu_where_its_products_were_measured_faster_by_a_fifth(
+    tmp_path: Path, speedup: float, dtype: str
+) -> None:
+    table = calibration(dtypes=("fp32", "bf16"))
+    for each in table["measurements"]:
+        if (each["what"], each["dtype"]) == ("product", "bf16"):
+            each["value"] *= speedup
+    machine = find_machine(MachineOptions(gpu_type="cpu", calibration=write_calibration(tmp_path, table)))
+    assert choose_dtypes(PretrainConfig(), machine.gpu, machine.calibration)[0] == dtype
 
 
 def test_measured_collectives_count_for_the_group_that_was_measured() -> None:

@@ -10,8 +10,9 @@ import torch
 from lmforge.cluster.distributed import DistributedContext
 from lmforge.cluster.rank_info import RankInfo, threads_per_rank
 from lmforge.model.flops import FLOPS_CONVENTION
-from lmforge.plan import peak_flops
-from lmforge.plan.peak_flops import cpu_peak_flops, measure_peak_flops, rank_peak_flops
+from lmforge.parallel import cpu_flops
+from lmforge.parallel.cpu_flops import cpu_peak_flops, measure_peak_flops
+from lmforge.plan.peak_flops import rank_peak_flops
 
 CPU = torch.device("cpu")
 Measured = list[tuple[torch.dtype, int]]
@@ -36,7 +37,7 @@ def measuring(monkeypatch: pytest.MonkeyPatch, core_fraction: float) -> Measured
         calls.append((dtype, threads))
         return len(calls) * 1e9, core_fraction
 
-    monkeypatch.setattr(peak_flops, "measure_peak_flops", measure)
+    monkeypatch.setattr(cpu_flops, "measure_peak_flops", measure)
     return calls
 
 
@@ -103,7 +104,7 @@ def test_ranks_of_a_host_share_its_peak(cache: Path, measured: Measured) -> None
 
 
 def test_a_measurement_is_plausible_and_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(peak_flops, "SECONDS_PER_SIZE", 0.05)
+    monkeypatch.setattr(cpu_flops, "SECONDS_PER_SIZE", 0.05)
     threads, rng = torch.get_num_threads(), torch.get_rng_state()
     flops, core_fraction = measure_peak_flops(torch.float32, 1)
     assert 1e8 < flops < 1e14

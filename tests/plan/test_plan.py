@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 import subprocess
 import sys
 import tomllib
@@ -15,6 +16,7 @@ from lmforge.cli import run
 from lmforge.config.activation_checkpointing import CHECKPOINTING_MODES
 from lmforge.config.load import read_config
 from lmforge.config.sections import ParallelOptions
+from lmforge.config.stage import PretrainDataOptions
 from lmforge.model.config import ModelConfig, get_preset
 from lmforge.model.flops import active_parameters, flops_per_token, parameter_count
 from lmforge.plan.hardware import HARDWARE_FILE, data_sheets
@@ -283,6 +285,18 @@ def test_a_plan_of_a_mixture_says_its_total_and_active_parameters(capfd: pytest.
     assert (planned["parameters"], planned["active_parameters"]) == (total, active)
     assert run([*words, "--search", "--configurations", "40"]) == 0
     assert "why slower" in capfd.readouterr().out
+
+
+def test_a_preset_keeps_its_vocabulary_unless_data_is_named(tiny_tokens: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """What lies in the default folder, as after the quickstart, is not the data of a run that does not name it."""
+    shutil.copytree(tiny_tokens, PretrainDataOptions().folder)
+    words, line = ["plan", "--model.preset", "smollm-135m"], "\nvocabulary 49,152 tokens, the model's own\n"
+    for more in ([], ["--search", "--configurations", "1"]):
+        assert run([*words, *more]) == 0
+        assert line in capfd.readouterr().out
+    assert plan_json(capfd, *words[1:])["parameters"] == parameter_count(get_preset("smollm-135m")).total
+    assert run([*words, "--data.folder", str(tiny_tokens)]) == 0
+    assert f"\nvocabulary 512 tokens, of the tokenizer in {tiny_tokens}\n" in capfd.readouterr().out
 
 
 def test_a_chip_is_known_by_its_name_and_each_gpu_has_a_sequence(capfd: pytest.CaptureFixture[str]) -> None:

@@ -25,7 +25,7 @@ from lmforge.runs import Run
 from lmforge.stages.alignment.prompt_inputs import PromptPacking, open_prompt_inputs, prepare_prompts
 from lmforge.stages.enter_run import check_resumable
 from lmforge.stages.examples import example_folder_paths, open_example_inputs, prepare_examples
-from lmforge.stages.inputs import RunInputs
+from lmforge.stages.inputs import RunInputs, describe_long_sequences
 from lmforge.stages.pretrained import find_required_pretrained
 from lmforge.train.resume import ResumePoint
 from tests.conftest import Command, Refusal
@@ -363,6 +363,26 @@ def test_a_function_that_fails_on_another_rank_is_in_its_log_and_counted(place: 
 def steps_of(run: Path) -> list[dict[str, float]]:
     records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     return [record for record in records if "reward" in record]
+
+
+def test_sequences_beyond_the_rotary_positions_are_warned_of(place: Path, tiny_options: list[str], lmforge: Command) -> None:
+    line = "data.sequence_length = {}: this model's rotary positions are made for {} tokens (max_position_embeddings); "
+    words = [*tiny_options, "--train.steps", 1, "--schedule.warmup_steps", 0, "--model.max_position_embeddings"]
+    done = lmforge("pretrain", *words, 47, "--run.name", "short", cwd=place)
+    assert done.stdout.count(line.format(48, 47)) == 1, done.stderr
+    short = ["--model.source", "runs/short", "--data.files", "chats.jsonl", "--train.steps", 1, "--train.global_batch_size", 1]
+    done = lmforge("sft", *short, *FEW, cwd=place)
+    assert done.stdout.count(line.format(64, 47)) == 1, done.stderr
+
+
+@pytest.mark.parametrize(("of_teacher", "whose"), [(64, []), (63, ["the teacher's"]), (None, [])])
+def test_so_are_those_beyond_a_teachers(place: Path, tiny_run: Path, of_teacher: int | None, whose: list[str]) -> None:
+    config = recipe_of(SftConfig, place, tiny_run, data={"files": [str(place / "chats.jsonl")]})
+    prepare_examples(config, ALONE)
+    inputs = open_example_inputs(config, 1)
+    teacher = of_teacher and replace(inputs.model_config, max_position_embeddings=of_teacher)
+    lines = describe_long_sequences(config, replace(inputs, teacher=teacher or None))
+    assert [line.partition(": ")[2].partition(" rotary")[0] for line in lines] == whose
 
 
 def test_a_recipe_of_another_stage_is_refused(place: Path, tiny_run: Path, refused: Refusal) -> None:

@@ -214,27 +214,6 @@ def test_a_bias_is_compared_relative_to_its_weight_and_one_on_keys_is_only_to_be
         assert f" from step 2 on: weights {name}, by " in result["verdict"]
 
 
-def test_where_nothing_says_how_the_dtype_auto_was_decided_there_is_no_bound_but_equal_bits(
-    runs: Runs, tmp_path: Path, compared: Any
-) -> None:
-    for name in ("one", "again", "two"):
-        shutil.copytree(runs[name], tmp_path / name, ignore=shutil.ignore_patterns("step-*"))
-        recipe = tmp_path / name / "recipe.toml"
-        text = recipe.read_text()
-        assert 'dtype = "fp32"' in text
-        recipe.write_text(text.replace('dtype = "fp32"', 'dtype = "auto"', 1))
-    status, result = compared(str(tmp_path / "one"), str(tmp_path / "again"))
-    assert (status, result["bound"]["setup"]) == (0, EQUAL_BITS.setup)
-    status, result = compared(str(tmp_path / "one"), str(tmp_path / "two"))
-    assert (status, result["bound"]) == (1, None)
-    assert (
-        "; no bound applies, as no checkpoint that can be read says which dtype train.dtype = auto was in" in result["verdict"]
-    )
-    status, result = compared("one", str(tmp_path / "two"))
-    assert (status, result["bound"]) == (1, None)
-    assert f"auto was in {tmp_path / 'two'}, and bounds differ (" in result["verdict"]
-
-
 def on_hardware(run: Path, copy: Path, **fields: Any) -> str:
     """A copy of a run whose starts recorded these fields; None: nothing."""
     shutil.copytree(run, copy)

@@ -1,7 +1,8 @@
 """The learning rate of a step, and its schedules: the fraction of the way from the final rate up to the peak, after warm-up.
 
 Each schedule is called as `(step, steps, schedule, options)`: the 0-based step, the steps of the whole run, the section
-`[schedule]`, and the schedule's own options, of which these have none. It returns 1 at the peak and 0 at the final rate.
+`[schedule]`, and the schedule's own options, of which these have none. It returns 1 at the peak and would return 0, the final
+rate, at step `steps`: as in transformers, so that no step is taken at a rate of 0.
 """
 
 import math
@@ -17,8 +18,8 @@ def build_schedule(options: ScheduleOptions, steps: int, peak_lr: float) -> Call
     """The learning rate of a step (from 0) in a run of `steps`: linear warm-up, then the schedule's shape down to its final
     ratio.
 
-    The peak is reached after the warm-up, and the final learning rate at the last step. The function raises UserError for a
-    schedule of a plugin that returns no finite number from 0 on.
+    The peak is reached after the warm-up. The function raises UserError for a schedule of a plugin that returns no finite
+    number from 0 on.
     """
     warmup, entry = options.warmup(steps), registry.get("schedule", options.name)
     own_options = entry_options(options, entry)
@@ -50,10 +51,10 @@ def cosine(step: int, steps: int, schedule: ScheduleOptions, options: None = Non
 
 def warmup_stable_decay(step: int, steps: int, schedule: ScheduleOptions, options: None = None) -> float:
     """Stays at the peak until `decay_steps` steps are left, then decays linearly."""
-    last_at_peak = max(schedule.warmup(steps), steps - 1 - (schedule.decay_steps or max(1, steps // 5)))
+    last_at_peak = max(schedule.warmup(steps), steps - (schedule.decay_steps or max(1, steps // 5)))
     return 1.0 if step <= last_at_peak else 1 - _progress(step, steps, last_at_peak)
 
 
 def _progress(step: int, steps: int, last_at_peak: int) -> float:
-    """The fraction of the way from `last_at_peak` to the last step."""
-    return min(1.0, (step - last_at_peak) / max(1, steps - 1 - last_at_peak))
+    """The fraction of the way from `last_at_peak` to the end of the run, where `step` is before it."""
+    return (step - last_at_peak) / (steps - last_at_peak)

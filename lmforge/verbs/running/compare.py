@@ -31,7 +31,6 @@ OF_LR, OF_PLAN = ("schedule.", "train.steps", "train.epochs"), ("data.folder", "
 # What decides the last bits: of environment.json, and of each start in events.jsonl.
 VERSIONS = ("packages", "python", "processor", "cores", "git_commit")
 HARDWARE = {"threads": int, "gpu": str}
-DTYPES = {"torch.float32": "fp32", "torch.bfloat16": "bf16"}
 METRICS = {"loss": "loss", "val/loss": "loss", "grad_norm": "gradient_norm"}
 
 
@@ -90,9 +89,6 @@ class ComparedRun:
         for step in run.checkpoint_steps():
             with suppress(UserError):  # a damaged one
                 self.checkpoints[step] = read_manifest(run.checkpoint_path(step))
-        # `auto` is decided where a run begins, and only its checkpoints say how.
-        written = next((DTYPES.get(str(each.written_by.get("dtype"))) for each in self.checkpoints.values()), None)
-        self.dtype = written or self.options["train.dtype"]
         # Resuming may have changed the split.
         recipes = [each.recipe for each in self.checkpoints.values()]
         then = [(f"{section}.{name}", value) for each in recipes for section in each for name, value in each[section].items()]
@@ -159,7 +155,6 @@ def _differences(first: ComparedRun, other: ComparedRun) -> Iterator[tuple[str, 
     for name, pair in (
         ("ranks", [first.ranks, other.ranks]),
         ("device", [first.device, other.device]),
-        ("dtype", [first.dtype, other.dtype]),
         *((name, pair) for name in HARDWARE if all(pair := [run.hardware[name] for run in (first, other)])),
         *((name, [run.environment.get(name) for run in (first, other)]) for name in VERSIONS),
     ):
@@ -184,28 +179,20 @@ def _choose_bound(first: ComparedRun, other: ComparedRun, differs: dict[str, lis
         ignored += OF_LR
     if not unlike_plan and first.checkpoints.keys() & other.checkpoints.keys():
         ignored += OF_PLAN
-    unknown = [str(run.run.path) for run in (first, other) if run.dtype == "auto"]
-    if first.dtype == other.dtype or unknown:
-        ignored += ("train.dtype", "dtype")
     if names := [name for name in differs if not name.startswith(ignored)]:
         return None, f"they do not compute the same ({_name_differences(differs, names)})"
     options = first.options
     split = [name for name in differs if name.startswith((*OF_SPLIT, *VERSIONS[:-1], *HARDWARE, "ranks"))]
-    if unknown and options["train.dtype"] != other.options["train.dtype"]:
-        split.append("train.dtype")
     if not split and not (first.has_one_split and other.has_one_split):
         split.append("ranks")
     if not split and (first.device == "cpu" or (options["train.deterministic"] and other.options["train.deterministic"])):
         return EQUAL_BITS, EQUAL_BITS.reason
-    if unknown:
-        why = f"no checkpoint that can be read says which dtype train.dtype = auto was in {' and '.join(unknown)}"
-        return None, f"{why}, and bounds differ ({_name_differences(differs, split) if split else 'not --deterministic'})"
     if options["train.float8"] or first.options.get("align.method") == "grpo":
         what = "float8" if options["train.float8"] else "sampled completions"
         return None, f"there is no bound for {what} with another split ({_name_differences(differs, split)})"
     keeps_bf16 = not {"bf16", "8bit"}.isdisjoint((options["train.master_dtype"], options["optimizer.state_dtype"]))
     optimizer, epsilon = options["optimizer.name"], options["optimizer.eps"]
-    bound = bound_of_splits(first.dtype, first.device, optimizer, epsilon, keeps_bf16)
+    bound = bound_of_splits(options["train.dtype"], first.device, optimizer, epsilon, keeps_bf16)
     return bound, f"{bound.reason} ({_name_differences(differs, split) if split else 'not --deterministic'})"
 
 
