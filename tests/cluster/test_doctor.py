@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from lmforge.cluster.rendezvous import free_port
 from tests import tools
 from tests.cluster.laboratory import LOGIN, Laboratory
 from tests.cluster.launching import Desk, with_programs, write_executable
@@ -34,14 +35,13 @@ def throttled(laboratory: Laboratory, host: str) -> Iterator[None]:
 
 
 def examined(laboratory: Laboratory, folder: Path, *words: object, status: int = 0) -> dict[str, list[dict[str, Any]]]:
-    """The findings by name, of a process of doctor on each host, started as torchrun does it."""
-    line = [sys.executable, "-m", "torch.distributed.run", "--nnodes", 2, "--nproc-per-node", 1, "--rdzv-backend", "c10d"]
-    line += ["--rdzv-id", folder.name, "--rdzv-endpoint", "node1:29533", "-m", "lmforge", "doctor", "--device", "cpu"]
+    """The findings by name, of a process of doctor on each host, with variables as a container hook exports them."""
+    line = [sys.executable, "-m", "lmforge", "doctor", "--device", "cpu", "--output", "json", *words]
+    common = {"WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "node1", "MASTER_PORT": str(free_port())}
+    in_folder = ["sh", "-c", f'cd {folder} && exec "$@"', "-", *line]
     processes = [
-        laboratory.start(
-            host, ["sh", "-c", f'cd {folder} && exec "$@"', "-", *line, "--output", "json", *words], stdout=-1, stderr=-1
-        )
-        for host in laboratory.hosts
+        laboratory.start(host, in_folder, stdout=-1, stderr=-1, **common, RANK=str(rank))
+        for rank, host in enumerate(laboratory.hosts)
     ]
     outputs = [process.communicate(timeout=280) for process in processes]
     printed = [stdout for stdout, _ in outputs if stdout.strip()]

@@ -27,6 +27,7 @@ from tests.data.test_shards import flip_bit
 from tests.object_store import object_store
 from tests.preloaded import preloaded
 from tests.seeds import fresh_random
+from tests.test_own_folders import NOBODY, as_root
 
 Writer = Callable[..., TokenFolder]
 PIECE_BYTES = 2 * 65_536
@@ -170,7 +171,10 @@ def test_the_cache_never_exceeds_its_bound_and_keeps_what_was_used_last(
     path: Path, tmp_path: Path, server: FaultyServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("lmforge.data.shards.piece_cache.TOUCH_SECONDS", 0.0)
-    bound, cache = 4 * PIECE_BYTES, tmp_path / "cache"
+    bound, cache, thesis = 4 * PIECE_BYTES, tmp_path / "cache", tmp_path / "cache" / "chapters" / "1.tex"
+    thesis.parent.mkdir(parents=True)
+    thesis.touch()
+    os.utime(thesis, (0, 0))
     dataset, expected = opened(server, cache, cache_bytes=bound), local(path)
     for n in range(150):
         assert same([dataset.sequence(n)], [expected.sequence(n)])
@@ -179,6 +183,16 @@ def test_the_cache_never_exceeds_its_bound_and_keeps_what_was_used_last(
     before = server.requests.total()
     dataset.sequence(149)
     assert server.requests.total() == before
+    assert thesis.exists(), "the cache has deleted what is no piece"
+
+
+@as_root
+def test_a_cache_of_another_user_is_refused(tmp_path: Path, server: FaultyServer) -> None:
+    """Its files have fixed names, and may be links."""
+    (tmp_path / "cache").mkdir()
+    os.chown(tmp_path / "cache", NOBODY, NOBODY)
+    with pytest.raises(UserError, match=r"cache: a folder of another user; name another data\.cache_folder"):
+        opened(server, tmp_path / "cache")
 
 
 def test_ranks_of_a_host_share_a_cache_and_download_each_piece_once(path: Path, tmp_path: Path, server: FaultyServer) -> None:

@@ -15,6 +15,7 @@ from lmforge.data.shards import staged_copy
 from lmforge.data.shards.staged_copy import MARKER, find_staged, stage_folder
 from lmforge.errors import UserError
 from tests.conftest import Command, Refusal, without_shape
+from tests.test_own_folders import NOBODY, as_root
 from tests.tools import need
 
 
@@ -75,6 +76,22 @@ def test_a_copy_that_was_cut_off_is_completed(model: Path, tmp_path: Path) -> No
     assert files_of(copy) == files_of(model)
     assert "64." in copied[0]
     assert not list(copy.glob(".*.partial"))
+
+
+@pytest.mark.parametrize("prepared", ["a link", pytest.param("of another user", marks=as_root)])
+def test_a_copy_that_somebody_else_has_prepared_is_neither_written_nor_read(prepared: str, model: Path, tmp_path: Path) -> None:
+    theirs, copy = tmp_path / "theirs", stage_folder(tmp_path / "disk", model)
+    copy.rename(theirs)
+    if prepared == "a link":
+        copy.symlink_to(theirs)
+    else:
+        shutil.copytree(theirs, copy)
+        os.chown(copy, NOBODY, NOBODY)
+    (theirs / "c.safetensors").write_bytes(b"of the user")
+    assert find_staged(tmp_path / "disk", model) == model
+    with pytest.raises(UserError, match=r"^data\.stage_to: .*: a link, or of another user; name a folder of your own"):
+        stage_folder(tmp_path / "disk", model)
+    assert (theirs / "c.safetensors").read_bytes() == b"of the user"
 
 
 def test_processes_of_a_host_make_one_copy(model: Path, tmp_path: Path, program: Command) -> None:

@@ -6,6 +6,7 @@ import re
 import shutil
 import socket
 import socketserver
+import stat
 import subprocess
 import sys
 import threading
@@ -22,9 +23,12 @@ from typing import Any
 import psutil
 import pytest
 import torch
+import xxhash
 
 from lmforge.cli import run as command
 from lmforge.generate.model_loading import load_model
+from lmforge.own_folders import TOKEN_NAME
+from lmforge.stages.alignment.remote_sampling import FOLDERS_NAME
 from tests.cluster.laboratory import Laboratory
 from tests.conftest import Command, Refusal, only_line
 from tests.preloaded import preloaded
@@ -320,6 +324,41 @@ def test_a_server_that_a_killed_trainer_has_left_paused_samples_for_the_next_run
 ) -> None:
     assert rollout_server.ask("/pause?mode=keep", {})[0] == 200
     assert command(grpo("run", *by(rollout_server.url), steps=1)) == 0
+
+
+def test_weights_are_in_a_new_folder_of_the_user_alone_and_what_a_killed_trainer_left_of_its_own_is_removed(
+    grpo: Callable[..., list[str]], rollout_server: Server, tmp_path: Path
+) -> None:
+    """Where the name of the folder could be computed, somebody has put a link to a folder of the user's."""
+    theirs, thesis = tmp_path / "theirs", tmp_path / "theirs" / "chapters" / "1.tex"
+    thesis.parent.mkdir(parents=True)
+    thesis.write_text("years of work")
+    computed = Path("/dev/shm") / f"lmforge-weights-{xxhash.xxh3_64_hexdigest(str(tmp_path / 'run').encode())}"
+    computed.symlink_to(theirs)
+    (tmp_path / "output").mkdir()
+    try:
+        process = preloaded().start(grpo("run", *by(rollout_server.url), steps=100_000), tmp_path / "output")
+        metrics, record = tmp_path / "run" / "metrics.jsonl", tmp_path / "run" / FOLDERS_NAME
+        while not metrics.exists() or not metrics.read_text():
+            assert process.poll() is None, process.errors.read_text()
+            time.sleep(0.05)
+        process.kill()
+        process.wait(timeout=60)
+        assert thesis.read_text() == "years of work"
+        [[host, left, token]] = json.loads(record.read_text())
+        assert stat.S_IMODE(Path(left).stat().st_mode) == 0o700
+        # The link has the token of one, but is none; what other hosts have is not known here.
+        (theirs / TOKEN_NAME).write_text(token)
+        elsewhere = ["another-host", str(computed), token]
+        record.write_text(json.dumps([[host, left, token], [host, str(computed), token], elsewhere]))
+        given = tmp_path / "given"
+        assert command(grpo("run", *by(rollout_server.url), "--rollout.weights_folder", given, steps=1)) == 0
+        assert not Path(left).exists()
+        assert thesis.read_text() == "years of work"
+        assert [each[0] for each in json.loads(record.read_text())] == ["another-host", host]
+        assert list(given.iterdir()) == []
+    finally:
+        computed.unlink()
 
 
 def test_a_run_ends_with_one_line_when_no_server_is_left(

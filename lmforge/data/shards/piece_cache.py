@@ -13,6 +13,7 @@ from pathlib import Path
 from lmforge.atomic_files import PARTIAL_SUFFIX, atomic_write
 from lmforge.errors import UserError
 from lmforge.locks import hold_lock
+from lmforge.own_folders import is_trusted_folder
 
 # The resolution of the time at which a piece was last used.
 TOUCH_SECONDS = 10.0
@@ -27,6 +28,9 @@ class PieceCache:
         self._folder, self._max_bytes = folder, max_bytes
         try:
             folder.mkdir(parents=True, exist_ok=True)
+            # Its files have fixed names: who prepares it could make them links.
+            if not is_trusted_folder(folder.resolve()):
+                raise UserError(f"{folder}: a folder of another user; name another data.cache_folder")
             (folder / ".lock").touch()
         except OSError as problem:
             raise UserError(f"{folder}: cannot keep pieces of shards ({problem.strerror}); name another") from None
@@ -92,7 +96,7 @@ class PieceCache:
     def _make_room(self, size: int) -> int:
         """Remove the least recently used pieces and leftovers of interrupted writes. Returns the bytes in use."""
         pieces = []
-        for path in self._folder.rglob("*"):
+        for path in self._folder.glob(f"{'[0-9a-f]' * 16}/*"):  # as RemoteStorage calls them, and nothing else that is there
             if path.name.startswith("."):
                 if path.name.endswith(PARTIAL_SUFFIX):
                     path.unlink(missing_ok=True)

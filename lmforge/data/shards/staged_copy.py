@@ -22,6 +22,7 @@ from lmforge.data.shards.format import SHARDS_MANIFEST
 from lmforge.errors import UserError, format_bytes
 from lmforge.locks import hold_lock
 from lmforge.manifests import UNFINISHED
+from lmforge.own_folders import is_trusted_folder
 from lmforge.untrusted import MAX_MANIFEST_BYTES, describe_os_error, read_bounded, read_json
 
 MARKER = ".lmforge-staged.json"
@@ -39,7 +40,7 @@ def find_staged(stage_to: Path | None, source: Path) -> Path:
     if stage_to is None or not source.is_dir():
         return source
     copy = _copy_path(stage_to, source)
-    return copy if (copy / MARKER).is_file() else source
+    return copy if is_trusted_folder(copy) and (copy / MARKER).is_file() else source
 
 
 def stage_folder(stage_to: Path, source: Path, report: Callable[[str], None] = print) -> Path:
@@ -51,6 +52,8 @@ def stage_folder(stage_to: Path, source: Path, report: Callable[[str], None] = p
     copy = _copy_path(stage_to, source)
     try:
         copy.mkdir(parents=True, exist_ok=True)
+        if not is_trusted_folder(copy):
+            raise UserError(f"data.stage_to: {copy}: a link, or of another user; name a folder of your own, or leave it out")
         with hold_lock(copy.with_name(f".{copy.name}.lock"), partial(_is_complete, copy)) as is_held:
             if is_held and not _is_complete(copy):
                 _fill(copy, source, stage_to, report)

@@ -183,5 +183,5 @@ def _build_sampler(
 
     if options.engine_start:
         starter = ServerStarter(ctx.config, settings, inputs.tokenizer, built.dtype, ctx.run.logs_folder)
-    remote = RemoteSampler(built.parallel_model, inputs.model_config, options, settings, ctx.run.path, warn, starter)
+    remote = RemoteSampler(built.parallel_model, inputs.model_config, options, settings, ctx.run, warn, starter)
     return AsyncSampler(remote) if options.max_staleness else remote

@@ -5,12 +5,14 @@ run has started is started again and waited for where there is no other. HTTP is
 """
 
 import os
+import platform
 import shutil
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import Any, Protocol
@@ -18,18 +20,20 @@ from uuid import uuid4
 
 import torch
 import torch.distributed as dist
-import xxhash
 from torch import Tensor
 
+from lmforge.atomic_files import atomic_write_json
 from lmforge.cluster.distributed import DistributedContext
 from lmforge.config.align import RolloutOptions, split_server
-from lmforge.errors import RunFailed
+from lmforge.errors import RunFailed, UserError
 from lmforge.generate.sampling import SamplingParams
 from lmforge.generate.weights_folder import write_weights
 from lmforge.model.config import ModelConfig
 from lmforge.model.init_weights import LORA_SUFFIXES, named_tensors
 from lmforge.model.lora import adapted_name, lora_delta
+from lmforge.own_folders import TOKEN_NAME, make_own_folder, remove_own_folder
 from lmforge.parallel.parallel_model import ParallelModel, full_tensor
+from lmforge.runs import Run, storage_errors
 from lmforge.stages.alignment.completions import SampledCompletion
 from lmforge.stages.alignment.engines.rollout_server import (
     API_KEY_VARIABLE,
@@ -40,11 +44,13 @@ from lmforge.stages.alignment.engines.rollout_server import (
 )
 from lmforge.stages.alignment.engines.started_servers import MAX_RESTARTS, RESTART_FOLDER, ServerStarter
 from lmforge.stages.alignment.sampling import SampleRequest, SamplingSession, SamplingSettings
-from lmforge.untrusted import MAX_LISTED, cut
+from lmforge.untrusted import MAX_LISTED, cut, read_json
 
 LORA_A = LORA_SUFFIXES[0]
 # Where a folder is in memory.
 MEMORY_FOLDER = Path("/dev/shm")
+# In the run's folder: the host, path and token of folders of weights that may be left, the newest last.
+FOLDERS_NAME = ".weights-folders.json"
 # Requests that a session has at one server. They wait there, and for each a thread here: with `max_staleness` the sessions of
 # all sets that are sampled at once have as many.
 MAX_IN_FLIGHT = 1024
@@ -66,17 +72,17 @@ class RemoteSampler:
         config: ModelConfig,
         options: RolloutOptions,
         settings: SamplingSettings,
-        run_folder: Path,
+        run: Run,
         warn: Callable[[str], None],
         starter: ServerStarter | None = None,
     ) -> None:
-        """Every rank calls it. Raises UserError where a server does not start."""
+        """Every rank calls it. Raises UserError where a server does not start, or weights cannot be written."""
         self._parallel_model, self._config, self.warn = parallel_model, config, warn
         self.dist_ctx: DistributedContext = parallel_model.dist_ctx
         self.settings, self.timeout_seconds = settings, options.engine_timeout_seconds
         # The weights of an earlier attempt may have been others: no version has the name of one of them.
         self.name = self.new_name()
-        self._folder = _weights_folder(options, run_folder)
+        self._folder, self._token = self.dist_ctx.decide_on_rank0(partial(_make_weights_folder, options, run))
         self._version: int | None = None
         # The servers with the current weights, by index; the same on all ranks when a session begins.
         self._confirmed: set[int] = set()
@@ -87,8 +93,6 @@ class RemoteSampler:
         self._written: Path | None = None
         self.starts_servers = bool(options.engine_start)
         self._max_take_backs = MAX_TAKE_BACKS + MAX_RESTARTS * len(options.engine_start)
-        if self.dist_ctx.is_rank0:
-            _remove_weights(self._folder)
         self._starter = starter
         urls, key = options.engine_urls, os.environ.get(API_KEY_VARIABLE)
         if starter is not None:
@@ -272,7 +276,7 @@ class RemoteSampler:
         if self.dist_ctx.is_rank0:
             if self._starter is not None:
                 self._starter.close()
-            _remove_weights(self._folder)
+            remove_own_folder(self._folder, self._token)
 
 
 class SessionServers(Protocol):
@@ -405,19 +409,26 @@ def _full_shapes(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     return {name: torch.empty(tensors[name].shape, dtype=tensors[name].dtype, device="meta") for name in names}
 
 
-def _weights_folder(options: RolloutOptions, run_folder: Path) -> Path:
-    """Where a run's weights are: the folder that was given, memory, or the run's own folder, which other hosts may see."""
+def _make_weights_folder(options: RolloutOptions, run: Run) -> tuple[Path, str]:
+    """A new folder for a run's weights, with its token: in the folder that was given, in memory, or in the run's own folder,
+    which other hosts may see. Those of attempts that were killed are deleted. On rank 0. Raises UserError and LockLost."""
     given, elsewhere = options.weights_folder, any(split_server(name)[0] for name in options.engine_start)
-    if given is not None or elsewhere or not os.access(MEMORY_FOLDER, os.W_OK):
-        return (given or run_folder).resolve() / f"weights-{run_folder.name}"
-    name = xxhash.xxh3_64_hexdigest(str(run_folder.resolve()).encode())
-    return MEMORY_FOLDER / f"lmforge-weights-{name}"
+    in_memory = given is None and not elsewhere and os.access(MEMORY_FOLDER, os.W_OK)
+    parent = MEMORY_FOLDER if in_memory else (given or run.path).resolve()
+    record, host = run.path / FOLDERS_NAME, platform.node()
+    run.check_lock()
+    left: list[tuple[str, str, str]] = []
+    with suppress(UserError, FileNotFoundError):
+        left = read_json(record, list[tuple[str, str, str]])
+    with storage_errors(parent, "weights cannot be written", "name another rollout.weights_folder"):
+        kept = [each for each in left if not remove_own_folder(Path(each[1]), each[2]) and each[0] != host]
+        folder, token = make_own_folder(parent, "lmforge-weights-")
+        atomic_write_json(record, [*kept, (host, str(folder), token)])
+    return folder, token
 
 
-def _remove_weights(folder: Path, keep: Collection[Path] = ()) -> None:
-    """Delete the folders of weights, of this attempt or of an earlier one that was killed."""
-    for path in folder.glob("*"):
-        if path not in keep and not (keep and path.name.startswith(RESTART_FOLDER)):
+def _remove_weights(folder: Path, keep: Collection[Path]) -> None:
+    """Delete the folders of weights but some."""
+    for path in folder.iterdir():
+        if path.name != TOKEN_NAME and path not in keep and not path.name.startswith(RESTART_FOLDER):
             shutil.rmtree(path, ignore_errors=True)
-    if not keep:
-        shutil.rmtree(folder, ignore_errors=True)
