@@ -210,7 +210,7 @@ def _prepare(served: ServedModel, body: AnyRequest, encode: Encode) -> tuple[lis
         if max_tokens is None:
             room = min(room, loaded.answer_length(len(prompt), room))
         text: Any = completion.prompts[number] if completion else ""
-        continues = text != "" if completion else body.continue_final_message
+        continues = getattr(body, "continue_final_message", text != "")
         if echo and not isinstance(text, str):
             text = tokenizer.decode(prompt, include_special_tokens=True)
         for _ in range(body.n):

@@ -42,8 +42,7 @@ class QueuedRequest:
 
     def remaining(self) -> GenerationRequest:
         """What is still to be generated, after the tokens that it has."""
-        count = len(self.token_ids)
-        if not count:
+        if not (count := len(self.token_ids)):
             return self.request
         prompt_ids, max_tokens = [*self.request.prompt_ids, *self.token_ids], self.request.max_tokens - count
         return replace(self.request, prompt_ids=prompt_ids, max_tokens=max_tokens, score_prompt=False, num_resumed=count)
@@ -125,7 +124,6 @@ class ContinuousBatcher:
         self._thread.join()
 
     def _run(self) -> None:
-        reason: Exception = EngineStopped()
         try:
             while self._admit_and_cancel():
                 with self._step_lock:
@@ -140,15 +138,12 @@ class ContinuousBatcher:
                             del self._running[queued.request_id]
                             self._max_running = self.max_batch_size
                 self._post(events)
-        except Exception as problem:  # the next request loads the model again
-            traceback.print_exc(file=sys.stderr)
-            reason = problem
-        with self._changed:
-            self.stopped = True
-            self._post([(each, reason) for each in self._running.values()])
-            self._post([(each, EngineStopped()) for each in self._waiting])
-            self._running.clear()
-            self._waiting.clear()
+        finally:  # after an error that is not of a step the next request loads the model again
+            with self._changed:
+                self.stopped = True
+                self._post([(each, EngineStopped()) for each in (*self._running.values(), *self._waiting)])
+                self._running.clear()
+                self._waiting.clear()
 
     def _step(self) -> list[tuple[QueuedRequest, GeneratedToken | Exception]]:
         """The next token of each running request, or the error that it causes.

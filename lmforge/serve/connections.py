@@ -19,8 +19,7 @@ RESERVED_DESCRIPTORS = 128
 
 def max_connections() -> int:
     """As many as the files that this process may open, but for some."""
-    limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-    return (1 << 20 if limit == resource.RLIM_INFINITY else max(limit, 2 * RESERVED_DESCRIPTORS)) - RESERVED_DESCRIPTORS
+    return max(resource.getrlimit(resource.RLIMIT_NOFILE)[0] - RESERVED_DESCRIPTORS, RESERVED_DESCRIPTORS)
 
 
 async def accept_connections(bound: socket.socket, config: uvicorn.Config, server: uvicorn.Server, limit: int) -> None:

@@ -35,19 +35,27 @@ class Server:
     process: Forked
     key: str = ""
 
-    def ask(
-        self, path: str, body: object = None, *, key: str | None = None, method: str | None = None, **headers: str
-    ) -> tuple[int, Any]:
+    def ask(self, path: str, body: object = None, *, key: str | None = None, **headers: str) -> tuple[int, Any]:
         """Status and JSON of an answer. `body` is sent as JSON, or as it is where it is bytes."""
         content = body if isinstance(body, bytes) or body is None else json.dumps(body).encode()
         key = self.key if key is None else key
         headers = {"content-type": "application/json", "authorization": f"Bearer {key}"} | headers
-        request = urllib.request.Request(self.url + path, content, headers, method=method)
+        request = urllib.request.Request(self.url + path, content, headers)
         try:
             with urllib.request.urlopen(request, timeout=60) as answer:
                 return answer.status, json.loads(answer.read())
         except urllib.error.HTTPError as refused:
             return refused.code, json.loads(refused.read())
+
+    def status(self, path: str, *, method: str, key: str) -> int:
+        """That of an answer which need not be JSON."""
+        request = urllib.request.Request(self.url + path, None, {"authorization": f"Bearer {key}"}, method=method)
+        try:
+            with urllib.request.urlopen(request, timeout=60) as answer:
+                return int(answer.status)
+        except urllib.error.HTTPError as refused:
+            refused.close()
+            return refused.code
 
     def client(self, key: str = "none") -> "openai.OpenAI":
         """OpenAI's own client of this server."""
@@ -117,6 +125,12 @@ def blank_model(scripted: Scripted, byte_tokenizer: Tokenizer, tmp_path_factory:
     model = scripted({end: blank, a: blank, blank: b, b: end})
     export_folder(model, model.config, folder / "blank", tokenizer_folder=folder / "tokenizer")
     return folder / "blank"
+
+
+@pytest.fixture(scope="session")
+def weights_server(serving: Callable[..., Server], models: Path) -> Server:  # noqa: F811 - its fixture
+    """A server for trainers, of texts up to 4,000 tokens."""
+    return serving(models / "endless", "--weight_updates", "--max_length", 4_000)
 
 
 @pytest.fixture(scope="session")

@@ -21,6 +21,8 @@ from typing import Any
 import openai
 import pytest
 import torch
+from pydantic import BaseModel, ValidationError
+from starlette.routing import Route
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from lmforge.cli import run as command
@@ -30,8 +32,18 @@ from lmforge.generate.engine import Engine, GenerationRequest
 from lmforge.generate.model_loading import LoadedModel, load_model
 from lmforge.generate.sampling import SamplingParams, draw_uniforms
 from lmforge.runs import Run
+from lmforge.serve.api import create_app
 from lmforge.serve.model_registry import ModelRegistry, ServingLimits
-from lmforge.serve.protocol import UNSUPPORTED_UNLESS, ApiError, ChatCompletionRequest, parse_request
+from lmforge.serve.protocol import (
+    MAX_KEYS,
+    UNSUPPORTED_UNLESS,
+    ApiError,
+    ChatCompletionRequest,
+    CompletionRequest,
+    parse_request,
+)
+from lmforge.serve.token_api import GenerateRequest
+from tests.preloaded import preloaded
 from tests.seeds import fresh_seed
 from tests.serve.conftest import Server
 
@@ -542,6 +554,64 @@ def test_requests_without_the_key_get_401(narrow_server: Server) -> None:
     assert narrow_server.ask("/health")[0] == 200
 
 
+def test_every_route_but_the_page_and_health_needs_the_key(weights_server: Server) -> None:
+    limits = ServingLimits(max_batch_size=1, max_queue=0, max_length=None, max_models=1)
+    registry = ModelRegistry([], limits, torch.device("cpu"), torch.float32, warn=print)
+    routes = [route for route in create_app(registry, 1, weight_updates=True).routes if isinstance(route, Route)]
+    asked = {(method, route.path.replace("{name:path}", "a")) for route in routes for method in route.methods or ()}
+    is_open = {(method, path) for method in ("GET", "HEAD") for path in ("/", "/health")}
+    assert asked > is_open
+    assert {"/tokenize", "/pause", "/inference/v1/generate", "/v1/models"} < {path for _, path in asked}
+    for key in ("", "wrong"):
+        for method, path in asked - is_open | {("GET", "/nowhere"), ("GET", "//health"), ("GET", "/health/")}:
+            assert weights_server.status(path, method=method, key=key) == 401, path
+        assert {weights_server.status(path, method=method, key=key) for method, path in is_open} == {200}
+
+
+@pytest.mark.parametrize(
+    ("headers", "is_refused"),
+    [
+        ({"Origin": "http://evil.example"}, True),
+        ({"Origin": "null"}, True),
+        ({"Origin": "http://localhost:3000"}, True),
+        ({"Sec-Fetch-Site": "cross-site"}, True),
+        ({"Sec-Fetch-Site": "same-site"}, True),
+        ({"Origin": "http://HERE", "Sec-Fetch-Site": "cross-site"}, True),
+        ({"Origin": "http://HERE"}, False),
+        ({"Origin": "https://HERE"}, False),  # a TLS proxy stands before the server
+        ({"Origin": "https://proxy.example", "Sec-Fetch-Site": "same-origin"}, False),  # a proxy with a name of its own
+        ({}, False),
+    ],
+)
+def test_a_web_page_elsewhere_changes_nothing(weights_server: Server, headers: dict[str, str], is_refused: bool) -> None:
+    headers = {name: value.replace("HERE", weights_server.url.removeprefix("http://")) for name, value in headers.items()}
+    for path in ("/pause?mode=keep", "/resume"):  # as a form of a page sends it, with the key and without
+        for content_type in ("text/plain", "application/json"):
+            answer = weights_server.ask(path, b"", **headers, **{"content-type": content_type})
+            assert answer[0] == (403 if is_refused else 200)
+    status, _ = weights_server.ask("/v1/completions", {"model": "endless", "prompt": "a", "max_tokens": 1}, **headers)
+    assert status == (403 if is_refused else 200)
+
+
+@pytest.mark.parametrize(
+    ("schema", "body"),
+    [
+        *((CompletionRequest, {"model": "a", "prompt": [wrong] * 50_000}) for wrong in (1.5, {}, [{}], [1.5], [[1]], None)),
+        (CompletionRequest, {"model": "a"} | {str(number): 0 for number in range(50_000)}),
+        (CompletionRequest, {"model": "a", "stream_options": {str(number): 0 for number in range(50_000)}}),
+        *((ChatCompletionRequest, {"model": "a", "messages": [wrong] * 50_000}) for wrong in (1, {})),
+        *((ChatCompletionRequest, {"model": "a", "messages": HI, "tools": [wrong] * 50_000}) for wrong in (1, {})),
+        (GenerateRequest, {"token_ids": ["a"] * 50_000, "sampling_params": {}}),
+        (GenerateRequest, {"token_ids": [1], "sampling_params": {"stop_token_ids": ["a"] * 50_000}}),
+    ],
+)
+def test_only_the_first_mistakes_of_a_body_are_looked_for(schema: type[BaseModel], body: dict[str, Any]) -> None:
+    """Each is an object that is made while no other thread runs."""
+    with pytest.raises(ValidationError) as refused:
+        schema.model_validate(body)
+    assert refused.value.error_count() <= MAX_KEYS
+
+
 def test_a_body_or_a_prompt_that_is_too_large_is_refused(narrow_server: Server) -> None:
     def ask(size: int) -> tuple[int, str]:
         return refusal(narrow_server.ask("/v1/completions", {"model": "endless", "prompt": "a" * size}, key="sesame"))
@@ -648,6 +718,10 @@ def test_options_of_a_server_that_cannot_start_are_refused_in_one_line(
     for words, complaint in (
         ((models / "hello", "--host", "0.0.0.0"), "--host 0.0.0.0: others can reach this address; give an --api_key"),
         ((models / "hello", "--api_key", ""), "--api_key (or LMFORGE_API_KEY): expected "),
+        (
+            (models / "hello", "--weight_updates"),
+            "--weight_updates: without a key any program here could replace the weights; first type export LMFORGE_API_KEY=",
+        ),
         ((models / "hello", "--port", port), f"127.0.0.1:{port}: Address already in use; choose another --port or --host"),
         (
             (tmp_path / "none", "--port", 0),
@@ -661,6 +735,18 @@ def test_options_of_a_server_that_cannot_start_are_refused_in_one_line(
         assert printed.out == ""
         assert printed.err.startswith(f"lmforge: {complaint}")
         assert printed.err.count("\n") == 1
+
+
+def test_weights_without_a_key_are_warned_of(models: Path, tmp_path: Path) -> None:
+    words = ("serve", models / "hello", "--weight_updates", "--without_key", "--port", 0, "--device", "cpu")
+    process = preloaded().start(words, tmp_path)
+    while "\n" not in process.out.read_text():
+        assert process.poll() is None
+        time.sleep(0.02)
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(timeout=60) == 0
+    warning = "warning: --without_key: whoever reaches this server can use it and change it\n"
+    assert process.errors.read_text() == warning
 
 
 def test_the_client_in_the_docs_works(server: Server) -> None:

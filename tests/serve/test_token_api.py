@@ -52,9 +52,9 @@ def test_a_request_in_flight_goes_on_with_new_weights_and_says_which_token_is_of
 
 
 def test_weights_that_do_not_fit_leave_a_server_as_it_is(
-    serving: Callable[..., Server], models: Path, byte_tokenizer: Tokenizer, tmp_path: Path
+    weights_server: Server, models: Path, byte_tokenizer: Tokenizer, tmp_path: Path
 ) -> None:
-    server = serving(models / "endless", "--weight_updates", "--max_length", 64)
+    server = weights_server
     a, b = byte_tokenizer.encode("ab")
     for folder, words in (
         (models / "noise", "does not fit the weights"),

@@ -615,16 +615,24 @@ def test_a_server_on_a_gpu_sees_that_one_only(
     assert line.startswith("rollout.engine_start: cuda:99: ended with status 2 before it answered: lmforge: device = cuda: ")
 
 
-def test_numbers_of_gpus_count_those_that_the_run_may_use(
+def test_a_server_gets_a_key_of_its_own_by_its_environment_and_gpus_that_the_run_may_use(
     grpo: Callable[..., list[str]], refused: Refusal, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """The program named vllm says which GPU it sees, and ends."""
-    (tmp_path / "vllm").write_text('#!/bin/sh\necho "sees $CUDA_VISIBLE_DEVICES"\nexit 3\n')
+    """The program named vllm writes down its arguments and keys, says which GPU it sees, and ends."""
+    dump = 'cat /proc/$$/cmdline > words; echo "$VLLM_API_KEY $LMFORGE_API_KEY" > keys'
+    (tmp_path / "vllm").write_text(f'#!/bin/sh\ncd {tmp_path}; {dump}\necho "sees $CUDA_VISIBLE_DEVICES"\nexit 3\n')
     (tmp_path / "vllm").chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
     words = grpo("run", "--rollout.engine", "vllm", "--rollout.engine_start")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,GPU-5f2a")
     assert "cuda:1: ended with status 3 before it answered: sees GPU-5f2a;" in refused(*words, "cuda:1")
+    key, same = (tmp_path / "keys").read_text().split()
+    assert key == same
+    assert len(key) >= 20
+    assert key not in KEY.values()  # the trainer's
+    files = [tmp_path / "words", *(path for path in (tmp_path / "run").rglob("*") if path.is_file())]
+    assert len(files) > 2
+    assert not [path for path in files if key.encode() in path.read_bytes()]
     for visible, count in (("3,GPU-5f2a", "2 GPUs"), ("", "0 GPUs")):  # never a GPU that the run may not use
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
         line = refused(*words, "cuda:2")
