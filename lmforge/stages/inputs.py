@@ -136,7 +136,7 @@ def describe_long_sequences(config: StageConfig, inputs: RunInputs) -> list[str]
     """A line for sequences that are longer than the rotary positions of the model, or of its teacher, are made for."""
     length, lines = config.data.sequence_length, []
     for whose, model in (("this model's", inputs.model_config), ("the teacher's", inputs.teacher)):
-        positions = model and model.rotary_positions
+        positions = None if model is None else model.rotary_positions
         if positions is not None and length > positions:
             made_for = f"{whose} rotary positions are made for {positions} tokens (max_position_embeddings)"
             lines.append(f"data.sequence_length = {length}: {made_for}; use at most that, unless it shall learn longer ones")
