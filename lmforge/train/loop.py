@@ -105,6 +105,9 @@ def train(
                     accumulator.reset()
                     continue
 
+            if is_last and detector.consecutive_bad_steps == done:
+                raise RunFailed(f"all {done} steps were bad, and nothing was learned; the last one: {bad_steps[-1].reason}")
+
             record: dict[str, Any] = {}
             if log_is_due:
                 record = {**accumulator.reduce_and_reset(), "lr": lr, "grad_norm": float(grad_norm), **throughput.take(done)}
