@@ -64,13 +64,8 @@ def describe_exception(error: BaseException) -> str:
     line = " ".join(traceback.format_exception_only(error)[-1].split())
     if isinstance(error, SyntaxError):  # it was raised by Python, not by a line of the file
         return f"{line} ({error.filename}:{error.lineno})"
-    return line + error_location(error)
-
-
-def error_location(error: BaseException) -> str:
-    """File and line at which it was raised, in brackets after a blank; empty where that is not known."""
     frames = traceback.extract_tb(error.__traceback__)
-    return f" ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""
+    return f"{line} ({frames[-1].filename}:{frames[-1].lineno})" if frames else line
 
 
 def python_command(module: str, argument: str, *flags: str) -> list[str]:

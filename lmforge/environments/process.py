@@ -207,7 +207,7 @@ class EnvironmentPool(AbstractContextManager["EnvironmentPool"]):
             }
             response = self._exchange(worker, call, timeout_seconds)
             if "error" in response:
-                return FunctionResult(error=response["error"], error_type=response["error_type"])
+                return FunctionResult(error=response["error"])
             result = response[spec]
             if "user_error" in result:
                 raise UserError(f"reward {spec}: {result['user_error']}")
@@ -313,9 +313,9 @@ class EnvironmentPool(AbstractContextManager["EnvironmentPool"]):
         except (TypeError, ValueError, RecursionError) as error:
             return {"user_error": f"a row of the data is not plain data: {error}"}
         except TimeoutError:
-            response = {"error": f"no answer in {timeout_seconds:g} seconds: its process was ended", "error_type": "timeout"}
+            response = {"error": f"no answer in {timeout_seconds:g} seconds: its process was ended"}
         except ProcessLost as lost:
-            response = {"error": str(lost), "error_type": "process lost"}
+            response = {"error": str(lost)}
         for number in self._episodes_of(worker):
             self._failed.setdefault(number, response["error"])
         self._workers[worker] = None  # last: `end_episodes` waits for threads of processes that are there

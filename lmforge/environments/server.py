@@ -108,9 +108,9 @@ class _Episodes:
             with _time_limit(request["seconds"]):
                 return calls[request["call"]](request)
         except _TooLong:
-            response = {"error": f"no answer in {self._timeout_seconds:g} seconds", "error_type": "timeout"}
+            response = {"error": f"no answer in {self._timeout_seconds:g} seconds"}
         except WrongReturn as error:
-            response = {"error": str(error), "error_type": "wrong return"}
+            response = {"error": str(error)}
         except BaseException as error:  # sys.exit() in a tool is a failure of its episode only
             response = error_response(error)
         if "episode" in request:

@@ -361,6 +361,10 @@ def verdict(run: dict[str, Any]) -> str:
     faults = [format_count(counts[kind], kind) for kind in ("bad step", "rollback", "stall") if counts[kind]]
     if counts["start"] > 1:
         faults.append(format_count(counts["start"] - 1, "restart"))
+    for name, what in (("reward_failures", "rewards"), ("environment_failures", "episodes")):
+        values = [value for _, value in series.get(name, ())]
+        if any(values):
+            faults.append(f"{sum(values) / len(values):.2%} of {what} failed")
     if run["last"].get("loss", 0.0) is None:
         faults.append("the loss is not finite")
     if run["state"] == "done" and run["predicted_loss"] and (points := series.get("val/loss")):
@@ -369,6 +373,7 @@ def verdict(run: dict[str, Any]) -> str:
         if not low <= points[-1][1] <= high:
             faults.append("the validation loss is outside the ladder's interval")
     trouble = f" {', '.join(faults)}." if faults else ""
+    trouble += "".join([f" {event['reason']}." for event in events if event["kind"] == "failed rewards"][:1])
     how = [event for event in events if event["kind"] in ("start", "end")][-1:]
     if run["state"] == "failed" and how and how[0].get("error"):
         trouble += f" {how[0]['error']}"

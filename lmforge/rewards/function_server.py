@@ -19,10 +19,14 @@ from typing import Any
 from lmforge import registry
 from lmforge.config import builtin_names as builtin_names
 from lmforge.errors import UserError
-from lmforge.foreign_code import describe_exception, error_location, import_file, supervise
+from lmforge.foreign_code import describe_exception, import_file, supervise
 from lmforge.plugins import load_plugins
 from lmforge.rewards.functions import REGISTERED, RESERVED_NAMES
 from lmforge.untrusted import expand_home
+
+TEXT_NOT_MESSAGES = (
+    "; completions are text here, where TRL's are lists of messages: take completion instead of completion[0]['content']"
+)
 
 
 def main() -> None:
@@ -171,13 +175,19 @@ def find_function(module: ModuleType, what: str, name: str, classes: bool = Fals
 def call_functions(functions: dict[str, RewardFunction], request: dict[str, Any]) -> dict[str, dict[str, Any]]:
     """What each function returned, or how it failed. Several functions are all async, and wait at the same time."""
 
+    def failed(error: BaseException) -> dict[str, Any]:
+        response, completions = error_response(error), request["completions"]
+        if isinstance(error, TypeError) and str(error).startswith("string indices must be") and isinstance(completions[0], str):
+            response["error"] += TEXT_NOT_MESSAGES
+        return response
+
     async def awaited(each: RewardFunction) -> dict[str, Any]:
         try:
             return _to_response(await asyncio.wait_for(each.function(**each.arguments(request)), request["timeout_seconds"]))
         except TimeoutError:
-            return {"error": f"no answer in {request['timeout_seconds']:g} seconds", "error_type": "timeout"}
+            return {"error": f"no answer in {request['timeout_seconds']:g} seconds"}
         except Exception as error:
-            return error_response(error)
+            return failed(error)
 
     async def together() -> list[dict[str, Any]]:
         return await asyncio.gather(*map(awaited, functions.values()))
@@ -188,7 +198,7 @@ def call_functions(functions: dict[str, RewardFunction], request: dict[str, Any]
     try:
         return {spec: _to_response(each.function(**each.arguments(request)))}
     except BaseException as error:  # sys.exit() in a reward function is a failure of that function only
-        return {spec: error_response(error)}
+        return {spec: failed(error)}
 
 
 def _to_response(returned: Any) -> dict[str, Any]:
@@ -209,7 +219,7 @@ def to_plain_number(reward: Any) -> Any:
 
 
 def error_response(error: BaseException) -> dict[str, Any]:
-    """The error of a function. Its type is its class and location, since the message may differ with every batch."""
+    """The error of a function."""
     if isinstance(error, UserError):
         return {"user_error": str(error)}
-    return {"error": describe_exception(error), "error_type": f"{type(error).__qualname__}{error_location(error)}"}
+    return {"error": describe_exception(error)}

@@ -8,7 +8,6 @@ in objectives/policy.py.
 
 import json
 import math
-import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, closing
 from dataclasses import dataclass
@@ -34,24 +33,20 @@ class RewardScores:
     """The rewards of a batch of completions.
 
     rewards: of each completion, the weighted sum of what the functions returned, None where all returned None. by_function:
-    what each function returned. failures: by function, how many completions have no reward from it because it failed.
+    what each function returned. errors: why functions failed, of those that did, whose completions have no reward from them.
     """
 
     rewards: list[float | None]
     by_function: dict[str, list[float | None]]
-    failures: dict[str, int]
+    errors: dict[str, str]
 
 
 @dataclass(frozen=True)
 class FunctionResult:
-    """What a reward function returned for a batch, not yet validated, or the error by which it failed.
-
-    error_type is the same for errors of one kind, whatever their messages.
-    """
+    """What a reward function returned for a batch, not yet validated, or the error by which it failed."""
 
     rewards: Any = None
     error: str = ""
-    error_type: str = ""
 
 
 class RewardWorker(Protocol):
@@ -81,21 +76,17 @@ class EnvironmentRewards(RewardWorker, Protocol):
 class RewardFunctions(AbstractContextManager["RewardFunctions"]):
     """Opened reward functions. Use it in a `with`, or close it."""
 
-    def __init__(
-        self, workers: Sequence[RewardWorker], weights: dict[str, float], timeout_seconds: float, log: Callable[[str], None]
-    ):
-        self._workers, self._weights = workers, weights
-        self._timeout_seconds, self._log = timeout_seconds, log
-        self._logged_failures: set[tuple[str, str]] = set()
+    def __init__(self, workers: Sequence[RewardWorker], weights: dict[str, float], timeout_seconds: float):
+        self._workers, self._weights, self._timeout_seconds = workers, weights, timeout_seconds
 
     def __call__(
         self, prompts: Sequence[Any], completions: Sequence[Any], columns: Mapping[str, Sequence[Any]]
     ) -> RewardScores:
         """Score completions. `completions` and each column have an entry, of plain data, for each of `prompts`.
 
-        A function that raises or exceeds the time-out gives None for every completion of this call; this is counted, and
-        logged once for each type of error. Raises UserError if `check_columns` does, if a function raises a UserError, or if
-        it returns the wrong number of rewards or a reward that is not finite: it would do so with every batch.
+        A function that raises or exceeds the time-out gives None for every completion of this call. Raises UserError if
+        `check_columns` does, if a function raises a UserError, or if it returns the wrong number of rewards or a reward that is
+        not finite: it would do so with every batch.
         """
         self.check_columns(columns)
         count = len(prompts)
@@ -103,19 +94,18 @@ class RewardFunctions(AbstractContextManager["RewardFunctions"]):
             if len(entries) != count:
                 raise ValueError(f"{count} prompts, but {len(entries)} of {name}")
         by_function: dict[str, list[float | None]] = {}
-        failures: dict[str, int] = {}
+        errors: dict[str, str] = {}
         for worker in self._workers:
             accepted = {name: list(column) for name, column in columns.items() if _functions_accepting(worker, name)}
             request = {"prompts": list(prompts), "completions": list(completions), "columns": accepted}
             for spec, result in worker.score(request, self._timeout_seconds).items():
-                failures[spec] = count if result.error else 0
                 if result.error:
-                    self._log_failure(spec, result, count)
+                    errors[spec] = result.error
                     by_function[spec] = [None] * count
                 else:
                     by_function[spec] = _validated_rewards(spec, result.rewards, count)
         rewards = [self._weighted_sum(index, by_function) for index in range(count)]
-        return RewardScores(rewards, by_function, failures)
+        return RewardScores(rewards, by_function, errors)
 
     def check_columns(self, names: Collection[str]) -> None:
         """Raise UserError if a function cannot be called with columns of these names."""
@@ -146,12 +136,6 @@ class RewardFunctions(AbstractContextManager["RewardFunctions"]):
                     " others; make it text or numbers, or let the function name only the columns that it needs"
                 ) from None
 
-    def _log_failure(self, spec: str, result: FunctionResult, count: int) -> None:
-        if (spec, result.error_type) not in self._logged_failures:
-            self._logged_failures.add((spec, result.error_type))
-            counted = f"{count} completions have no reward from it; more of this kind are only counted"
-            self._log(f"reward {spec}: {result.error}: {counted}")
-
     def _weighted_sum(self, index: int, by_function: dict[str, list[float | None]]) -> float | None:
         # An environment's own rewards have no weight.
         returned = [(self._weights.get(spec, 1.0), rewards[index]) for spec, rewards in by_function.items()]
@@ -172,7 +156,6 @@ def load_reward_functions(
     *,
     weights: Sequence[float] | None = None,
     timeout_seconds: float = 60.0,
-    log: Callable[[str], None] = lambda line: print(line, file=sys.stderr, flush=True),
     open_reward_model: Callable[[str], RewardWorker] | None = None,
     heartbeat: Callable[[], None] = lambda: None,
     options: Mapping[str, str] | None = None,
@@ -183,7 +166,7 @@ def load_reward_functions(
     Functions with a parameter `environments` are called where the `environment` is, which is closed with them.
 
     Each file is imported once, in a process of its own that lives until `close`. `weights` default to 1. `timeout_seconds` is
-    for one call of one function. `log` gets failures. `heartbeat` is called every second while functions run. Raises UserError
+    for one call of one function. `heartbeat` is called every second while functions run. Raises UserError
     for a file, function, signature or weight that cannot be used.
     """
     weights = [1.0] * len(specs) if weights is None else weights
@@ -217,7 +200,7 @@ def load_reward_functions(
             workers.append(opened.enter_context(closing(open_reward_model(spec))))
         opened.pop_all()
     workers += [] if environment is None else [environment]
-    return RewardFunctions(workers, dict(zip(specs, weights, strict=True)), timeout_seconds, log)
+    return RewardFunctions(workers, dict(zip(specs, weights, strict=True)), timeout_seconds)
 
 
 def is_model_folder(spec: str) -> bool:
@@ -266,10 +249,9 @@ class _RewardProcess:
             except (TypeError, ValueError, RecursionError) as error:
                 raise UserError(f"rewards: a column is not plain data: {error}") from None
             except TimeoutError:
-                failure = FunctionResult(error=f"no answer in {timeout_seconds:g} seconds", error_type="timeout")
-                results |= dict.fromkeys(specs, failure)
+                results |= dict.fromkeys(specs, FunctionResult(error=f"no answer in {timeout_seconds:g} seconds"))
             except ProcessLost as lost:
-                results |= dict.fromkeys(specs, FunctionResult(error=str(lost), error_type="process lost"))
+                results |= dict.fromkeys(specs, FunctionResult(error=str(lost)))
             else:
                 for spec, response in responses.items():
                     if "user_error" in response:

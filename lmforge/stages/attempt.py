@@ -92,6 +92,7 @@ class RunEvents:
       sample       generated text: prompt, text                bad step     a step that was not used: reason
       rollback     weights of an earlier step: to, reason      end          state (done, interrupted, failed), error
       stall        no rank makes progress: reason              stall over   they do again: reason
+      failed rewards  the first of each kind: reason
     """
 
     def __init__(self, run: Run | None) -> None:

@@ -25,6 +25,8 @@ METRIC_WORDS = {
     "rewards/margin": "margin {:.2f}",
     "reward": "reward {:.2f}",
     "pass@1": "pass {:.2f}",
+    "reward_failures": "{:.0%} of rewards failed",
+    "environment_failures": "{:.0%} of episodes failed",
     "kl": "KL {:.2f}",
     "sampling_logp_difference/mean": "sampling off by {:.1e}",
     "lr": "lr {:.2e}",
@@ -42,7 +44,8 @@ def page_console(file_columns: int, **options: Any) -> Console:
 
 def format_metrics(record: Mapping[str, Any]) -> dict[str, str]:
     """The metrics of a record that people read, in words, by name."""
-    parts = {name: words.format(record[name]) for name, words in METRIC_WORDS.items() if record.get(name) is not None}
+    shown = [name for name in METRIC_WORDS if record.get(name) or (record.get(name) == 0 and not name.endswith("_failures"))]
+    parts = {name: METRIC_WORDS[name].format(record[name]) for name in shown}
     if (bits := parts.pop("val/bits_per_byte", None)) and "val/loss" in parts:
         parts["val/loss"] += f" {bits}"
     return parts

@@ -16,6 +16,7 @@ from torch import Tensor
 from lmforge.cluster.distributed import DistributedContext
 from lmforge.cluster.processes import STOP_SIGNALS, handle_signals, read_passed_on, restore_signals
 from lmforge.data.batch import Metrics
+from lmforge.errors import RunFailed
 from lmforge.objectives.objective import Objective
 from lmforge.parallel.parallel_model import ParallelModel, train_step
 from lmforge.parallel.precision import compiled_graph_count
@@ -102,6 +103,9 @@ def train(
                     throughput.reset(done)
                     accumulator.reset()
                     continue
+
+            if is_last and detector.consecutive_bad_steps == done:
+                raise RunFailed(f"all {done} steps were bad, and nothing was learned; the last one: {bad_steps[-1].reason}")
 
             record: dict[str, Any] = {}
             if log_is_due:

@@ -6,7 +6,7 @@ import random
 import shutil
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
@@ -22,8 +22,11 @@ from lmforge.config.tuning import DistillConfig
 from lmforge.data.tokenizer import byte_tokenizer
 from lmforge.errors import UserError
 from lmforge.runs import Run
-from lmforge.stages.distillation.stored import begin_stored, record_dtype
+from lmforge.stages.alignment.engines.rollout_server import ServerProblem
+from lmforge.stages.alignment.reference import chunk_checksum, chunk_paths
+from lmforge.stages.distillation.stored import StoredPacking, begin_stored, distilled_datasets, record_dtype
 from lmforge.stages.distillation.teacher import open_distill_inputs
+from lmforge.stages.distillation.teacher_server import TeacherServer
 from lmforge.stages.inputs import RunInputs
 from lmforge.stages.pretrained import find_pretrained
 from tests.conftest import Command, Refusal
@@ -202,10 +205,16 @@ def test_64_stored_tokens_take_less_than_a_50th_of_32000_logits_in_fp32() -> Non
 
 
 def test_stored_files_have_what_is_scored_and_nothing_else(world: World) -> None:
-    inner = RECORD.itemsize
-    tokens = sum(int(np.load(path).sum()) for path in (world.folder / "few").glob("*/*.npy"))
-    header = sum(128 + 8 * len(np.load(path)) for path in (world.folder / "few").glob("*/*.npy"))
-    assert sum(path.stat().st_size for path in (world.folder / "few").glob("*/*.npy")) == header + inner * tokens
+    for path in (world.folder / "few").glob("*/*.npy"):
+        counts, records, checksum = parts_of(path)
+        assert counts.sum() == len(records)
+        assert len(checksum) == 16
+
+
+def parts_of(path: Path) -> tuple[np.ndarray, np.ndarray, bytes]:
+    """A stored file: counts by sequence, records of tokens, and the checksum."""
+    content = path.read_bytes()
+    return np.frombuffer(content[:256], "<i4").copy(), np.frombuffer(content[256:-16], RECORD).copy(), content[-16:]
 
 
 @pytest.mark.parametrize("elsewhere", ["draws fsdp2", "draws continued"])
@@ -214,8 +223,7 @@ def test_the_same_tokens_are_drawn_on_any_ranks_and_in_a_pass_that_continues(wor
     assert len(paths) > 2
     for path in paths:
         theirs = world.folder / elsewhere / path.parent.name / path.name
-        size = RECORD.itemsize * int(np.load(path).sum())
-        one, other = (np.frombuffer(each.read_bytes()[-size:], RECORD) for each in (path, theirs))
+        one, other = parts_of(path)[1], parts_of(theirs)[1]
         assert np.array_equal(one["ids"], other["ids"])
         assert one["logprobs"] == pytest.approx(other["logprobs"], abs=1e-4)
 
@@ -249,13 +257,112 @@ def test_what_was_stored_for_something_else_is_refused(
     assert message in refused(*world.words("refused", *more, teacher=teacher))
 
 
-@pytest.mark.parametrize("kept", [0, 60, 200, 700])
+def change(path: Path, damage: Callable[[np.ndarray, np.ndarray], object], signed: bool) -> None:
+    """Damage counts and records of a stored file; `signed`: with the checksum of what is wrong."""
+    counts, records, checksum = parts_of(path)
+    damage(counts, records)
+    if signed:
+        digest = chunk_checksum(path)
+        digest.update(counts.tobytes() + records.tobytes())
+        checksum = digest.digest()
+    path.write_bytes(counts.tobytes() + records.tobytes() + checksum)
+
+
+def flip_a_bit(counts: np.ndarray, records: np.ndarray) -> None:
+    records.view(np.uint8)[12345] ^= 1
+
+
+def swap_records(counts: np.ndarray, records: np.ndarray) -> None:
+    records[[0, 1]] = records[[1, 0]]
+
+
+def set_ids(ids: object) -> Callable[[np.ndarray, np.ndarray], None]:
+    return lambda counts, records: records["ids"].__setitem__(5, ids)
+
+
+def set_logprob(value: float) -> Callable[[np.ndarray, np.ndarray], None]:
+    return lambda counts, records: records["logprobs"].__setitem__((5, 2), value)
+
+
+def set_count(value: int) -> Callable[[np.ndarray, np.ndarray], None]:
+    return lambda counts, records: counts.__setitem__(7, value)
+
+
+CUT = "has not as many tokens as it says"
+ALL = "does not hold what was written (its checksum differs)"
+
+
+@pytest.mark.parametrize(
+    ("damage", "signed", "words"),
+    [
+        (flip_a_bit, False, ALL),
+        (swap_records, False, ALL),
+        (lambda counts, records: counts.__setitem__([0, 1], counts[[1, 0]] + [1, -1]), False, ALL),
+        (set_ids(10**6), False, ALL),
+        (set_ids(10**6), True, "holds an id that the tokenizer, of 512 ids, lacks"),
+        (set_ids(-5), True, "holds an id that the tokenizer, of 512 ids, lacks"),
+        (set_ids(65), True, "holds one id twice for a token"),
+        (set_logprob(0.5), True, "holds a log-probability that is above 0"),
+        (
+            lambda counts, records: records["logprobs"].__setitem__((5, 8), np.nan),
+            True,
+            "holds a log-probability that is above 0",
+        ),
+        (set_count(10**9), True, CUT),
+        (set_count(-1), True, CUT),
+    ],
+)
+def test_a_stored_file_that_is_damaged_is_named_when_it_is_read(
+    world: World, tmp_path: Path, damage: Callable[[np.ndarray, np.ndarray], object], signed: bool, words: str
+) -> None:
+    shutil.copytree(world.folder / "few", tmp_path / "few")
+    config = parse_config(DistillConfig, world.words("damaged", *stored(tmp_path / "few"))[1:])
+    inputs = open_distill_inputs(config, 1)
+    dataset = distilled_datasets(inputs)["train"]
+    path, *others = chunk_paths(tmp_path / "few" / "train", dataset)
+    change(path, damage, signed)
+    packing = StoredPacking(dataset.packing, (path, *others), 8, inputs.tokenizer.vocab_size)
+    with pytest.raises(UserError) as caught:
+        replace(dataset, packing=packing, shuffle=False).sequences(0, 1)
+    assert str(caught.value).startswith(f"sample 0: {path}: {words}")
+    assert str(caught.value).endswith("; delete it, and name the teacher, distill.teacher, which is asked again")
+
+
+def test_a_run_that_reads_a_damaged_stored_file_fails_in_one_line(world: World, refused: Refusal, tmp_path: Path) -> None:
+    shutil.copytree(world.folder / "few", tmp_path / "few")
+    path = tmp_path / "few" / "train" / "000000000.npy"
+    change(path, flip_a_bit, signed=False)
+    assert refused(*world.words("damaged", *stored(tmp_path / "few")), status=1).startswith(f"{path}: {ALL}; ")
+
+
+def test_each_stored_file_is_verified_once(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    inputs = open_distill_inputs(parse_config(DistillConfig, world.words("often", *stored(world.folder / "few"))[1:]), 1)
+    dataset, verified = distilled_datasets(inputs)["train"], list[Path]()
+    paths = chunk_paths(world.folder / "few" / "train", dataset)
+    monkeypatch.setattr(StoredPacking, "_verify", lambda self, file, path: verified.append(path))
+    count = dataset.packing.num_sequences
+    for _ in range(2):
+        packing = replace(dataset, packing=StoredPacking(dataset.packing, tuple(paths), 8, inputs.tokenizer.vocab_size))
+        packing.sequences(0, 2 * count)
+        assert sorted(verified) == paths
+        verified.clear()
+
+
+@pytest.mark.parametrize("kept", [0, 60, 256, 700])
 def test_a_stored_file_that_is_cut_is_named(world: World, refused: Refusal, tmp_path: Path, kept: int) -> None:
     shutil.copytree(world.folder / "few", tmp_path / "few")
     cut = tmp_path / "few" / "train" / "000000000.npy"
     cut.write_bytes(cut.read_bytes()[:kept])
     said = refused(*world.words(f"cut {kept}", *stored(tmp_path / "few"), steps=1))
-    assert said == f"{cut}: not what was stored of this data; delete it"
+    assert said == f"{cut}: {CUT}; delete it, and name the teacher, distill.teacher, which is asked again"
+
+
+def test_a_folder_that_was_stored_without_checksums_is_refused(world: World, refused: Refusal, tmp_path: Path) -> None:
+    shutil.copytree(world.folder / "few", tmp_path / "few")
+    manifest = tmp_path / "few" / "manifest.json"
+    manifest.write_text(json.dumps({**json.loads(manifest.read_text()), "format": 1}))
+    said = refused(*world.words("earlier", *stored(tmp_path / "few"), steps=1))
+    assert "written for a version of lmforge that stores no checksums; name another folder" in said
 
 
 def test_a_place_where_nothing_can_be_stored_is_named(world: World, refused: Refusal, tmp_path: Path) -> None:
@@ -302,7 +409,7 @@ def test_what_a_server_says_is_stored_as_what_the_teacher_itself_says_and_asked_
     for path in (world.folder / "few").glob("*/*.npy"):
         ours = world.folder / "served logprobs" / path.parent.name / path.name
         assert ours.stat().st_size == path.stat().st_size
-        told, here = (np.frombuffer(each.read_bytes()[-10 * RECORD.itemsize :], RECORD) for each in (ours, path))
+        told, here = (parts_of(each)[1][-10:] for each in (ours, path))
         assert told["logprobs"] == pytest.approx(here["logprobs"], abs=2e-4)
         assert (told["ids"] == here["ids"]).mean() > 0.9  # equally likely ones may change places
     (world.folder / "served logprobs" / "train" / "000000064.npy").unlink()
@@ -321,6 +428,43 @@ class NoTeacher(BaseHTTPRequestHandler):
         self.send_error(404)
 
     def log_message(self, *arguments: object) -> None: ...
+
+
+def ranked(*said: tuple[object, float]) -> list[object]:
+    """What a server says of two tokens: nothing of the first."""
+    return [None, {str(id): {"logprob": logprob, "rank": at} for at, (id, logprob) in enumerate(said)}]
+
+
+@pytest.mark.parametrize(
+    ("said", "words"),
+    [
+        (ranked((7, -0.1), (256, -3.0)), "256 is no id of the tokenizer, which has 256"),
+        (ranked((7, -0.1), (-1, -3.0)), "expected a number of at least 0, got "),
+        (ranked((7, -0.1), (2**70, -3.0)), "expected a number below 2147483648, got "),
+        (ranked((7, 0.5), (8, -3.0)), "prompt_logprobs[1].7.logprob: expected a number of at most 0.001, got 0.5"),
+        (ranked((7, 0.0), (8, 0.0)), "the probabilities of tokens of one place add up to 2"),
+        (ranked((7, float("nan")), (8, -1.0)), "not valid JSON"),
+        (ranked((7, -1.0), ("07", -1.0)), "says less than 2 tokens of each place"),
+        ([None, None, None], "says less than 2 tokens of each place"),
+        (None, "/inference/v1/generate: redirects to http://127.0.0.2/; "),
+    ],
+)
+def test_a_teacher_that_says_what_no_model_can_is_a_line_about_its_server(said: object, words: str) -> None:
+    class Says(NoTeacher):
+        def do_POST(self) -> None:
+            content = json.dumps({"prompt_logprobs": said}).encode()
+            self.send_response(307 if said is None else 200)
+            self.send_header("location", "http://127.0.0.2/")
+            self.send_header("content-length", str(len(content)))
+            self.end_headers()
+            self.wfile.write(content)
+
+    with HTTPServer(("127.0.0.1", 0), Says) as server:
+        threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
+        with pytest.raises(ServerProblem) as caught:
+            TeacherServer(f"http://127.0.0.1:{server.server_port}", 2).top_logprobs([5, 6], 256)
+        server.shutdown()
+    assert words in str(caught.value)
 
 
 def test_a_server_that_cannot_teach_is_refused(

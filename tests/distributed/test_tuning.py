@@ -227,6 +227,17 @@ def weights_of(run: Run) -> dict[str, torch.Tensor]:
     return {name: parameter.detach() for name, parameter in opened.model.named_parameters()}
 
 
+def test_a_damaged_file_of_a_precomputed_reference_is_named(world: World, refused: Refusal) -> None:
+    path, *_ = sorted((world.folder / "examples").glob("**/reference-*/*.npy"))
+    content = path.read_bytes()
+    path.write_bytes(content[:1000] + bytes([content[1000] ^ 1]) + content[1001:])
+    try:
+        said = refused(*world.words("align", "damaged", "--align.reference", "precomputed"))
+    finally:
+        path.write_bytes(content)
+    assert said == f"{path}: does not hold what was written (its checksum differs); delete it, and it is computed again"
+
+
 @pytest.mark.parametrize("name", ["sft", "sft qlora", "dpo", "grpo", "reward"])
 def test_stopped_and_continued_a_run_ends_in_the_same_bits(world: World, name: str) -> None:
     assert losses(world.run(f"{name} resumed")) == losses(world.run(name))

@@ -90,8 +90,14 @@ def infinite(prompts, completions):
 def refuses(prompts, completions):
     raise UserError("this machine will not do")
 
-def raises_with_other_words(prompts, completions):
-    raise KeyError(completions[0])
+def as_in_trl(prompts, completions):
+    return [len(completion[0]["content"]) for completion in completions]
+
+async def as_in_trl_async(prompts, completions):
+    return as_in_trl(prompts, completions)
+
+def adds_text(prompts, completions):
+    return [1 + completion for completion in completions]
 
 def strict(prompts, completions, self, seconds):
     return [float(mine == its) for mine, its in zip(self, seconds)]
@@ -129,7 +135,7 @@ def test_rewards_are_weighted_and_summed_without_none(named: Callable[[str], str
         scores = rewards(PROMPTS, COMPLETIONS, {"answer": ["2", "4", ""], "level": [1, 2, 3]})
     assert scores.by_function == {length: [1.0, 1.0, 2.0], right: [1.0, 0.0, None], of_numpy: [4.0, 4.0, 1.0]}
     assert scores.rewards == [14.5, 4.5, 2.0]
-    assert scores.failures == {length: 0, right: 0, of_numpy: 0}
+    assert scores.errors == {}
 
 
 def test_a_completion_that_no_function_scores_has_no_reward(named: Callable[[str], str]) -> None:
@@ -173,22 +179,20 @@ def test_a_file_is_imported_once_and_its_process_is_not_ours(
         ("never_async", "no answer in 0.5 seconds"),
     ],
 )
-def test_a_failure_gives_none_is_logged_once_and_counted_and_leaves_the_other_function_alone(
+def test_a_failure_gives_none_and_its_error_and_leaves_the_other_function_alone(
     named: Callable[[str], str], function: str, problem: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("lmforge.rewards.functions.GRACE_SECONDS", 0.5)
-    logged: list[str] = []
     others = {process.pid for process in psutil.Process().children(recursive=True)}
     bad, good = named(function), named("length")
-    with load_reward_functions([bad, good], timeout_seconds=0.5, log=logged.append) as rewards:
+    with load_reward_functions([bad, good], timeout_seconds=0.5) as rewards:
         began = {process.pid for process in psutil.Process().children(recursive=True)} - others
         for _ in range(2):
             scores = rewards(PROMPTS, COMPLETIONS, {})
             # On a busy machine the good one may miss so short a time as well, but the bad one always does.
             assert scores.by_function[bad] == [None, None, None]
-            assert scores.failures[bad] == 3
+            assert problem in scores.errors[bad]
             assert scores.by_function[good] in ([1.0, 1.0, 2.0], [None, None, None])
-    assert len([line for line in logged if f"reward {bad}: {problem}" in line]) == 1
     assert began
     assert not {process.pid for process in psutil.Process().children(recursive=True)} - others
     assert not [p for p in psutil.process_iter(["cmdline", "ppid"]) if p.info["cmdline"] == ["sleep", "1234.5"]]
@@ -220,7 +224,7 @@ def test_a_function_that_cannot_be_loaded_is_named(named: Callable[[str], str], 
     cases: dict[str, Any] = {
         f"{tmp_path / 'none.py'}:f": "no such file",
         f"{tmp_path / 'broken.py'}:f": "ModuleNotFoundError: No module named 'nowhere_to_be_found'",
-        named("absent"): "no function 'absent': there are dies, infinite, later, later_too, leaves",
+        named("absent"): "no function 'absent': there are adds_text, as_in_trl, as_in_trl_async, dies",
         named("NUMBER"): "no function 'NUMBER'",
         named("other_names"): "takes (inputs, outputs), but is called by name with prompts, completions",
         "python_cod": 'expected python_code, got "python_cod"; did you mean python_code?',
@@ -282,10 +286,9 @@ def test_programs_that_never_end_take_no_time_from_the_others_of_their_batch() -
     # With the full time for each, they would exceed the time-out on any number of cores.
     endless = ["while True:\n    pass"] * (8 * len(os.sched_getaffinity(0)))
     completions = ["x = 1", *endless, "x = 1", "x = 2"]
-    logged: list[str] = []
-    with load_reward_functions(["python_code"], timeout_seconds=6.0, log=logged.append) as rewards:
+    with load_reward_functions(["python_code"], timeout_seconds=6.0) as rewards:
         scores = rewards([""] * len(completions), completions, {"checks": [["assert x == 1"]] * len(completions)})
-    assert logged == []
+    assert scores.errors == {}
     first, *middle, last, wrong = scores.rewards
     assert (first, last, wrong) == pytest.approx((1.0, 1.0, 0.4))
     assert set(middle) == {0.2}
@@ -320,13 +323,15 @@ def test_checks_may_be_missing_and_must_otherwise_be_a_list() -> None:
                 rewards([""], ["x = 1"], {"checks": [bad]})
 
 
-def test_failures_of_one_type_are_logged_once_whatever_their_messages(named: Callable[[str], str]) -> None:
-    logged: list[str] = []
-    with load_reward_functions([named("raises_with_other_words")], log=logged.append) as rewards:
-        for number in range(3):
-            assert rewards(["a"], [f"completion {number}"], {}).rewards == [None]
-    assert len(logged) == 1
-    assert "KeyError: 'completion 0'" in logged[0]
+def test_a_function_for_messages_is_told_that_completions_are_text(named: Callable[[str], str]) -> None:
+    messages = [[{"role": "assistant", "content": "2"}]]
+    specs = [named("as_in_trl"), named("as_in_trl_async"), named("adds_text")]
+    with load_reward_functions(specs) as rewards:
+        errors = rewards(["a"], ["b"], {}).errors
+        assert rewards(["a"], messages, {}).errors.keys() == {specs[2]}
+    hint = "; completions are text here, where TRL's are lists of messages: take completion instead of completion[0]['content']"
+    assert [errors[spec].startswith("TypeError: ") for spec in specs] == [True, True, True]
+    assert [errors[spec].endswith(hint) for spec in specs] == [True, True, False]
 
 
 def test_a_column_may_have_any_name_except_reserved_ones(named: Callable[[str], str]) -> None:

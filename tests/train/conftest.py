@@ -24,6 +24,16 @@ def variety_and_bad_steps(prompts, completions):
     rewards = variety(prompts, completions)
     return [1e300 * (n % 2) if prompt in bad else reward for n, (prompt, reward) in enumerate(zip(prompts, rewards))]
 
+def always_raises(prompts, completions):
+    return [1 / 0 for _ in completions]
+
+def sometimes_raises(prompts, completions, calls=[]):
+    calls.append(1)
+    return [1 / (len(calls) % 2 - 1) if len(calls) % 2 else len(text) for text in completions]
+
+def as_in_trl(prompts, completions):
+    return [len(completion[0]["content"]) for completion in completions]
+
 def far_apart(prompts, completions):
     return [1e300 * (number % 2) for number in range(len(prompts))]
 

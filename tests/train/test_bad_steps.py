@@ -236,7 +236,8 @@ def test_the_samples_of_a_bad_step_of_examples_are_shown(
     words = ["sft"] if method == "sft" else ["align", "--method", method]
     words += ["--model.source", broken, "--data.files", "examples.jsonl", "--data.packing", packing]
     done = lmforge(*words, *FEW, "--train.steps", 2, "--run.name", "bad", cwd=tmp_path, ranks=2)
-    assert done.returncode == 0, done.stderr
+    assert done.returncode == 1, done.stderr
+    assert "all 2 steps were bad, and nothing was learned; the last one: loss is nan; " in done.stderr.splitlines()[-1]
     first, second = sorted((tmp_path / "runs" / "bad" / "bad").iterdir())
     assert f"not used, and its samples are named in {first.relative_to(tmp_path)}" in done.stderr
     shown = lmforge("show", "data", second, cwd=tmp_path)
@@ -264,7 +265,7 @@ def test_the_answers_of_a_bad_step_of_rollouts_are_shown_where_they_were_written
     ]
     words += ["--rollout.num_iterations", 2, "--rollout.log_completions_every", every]
     done = lmforge("align", *words, *FEW, "--train.steps", 4, "--run.name", "bad", cwd=tmp_path, ranks=2)
-    assert done.returncode == 0, done.stderr
+    assert done.returncode == 1, done.stderr
     bad = sorted((tmp_path / "runs" / "bad" / "bad").iterdir())
     assert len(bad) == 4
     tables = [tmp_path / "runs" / "bad" / "completions" / f"set-000000-rank-{rank}.jsonl" for rank in range(2)]

@@ -51,6 +51,20 @@ class DiesElsewhere(Environment):
         return Reply([{"role": "user", "content": "Again."}])
 
 
+class FailsLater(Environment):
+    reply_roles = ["user"]
+
+    def reset(self, **row):
+        with open(__file__ + ".resets", "a") as file:
+            file.write("x")
+            if file.tell() > 1:
+                raise ConnectionError("the database is gone")
+        return [{"role": "user", "content": "Go"}]
+
+    def step(self, message):
+        return Reply([], 1.0)
+
+
 class Tool:
     def reset(self, **row):
         self.calls = 0
@@ -378,13 +392,27 @@ def test_failures_on_another_rank_and_a_set_without_rewards_are_said_and_counted
 ) -> None:
     done = lmforge(*step_of_grpo(caller, tmp_path, **{"rollout.environment": f"{caller}/own.py:DiesElsewhere"}), ranks=2)
     assert done.returncode == 0, done.stderr
-    [failed] = [line for line in done.stderr.splitlines() if "DiesElsewhere: rank 1: an episode of step 0 failed: " in line]
-    assert "its process died" in failed
+    [failed] = [line for line in done.stderr.splitlines() if "DiesElsewhere: its process died" in line]
+    assert "(step 0, rank 1): no reward" in failed
     assert "step 0: none of 4 completions has a reward" in done.stderr
     logs = [(tmp_path / "run" / "logs" / "attempt-1" / f"rank-{rank}.log").read_text() for rank in range(2)]
     assert [log.count("DiesElsewhere: step 0: episode ") for log in logs] == [0, 2]
     [record] = map(json.loads, (tmp_path / "run" / "metrics.jsonl").read_text().splitlines())
     assert (record["environment_failures"], record["no_reward"], record["reward_failures"]) == (0.5, 1.0, 0.0)
+
+
+def test_a_run_whose_episodes_all_fail_ends_with_the_error(
+    caller: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    spec = f"{caller}/own.py:FailsLater"
+    more = {"rollout.environment": spec, "rollout.reward_functions": f"{caller}/own.py:lengths", "log.every_steps": 1}
+    status, _ = aligned(caller, tmp_path, **more, **{"faults.max_bad_steps": 2, "train.steps": 9})
+    assert status == 1
+    line = capfd.readouterr().err.splitlines()[-1]
+    cause = f"environment {spec}: ConnectionError: the database is gone"
+    assert line.startswith(f"lmforge: all rewards of 2 steps in a row have failed: {cause}")
+    [record] = map(json.loads, (tmp_path / "run" / "metrics.jsonl").read_text().splitlines())
+    assert (record["step"], record["environment_failures"], record["grad_norm"]) == (1, 1.0, 0.0)
 
 
 def test_environments_of_one_run_have_rows_tools_and_rewards_of_their_own(caller: Path, tmp_path: Path) -> None:

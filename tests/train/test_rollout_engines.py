@@ -27,8 +27,11 @@ import xxhash
 
 from lmforge.cli import run as command
 from lmforge.generate.model_loading import load_model
+from lmforge.generate.sampling import SamplingParams
 from lmforge.own_folders import TOKEN_NAME
+from lmforge.stages.alignment.engines.rollout_server import RolloutServer, ServerProblem
 from lmforge.stages.alignment.remote_sampling import FOLDERS_NAME
+from lmforge.stages.alignment.sampling import SampleRequest, SamplingSettings
 from tests.cluster.laboratory import Laboratory
 from tests.conftest import Command, Refusal, only_line
 from tests.preloaded import preloaded
@@ -162,10 +165,56 @@ def test_adapters_are_merged_into_the_weights_that_servers_get(
 # --- servers that fail ------------------------------------------------------------------------------------------------
 
 
+def change(name: str, value: object) -> Callable[[dict[str, Any]], None]:
+    """A change of the first entry of a field of a choice: of "token_ids", or of a field of "logprobs" or "weight_versions"."""
+
+    def spoil(choice: dict[str, Any]) -> None:
+        if name == "token_ids":
+            choice["token_ids"][0] = choice["logprobs"]["content"][0]["token_id"] = value
+        else:
+            (choice["logprobs"]["content"] if name == "logprob" else choice["weight_versions"])[0][name] = value
+
+    return spoil
+
+
+def append(count: int) -> Callable[[dict[str, Any]], None]:
+    def spoil(choice: dict[str, Any]) -> None:
+        choice["token_ids"] += [97] * count
+        choice["logprobs"]["content"] += [{"token_id": 97, "logprob": -1.0}] * count
+        choice["weight_versions"][-1]["end"] += count
+
+    return spoil
+
+
+def shift(choice: dict[str, Any]) -> None:
+    for token in choice["logprobs"]["content"]:
+        token["logprob"] -= 1.0
+
+
+# How answers with sampled tokens are spoiled, and what is said of it. The policy has 261 ids, and 12 tokens are requested.
+WRONG: dict[str, tuple[Callable[[dict[str, Any]], None], str]] = {
+    "an id beyond the vocabulary": (change("token_ids", 261), "answers with the id 261, and the policy has 261 ids"),
+    "an id below 0": (change("token_ids", -1), "token_ids[0]: expected a number of at least 0, got -1"),
+    "an id of 2^70": (change("token_ids", 2**70), "token_ids[0]: expected a number below 2147483648, got 11805916207174113"),
+    "a token more": (append(1), "answers with 13 tokens, and at most 12 were requested"),
+    "5,000 tokens": (append(4988), "answers with 5,000 tokens, and at most 12 were requested"),
+    "a span below 0": (change("start", -5), "its versions are not those of each token"),
+    "a span of 10^11": (change("end", 10**11), "its versions are not those of each token"),
+    "half a span": (change("end", 6), "tokens without a version"),
+    "a long version": (change("version", "1" * 5000), "weight_versions[0].version: "),
+    "a logarithm above 0": (change("logprob", 0.5), "expected a number of at most 0.001, got 0.5"),
+    "NaN": (change("logprob", float("nan")), "not valid JSON"),
+    "minus infinity": (change("logprob", -1e300), "expected a number of at least -10000.0"),
+    "no end": (lambda choice: choice.update(finish_reason="stop"), "its answer does not end with its first stop token"),
+    "two ends": (change("token_ids", 260), "its answer does not end with its first stop token"),
+    "nothing": (lambda choice: choice.clear(), "token_ids: missing"),
+}
+
+
 @contextmanager
-def faulty(url: str, fault: str) -> Iterator[str]:
-    """The address of something that stands before a server and spoils each answer with sampled tokens, or the first refusal of
-    weights."""
+def faulty(url: str, fault: str | Callable[[dict[str, Any]], None]) -> Iterator[str]:
+    """The address of something that stands before a server and spoils each answer with sampled tokens, which may be a change of
+    its choice, or the first refusal of weights."""
     refused_weights = threading.Event()
 
     class Handler(BaseHTTPRequestHandler):
@@ -195,25 +244,21 @@ def faulty(url: str, fault: str) -> Iterator[str]:
                 refused_weights.set()
                 self.refuse_and_cut()
                 return
-            if spoils and fault == "no array":
-                spoiled = json.loads(content)
-                spoiled["choices"][0]["routed_experts"] = ""
-                content = json.dumps(spoiled).encode()
             if spoils and fault == "hangs":
                 released.wait()
-            if spoils and fault == "old weights":
+            if spoils and callable(fault):
                 spoiled = json.loads(content)
-                spoiled["choices"][0]["weight_versions"][0]["version"] = "default"
-                content = json.dumps(spoiled).encode()
-            if spoils and fault == "shifts":
-                spoiled = json.loads(content)
-                for token in spoiled["choices"][0]["logprobs"]["content"]:
-                    token["logprob"] -= 1.0
+                fault(spoiled["choices"][0])
                 content = json.dumps(spoiled).encode()
             with suppress(OSError):  # the client has left
                 self.send_response(status)
                 self.send_header("content-length", str(len(content)))
-                self.end_headers()
+                for part in ("headers", "content"):
+                    while spoils and fault == f"drips {part}":
+                        self.wfile.write(b"x")
+                        time.sleep(0.01)
+                    if part == "headers":
+                        self.end_headers()
                 self.wfile.write(content[: len(content) // 2] if spoils and fault == "cuts" else content)
 
         def refuse_and_cut(self) -> None:
@@ -231,7 +276,7 @@ def faulty(url: str, fault: str) -> Iterator[str]:
         request_queue_size = 64  # all requests of a set come at once
 
     server: socketserver.BaseServer = Proxy(("127.0.0.1", 0), Handler)
-    thread = threading.Thread(target=server.serve_forever)
+    thread = threading.Thread(target=server.serve_forever, args=(0.02,))
     thread.start()
     try:
         yield f"http://127.0.0.1:{server.server_address[1]}"
@@ -246,12 +291,13 @@ def faulty(url: str, fault: str) -> Iterator[str]:
     [
         ("cuts", "not valid JSON"),
         ("refuses", "its answer broke off (status 500)"),
-        ("old weights", "answers with other weights"),
-        ("hangs", "nothing answers (timed out)"),
+        (change("version", "default"), "answers with other weights"),
+        ("hangs", "no whole answer within 20 s"),
+        (change("end", 10**11), "its versions are not those of each token"),
     ],
 )
 def test_requests_of_a_server_that_fails_go_to_others(
-    fault: str,
+    fault: str | Callable[[dict[str, Any]], None],
     words: str,
     grpo: Callable[..., list[str]],
     rollout_server: Server,
@@ -268,6 +314,54 @@ def test_requests_of_a_server_that_fails_go_to_others(
         assert len(table.read_text().splitlines()) == 8  # none is missing, and none is there twice
 
 
+@pytest.mark.parametrize("wrong", WRONG)
+def test_an_answer_that_fits_no_request_is_a_line_about_its_server(wrong: str, rollout_server: Server) -> None:
+    settings, (fault, words) = SamplingSettings(1.0, 1.0, 261, 32, frozenset({260}), 1), WRONG[wrong]
+    with faulty(rollout_server.url, fault) as url:
+        server = RolloutServer(url, "lmforge", settings, 60.0, None)
+        with pytest.raises(ServerProblem, match=f"^{url}.*{re.escape(words)}"):
+            server.sample(SampleRequest(0, [97, 98], 12, 3), SamplingParams())
+
+
+@pytest.mark.parametrize("part", ["headers", "content"])
+def test_a_server_that_sends_a_byte_now_and_then_holds_nobody_longer_than_the_time_of_an_answer(
+    part: str, rollout_server: Server
+) -> None:
+    settings = SamplingSettings(1.0, 1.0, 261, 32, frozenset(), 1)
+    with faulty(rollout_server.url, f"drips {part}") as url:
+        server = RolloutServer(url, "lmforge", settings, 0.5, None)
+        with pytest.raises(ServerProblem, match=f"^{url}: no whole answer within 0.5 s$"):
+            server.sample(SampleRequest(0, [97, 98], 12, 3), SamplingParams())
+
+
+def test_the_key_of_a_server_does_not_follow_a_redirect_to_another_host() -> None:
+    statuses = [301, 302, 303, 307, 308]
+    reached: list[str] = []
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            reached.append(f"{self.path} {self.headers['authorization']}")
+            self.send_response(statuses[len(reached) % len(statuses)])
+            self.send_header("location", f"http://127.0.0.2:{server.server_port}/elsewhere")
+            self.end_headers()
+
+        do_POST = do_GET
+
+        def log_message(self, *_: object) -> None:
+            """Nothing."""
+
+    settings = SamplingSettings(1.0, 1.0, 261, 32, frozenset(), 1)
+    with ThreadingHTTPServer(("", 0), Handler) as server:
+        threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
+        asked = RolloutServer(f"http://127.0.0.1:{server.server_port}", "vllm", settings, 60.0, "secret")
+        for _ in statuses:
+            for ask in (asked.version, lambda: asked.sample(SampleRequest(0, [97], 1, 0), SamplingParams())):
+                with pytest.raises(ServerProblem, match=rf"^{asked.url}: /\S+: redirects to http://127.0.0.2:\d+/elsewhere; "):
+                    ask()
+        server.shutdown()
+    assert reached == ["/weight_info Bearer secret", "/inference/v1/generate Bearer secret"] * len(statuses)
+
+
 def test_a_server_that_refuses_weights_and_is_cut_off_gets_them_again_while_a_run_samples_ahead(
     grpo: Callable[..., list[str]], rollout_server: Server, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -278,6 +372,18 @@ def test_a_server_that_refuses_weights_and_is_cut_off_gets_them_again_while_a_ru
     assert f"{url}: has the current weights, and is used again" in printed
 
 
+def test_tokens_of_a_version_that_there_is_not_yet_are_not_learned_from_while_a_run_samples_ahead(
+    grpo: Callable[..., list[str]], rollout_server: Server, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def claim_later_weights(choice: dict[str, Any]) -> None:
+        for span in choice["weight_versions"]:
+            span["version"] = span["version"].rpartition("-")[0] + "-999"
+
+    with faulty(rollout_server.url, claim_later_weights) as url:
+        assert command(grpo("run", *by(rollout_server.url, url), "--rollout.max_staleness", 1)) == 0
+    assert f"{url}: answers with other weights than it was given; its requests go to others" in capfd.readouterr().err
+
+
 @pytest.mark.slow
 def test_tables_of_completions_are_named_by_data_parallel_ranks_as_show_data_reads_them(
     grpo: Callable[..., list[str]], rollout_server: Server, lmforge: Command, tmp_path: Path
@@ -285,7 +391,7 @@ def test_tables_of_completions_are_named_by_data_parallel_ranks_as_show_data_rea
     words = [*by(rollout_server.url), "--parallel.tensor_parallel_degree", 2, "--train.threads", 1]
     words += ["--rollout.scale_rewards", "none"]
     done = lmforge(*grpo("run", *words, steps=2, reward="far_apart"), ranks=4)
-    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.returncode == 1, done.stdout + done.stderr
     tables = sorted((tmp_path / "run" / "completions").glob("set-000000-*"))
     assert [table.name for table in tables] == ["set-000000-rank-0.jsonl", "set-000000-rank-1.jsonl"]
     shown = lmforge("show", "data", min((tmp_path / "run" / "bad").iterdir()))
@@ -299,7 +405,7 @@ def test_a_server_with_other_probabilities_is_warned_of_and_corrected_for(
     grpo: Callable[..., list[str]], rollout_server: Server, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     corrects = ["--rollout.importance_sampling_mode", "token_truncate", "--rollout.importance_sampling_clip_max", 2.5]
-    with faulty(rollout_server.url, "shifts") as url:
+    with faulty(rollout_server.url, shift) as url:
         assert command(grpo("run", *by(url), *corrects, "--rollout.num_iterations", 2, steps=3)) == 0
     assert capfd.readouterr().err.count("differ from the trainer's by 1.00 nats on average") == 1
     for record in map(json.loads, (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()):

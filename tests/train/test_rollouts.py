@@ -3,6 +3,7 @@
 import json
 import math
 import shutil
+from collections.abc import Callable
 from itertools import combinations
 from pathlib import Path
 
@@ -14,6 +15,8 @@ from lmforge.cli import run as command
 from lmforge.data.tokenizer import Tokenizer
 from lmforge.generate.model_loading import load_model
 from lmforge.objectives.policy import completion_metric_names, pass_at_k
+from lmforge.report.run_data import read_run, verdict
+from lmforge.runs import Run
 from lmforge.stages.alignment.completions import SampledCompletion
 from lmforge.stages.alignment.rollout_batches import lay_out
 from tests.seeds import fresh_random
@@ -72,3 +75,40 @@ def test_completions_end_at_the_stop_tokens_of_the_model_folder(
     expected = {"completion": byte_tokenizer.decode(theirs[0, len(prompt) :].tolist()), "ended": True}
     for line in table.read_text().splitlines():
         assert expected.items() <= json.loads(line).items()
+
+
+@pytest.mark.parametrize(
+    ("reward", "words"), [("always_raises", "ZeroDivisionError: division by zero"), ("as_in_trl", "TypeError: ")]
+)
+def test_a_run_whose_rewards_all_fail_ends_with_the_error(
+    reward: str, words: str, grpo: Callable[..., list[str]], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert command(grpo("run", "--faults.max_bad_steps", 2, steps=9, reward=reward)) == 1
+    line = capfd.readouterr().err.splitlines()[-1]
+    spec = f"{tmp_path / 'rewards.py'}:{reward}"
+    assert line.startswith(f"lmforge: all rewards of 2 steps in a row have failed: reward {spec}: {words}")
+    assert ("; completions are text here, where TRL's are lists of messages: " in line) == (reward == "as_in_trl")
+    assert [record["step"] for record in Run(tmp_path / "run").read_metrics()] == [1]
+
+
+def test_a_shorter_run_whose_rewards_all_fail_does_not_finish(
+    grpo: Callable[..., list[str]], capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert command(grpo("run", steps=1, reward="always_raises")) == 1
+    assert "all rewards of 1 step in a row have failed" in capfd.readouterr().err.splitlines()[-1]
+
+
+def test_rewards_of_which_some_fail_are_counted_in_the_log_and_named_in_the_report(
+    grpo: Callable[..., list[str]], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Every second call fails."""
+    assert command(grpo("run", "--faults.max_bad_steps", 2, steps=4, reward="sometimes_raises")) == 0
+    printed = capfd.readouterr().out
+    steps = [line for line in printed.splitlines() if "/4  " in line]
+    assert ["100% of rewards failed" in line for line in steps] == [True, False, True, False]
+    assert not [line for line in steps if "0% of rewards failed" in line.replace("100%", "")]
+    reason = f"reward {tmp_path / 'rewards.py'}:sometimes_raises: ZeroDivisionError: division by zero"
+    said = verdict(read_run(Run(tmp_path / "run")))
+    assert f" 50.00% of rewards failed. {reason}" in said
+    assert printed.count(reason) == 1
+    assert "Nothing went wrong" not in said

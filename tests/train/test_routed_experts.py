@@ -1,12 +1,15 @@
 """Mixtures of experts learn from completions with the experts that sampled them."""
 
+import base64
 import copy
+import io
 import json
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -154,9 +157,27 @@ def mixture_server(serving: Callable[..., Server], mixture: Path) -> Server:
     return serving(mixture, "--weight_updates", "--return_routed_experts", "--max_batch_size", 8, "--max_length", 32)
 
 
-def test_experts_that_are_no_array_are_a_problem_of_the_server(mixture_server: Server) -> None:
-    settings = SamplingSettings(1.0, 1.0, 261, 32, frozenset(), 1, True)
-    with faulty(mixture_server.url, "no array") as url:
+def encoded(array: np.ndarray) -> str:
+    with io.BytesIO() as file:
+        np.save(file, array)
+        return base64.b64encode(file.getvalue()).decode()
+
+
+@pytest.mark.parametrize(
+    "experts",
+    [
+        "",
+        encoded(np.zeros((4, 2, 2), np.int32)),  # 2 ids of the prompt and 2 sampled ones, of which the last is not read
+        encoded(np.zeros((3, 3, 2), np.int32)),
+        encoded(np.zeros((3, 2, 2), np.float32)),
+        encoded(np.full((3, 2, 2), 8)),
+        encoded(np.full((3, 2, 2), -1)),
+    ],
+    ids=["no array", "tokens", "layers", "fractions", "beyond the last", "below 0"],
+)
+def test_experts_that_are_not_those_of_each_token_are_a_problem_of_the_server(experts: str, mixture_server: Server) -> None:
+    settings = SamplingSettings(1.0, 1.0, 261, 32, frozenset(), 1, CONFIG)
+    with faulty(mixture_server.url, lambda choice: choice.update(routed_experts=experts)) as url:
         server = RolloutServer(url, "lmforge", settings, 20.0, *KEY.values())
         with pytest.raises(ServerProblem, match="its routed experts are not those of each token"):
             server.sample(SampleRequest(0, [5, 6], 2, 0), SamplingParams())

@@ -185,8 +185,8 @@ class AsyncSampler:
 
     def versions_from(self, first_version: int, names: Sequence[str]) -> list[int] | None:
         """The versions that a server named, or None where one of them is none of these."""
-        versions = [self._remote.version_of(name) for name in names]
-        known = [each for each in versions if each is not None and each >= first_version]
+        versions, newest = [self._remote.version_of(name) for name in names], self._newest or 0
+        known = [each for each in versions if each is not None and first_version <= each <= newest]
         return known if len(known) == len(versions) else None
 
     def give_up_after(self) -> tuple[float, str]:
@@ -214,7 +214,7 @@ class _ServersFrom:
 
     def __init__(self, sampler: AsyncSampler, first_version: int) -> None:
         self._sampler, self._first_version = sampler, first_version
-        self.timeout_seconds, self.server = sampler.remote.timeout_seconds, sampler.remote.server
+        self.server = sampler.remote.server
         self._name = sampler.name
         self._none_since: float | None = None
 

@@ -70,7 +70,9 @@ class CompletionSets:
     def take(self, set_index: int, step: int) -> SampledSet:
         """A set, for its first step."""
         places, sample = self._places(set_index), partial(self.sample, step)
-        return self._group_prompts.sample_set(set_index, places, sample, self._sum_over_ranks)
+        sampled = self._group_prompts.sample_set(set_index, places, sample, self._sum_over_ranks)
+        self._workers[0].check_rewards(sampled)
+        return sampled
 
     def sample(
         self, step: int, prompts: Sequence[TokenizedPrompt], seeds: Sequence[int], table: str | None, greedy: bool = False
@@ -87,7 +89,6 @@ class CompletionSets:
             with self._dist_ctx.raise_on_all():
                 if problem is not None:
                     raise problem
-            worker.check_episodes(sampled, step)
             with self._dist_ctx.raise_on_all():
                 worker.score(sampled, table)
         self._workers[0].report(sampled, step, table)
@@ -139,8 +140,8 @@ class SetsAhead(CompletionSets):
             began = time.perf_counter()
             sampled = self._ahead.take(set_index, partial(self._ctx.watch.set_phase, "sample", step))
             self.wait_seconds = time.perf_counter() - began
-        self._workers[0].check_episodes(sampled, step)
         self._workers[0].report(sampled, step, completions_table_name(set_index, self._options))
+        self._workers[0].check_rewards(sampled)
         return sampled
 
     def _sample_ahead(self, set_index: int, first_version: int, on_step: Callable[[], None]) -> SampledSet:
@@ -161,15 +162,17 @@ def _build_sampler(
 ) -> InProcessSampler | RemoteSampler | AsyncSampler:
     """The sampler that `rollout.engine` names: the trainer itself, servers, or servers that sample while it trains."""
     assert isinstance(ctx.config, AlignConfig)
-    options, starter = ctx.config.rollout, None
+    options, model, starter = ctx.config.rollout, inputs.model_config, None
+    # vLLM samples ids with which a head is padded, too.
+    vocab_size = inputs.tokenizer.vocab_size if options.engine == "in-process" else model.vocab_size
     settings = SamplingSettings(
         options.temperature,
         options.top_p,
-        inputs.tokenizer.vocab_size,
+        vocab_size,
         inputs.batch_plan.sequence_length,
         stop_token_ids,
         options.decode_batch_size,
-        options.replay_routed_experts,
+        model if options.replay_routed_experts else None,
     )
     if options.engine == "in-process":
         return InProcessSampler(built.parallel_model, settings)
@@ -183,5 +186,5 @@ def _build_sampler(
 
     if options.engine_start:
         starter = ServerStarter(ctx.config, settings, inputs.tokenizer, built.dtype, ctx.run.logs_folder)
-    remote = RemoteSampler(built.parallel_model, inputs.model_config, options, settings, ctx.run, warn, starter)
+    remote = RemoteSampler(built.parallel_model, model, options, settings, ctx.run, warn, starter)
     return AsyncSampler(remote) if options.max_staleness else remote

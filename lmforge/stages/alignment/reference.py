@@ -25,6 +25,7 @@ from lmforge.data.batch import Batch, Extras
 from lmforge.data.dataset import PackedDataset
 from lmforge.data.order import token_rng_keys
 from lmforge.data.packing import Extra, PackedSequence, Packing
+from lmforge.errors import UserError
 from lmforge.interop.config_json import to_config_json
 from lmforge.model.layers import LanguageModel
 from lmforge.model.lora import disable_adapters
@@ -41,6 +42,7 @@ from lmforge.stages.pretrained import Pretrained, find_required_pretrained
 
 # The number of sequences that all ranks together compute and write at once, for any number of ranks.
 CHUNK_SEQUENCES = 64
+CHECKSUM_BYTES = 16  # at the end of each file of `write_chunks`
 
 
 def reference_logprobs(model: Any, batch: Batch, temperature: float = 1.0, replays: bool = False) -> Tensor:
@@ -154,6 +156,7 @@ def precompute_reference_logprobs(
     config = ctx.config
     assert isinstance(config, AlignConfig)
     depends_on = {
+        "format": 2,
         "weights": find_required_pretrained(config).digest,
         "shape": to_config_json(inputs.model_config),
         "dtype": str(built.dtype),
@@ -163,8 +166,23 @@ def precompute_reference_logprobs(
     }
     key = json.dumps([dataset.plan_hash, dataset.sequence_length, depends_on], sort_keys=True)
     folder = Path(inputs.data_source) / f"reference-{xxhash.xxh3_64_hexdigest(key.encode())}"
-    paths = write_chunks(ctx, inputs, dataset, folder, lambda batch: get_reference().logprobs(batch), np.save)
-    return np.concatenate([np.load(path, allow_pickle=False) for path in paths])
+    paths = write_chunks(ctx, inputs, dataset, folder, lambda batch: get_reference().logprobs(batch), np.ndarray.tobytes)
+    with ctx.dist_ctx.raise_on_all():
+        content = b"".join(map(_read_chunk, paths))
+    return np.frombuffer(content, np.float32).reshape(-1, dataset.sequence_length)
+
+
+def _read_chunk(path: Path) -> bytes:
+    content, checksum = path.read_bytes(), chunk_checksum(path)
+    checksum.update(content[:-CHECKSUM_BYTES])
+    if checksum.digest() != content[-CHECKSUM_BYTES:]:
+        raise UserError(f"{path}: does not hold what was written (its checksum differs); delete it, and it is computed again")
+    return content[:-CHECKSUM_BYTES]
+
+
+def chunk_checksum(path: Path) -> xxhash.xxh3_128:
+    """What the content of a file of `write_chunks` is added to. A file that lies in the place of another has another one."""
+    return xxhash.xxh3_128("/".join(path.parts[-2:]).encode())
 
 
 def chunk_paths(folder: Path, dataset: PackedDataset) -> list[Path]:
@@ -178,14 +196,14 @@ def write_chunks(
     dataset: PackedDataset,
     folder: Path,
     compute: Callable[[Batch], Tensor],
-    save: Callable[[Any, np.ndarray], None],
+    encode: Callable[[np.ndarray], bytes],
 ) -> list[Path]:
     """Files with what `compute` says of the sequences of a dataset, CHUNK_SEQUENCES in each, in their order. Every rank calls
     it.
 
     `compute` gets batches with keys that belong to their places in the dataset, and returns [sequences, sequence_length, …],
-    which `save(file, values)` writes as fp32. Each file is written as it is computed, so that an interrupted pass continues
-    where it stopped, on any ranks.
+    which `encode` is given as fp32. Each file is written as it is computed, with its `chunk_checksum` at its end, so that an
+    interrupted pass continues where it stopped, on any ranks. What `encode` raises is raised on every rank.
     """
     config, dist_ctx = ctx.config, ctx.dist_ctx
     in_order, count = replace(dataset, shuffle=False), dataset.packing.num_sequences
@@ -216,8 +234,11 @@ def write_chunks(
         with dist_ctx.raise_on_all():
             # Hosts may share the folder: each writes only the chunks that no other host has written.
             if dist_ctx.rank_info.local_rank == 0 and not paths[index].exists():
+                checksum = chunk_checksum(paths[index])
+                checksum.update(content := encode(chunk))
                 with atomic_write(paths[index]) as file:
-                    save(file, chunk)
+                    file.write(content)
+                    file.write(checksum.digest())
     # Until all chunks are written.
     dist_ctx.all_gather(None)
     return paths

@@ -287,9 +287,6 @@ class SessionServers(Protocol):
 
     in_order: bool
 
-    @property
-    def timeout_seconds(self) -> float: ...
-
     def server(self, index: int) -> RolloutServer: ...
 
     def choose(self, in_flight: dict[int, int]) -> int | None:
@@ -308,8 +305,8 @@ class RemoteSession:
     def __init__(self, servers: SessionServers, params: SamplingParams) -> None:
         self.servers, self._params = servers, params
         self._waiting: list[SampleRequest] = []
-        # By a number of its own: the request, its server, and when it is given up.
-        self._running: dict[int, tuple[SampleRequest, int, float]] = {}
+        # By a number of its own: the request, and its server.
+        self._running: dict[int, tuple[SampleRequest, int]] = {}
         self._answers: SimpleQueue[tuple[int, SampledTokens | ServerProblem]] = SimpleQueue()
         self._last_number = WOKEN
 
@@ -329,8 +326,8 @@ class RemoteSession:
         finished = []
         for number, answer in self._arrived():
             if number not in self._running:
-                continue  # it was given up, or is WOKEN
-            request, index, _ = self._running.pop(number)
+                continue  # it is WOKEN
+            request, index = self._running.pop(number)
             completion = self._to_completion(answer)
             if completion is None:
                 url = self.servers.server(index).url
@@ -340,10 +337,6 @@ class RemoteSession:
                 self._waiting.append(request)
             else:
                 finished.append((request, completion))
-        for number, (_, index, deadline) in [*self._running.items()]:
-            if time.monotonic() > deadline:
-                url, seconds = self.servers.server(index).url, self.servers.timeout_seconds
-                self._answers.put((number, ServerProblem(f"{url}: no answer within {seconds:g} s")))
         return finished
 
     def wake(self) -> None:
@@ -351,7 +344,7 @@ class RemoteSession:
 
     def _send_waiting(self) -> None:
         in_flight: dict[int, int] = {}
-        for _, index, _ in self._running.values():
+        for _, index in self._running.values():
             in_flight[index] = in_flight.get(index, 0) + 1
         chosen: list[tuple[SampleRequest, int]] = []
         while self._waiting:
@@ -379,10 +372,10 @@ class RemoteSession:
                 answers.put((number, server.sample(request, params, starts_with if starts_together else None)))
             except ServerProblem as problem:
                 answers.put((number, problem))
-            except Exception as problem:  # without an answer the request would wait for its time-out
+            except Exception as problem:  # without an answer the request would wait forever
                 answers.put((number, ServerProblem(f"{server.url}: {type(problem).__name__}: {cut(str(problem), MAX_LISTED)}")))
 
-        self._running[number] = request, index, time.monotonic() + 1.5 * self.servers.timeout_seconds
+        self._running[number] = request, index
         threading.Thread(target=wait, daemon=True, name="rollout request").start()
 
     def _arrived(self) -> Iterator[tuple[int, SampledTokens | ServerProblem]]:

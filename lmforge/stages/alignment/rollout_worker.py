@@ -5,7 +5,7 @@ Several workers may work at once, each in a thread. When they do, and what becom
 """
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, cast
 
@@ -18,7 +18,7 @@ from lmforge.config.align import AlignConfig, RolloutOptions
 from lmforge.data.chat.preferences import TokenizedPrompt
 from lmforge.data.chat.templates import ChatTemplate
 from lmforge.data.order import derive_key
-from lmforge.errors import UserError, format_count
+from lmforge.errors import RunFailed, format_count
 from lmforge.objectives.policy import has_nonzero_std
 from lmforge.stages.alignment.completions import SampledCompletion
 from lmforge.stages.alignment.episodes import Episode, EpisodePlayer
@@ -28,6 +28,9 @@ from lmforge.stages.alignment.scoring import CompletionScorer, RewardModelScorer
 from lmforge.stages.attempt import RunContext
 from lmforge.stages.inputs import RunInputs
 
+# Metrics of what fails: a reward function, an environment.
+FAILURES = ("reward_failures", "environment_failures")
+
 
 @dataclass
 class SampledSet:
@@ -35,6 +38,7 @@ class SampledSet:
 
     rewards   fp64 [completions], NaN where there is none
     failures  metrics of what failed, fp32 [completions]
+    errors    of what failed
     """
 
     prompts: list[TokenizedPrompt]
@@ -42,10 +46,19 @@ class SampledSet:
     episodes: list[Episode] | None = None
     rewards: Tensor | None = None
     failures: dict[str, Tensor] | None = None
+    errors: list[str] = field(default_factory=list)
+
+    @property
+    def failed(self) -> Tensor:
+        """Whether a completion has no reward because what computes it failed: bool [completions]."""
+        assert self.rewards is not None
+        causes = [self.failures[name] for name in FAILURES if self.failures and name in self.failures]
+        return self.rewards.isnan() & (sum(causes, torch.zeros(len(self.rewards))) > 0)
 
     def replace(self, indices: Sequence[int], others: "SampledSet") -> None:
         """Put the completions of another set at these places."""
         others_failures = others.failures or {}
+        self.errors += others.errors
         pairs: list[tuple[Any, Any]] = [
             (self.prompts, others.prompts),
             (self.completions, others.completions),
@@ -76,7 +89,8 @@ class RolloutWorker:
         assert isinstance(packing, PromptPacking)
         assert isinstance(ctx.config, AlignConfig)
         options = ctx.config.rollout
-        self._dist_ctx, self._environment, self._max_tokens = ctx.dist_ctx, options.environment, options.max_completion_length
+        self._dist_ctx, self._config, self._max_tokens = ctx.dist_ctx, ctx.config, options.max_completion_length
+        self._num_failed_steps = 0  # in a row
         prompts = [*packing.prompts, *packing.validation_prompts]
         without_rewards = options.model_copy(update={"reward_functions": (), "reward_weights": ()})
         turns = packing.turns
@@ -120,23 +134,25 @@ class RolloutWorker:
     def score(self, sampled: SampledSet, table: str | None, on_scored: Callable[[], None] = lambda: None) -> None:
         """Add the rewards of a set that was just sampled. Raises UserError as CompletionScorer does."""
         scored = self._scorer.score(table, sampled.prompts, sampled.completions, sampled.episodes, on_scored)
-        sampled.rewards, sampled.failures = scored
+        sampled.rewards, sampled.failures, sampled.errors = scored
 
-    def check_episodes(self, sampled: SampledSet, step: int) -> None:
-        """Raise UserError, on every rank, where the environment failed in all episodes of a set. Every rank calls it."""
-        if sampled.episodes is None:
-            return
-        failed = [episode.error for episode in sampled.episodes if episode.error]
-        counts = torch.tensor([len(failed), len(sampled.episodes)], dtype=torch.float64, device=self._dist_ctx.device)
-        num_failed, num_episodes = self._dist_ctx.all_reduce_sum(counts).tolist()
+    def check_rewards(self, sampled: SampledSet) -> None:
+        """Raise RunFailed, on every rank, where all rewards of `faults.max_bad_steps` steps in a row, or of all steps of a
+        shorter run, have failed. Every rank calls it for each set to learn from."""
+        failed, steps = sampled.failed, self._config.train.steps
+        counts = torch.tensor([failed.sum(), len(failed)], dtype=torch.float64, device=self._dist_ctx.device)
+        num_failed, num_rewards = self._dist_ctx.all_reduce_sum(counts).tolist()
+        num_iterations = self._config.rollout.num_iterations
+        self._num_failed_steps = self._num_failed_steps + num_iterations if num_failed == num_rewards else 0
         with self._dist_ctx.raise_on_all():
-            if failed and num_failed == num_episodes:
-                raise UserError(f"rollout.environment: {self._environment}: all episodes of step {step} failed: {failed[0]}")
+            if sampled.errors and self._num_failed_steps >= min(self._config.faults.max_bad_steps, steps):
+                in_a_row = f"{format_count(self._num_failed_steps, 'step')} in a row"
+                raise RunFailed(f"all rewards of {in_a_row} have failed: {sampled.errors[-1]}")
 
     def report(self, sampled: SampledSet, step: int, table: str | None) -> None:
         """Say what failed in a set that any worker has scored. Every rank calls it."""
         assert sampled.rewards is not None
-        self._scorer.report(table, step, sampled.rewards, sampled.episodes)
+        self._scorer.report(table, step, sampled.rewards, sampled.errors, sampled.episodes)
 
     def close(self) -> None:
         """End the processes of environment and reward functions."""

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from lmforge.generate.engine import Engine, GenerationRequest
 from lmforge.generate.sampling import SamplingParams
+from lmforge.model.config import ModelConfig
 from lmforge.parallel.parallel_model import ParallelModel, unsharded_for_decoding
 from lmforge.stages.alignment.completions import SampledCompletion
 
@@ -50,7 +51,8 @@ class SamplingSession(Protocol):
 
 @dataclass(frozen=True)
 class SamplingSettings:
-    """How every completion of a run is sampled. `max_length`: of prompt and completion together, in tokens."""
+    """How every completion of a run is sampled. `max_length`: of prompt and completion together, in tokens;
+    `replayed`: the model whose experts are returned with each token, None where no experts are."""
 
     temperature: float
     top_p: float
@@ -58,7 +60,7 @@ class SamplingSettings:
     max_length: int
     stop_token_ids: frozenset[int]
     decode_batch_size: int
-    return_routed_experts: bool = False
+    replayed: ModelConfig | None = None
 
     def params(self, greedy: bool) -> SamplingParams:
         return SamplingParams(0.0 if greedy else self.temperature, top_p=self.top_p)
@@ -86,7 +88,7 @@ class InProcessSampler:
                     vocab_size=settings.vocab_size,
                     max_batch_size=size,
                     max_length=settings.max_length,
-                    return_routed_experts=settings.return_routed_experts,
+                    return_routed_experts=settings.replayed is not None,
                 )
             yield _EngineSession(engine, settings, version, greedy)
 

@@ -33,8 +33,8 @@ from lmforge.stages.attempt import RunContext
 SCORING_BATCH_SIZE = 16
 # What functions are given of an episode that failed before there was an answer.
 NO_ANSWER = [{"role": "assistant", "content": ""}]
-# Messages of failing environments on the console, of one set and rank and of the run.
-MAX_FAILURES_SHOWN = 5
+# Errors of reward functions and environments that are named, of one set and rank and of the run.
+MAX_ERRORS_NAMED = 5
 
 
 class CompletionScorer:
@@ -50,10 +50,10 @@ class CompletionScorer:
         environment: EnvironmentPool | None = None,
     ) -> None:
         """`prompts`: all of the run, so that functions are always called with the same columns. Every rank calls it."""
-        self._ctx, self._tokenizer, self._environment = ctx, tokenizer, environment
+        self._ctx, self._tokenizer, self._environment, self._spec = ctx, tokenizer, environment, options.environment
         rank, world_size = ctx.dist_ctx.rank_info.rank, ctx.dist_ctx.world_size
         self._rank, _ = data_parallel_rank_and_size(ctx.config.parallel, rank, world_size)
-        self._shown_failures: set[str] = set()
+        self._named_errors: set[str] = set()
         self._warned_of_no_reward = False
         self._columns = sorted({name for prompt in prompts for name in prompt.columns})
         heartbeat = partial(ctx.watch.set_phase, "reward")
@@ -62,35 +62,33 @@ class CompletionScorer:
                 options.reward_functions,
                 weights=options.reward_weights or None,
                 timeout_seconds=options.reward_timeout_seconds,
-                # Functions may fail on some ranks only, and the console prints on rank 0 only; other ranks print to their logs.
-                log=ctx.console.warn if ctx.dist_ctx.is_rank0 else partial(print, flush=True),
                 open_reward_model=open_reward_model,
                 heartbeat=heartbeat,
                 options=reward_options(options),
                 environment=environment,
             )
 
-    def report(self, table: str | None, step: int, rewards: Tensor, episodes: Sequence[Episode] | None = None) -> None:
-        """Say which episodes failed, and that no completion of any rank has a reward; announce the table that `score` wrote to
-        trackers. Every rank calls it.
+    def report(
+        self, table: str | None, step: int, rewards: Tensor, errors: list[str], episodes: Sequence[Episode] | None = None
+    ) -> None:
+        """Name the first `errors` that `score` returned on any rank, on the console and for the report; say that no completion
+        of any rank has a reward; announce the table that `score` wrote to trackers. Every rank calls it.
 
         An episode that has failed has no reward, and is a line in this rank's log.
         """
         console = self._ctx.console
-        what = f"environment {self._environment.spec if self._environment else ''}"
-        # What an environment says may have halves of surrogate pairs, which logs do not take.
-        errors = [episode.error.encode("utf-8", "backslashreplace").decode() for episode in episodes or ()]
-        for number, error in enumerate(errors):
-            if error:
-                self._ctx.log.write(f"{what}: step {step}: episode {number} failed: {error}")
-        first = list(filter(None, dict.fromkeys(errors)))[:MAX_FAILURES_SHOWN]
+        for number, episode in enumerate(episodes or ()):
+            if episode.error:
+                error = _encodable(episode.error)
+                self._ctx.log.write(f"environment {self._spec}: step {step}: episode {number} failed: {error}")
+        first = [*dict.fromkeys(errors)][:MAX_ERRORS_NAMED]
         gathered = self._ctx.dist_ctx.all_gather((len(rewards), int(rewards.isnan().sum()), first))
         for rank, (_, _, failures) in enumerate(gathered):
             for error in failures:
-                if error not in self._shown_failures and len(self._shown_failures) < MAX_FAILURES_SHOWN:
-                    self._shown_failures.add(error)
-                    all_of_them = "every failure is in the log of its rank and counted in environment_failures"
-                    console.warn(f"{what}: rank {rank}: an episode of step {step} failed: {error}; {all_of_them}")
+                if error not in self._named_errors and len(self._named_errors) < MAX_ERRORS_NAMED:
+                    self._named_errors.add(error)
+                    self._ctx.events.add("failed rewards", step, reason=error)
+                    console.warn(f"{error} (step {step}, rank {rank}): no reward; later failures of this kind are only counted")
         count = sum(num_rewards for num_rewards, _, _ in gathered)
         without = sum(num_missing for _, num_missing, _ in gathered)
         if count and count == without and not self._warned_of_no_reward:
@@ -106,24 +104,26 @@ class CompletionScorer:
         completions: Sequence[SampledCompletion],
         episodes: Sequence[Episode] | None = None,
         on_scored: Callable[[], None] = lambda: None,
-    ) -> tuple[Tensor, dict[str, Tensor]]:
+    ) -> tuple[Tensor, dict[str, Tensor], list[str]]:
         """Rewards, fp64 [completions], NaN where there is none, and metrics of what failed, fp32 [completions]: the fraction of
-        functions, and with `episodes` whether its environment did, its turns, and its calls of tools.
+        functions, and with `episodes` whether its environment did, its turns, and its calls of tools; and all errors.
 
         Functions are given completions as text, and those of `episodes`, which these prompts and completions are, as messages.
         Writes the table called `table`, one JSON object per line, unless that is None, or `on_scored` raises before.
         """
         if not prompts:
-            return torch.zeros(0, dtype=torch.float64), {}
+            return torch.zeros(0, dtype=torch.float64), {}, []
         texts = [self._tokenizer.decode(completion.tokens) for completion in completions]
         columns = {name: [prompt.columns.get(name) for prompt in prompts] for name in self._columns}
         given = texts if episodes is None else [episode.turns or NO_ANSWER for episode in episodes]
         scores = self._functions([prompt.prompt for prompt in prompts], given, columns)
         rewards = [math.nan if reward is None else reward for reward in scores.rewards]
+        errors = [f"reward {spec}: {error}" for spec, error in scores.errors.items()]
         of_episodes: list[dict[str, Any]] = [{} for _ in texts]
         if episodes is not None and self._environment is not None:
             for number, error in self._environment.failed_episodes.items():  # some while their rewards were asked for
                 episodes[number].error = episodes[number].error or error
+            errors += [f"environment {self._spec}: {each.error}" for each in episodes if each.error]
             texts = [episode.describe() for episode in episodes]
             of_episodes = [{"turns": each.turns} | ({"error": each.error} if each.error else {}) for each in episodes]
             rewards = [math.nan if each.error else reward for each, reward in zip(episodes, rewards, strict=True)]
@@ -144,16 +144,20 @@ class CompletionScorer:
                         **of_episodes[index],
                     }
                     file.write(json.dumps(record, ensure_ascii=False) + "\n")
-        failed = sum(count > 0 for count in scores.failures.values()) / len(scores.failures)
-        failures = {"reward_failures": torch.full((len(completions),), failed)}
+        failures = {"reward_failures": torch.full((len(completions),), len(scores.errors) / len(scores.by_function))}
         if episodes is not None:
             counts = [{"environment_failures": bool(each.error), **each.counts()} for each in episodes]
             failures |= {name: torch.tensor([float(each[name]) for each in counts]) for name in counts[0]}
-        return torch.tensor(rewards, dtype=torch.float64), failures
+        return torch.tensor(rewards, dtype=torch.float64), failures, [*map(_encodable, errors)]
 
     def close(self) -> None:
         """End the processes of the functions."""
         self._functions.close()
+
+
+def _encodable(error: str) -> str:
+    """An error without halves of surrogate pairs, which logs do not take."""
+    return error.encode("utf-8", "backslashreplace").decode()
 
 
 class RewardModelScorer:

@@ -1,13 +1,14 @@
 """Tokens of the teacher, its likeliest or drawn ones, stored once: a folder with a manifest of what they depend on, and files
-of 64 sequences each.
+of 64 sequences each: how many tokens each sequence has, their records, and the checksum of these (`write_chunks`).
 
-Only scored tokens are stored. At 64 ids each takes 516 bytes, 0.4 % of its 32,000 logits in fp32.
+Only scored tokens are stored. At 64 ids each takes 516 bytes, 0.4 % of its 32,000 logits in fp32. A file is verified once, when
+the first of its sequences is read.
 """
 
 import json
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -24,7 +25,7 @@ from lmforge.data.mixture import MixedDataset
 from lmforge.data.packing import Extra, PackedSequence, Packing
 from lmforge.errors import UserError
 from lmforge.runs import storage_errors
-from lmforge.stages.alignment.reference import CHUNK_SEQUENCES, chunk_paths, write_chunks
+from lmforge.stages.alignment.reference import CHECKSUM_BYTES, CHUNK_SEQUENCES, chunk_checksum, chunk_paths, write_chunks
 from lmforge.stages.attempt import RunContext
 from lmforge.stages.inputs import RunInputs
 from lmforge.untrusted import read_json
@@ -32,8 +33,12 @@ from lmforge.untrusted import read_json
 MANIFEST = "manifest.json"
 # Of the probability, in what is stored: with 0.4 of it a student got worse (docs/log.md).
 LEAST_MASS = 0.9
+FORMAT = 2
+# What 0 may be rounded to; and with less than the other a token weighs nothing, and its id may be any (`drawn_tokens`).
+MAX_LOGPROB, LEAST_LOGPROB = 1e-3, -600.0
 # What a manifest says, and how a message calls it.
 DESCRIBED = {
+    "format": "a version of lmforge that stores no checksums",
     "tokenizer": "another tokenizer",
     "data": "other data",
     "temperature": "another distill.temperature",
@@ -43,10 +48,25 @@ DESCRIBED = {
 }
 
 
+COUNT_DTYPE = np.dtype("<i4")
+
+
 def record_dtype(k: int) -> np.dtype[Any]:
     """What is stored of a token: k ids, the logarithms of their probabilities, and at the end that of all others' together, or
     the τ of drawn ones (objectives/distillation.py)."""
     return np.dtype([("ids", "<i4", (k,)), ("logprobs", "<f4", (k + 1,))])
+
+
+def find_problem(records: np.ndarray, vocab_size: int) -> str:
+    """What no teacher says, in records of `record_dtype`; empty where there is nothing of the kind."""
+    ids, logprobs = records["ids"], records["logprobs"]
+    if not (logprobs <= MAX_LOGPROB).all():
+        return "a log-probability that is above 0, or no number"
+    weighs = logprobs[:, :-1] > LEAST_LOGPROB
+    if (weighs & ((ids < 0) | (ids >= vocab_size))).any():
+        return f"an id that the tokenizer, of {vocab_size:,} ids, lacks"
+    in_order = np.sort(np.where(weighs, ids, -1 - np.arange(ids.shape[1])), 1)
+    return "one id twice for a token" if (in_order[:, 1:] == in_order[:, :-1]).any() else ""
 
 
 def distilled_datasets(inputs: RunInputs) -> dict[str, PackedDataset]:
@@ -62,7 +82,7 @@ def describe_stored(config: DistillConfig, inputs: RunInputs, teacher_digest: st
     """The manifest: everything that the stored tokens depend on."""
     plans = {name: dataset.plan for name, dataset in distilled_datasets(inputs).items()}
     return {
-        "format": 1,
+        "format": FORMAT,
         "tokenizer": inputs.tokenizer.hash,
         "data": json.loads(json.dumps(plans)),
         "temperature": config.distill.temperature,
@@ -88,7 +108,7 @@ def check_stored(config: DistillConfig, inputs: RunInputs, teacher_digest: str |
     stored = read_json(folder / MANIFEST, dict[str, Any])
     for name, value in describe_stored(config, inputs, teacher_digest).items():
         if stored.get(name) != value and not (name == "teacher" and value is None):
-            what = DESCRIBED.get(name, "another version of lmforge")
+            what = DESCRIBED[name]
             raise UserError(f"distill.logprobs: {folder}: written for {what}; name another folder, or what it was written for")
     paths = [path for name, each in distilled_datasets(inputs).items() for path in chunk_paths(folder / name, each)]
     missing = 0
@@ -125,18 +145,22 @@ def read_stored(ctx: RunContext, inputs: RunInputs, digest: str | None, score: C
     folder = ctx.config.distill.logprobs
     assert folder is not None
     begin_stored(ctx.config, inputs, digest, ctx.dist_ctx)
-    k = min(ctx.config.distill.top_k, inputs.tokenizer.vocab_size)
+    vocab_size = inputs.tokenizer.vocab_size
+    k = min(ctx.config.distill.top_k, vocab_size)
 
-    def save(file: Any, values: np.ndarray) -> None:
+    def encode(values: np.ndarray) -> bytes:
         scored = values[..., 0] >= 0
-        np.save(file, scored.sum(1), allow_pickle=False)
+        counts = np.zeros(CHUNK_SEQUENCES, COUNT_DTYPE)
+        counts[: len(values)] = scored.sum(1)
         records = np.empty(int(scored.sum()), record_dtype(k))
         records["ids"], records["logprobs"] = values[scored][:, :k], values[scored][:, k:]
-        file.write(records.tobytes())
+        if problem := find_problem(records, vocab_size):
+            raise UserError(f"distill.teacher: says {problem}")
+        return counts.tobytes() + records.tobytes()
 
     for name, dataset in distilled_datasets(inputs).items():
-        paths = write_chunks(ctx, inputs, dataset, folder / name, score, save)
-        dataset.packing = stored = StoredPacking(dataset.packing, tuple(paths), k)
+        paths = write_chunks(ctx, inputs, dataset, folder / name, score, encode)
+        dataset.packing = stored = StoredPacking(dataset.packing, tuple(paths), k, vocab_size)
         mass = 1.0 if ctx.config.distill.stored == "sampled" else stored.mean_mass()
         if mass < LEAST_MASS:  # the console prints on rank 0 only
             ctx.console.warn(
@@ -148,17 +172,16 @@ def read_stored(ctx: RunContext, inputs: RunInputs, digest: str | None, score: C
 
 def read_counts(file: BinaryIO, path: Path, k: int) -> np.ndarray:
     """How many tokens each sequence of a file has; their records follow. Raises UserError where it has not all of them."""
-    try:
-        counts: np.ndarray = np.lib.format.read_array(file, allow_pickle=False)
-        if os.fstat(file.fileno()).st_size == file.tell() + counts.sum() * record_dtype(k).itemsize:
-            return counts
-    except ValueError:  # cut, empty, or of something else
-        pass
-    raise _damaged(path)
+    content = file.read(CHUNK_SEQUENCES * COUNT_DTYPE.itemsize)
+    counts = np.frombuffer(content, COUNT_DTYPE, len(content) // COUNT_DTYPE.itemsize)
+    size = len(content) + int(counts.sum(dtype=np.int64)) * record_dtype(k).itemsize + CHECKSUM_BYTES
+    if len(counts) < CHUNK_SEQUENCES or counts.min() < 0 or size != os.fstat(file.fileno()).st_size:
+        raise _damaged(path, "has not as many tokens as it says")
+    return counts
 
 
-def _damaged(path: Path) -> UserError:
-    return UserError(f"{path}: not what was stored of this data; delete it")
+def _damaged(path: Path, problem: str) -> UserError:
+    return UserError(f"{path}: {problem}; delete it, and name the teacher, distill.teacher, which is asked again")
 
 
 @dataclass
@@ -168,6 +191,8 @@ class StoredPacking(Packing):
     packing: Packing
     paths: tuple[Path, ...]
     k: int
+    vocab_size: int
+    verified: set[int] = field(default_factory=set)  # files
 
     @property
     def num_sequences(self) -> int:
@@ -182,7 +207,7 @@ class StoredPacking(Packing):
         scored = out.labels != IGNORE_INDEX
         records = self._records(index) if index < self.num_sequences else np.empty(0, record_dtype(self.k))
         if len(records) != scored.sum():
-            raise _damaged(self.paths[index // CHUNK_SEQUENCES])
+            raise _damaged(self.paths[index // CHUNK_SEQUENCES], "not what was stored of this data")
         for name in ("ids", "logprobs"):
             out.extras[f"teacher_{name}"][:] = 0
             out.extras[f"teacher_{name}"][scored] = records[name]
@@ -196,6 +221,23 @@ class StoredPacking(Packing):
         number, at = divmod(index, CHUNK_SEQUENCES)
         dtype = record_dtype(self.k)
         with open(self.paths[number], "rb") as file:
+            if number not in self.verified:
+                self._verify(file, self.paths[number])
+                self.verified.add(number)
+                file.seek(0)
             counts = read_counts(file, self.paths[number], self.k)
             file.seek(int(counts[:at].sum()) * dtype.itemsize, 1)
-            return np.frombuffer(file.read(int(counts[at : at + 1].sum()) * dtype.itemsize), dtype)
+            return np.frombuffer(file.read(int(counts[at]) * dtype.itemsize), dtype)
+
+    def _verify(self, file: BinaryIO, path: Path) -> None:
+        """Raise UserError where a file does not hold what was written, or that is wrong. It has one sequence in memory."""
+        counts, checksum, problem = read_counts(file, path, self.k), chunk_checksum(path), ""
+        checksum.update(counts.tobytes())
+        for count in counts.tolist():
+            content = file.read(count * record_dtype(self.k).itemsize)
+            checksum.update(content)
+            problem = problem or find_problem(np.frombuffer(content, record_dtype(self.k)), self.vocab_size)
+        if file.read() != checksum.digest():
+            raise _damaged(path, "does not hold what was written (its checksum differs)")
+        if problem:
+            raise _damaged(path, f"holds {problem}")

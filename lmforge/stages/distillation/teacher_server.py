@@ -15,26 +15,28 @@ from lmforge.data.batch import Batch
 from lmforge.data.labels import IGNORE_INDEX
 from lmforge.data.tokenizer import Tokenizer
 from lmforge.errors import RunFailed, UserError
-from lmforge.stages.alignment.engines.rollout_server import API_KEY_VARIABLE, ServerProblem, TokenServer
-from lmforge.untrusted import cut, quoted
+from lmforge.stages.alignment.engines.rollout_server import API_KEY_VARIABLE, Logprob, ServerProblem, TokenId, TokenServer
+from lmforge.untrusted import quoted
 
 TIMEOUT_SECONDS = 600.0
 CONCURRENT_REQUESTS = 16
 # What all other tokens weigh together at least: likeliest ones may round to more than all there is.
 LEAST_REST = 1e-9
+# How much more than 1 probabilities may add up to.
+MASS_ROUNDING = 0.01
 
 
 class _Ranked(BaseModel):
-    logprob: float
+    logprob: Logprob
     rank: int
 
 
 class _Scored(BaseModel):
-    prompt_logprobs: list[dict[int, _Ranked] | None]
+    prompt_logprobs: list[dict[TokenId, _Ranked] | None]
 
 
 class _Tokenized(BaseModel):
-    tokens: list[int]
+    tokens: list[TokenId]
 
 
 class _Model(BaseModel):
@@ -84,9 +86,12 @@ class TeacherServer(TokenServer):
             raise ServerProblem(f"{self.url}: says less than {self._k} tokens of each place of a prompt")
         ids = np.array([[id for id, _ in place] for place in ranked], np.int64).reshape(-1, self._k)
         logprobs = np.array([[each.logprob for _, each in place] for place in ranked]).reshape(-1, self._k)
-        if ids.max(initial=0) >= vocab_size or not np.isfinite(logprobs).all():
-            raise ServerProblem(f"{self.url}: {cut(str(ids.max(initial=0)))} is no id of the tokenizer, or has no probability")
-        rest = np.log(np.maximum(1 - np.exp(logprobs).sum(1, keepdims=True), LEAST_REST))
+        if ids.max(initial=0) >= vocab_size:
+            raise ServerProblem(f"{self.url}: {ids.max()} is no id of the tokenizer, which has {vocab_size:,}")
+        mass = np.exp(logprobs).sum(1, keepdims=True)
+        if mass.max(initial=0) > 1 + MASS_ROUNDING:
+            raise ServerProblem(f"{self.url}: the probabilities of tokens of one place add up to {mass.max():.4g}")
+        rest = np.log(np.maximum(1 - mass, LEAST_REST))
         return ids, np.concatenate([logprobs, rest], 1).astype(np.float32)
 
     def score_top(self, batch: Batch, vocab_size: int) -> Tensor:

@@ -1,6 +1,7 @@
 """One server that samples for a run: the calls of vLLM's interface for ids, versions and weights, each with a time-out.
 
-vLLM and `lmforge serve --weight_updates` have the same paths and fields. Which server gets which request is not here.
+vLLM and `lmforge serve --weight_updates` have the same paths and fields. Answers are not believed: what fits no request is a
+ServerProblem (the schemas below, and SampledTokens). Which server gets which request is not here.
 """
 
 import base64
@@ -8,12 +9,10 @@ import io
 import json
 import math
 import os
-import urllib.error
-import urllib.request
 from concurrent.futures import ThreadPoolExecutor
 from http.client import HTTPException
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import numpy as np
 from pydantic import BaseModel, Field
@@ -23,6 +22,7 @@ from lmforge.errors import UserError
 from lmforge.generate.sampling import SamplingParams
 from lmforge.interop.config_json import to_config_json
 from lmforge.model.config import ModelConfig
+from lmforge.stages.alignment.engines.http_call import HttpAnswer, call
 from lmforge.stages.alignment.sampling import SampleRequest, SamplingSettings
 from lmforge.untrusted import MAX_LISTED, cut, parse_json, quoted
 
@@ -44,6 +44,10 @@ EXPERTS_MISSING = (
     " --return_routed_experts"
 )
 Content = TypeVar("Content")
+TokenId = Annotated[int, Field(ge=0, lt=2**31)]
+# 0 may be rounded to a little more; -9999 stands for minus infinity, which JSON lacks.
+Logprob = Annotated[float, Field(ge=-1e4, le=1e-3)]
+VersionName = Annotated[str, Field(max_length=200)]
 
 
 class ServerProblem(Exception):
@@ -55,8 +59,8 @@ class ServerProblem(Exception):
 
 
 class _Token(BaseModel):
-    token_id: int
-    logprob: float
+    token_id: TokenId
+    logprob: Logprob
 
 
 class _Logprobs(BaseModel):
@@ -64,13 +68,13 @@ class _Logprobs(BaseModel):
 
 
 class _VersionSpan(BaseModel):
-    version: str
+    version: VersionName
     start: int
     end: int
 
 
 class _Choice(BaseModel):
-    token_ids: list[int] = Field(min_length=1)
+    token_ids: list[TokenId] = Field(min_length=1)
     finish_reason: str
     logprobs: _Logprobs
     weight_versions: list[_VersionSpan]
@@ -82,7 +86,7 @@ class _Answer(BaseModel):
 
 
 class _WeightInfo(BaseModel):
-    weight_version: str
+    weight_version: VersionName
     model: dict[str, Any] = {}  # some fields of its config.json; vLLM says none
 
 
@@ -91,31 +95,44 @@ class SampledTokens:
 
     routed_experts: np.ndarray | None = None
 
-    def __init__(self, choice: _Choice, num_prompt_tokens: int, with_experts: bool) -> None:
-        """Raises ValueError where the parts of the answer do not fit together."""
+    def __init__(self, choice: _Choice, request: SampleRequest, settings: SamplingSettings) -> None:
+        """Raises ValueError where the parts of the answer do not fit together, or are not what was requested."""
         self.token_ids, self.stopped = choice.token_ids, choice.finish_reason == "stop"
         self.logprobs = [token.logprob for token in choice.logprobs.content]
-        self.versions = [span.version for span in choice.weight_versions for _ in range(span.start, span.end)]
+        count, stop_ids = len(self.token_ids), settings.stop_token_ids
         if choice.finish_reason not in ("stop", "length"):
             raise ValueError(f"the request ended with {cut(choice.finish_reason)!r}")
+        if count > request.max_tokens:
+            raise ValueError(f"answers with {count:,} tokens, and at most {request.max_tokens:,} were requested")
+        if max(self.token_ids) >= settings.vocab_size:
+            raise ValueError(f"answers with the id {max(self.token_ids)}, and the policy has {settings.vocab_size:,} ids")
+        if not stop_ids.isdisjoint(self.token_ids[:-1]) or (self.stopped and self.token_ids[-1] not in stop_ids):
+            raise ValueError("its answer does not end with its first stop token")
         if [token.token_id for token in choice.logprobs.content] != self.token_ids:
             raise ValueError("its log-probabilities are of other ids")
-        if len(self.versions) != len(self.token_ids):
+        self.versions: list[str] = []
+        for span in choice.weight_versions:
+            if span.start != len(self.versions) or not span.start <= span.end <= count:
+                raise ValueError("its versions are not those of each token, in their order")
+            self.versions += [span.version] * (span.end - span.start)
+        if len(self.versions) != count:
             raise ValueError("tokens without a version")
-        if with_experts:
+        if settings.replayed is not None:
             if choice.routed_experts is None:
                 raise ValueError(EXPERTS_MISSING)
-            self.routed_experts = _read_experts(choice.routed_experts, num_prompt_tokens + len(self.token_ids) - 1)
+            self.routed_experts = _read_experts(choice.routed_experts, len(request.prompt_ids) + count - 1, settings.replayed)
 
 
-def _read_experts(encoded: str, num_tokens: int) -> np.ndarray:
+def _read_experts(encoded: str, num_tokens: int, model: ModelConfig) -> np.ndarray:
+    shape = num_tokens, model.num_hidden_layers, model.num_experts_per_tok
     try:
         experts = np.load(io.BytesIO(base64.b64decode(encoded, validate=True)), allow_pickle=False)
-        fits = experts.ndim == 3 and len(experts) == num_tokens and experts.dtype.kind in "iu"
+        fits = experts.shape == shape and experts.dtype.kind in "iu"
+        fits = fits and experts.min() >= 0 and experts.max() < model.num_experts
     except Exception:  # numpy's reader raises errors of zip files, of Python's parser and of memory too
         fits = False
     if not fits:
-        raise ValueError("its routed experts are not those of each token")
+        raise ValueError("its routed experts are not those of each token; serve the policy's model")
     return experts.astype(np.int32)
 
 
@@ -125,8 +142,6 @@ class TokenServer:
     def __init__(self, url: str, flags: Flags, timeout_seconds: float, api_key: str | None) -> None:
         """`timeout_seconds`: of an answer that has to be computed."""
         self.url, self._flags, self._timeout_seconds, self._api_key = url.rstrip("/"), flags, timeout_seconds, api_key
-        # The environment's proxies are for the internet.
-        self._opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
     def _call(
         self, path: str, schema: type[Content] | Any, body: dict[str, Any] | None = None, timeout: float = ANSWER_SECONDS
@@ -134,35 +149,36 @@ class TokenServer:
         headers = {"content-type": "application/json"} | ({"authorization": f"Bearer {self._api_key}"} if self._api_key else {})
         content = None if body is None else json.dumps(body).encode()
         try:
-            request = urllib.request.Request(self.url + path, content, headers)
-            with self._opener.open(request, timeout=timeout) as answer:
-                received = answer.read(MAX_ANSWER_BYTES + 1)
-        except urllib.error.HTTPError as problem:
-            with problem:
-                raise self._refusal(path, problem.code, _read_refusal(problem)) from None
+            answer = call(self.url + path, content, headers, seconds=timeout, max_bytes=MAX_ANSWER_BYTES)
+            if answer.status >= 300:
+                raise self._refusal(path, answer)
+            if schema is Any:
+                return None
+            return parse_json(answer.content, schema, f"{self.url}{path}", max_bytes=MAX_ANSWER_BYTES)
+        except TimeoutError:
+            raise ServerProblem(f"{self.url}: no whole answer within {timeout:g} s") from None
         except (OSError, HTTPException, ValueError) as problem:
-            reason = getattr(problem, "reason", None) or problem
-            raise ServerProblem(
-                f"{self.url}: nothing answers ({cut(str(reason) or type(problem).__name__, MAX_LISTED)})"
-            ) from None
-        if schema is Any or not received.strip():
-            return None
-        try:
-            return parse_json(received, schema, f"{self.url}{path}", max_bytes=MAX_ANSWER_BYTES)
+            reason = cut(str(problem) or type(problem).__name__, MAX_LISTED)
+            raise ServerProblem(f"{self.url}: nothing answers ({reason})") from None
         except UserError as problem:
             raise ServerProblem(str(problem)) from None
 
-    def _refusal(self, path: str, status: int, content: bytes) -> ServerProblem:
-        route = path.partition("?")[0]
+    def _refusal(self, path: str, answer: HttpAnswer) -> ServerProblem:
+        route, status = path.partition("?")[0], answer.status
+        if status < 400:
+            where = f"redirects to {cut(answer.location)}"
+            return ServerProblem(
+                f"{self.url}: {route}: {where}; no redirect is followed: name the server's own address", status
+            )
         if status == 404:
             return ServerProblem(f"{self.url}: has no {route}; {self._flags.get(route, self._flags[''])}", status)
         if status in (401, 403):
             return ServerProblem(f"{self.url}: refuses the key; give the server's in LMFORGE_API_KEY", status)
         try:
-            error = json.loads(content)["error"]
+            error = json.loads(answer.content)["error"]
             message = error["message"] if isinstance(error, dict) else error
-        except (ValueError, KeyError, TypeError):
-            message = content.decode("utf-8", "replace")
+        except (ValueError, KeyError, TypeError, RecursionError):
+            message = answer.content.decode("utf-8", "replace")
         return ServerProblem(
             f"{self.url}: {route}: {cut(' '.join(str(message).split()), MAX_LISTED)} (status {status})", status
         )
@@ -195,8 +211,7 @@ class RolloutServer(TokenServer):
         )
         answer = self._call("/inference/v1/generate", _Answer, body, self._timeout_seconds)
         try:
-            with_experts = self._settings.return_routed_experts
-            return SampledTokens(answer.choices[0], len(request.prompt_ids), with_experts)
+            return SampledTokens(answer.choices[0], request, self._settings)
         except ValueError as problem:
             raise ServerProblem(f"{self.url}: {problem}") from None
 
@@ -210,14 +225,14 @@ class RolloutServer(TokenServer):
         """Replace the server's weights by those of a folder, and keep requests in flight. Raises ServerProblem unless the
         server then says that it has this version."""
         self._may_be_paused = True
-        self._call("/pause?mode=keep", dict[str, Any], {})
+        self._call("/pause?mode=keep", Any, {})
         try:
             # Where the rest fails, no token has the name of weights that it may not be of.
-            self._call("/update_weight_version", dict[str, Any], {"new_version": "being replaced"})
+            self._call("/update_weight_version", Any, {"new_version": "being replaced"})
             reload = {"method": "reload_weights", "kwargs": {"weights_path": str(folder)}}
             self._call("/collective_rpc", Any, reload, self._timeout_seconds)
             self._call("/reset_prefix_cache", Any, {})
-            self._call("/update_weight_version", dict[str, Any], {"new_version": version})
+            self._call("/update_weight_version", Any, {"new_version": version})
         finally:
             self._resume()
         if (confirmed := self.version()) != version:
@@ -239,12 +254,7 @@ class RolloutServer(TokenServer):
         vocab_size = config.vocab_size
         longest = SampleRequest(0, [vocab_size - 1] * (self._settings.max_length - 1), 1, 0)
         # So cold that the likeliest token is certain.
-        sampled = self.sample(longest, SamplingParams(0.01))
-        cold, experts = sampled.logprobs[0], sampled.routed_experts
-        if experts is not None:
-            shape = config.num_hidden_layers, config.num_experts_per_tok
-            if experts.shape[1:] != shape or experts.max() >= config.num_experts:
-                raise ServerProblem(f"{self.url}: its routed experts are not those of this model; serve the policy's model")
+        cold = self.sample(longest, SamplingParams(0.01)).logprobs[0]
         if self.kind == "vllm" and self._settings.params(False) != SamplingParams() and cold < math.log(0.9):
             flag = "start it with vllm serve --logprobs-mode processed_logprobs"
             raise ServerProblem(f"{self.url}: reports log-probabilities before temperature and top_p; {flag}")
@@ -257,17 +267,11 @@ class RolloutServer(TokenServer):
             raise ServerProblem(f"{self.url}: reads ids from {vocab_size} on, which the policy lacks; serve the policy's model")
 
 
-def _read_refusal(answer: urllib.error.HTTPError) -> bytes:
-    try:
-        return answer.read(2**16)
-    except (OSError, HTTPException, ValueError):
-        return b"its answer broke off"
-
-
 def check_servers(options: RolloutOptions, config: ModelConfig, sequence_length: int) -> None:
     """Raise UserError where a server of a recipe does not answer, or cannot serve the policy."""
+    replayed = config if options.replay_routed_experts else None
     settings = SamplingSettings(
-        options.temperature, options.top_p, config.vocab_size, sequence_length, frozenset(), 1, options.replay_routed_experts
+        options.temperature, options.top_p, config.vocab_size, sequence_length, frozenset(), 1, replayed
     )
     key = os.environ.get(API_KEY_VARIABLE)
     servers = [build_server(url, options, settings, key) for url in options.engine_urls]

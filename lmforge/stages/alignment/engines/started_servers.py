@@ -204,7 +204,7 @@ class ServerStarter:
         if self._options.engine == "vllm":
             sizes = ["--max-model-len", str(self._settings.max_length), "--dtype", str(self._dtype).removeprefix("torch.")]
             modes = ["--enable-scale-out", "--logprobs-mode", "processed_logprobs"]
-            modes += ["--enable-return-routed-experts"] if self._settings.return_routed_experts else []
+            modes += ["--enable-return-routed-experts"] if self._settings.replayed else []
             return ["vllm", "serve", str(model_folder), "--host", address, *sizes, *modes]
         plugins = ["--plugins", *self._config.plugins] if self._config.plugins else []
         dtype = next(name for name, value in DTYPES.items() if value == self._dtype)
@@ -219,7 +219,7 @@ class ServerStarter:
             "--dtype",
             dtype,
         ]
-        words += ["--return_routed_experts"] if self._settings.return_routed_experts else []
+        words += ["--return_routed_experts"] if self._settings.replayed else []
         words += ["--max_length", self._settings.max_length, "--max_batch_size", self._options.decode_batch_size]
         return [sys.executable, "-m", "lmforge", *map(str, words), *plugins]
 
