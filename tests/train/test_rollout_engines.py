@@ -292,7 +292,7 @@ def faulty(url: str, fault: str | Callable[[dict[str, Any]], None]) -> Iterator[
         ("cuts", "not valid JSON"),
         ("refuses", "its answer broke off (status 500)"),
         (change("version", "default"), "answers with other weights"),
-        ("hangs", "no whole answer within 20 s"),
+        ("hangs", "no whole answer within 10 s"),
         (change("end", 10**11), "its versions are not those of each token"),
     ],
 )
@@ -305,7 +305,7 @@ def test_requests_of_a_server_that_fails_go_to_others(
     capfd: pytest.CaptureFixture[str],
 ) -> None:
     with faulty(rollout_server.url, fault) as url:
-        assert command(grpo("run", *by(rollout_server.url, url), "--rollout.engine_timeout_seconds", 20)) == 0
+        assert command(grpo("run", *by(rollout_server.url, url), "--rollout.engine_timeout_seconds", 10)) == 0
     printed = "".join(capfd.readouterr())
     assert re.search(f"{url}.*{re.escape(words)}", printed)
     assert "its requests go to others" in printed
