@@ -243,7 +243,7 @@ def _remove(folder: str) -> None:
     try:
         shutil.rmtree(folder)
     except (OSError, RecursionError):
-        # Folders without permissions, or too deep for Python. Unlike chmod -R, find follows no link that is there by now.
+        # Folders without permissions, or too deep for Python. Unlike chmod -R, find follows no link there.
         permit = ["/usr/bin/find", folder, "-type", "d", "-exec", "/bin/chmod", "u+rwx", "{}", ";"]
         for command in (permit, ["/bin/rm", "-rf", folder]):
             subprocess.run(command, stderr=subprocess.DEVNULL, check=False)
