@@ -5,12 +5,14 @@ A failure lists the cases that broke the contract (`Contract` in fuzzing.py) wit
 prints too, draws them again. What was found so has a test by name beside others of its kind.
 """
 
+import base64
 import http.client
 import json
 import os
 import random
 import shutil
 import socket
+import struct
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -20,6 +22,8 @@ import pytest
 
 import lmforge as package
 from lmforge.config.options import iter_options
+from lmforge.data.tokenizer import StreamDecoder, Tokenizer
+from lmforge.errors import UserError
 from lmforge.manifests import checkpoint_checksum
 from lmforge.runs import MANIFEST
 from lmforge.verbs.table import VERBS
@@ -358,6 +362,89 @@ def test_headers(part: int, carry_out: CarryOut, models: Path, command_on: Comma
         return command_on(rng, thing), f"{path.name}, mutated: {shown!r}"
 
     carry_out(draw, 15)
+
+
+# --- steps of a tokenizer.json ---------------------------------------------------------------------------------------
+
+# SentencePiece's precompiled_charsmap of one character: a block of the array, its root, "a" and the place of "b".
+UNITS = [1 << 10] + [0] * 255
+UNITS[1 ^ ord("a")] = 1 << 10 | 1 << 8 | ord("a")
+UNITS[1 ^ ord("a") ^ 1] = 1 << 31
+CHARSMAP = base64.b64encode(struct.pack("<257I", 1024, *UNITS) + b"b\0").decode()
+SENTENCEPIECE_STEPS = [
+    {"type": "Replace", "pattern": {"String": "▁"}, "content": " "},
+    {"type": "ByteFallback"},
+    {"type": "Fuse"},
+    {"type": "Strip", "content": " ", "start": 1, "stop": 0},
+]
+STEPS: dict[str, list[dict[str, Any]]] = {
+    "decoder": [
+        {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True, "use_regex": True},
+        {"type": "Sequence", "decoders": SENTENCEPIECE_STEPS},
+        {"type": "WordPiece", "prefix": "##", "cleanup": True},
+        {"type": "Metaspace", "replacement": "▁", "prepend_scheme": "always", "split": True},
+        {"type": "BPEDecoder", "suffix": "</w>"},
+        {"type": "CTC", "pad_token": "<pad>", "word_delimiter_token": "|", "cleanup": True},
+    ],
+    "normalizer": [
+        {"type": "Sequence", "normalizers": [{"type": "Prepend", "prepend": "▁"}, {"type": "NFKD"}, {"type": "StripAccents"}]},
+        {"type": "Replace", "pattern": {"Regex": " {2,}"}, "content": "▁"},
+        {"type": "BertNormalizer", "clean_text": True, "handle_chinese_chars": True, "strip_accents": None, "lowercase": True},
+        {"type": "Precompiled", "precompiled_charsmap": CHARSMAP},
+    ],
+}
+
+
+def read_all_of(tokenizer: Tokenizer) -> None:
+    for text in ("Hello  world\n é ▁ ##a|<|end|>", "", "aa\x00 \u3000"):
+        ids = tokenizer.encode(text)
+        tokenizer.encode_batch([text], is_continuation=True, parse_special_tokens=True)
+        tokenizer.decode(ids)
+    tokenizer.decode(range(tokenizer.vocab_size), include_special_tokens=True)
+    tokenizer.token_byte_lengths()
+    decoder = StreamDecoder(tokenizer)
+    for id in range(tokenizer.vocab_size):
+        decoder.feed(id)
+
+
+def test_the_steps_that_are_damaged_are_read_where_they_are_whole(byte_tokenizer: Tokenizer) -> None:  # noqa: F811
+    content = json.loads(byte_tokenizer.files["tokenizer.json"])
+    for name, steps in STEPS.items():
+        for step in steps:
+            read_all_of(Tokenizer(json.dumps({**content, name: step}), {}))
+    assert Tokenizer(json.dumps({**content, "normalizer": STEPS["normalizer"][-1]}), {}).encode("a") == byte_tokenizer.encode(
+        "b"
+    )
+
+
+@pytest.mark.parametrize("draws", [60, pytest.param(2000, marks=pytest.mark.slow)])
+def test_steps_of_a_tokenizer(
+    draws: int,
+    byte_tokenizer: Tokenizer,  # noqa: F811
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    rng, content = fresh_random(), json.loads(byte_tokenizer.files["tokenizer.json"])
+    outcomes: set[bool] = set()
+    for _ in range(draws):
+        name = rng.choice(list(STEPS))
+        step = rng.choice(STEPS[name])
+        text = mutated_json(rng, {name: step}).decode()
+        if "precompiled_charsmap" in step and rng.random() < 0.7:
+            damaged = bytearray(base64.b64decode(CHARSMAP))
+            damaged[rng.randrange(len(damaged))] = rng.randrange(256)
+            text = json.dumps({name: {**step, "precompiled_charsmap": base64.b64encode(damaged).decode()}})
+        problem = ""
+        try:
+            read_all_of(Tokenizer(f"{json.dumps(content)[:-1]}, {text[1:]}", {}))
+        except UserError as refusal:
+            problem = str(refusal)
+        except BaseException:
+            print(text)
+            raise
+        assert not problem or problem.startswith("tokenizer.json: "), text
+        outcomes.add(not problem)
+        assert capfd.readouterr().err == "", text
+    assert outcomes == {True, False}
 
 
 # --- folders ---------------------------------------------------------------------------------------------------------

@@ -9,11 +9,12 @@ import codecs
 import json
 import re
 import secrets
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property
 from itertools import islice
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Self
 
 import numpy as np
@@ -131,11 +132,14 @@ class Tokenizer:
         if problem := tokenizer_json.tokenizer_problem(self._json):
             raise UserError(f"{location}: {problem}")
         self._location = location
+        self._declared: list[dict[str, Any]] = []
         with self._library_errors(hint):
-            # Not `text`, in which a key may be there twice: the library must read what was checked.
-            self._backend = tokenizers.Tokenizer.from_str(json.dumps(self._json))
-        self._backend.no_truncation()
-        self._backend.no_padding()
+            self._backend = self._new_backend()
+            steps = self._written_steps()
+        if problem := tokenizer_json.tokenizer_problem(steps):
+            raise UserError(f"{location}: {problem}")
+        decoder = steps["decoder"]
+        self._decoders: list[dict[str, Any]] = decoder["decoders"] if decoder.get("type") == "Sequence" else [decoder]
         self._backend.encode_special_tokens = True
         self.added_tokens: list[dict[str, Any]] = self._json.get("added_tokens") or []
         self._vocab: dict[str, int] = self._backend.get_vocab(with_added_tokens=True)
@@ -145,36 +149,55 @@ class Tokenizer:
         if problem := tokenizer_json.misplaced_token(self.added_tokens, self._vocab, self.vocab_size):
             raise UserError(f"{location}: {problem}")
         self.roles = tokenizer_json.special_roles(self.configs)
-        self._add_declared(tokenizer_json.declared_tokens(self.configs, str(Path(location).parent)))
+        self._add_declared(str(Path(location).parent))
         with prefix_errors(location):
             self.eos_token_id = self._find_eos_token_id()
             self.bos_token_id = self._named_token_id("bos_token")
         self.named_ids = [id for id in (self.eos_token_id, self.bos_token_id) if id is not None]
-        # Some files do not mark these tokens as special, so text that spells them would be encoded as them.
-        self._backend.add_special_tokens([self.id_to_token(id) for id in self.named_ids])
         self._encoder = self._text_encoder()
 
-    def _add_declared(self, tokens: list[tokenizers.AddedToken]) -> None:
+    def _add_declared(self, location: str) -> None:
         """Add the tokens that other files declare; those that tokenizer.json does not have at all get the next ids."""
-        known = {token["content"]: token["special"] for token in self.added_tokens}
-        new = [token for token in tokens if known.get(token.content) is not True and known.get(token.content) != token.special]
-        if new:
-            self._backend.add_tokens(new)
-            self.added_tokens = tokenizer_json.as_listed(self._backend)
+        self._declared = tokenizer_json.declared_tokens(self.configs, self._json, self._vocab, location)
+        if self._declared:
+            # The library goes on hiding what was special before.
+            hidden = [token["content"] for token in self.added_tokens if token["special"]]
+            with self._library_errors("cannot add what the files beside it declare"):
+                self._backend.add_tokens([tokenizers.AddedToken(**token) for token in self._declared])
+            listed = tokenizer_json.as_listed(self._backend)
+            self.added_tokens = [{**token, "special": token["special"] or token["content"] in hidden} for token in listed]
             self._vocab = self._backend.get_vocab(with_added_tokens=True)
             self.vocab_size = 1 + max(self._vocab.values())
 
+    def _new_backend(self, spellings: Mapping[str, str] = MappingProxyType({})) -> tokenizers.Tokenizer:
+        """The library's tokenizer, with the tokens that other files declare; some tokens get other `spellings`."""
+
+        def spell(token: str) -> str:
+            return spellings.get(token, token)
+
+        table = {**self._json}
+        if spellings:
+            pieces = [[spell(token), score] for token, score in table["model"]["vocab"]]
+            table["model"] = {**table["model"], "vocab": pieces}
+            table["added_tokens"] = [{**token, "content": spell(token["content"])} for token in table.get("added_tokens") or []]
+        # Not the text of the file, in which a key may be there twice: the library must read what was checked.
+        backend = tokenizers.Tokenizer.from_str(json.dumps(table))
+        backend.no_truncation()
+        backend.no_padding()
+        backend.add_tokens([tokenizers.AddedToken(**{**each, "content": spell(each["content"])}) for each in self._declared])
+        return backend
+
+    def _written_steps(self) -> dict[str, dict[str, Any]]:
+        """Normalizer and decoder as the library writes them: a file may have lists of values, or leave some out."""
+        parts = {"normalizer": self._backend.normalizer, "decoder": self._backend.decoder}
+        return {name: json.loads(part.__getstate__()) if part else {} for name, part in parts.items()}
+
     def _text_encoder(self) -> tokenizers.Tokenizer:
         """What encodes a text: the same tokenizer, but no text spells a special token of its vocabulary."""
-        model = self._json["model"]
-        if not isinstance(vocab := model.get("vocab"), list):
+        if not isinstance(self._json["model"].get("vocab"), list):
             return self._backend
         # A unigram model matches everything in its vocabulary, so these tokens get spellings that no text contains.
-        hidden = {id: secrets.token_hex(16) for id in self.all_special_ids}
-        pieces = [[hidden.get(id, token), score] for id, (token, score) in enumerate(vocab)]
-        added = [{**token, "content": hidden.get(token["id"], token["content"])} for token in self.added_tokens]
-        table = {**self._json, "model": {**model, "vocab": pieces}, "added_tokens": added, "truncation": None, "padding": None}
-        return tokenizers.Tokenizer.from_str(json.dumps(table))
+        return self._new_backend({self.id_to_token(id): secrets.token_hex(16) for id in self.all_special_ids})
 
     @contextmanager
     def _library_errors(self, what: str) -> Iterator[None]:
@@ -238,9 +261,7 @@ class Tokenizer:
     @cached_property
     def _parsing_encoder(self) -> tokenizers.Tokenizer:
         """The same tokenizer, for texts that may spell special tokens."""
-        encoder = tokenizers.Tokenizer.from_str(self._backend.to_str())
-        encoder.encode_special_tokens = False
-        return encoder
+        return self._new_backend()
 
     @cached_property
     def prefix_ids(self) -> list[int]:
@@ -290,7 +311,8 @@ class Tokenizer:
 
     def decode(self, ids: Sequence[int], *, include_special_tokens: bool = False) -> str:
         """The text of ids, without special tokens unless `include_special_tokens`."""
-        return self._backend.decode(list(ids), skip_special_tokens=not include_special_tokens)
+        with self._library_errors("cannot decode ids"):
+            return self._backend.decode(list(ids), skip_special_tokens=not include_special_tokens)
 
     def token_byte_lengths(self) -> np.ndarray:
         """The number of UTF-8 bytes of text that each id stands for, int32 [vocab_size]; 0 for special tokens."""
@@ -337,12 +359,6 @@ class Tokenizer:
         tokens.encode_special_tokens = True
         tokens.add_tokens([tokenizers.AddedToken(before, normalized=False)])
         return tokens, before
-
-    @cached_property
-    def _decoders(self) -> list[dict[str, Any]]:
-        # As the library writes it: in the file it may also be a list of values, or leave some out.
-        decoder = json.loads(self._backend.decoder.__getstate__()) if self._backend.decoder else {}
-        return decoder["decoders"] if decoder.get("type") == "Sequence" else [decoder]
 
     @cached_property
     def drops_leading_space(self) -> bool:

@@ -1,10 +1,14 @@
 """What the tokenizers library would not survive in a tokenizer.json, or what would make a short text huge: checked before it
 is opened. And the tokens that the files beside it declare. How it is opened is in `tokenizer.py`."""
 
+import base64
 import math
+import re
 from collections.abc import Container, Iterator
+from contextlib import suppress
 from typing import Any, NotRequired
 
+import numpy as np
 from tokenizers import AddedToken, Tokenizer
 from typing_extensions import TypedDict
 
@@ -26,21 +30,75 @@ BYTE_OF_CHARACTER = {chr(byte): byte for byte in _PRINTABLE} | {chr(0x100 + i): 
 
 def tokenizer_problem(content: dict[str, Any]) -> str | None:
     """Why the library must not open this tokenizer.json; None if it may."""
-    if (growth := math.prod(_growths(content))) > MAX_GROWTH:
+    steps = [*_steps(content)]
+    if (growth := math.prod(map(_growth, steps))) > MAX_GROWTH:
         return f"makes {growth:.3g} characters of one: expected at most {MAX_GROWTH:,}"
-    return _prefix_problem(content.get("model"))
+    problems = (_step_problem(step) for name in ("normalizer", "decoder") for step in _steps(content.get(name)))
+    return next(filter(None, problems), None) or _prefix_problem(content.get("model"))
 
 
-def _growths(part: Any) -> Iterator[float]:
-    """The maximum factor by which each step of a tokenizer.json can lengthen a text."""
-    if isinstance(part, dict) and part.get("type") in ("Replace", "Prepend"):
-        pattern = part.get("pattern")
-        replaced = pattern.get("String") if isinstance(pattern, dict) else None
-        yield max(1.0, len(str(part.get("content", part.get("prepend")))) / max(1, len(str(replaced or ""))))
-    elif isinstance(part, dict | list):
+def _steps(part: Any) -> Iterator[dict[str, Any]]:
+    """The objects of a tokenizer.json, those that a text goes through among them."""
+    if isinstance(part, dict):
+        yield part
+    if isinstance(part, dict | list):
         for name, inner in part.items() if isinstance(part, dict) else enumerate(part):
             if name not in ("vocab", "merges", "added_tokens"):
-                yield from _growths(inner)
+                yield from _steps(inner)
+
+
+def _growth(step: dict[str, Any]) -> float:
+    """The maximum factor by which a step can lengthen a text."""
+    if step.get("type") not in ("Replace", "Prepend"):
+        return 1.0
+    pattern = step.get("pattern")
+    replaced = pattern.get("String") if isinstance(pattern, dict) else None
+    return max(1.0, len(str(step.get("content", step.get("prepend")))) / max(1, len(str(replaced or ""))))
+
+
+def _step_problem(step: dict[str, Any]) -> str | None:
+    """Why the library would panic in this step, and say so on standard error whoever catches it; None where it would not."""
+    match step:
+        case {"type": "Prepend", "prepend": ""}:
+            return "normalizer: Prepend: prepends nothing"
+        case {"type": "Replace", "pattern": {"String": str(text)}} if not text:
+            return "Replace: its pattern is empty"
+        case {"type": "Replace", "pattern": {"Regex": str(pattern)}} if _matches_nothing(pattern):
+            return f"Replace: its pattern {quoted(pattern)} matches without a character"
+        case {"type": "Strip", "stop": stop} if stop:
+            return f"decoder: Strip: expected 0 as its stop, got {quoted(stop)}: a token may have fewer characters"
+        case {"type": "Precompiled"} if not _is_charsmap(step.get("precompiled_charsmap")):
+            return "normalizer: Precompiled: its precompiled_charsmap is damaged; copy the file again"
+    return None
+
+
+def _matches_nothing(pattern: str) -> bool:
+    """Whether an expression matches before a character, without it."""
+    with suppress(re.error):  # the library has expressions that re lacks
+        return any(match.end() == 0 for character in "a\0" if (match := re.match(pattern, character)))
+    return False
+
+
+def _is_charsmap(encoded: Any) -> bool:
+    """Whether this is in base64 what SentencePiece compiles: the size of a double array, the array, and the texts it points to.
+
+    The library goes where the array points without a check. A unit with the highest bit is the place of a text; any other is
+    an offset to a block of 256 units.
+    """
+    try:
+        content = base64.b64decode(encoded, validate=True)
+        size = int.from_bytes(content[:4], "little")
+        units = np.frombuffer(content[4 : 4 + size], "<u4").astype(np.int64)
+        texts = np.frombuffer(content[4 + size :].decode().encode(), np.uint8)
+    except (TypeError, ValueError):
+        return False
+    offsets = (units >> 10) << ((units & 1 << 9) >> 6)
+    is_place = units >> 31 == 1
+    blocks = (np.arange(len(units)) ^ offsets)[~is_place] | 255
+    places = units[is_place] & ((1 << 31) - 1)
+    if not 0 < 4 * len(units) == size or (blocks >= len(units)).any() or (places >= len(texts)).any():
+        return False
+    return not ((texts[places] & 0xC0) == 0x80).any()  # within a character
 
 
 def _prefix_problem(model: Any) -> str | None:
@@ -79,10 +137,18 @@ class _Token(TypedDict):
     special: NotRequired[bool]
 
 
+_FLAGS = tuple(_Token.__annotations__)
+_EXTRA, _SPECIFIC = "extra_special_tokens", "model_specific_special_tokens"
+
+
 def as_listed(tokenizer: Tokenizer) -> list[dict[str, Any]]:
     """The added tokens of a tokenizer as its tokenizer.json would list them."""
     added = sorted(tokenizer.get_added_tokens_decoder().items())
-    return [{"id": id, **{name: getattr(token, name) for name in _Token.__annotations__}} for id, token in added]
+    return [{"id": id, **_as_dict(token)} for id, token in added]
+
+
+def _as_dict(token: AddedToken) -> dict[str, Any]:
+    return {name: getattr(token, name) for name in _FLAGS}
 
 
 def special_roles(configs: dict[str, dict[str, Any]]) -> dict[str, Any]:
@@ -95,43 +161,72 @@ def special_roles(configs: dict[str, dict[str, Any]]) -> dict[str, Any]:
 def named_token(configs: dict[str, dict[str, Any]], role: str, vocabulary: Container[str]) -> str | None:
     """The spelling of the token that has a role. Raises UserError where it is not in the vocabulary."""
     named = special_roles(configs).get(role)
-    token = named.get("content") if isinstance(named, dict) else named
+    token = _spelling(named)
     if token is not None and (not isinstance(token, str) or token not in vocabulary):
         file = next(name for name, config in configs.items() if config.get(role) == named)
         raise UserError(f"has no token {quoted(token)}, which {file} says is its {role}")
     return token
 
 
-def declared_tokens(configs: dict[str, dict[str, Any]], location: str) -> list[AddedToken]:
-    """The tokens that the files beside a tokenizer.json add or make special, in the order in which transformers does.
+def declared_tokens(
+    configs: dict[str, dict[str, Any]], content: dict[str, Any], vocabulary: Container[str], location: str
+) -> list[dict[str, Any]]:
+    """What transformers 5 adds to a tokenizer.json of this `content` and `vocabulary`, in its order: the tokens that the files
+    beside it declare, with their flags, unless it has them with the same flags.
 
     Raises UserError, naming the field, where one is no token.
     """
-    config, mapped, added = (configs[name] for name in CONFIG_FILES)
-    roles = special_roles(configs)
-    named = {name: roles.get(name) for name in (*ROLES, *roles) if name.endswith("_token")}
-    listed: list[Any] = []
-    for each in (config,) if roles is config else (config, mapped):
-        extra = each.get("extra_special_tokens") or (each is config and each.get("additional_special_tokens")) or []
-        if isinstance(extra, dict):
-            named |= extra
-        else:
-            listed += extra if isinstance(extra, list) else [extra]
-    listed = listed or roles.get("additional_special_tokens") or []
-    specials = [(name, token) for name, token in named.items() if isinstance(token, str | dict)]
-    specials += [("extra_special_tokens", token) for token in listed]
-    tokens: dict[str, AddedToken] = {}
-    if roles is config:
+    config, mapped, added = (dict(configs[name]) for name in CONFIG_FILES)
+    if not config.get(_EXTRA):
+        config[_EXTRA] = config.pop("additional_special_tokens", None)
+    specific = {name: config.pop(name) for name in _other_roles(config) if isinstance(config[name], str)}
+    specific |= config.pop(_EXTRA) if isinstance(config.get(_EXTRA), dict) else {}
+    source = f"{location}: {_SPECIFIC}"
+    specific = specific or check_content(config.get(_SPECIFIC) or {}, dict[str, Any], source)
+    listed = {token["id"]: AddedToken(**{name: token[name] for name in _FLAGS}) for token in content.get("added_tokens") or []}
+    unchanged = {token.content: _as_dict(token) for token in listed.values()}
+    if "added_tokens_decoder" in config:
         decoder = check_content(config["added_tokens_decoder"], dict[int, _Token], f"{location}: added_tokens_decoder")
-        tokens = {token["content"]: AddedToken(**token) for _, token in sorted(decoder.items())}
+        by_id = {id: AddedToken(**token) for id, token in decoder.items()}
     else:
+        if isinstance(mapped.get(_EXTRA), list):
+            mapped[_EXTRA] = [
+                *(before := config.get(_EXTRA) or []),
+                *(token for token in mapped[_EXTRA] if token not in before),
+            ]
+        config |= mapped
+        specific |= config.pop(_EXTRA) if isinstance(config.get(_EXTRA), dict) else {}
+        special = [_spelling(token) for token in (*map(config.get, ROLES), *(config.get(_EXTRA) or []))]
         ids = check_content(added, dict[str, int], f"{location}: added_tokens.json")
-        tokens = {text: AddedToken(text, normalized=True) for text in sorted(ids, key=ids.__getitem__)}
-    for field, token in specials:
-        given = check_content({"content": token} if isinstance(token, str) else token, _Token, f"{location}: {field}")
-        if given["content"] in tokens:
-            tokens[given["content"]].special = True
-        elif field not in ("bos_token", "eos_token"):  # which must be in the vocabulary
-            fields: dict[str, Any] = {"normalized": False, **given, "special": True}
-            tokens[given["content"]] = AddedToken(**fields)
-    return list(tokens.values())
+        by_id = {id: AddedToken(text, special=text in special, normalized=text not in special) for text, id in ids.items()}
+        by_id |= listed
+    if isinstance(content.get("padding"), dict):
+        config.setdefault("pad_token", content["padding"].get("pad_token"))
+    named = {name: config.get(name) for name in (*ROLES, *_other_roles(config))} | specific
+    extra = config.get(_EXTRA) or config.get("additional_special_tokens") or []
+    fields = [(name, token) for name, token in named.items() if token is not None]
+    fields += [(_EXTRA, token) for token in check_content(extra, list[Any], f"{location}: {_EXTRA}")]
+    tokens = [by_id[id] for id in sorted(by_id)]
+    roles = [_spelling(token) for _, token in fields]
+    for token in tokens:
+        token.special = token.special or token.content in roles
+    known = {token.content: token for token in (*listed.values(), *tokens)}
+    for field, value in fields:
+        given = check_content({"content": value} if isinstance(value, str) else value, _Token, f"{location}: {field}")
+        flags: dict[str, Any] = {**given, "special": True}
+        existing = known.get(given["content"])
+        if existing is None and (field not in ("bos_token", "eos_token") or given["content"] in vocabulary):
+            tokens.append(AddedToken(**flags))
+        elif existing is not None and not existing.special:  # a text must not spell it
+            existing.special = True
+            tokens.append(existing)
+    return [token for token in map(_as_dict, tokens) if token != unchanged.get(token["content"])]
+
+
+def _other_roles(config: dict[str, Any]) -> list[str]:
+    """The names in a config of roles that only its model has."""
+    return [name for name in config if name.endswith("_token") and name not in ROLES and isinstance(config[name], str | dict)]
+
+
+def _spelling(token: Any) -> Any:
+    return token.get("content") if isinstance(token, dict) else token

@@ -47,11 +47,16 @@ _Rank = Annotated[int, Field(ge=1)]
 _Alpha = Annotated[float, Field(gt=0)]
 
 
-class _PeftConfig(TypedDict):
-    """The options that are read here; others are kept, to be refused by name."""
+class _AnyPeftConfig(TypedDict):
+    """Of any type of adapter; its options are kept."""
 
     __pydantic_config__ = ConfigDict(extra="allow")  # type: ignore[misc]
     peft_type: NotRequired[str | None]
+
+
+class _PeftConfig(_AnyPeftConfig):
+    """The options that are read here; others are kept, to be refused by name."""
+
     r: _Rank
     lora_alpha: _Alpha
     rank_pattern: NotRequired[dict[str, _Rank] | None]
@@ -127,11 +132,6 @@ def load_peft_folder(folder: str | Path) -> tuple[LoraConfig, dict[str, Tensor]]
     folder = Path(folder)
     path = folder / ADAPTER_CONFIG
     content = _read_config(path)
-    peft_type = content.get("peft_type")
-    if peft_type != "LORA":
-        raise UserError(
-            f"{path}: peft_type {peft_type}: only LORA adapters are supported; merge it into its model with PEFT first"
-        )
     refused = [name for name, value in content.items() if name not in _SUPPORTED and value not in _UNSET_VALUES]
     if content.get("init_lora_weights", True) in _SUPPORTED_INITS:
         refused = [name for name in refused if name != "init_lora_weights"]
@@ -198,6 +198,11 @@ def _of_layer(patterns: Mapping[str, Any], layer: str, default: Any) -> Any:
 def _read_config(path: Path) -> dict[str, Any]:
     if not path.is_file():
         raise UserError(f"{path}: no such file; give a folder of adapters in PEFT's layout")
+    # First, since other types have other options.
+    peft_type = read_json(path, _AnyPeftConfig, hint="copy the file again").get("peft_type")
+    if peft_type != "LORA":
+        way = "merge it into its model with PEFT first, if it can be merged"
+        raise UserError(f"{path}: peft_type {peft_type}: only LORA adapters are supported; {way}")
     return {**read_json(path, _PeftConfig, hint="copy the file again")}
 
 

@@ -1,4 +1,5 @@
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -480,3 +481,33 @@ def test_a_file_over_which_the_library_panics_is_named(trained: Tokenizer, tmp_p
     folder = changed(tmp_path, trained, model={"type": "BPE", "vocab": {"a": 0}, "merges": ["a a"]})
     with pytest.raises(UserError, match=r"not a tokenizer\.json this can open"):
         Tokenizer.open(folder)
+
+
+@pytest.mark.parametrize(
+    ("part", "step", "message"),
+    [
+        ("decoder", {"type": "Strip", "content": " ", "start": 0, "stop": 2}, "decoder: Strip: expected 0 as its stop, got 2"),
+        ("normalizer", {"type": "Prepend", "prepend": ""}, "normalizer: Prepend: prepends nothing"),
+        ("normalizer", [""], "normalizer: Prepend: prepends nothing"),  # its values alone
+        ("normalizer", ["a" * 2000], "makes 2e+03 characters of one"),
+        ("normalizer", {"type": "Replace", "pattern": {"String": ""}, "content": "-"}, "Replace: its pattern is empty"),
+        ("normalizer", {"type": "Replace", "pattern": {"Regex": "x*"}, "content": "-"}, 'Replace: its pattern "x*" matches'),
+        ("normalizer", {"type": "Precompiled", "precompiled_charsmap": "BAAAAAD/AAA="}, "precompiled_charsmap is damaged"),
+        ("normalizer", {"type": "Precompiled"}, "precompiled_charsmap is damaged"),
+    ],
+)
+def test_a_step_over_which_the_library_would_panic_is_refused_in_one_line(
+    part: str, step: dict[str, Any], message: str, trained: Tokenizer, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    path = changed(tmp_path, trained, **{part: {"type": "Sequence", f"{part}s": [step]}}) / "tokenizer.json"
+    with pytest.raises(UserError, match=f"{path}: .*{re.escape(message)}"):
+        Tokenizer.open(path).decode(Tokenizer.open(path).encode("  a"))
+    assert capfd.readouterr().err == ""
+
+
+def test_what_the_library_cannot_decode_is_named_with_the_file(trained: Tokenizer, tmp_path: Path) -> None:
+    byte_level = json.loads(trained.files["tokenizer.json"])["decoder"]
+    steps = [byte_level, {"type": "Replace", "pattern": {"Regex": "(a+)+$"}, "content": ""}]
+    tokenizer = Tokenizer.open(changed(tmp_path, trained, decoder={"type": "Sequence", "decoders": steps}))
+    with pytest.raises(UserError, match=f"{tmp_path}/tokenizer.json: cannot decode ids: "):
+        tokenizer.decode(trained.encode("a" * 60 + "b"))

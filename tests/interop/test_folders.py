@@ -191,13 +191,55 @@ def assert_same_tokens(ours: Tokenizer, folder: Path) -> None:
         theirs = TokenizersBackend.from_pretrained(folder)
     assert ours.eos_token_id == theirs.eos_token_id
     assert ours.vocab_size == len(theirs)
-    flagged = {id for id, token in theirs.added_tokens_decoder.items() if token.special}
+    # The library goes on hiding a token whose flag another file has taken away.
+    hidden = {id for id in theirs.added_tokens_decoder if not theirs.decode([id], skip_special_tokens=True)}
+    flagged = hidden | {id for id, token in theirs.added_tokens_decoder.items() if token.special}
     assert ours.all_special_ids == flagged | set(theirs.all_special_ids)
     # What is said to be special is special here even where the library does not flag it: no text may spell the end of a text.
     text = TEXT
     for id in ours.all_special_ids - flagged:
         text = text.replace(ours.id_to_token(id), "")
     assert ours.encode(text) == theirs(text, add_special_tokens=False, split_special_tokens=True).input_ids
+
+
+def test_flags_of_added_tokens_are_those_that_transformers_takes(tmp_path: Path) -> None:
+    names = ("lstrip", "rstrip", "normalized", "single_word", "special")
+    base = json.loads(train_tokenizer(["The king said: to the people of the land."] * 5, 300).files["tokenizer.json"])
+    base["normalizer"] = {"type": "Replace", "pattern": {"String": "@"}, "content": "<|T|>"}  # so that `normalized` matters
+    end = max(base["model"]["vocab"].values()) + 1
+    text = "a <|T|> b<|T|>c  <|T|>\n@ x@y <|image|> z <|user|>"
+    seen = set()
+    for number in range(64):
+        in_map, *declared = (bool(number >> bit & 1) for bit in range(6))
+        own = [bool(number * 37 + 11 >> bit & 1) for bit in range(5)]
+        token, theirs = ({"content": "<|T|>", **dict(zip(names, flags, strict=True))} for flags in (declared, own))
+        config: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|endoftext|>"}
+        if not in_map:
+            config["added_tokens_decoder"] = {str(end): token}
+        elif not theirs["special"]:
+            config["unk_token"] = {"__type": "AddedToken", **token}
+        if number % 3:
+            config["model_specific_special_tokens"] = {
+                "image_token": "<|image|>",
+                "unit_token": {"__type": "AddedToken", **token},
+            }
+        if number % 3 == 2:  # which transformers takes instead
+            config["audio_token"] = "<|audio|>"
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        added = [*base["added_tokens"], {"id": end, **theirs}]
+        (folder / "tokenizer.json").write_text(json.dumps({**base, "added_tokens": added}))
+        (folder / "tokenizer_config.json").write_text(json.dumps(config))
+        if in_map:
+            (folder / "special_tokens_map.json").write_text(json.dumps({"pad_token": token}))
+        ours = Tokenizer.open(folder)
+        assert_same_tokens(ours, folder)
+        reference = AutoTokenizer.from_pretrained(folder)
+        ids = reference(text, add_special_tokens=False).input_ids
+        assert ours.encode(text, parse_special_tokens=True) == ids, number
+        assert ours.decode(ids) == reference.decode(ids, skip_special_tokens=True), number
+        seen.add(tuple(ids))
+    assert len(seen) > 20
 
 
 def assert_same_sampling(ours: LoadedModel, theirs: Any) -> None:

@@ -207,6 +207,23 @@ def test_missing_adapters_and_adapters_of_another_model_are_refused_in_one_line(
             load_model(folder, CPU, torch.float32)
 
 
+def test_adapters_of_another_type_are_refused_by_its_name(tmp_path: Path) -> None:
+    named = set()
+    for peft_type, kind in peft.mapping.PEFT_TYPE_TO_CONFIG_MAPPING.items():
+        try:
+            kind(base_model_name_or_path="none").save_pretrained(tmp_path)
+        except (TypeError, ValueError, ImportError):  # of a package or an option that it needs
+            continue
+        named.add(peft_type.value)
+        complaint = "" if peft_type.value == "LORA" else f"adapter_config.json: peft_type {peft_type.value}: only LORA"
+        with pytest.raises(UserError, match=complaint or "adapter_model.safetensors: no such file"):
+            load_peft_folder(tmp_path)
+        if complaint:
+            with pytest.raises(UserError, match=complaint):
+                load_model(tmp_path, CPU, torch.float32)
+    assert {"LORA", "IA3", "LOHA", "LOKR", "PROMPT_TUNING", "P_TUNING", "PREFIX_TUNING", "VERA"} <= named
+
+
 @pytest.mark.parametrize("model_type", ["llama", "gpt2"])
 def test_adapters_of_any_shape_peft_has_are_merged_as_peft_merges_them(
     model_type: str, byte_tokenizer: Tokenizer, draw: random.Random, tmp_path: Path

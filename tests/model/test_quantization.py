@@ -2,6 +2,8 @@
 
 import json
 import random
+import re
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,6 +12,7 @@ import bitsandbytes.functional as bnb
 import peft
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
 from lmforge.errors import UserError
@@ -155,6 +158,16 @@ def test_a_folder_that_bitsandbytes_quantized_is_taken_as_it_is(double_quant: bo
         # The largest of a block stays the largest, so that a second quantization changes nothing.
         assert torch.equal(quantized_matrices(other)[name].dequantize(other.get_parameter(name)), numbers)
     assert describe_folder(tmp_path / "stored") == ["stored in NF4 by bitsandbytes"]
+    stored = load_file(tmp_path / "stored" / "model.safetensors")
+    damages = [(".quant_state.bitsandbytes__nf4", each, "bytes") for each in (torch.float32, torch.int8, torch.int64)]
+    damages.append((".absmax", torch.float32 if double_quant else torch.uint8, "bytes" if double_quant else "floating-point"))
+    for end, dtype, expected in damages:
+        name = next(each for each in stored if each.endswith(end))
+        shutil.copytree(tmp_path / "stored", tmp_path / "damaged", dirs_exist_ok=True)
+        value = -stored[name].to(dtype) if expected == "bytes" else stored[name].to(dtype)
+        save_file(stored | {name: value}, tmp_path / "damaged" / "model.safetensors")
+        with pytest.raises(UserError, match=rf"{re.escape(name)}: expected {expected}.*, got {dtype}; copy the folder again"):
+            loaded(tmp_path / "damaged")
     content = json.loads((tmp_path / "stored" / "config.json").read_text())
     content["quantization_config"]["bnb_4bit_quant_type"] = "fp4"
     (tmp_path / "stored" / "config.json").write_text(json.dumps(content))

@@ -65,12 +65,15 @@ def stored_matrices(file_of: Mapping[str, SafetensorsFile]) -> tuple[dict[str, S
     matrices = {}
     for name in [each.removesuffix(_STATE) for each in file_of if each.endswith(_STATE)]:
         place = f"{file_of[name + _STATE].path}: {name}"
-        raw = bytes(file_of[name + _STATE].read(name + _STATE).flatten().tolist())
-        state: _State = parse_json(raw, _State, f"{place}{_STATE}")
+        raw = file_of[name + _STATE].read(name + _STATE)
+        _check_dtype(f"{place}{_STATE}", raw.dtype, is_bytes=True)
+        state: _State = parse_json(bytes(raw.flatten().tolist()), _State, f"{place}{_STATE}")
         nested = "nested_offset" in state
         needed = [name, *(name + end for end in (_PARTS if nested else (_PARTS[0], _PARTS[1])))]
         if missing := [each for each in needed if each not in file_of]:
             raise UserError(f"{place}: quantized without {missing[0]}; copy the folder again")
+        for end, is_bytes in ((".absmax", nested), *([(".nested_absmax", False)] if nested else [])):
+            _check_dtype(f"{place}{end}", file_of[name + end].entries[name + end].dtype, is_bytes=is_bytes)
         _check_values(place, file_of[name + ".quant_map"].read(name + ".quant_map"), code_values("nf4", torch.device("cpu")))
         if nested:
             table = file_of[name + ".nested_quant_map"].read(name + ".nested_quant_map")
@@ -87,6 +90,12 @@ def stored_matrices(file_of: Mapping[str, SafetensorsFile]) -> tuple[dict[str, S
         )
         _check_sizes(place, matrices[name], file_of)
     return matrices, {name + end for name in matrices for end in _PARTS}
+
+
+def _check_dtype(place: str, dtype: torch.dtype, *, is_bytes: bool) -> None:
+    if not (dtype == torch.uint8 if is_bytes else dtype.is_floating_point):
+        expected = "bytes" if is_bytes else "floating-point numbers"
+        raise UserError(f"{place}: expected {expected}, got {dtype}; copy the folder again")
 
 
 def _check_values(place: str, table: Tensor, expected: Tensor) -> None:
