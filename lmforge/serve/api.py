@@ -133,11 +133,8 @@ def _model_object(info: ModelInfo) -> dict[str, Any]:
 def _encode_prompts(served: ServedModel, body: CompletionRequest) -> tuple[list[list[int]], None]:
     """Token ids of each prompt. Texts are put after the model's prefix ids, unless it is asked not to."""
     prefix_ids = served.loaded.prefix_ids if body.add_special_tokens else []
-    prompts = []
-    for prompt in body.prompts:
-        if isinstance(prompt, str):
-            prompt = encode_prompt(served.loaded.tokenizer, prompt, prefix_ids, served.max_length)
-        prompts.append(prompt)
+    encode = partial(encode_prompt, served.loaded.tokenizer, prefix_ids=prefix_ids, max_length=served.max_length)
+    prompts = [encode(prompt) if isinstance(prompt, str) else prompt for prompt in body.prompts]
     if not prompts or not all(prompts):
         raise ApiError(400, "prompt: expected at least one prompt, and at least one token in each list of ids", param="prompt")
     return prompts, None
