@@ -18,6 +18,7 @@ help:
 	@echo "make quickstart   set up, then train a small language model on this machine (a few minutes)"
 	@echo "make test         set up, then run the tests            make test-gpu   those that need a GPU"
 	@echo "make test-all     all tests, slow ones, faults and repetitions too, with fresh seeds; PART=NAME runs one part of them"
+	@echo "                  PART=processors: tests that compare numbers, as other processors compute"
 	@echo "make repeat       TESTS=tests/FILE TIMES=20: the same tests again and again, each time with another seed"
 	@echo "make lint         style, types, imports                 make bench      speed, side by side with others"
 	@echo "make chaos        400 faults over runs, and their cost          make docs       the documentation as a site, build/site"

@@ -183,14 +183,14 @@ def lmforge(tmp_path_factory: pytest.TempPathFactory) -> Command:
     """`lmforge(*args, stdin="", cwd=None, ranks=1, **variables)`: runs the command in a process of its own and waits for it.
 
     `ranks` are started as torchrun would, which takes seconds less than `--launch.processes`. With variables that are not of
-    Hugging Face's hub, whose library is imported late, a new interpreter is started: imports read some of them.
+    the tests, or of Hugging Face's hub, whose library is imported late, a new interpreter is started: imports read some.
     """
 
     def command(
         *args: object, stdin: str = "", cwd: Path | None = None, ranks: int = 1, **variables: str
     ) -> subprocess.CompletedProcess[str]:
         line = [str(arg) for arg in args]
-        if all(name.startswith("HF_") for name in variables):
+        if all(name.startswith(("HF_", "LMFORGE_TEST_")) for name in variables):
             out = tmp_path_factory.mktemp("output")
             return preloaded().run(line, out, ranks=ranks, stdin=stdin, cwd=cwd, variables=variables)
         return subprocess.run(

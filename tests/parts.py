@@ -1,7 +1,9 @@
 """All tests in parts, for `make test-all`: `python -m tests.parts [--jobs N] [PART …]`.
 
-Every test file is in exactly one part. Three parts are not files: `chaos` and `chaos-of-rollouts` inject random faults into
-runs, and `repetitions` repeats fast tests that use random numbers, each time with another seed. The seed is new and printed.
+Every test file is in exactly one part. Four parts are not files: `chaos` and `chaos-of-rollouts` inject random faults into
+runs, `repetitions` repeats fast tests that use random numbers, each time with another seed, and `processors` repeats the tests
+that compare numbers, slow ones too, as other processors compute. That takes hours, so it runs only where it is named. The seed
+is new and printed.
 """
 
 import argparse
@@ -81,14 +83,18 @@ PARTS = {
     "generate": Part(tuple(f"{name}/test_*.py" for name in GENERATE)),
     "chaos": Part(command=("-m", "tests.chaos", "--faults", "200", "--minutes", str(CHAOS_MINUTES))),
     "chaos-of-rollouts": Part(command=("-m", "tests.chaos.rollouts", "--faults", "200", "--minutes", str(CHAOS_MINUTES))),
+    "processors": Part(command=("-m", "tests.processors")),
     "repetitions": Part(command=("-m", "pytest", "--repeat", "20"), shared=tuple(f"tests/{name}" for name in REPEATED)),
 }
+NAMED_ONLY = ("processors",)
 
 
 def carry_out(name: str, jobs: int) -> int:
     """Run a part and return its exit status."""
     part = PARTS[name]
     args = list(part.command) or ["-m", "pytest", "--numprocesses", str(jobs), "--dist", "loadfile", *part.files()]
+    if name == "processors":
+        args += ["--jobs", str(jobs)]
     if name.startswith("chaos"):
         args += ["--seed", str(seeds.run_seed())]
     shares = [part.shared[number::jobs] for number in range(jobs)]
@@ -109,7 +115,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     os.environ.setdefault(seeds.VARIABLE, "fresh")
     origin = seeds.settle()
     results = []
-    for name in chosen.parts or PARTS:
+    for name in chosen.parts or (name for name in PARTS if name not in NAMED_ONLY):
         print(f"--- {name}, seed {seeds.run_seed()} ({origin}) ---", flush=True)
         began = time.monotonic()
         status = carry_out(name, chosen.jobs)

@@ -154,11 +154,14 @@ def preloaded() -> Preloaded:
     return Preloaded()
 
 
-def on_ranks(ranks: int, script: Path, folder: Path, *args: object, timeout: float = 500) -> str:
+def on_ranks(
+    ranks: int, script: Path, folder: Path, *args: object, timeout: float = 500, variables: Mapping[str, str] | None = None
+) -> str:
     """Run a script on `ranks` ranks, which must succeed. Returns their output, which is also in a new folder in `folder`."""
     output = folder / f"output-{len(list(folder.glob('output-*')))}"
     output.mkdir()
-    done = preloaded().run([str(arg) for arg in args], output, script=script, ranks=ranks, timeout=timeout)
+    words = [str(arg) for arg in args]
+    done = preloaded().run(words, output, script=script, ranks=ranks, timeout=timeout, variables=variables)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
     return done.stdout
 
@@ -234,6 +237,7 @@ def _run_request(request: dict[str, Any]) -> None:
     os.chdir(request["cwd"])
     if request["args"][:1] != ["quickstart"]:  # it trains before it starts ranks, and OpenMP's threads do not survive a fork
         subprocess.Popen = subprocess_handler.Popen = ForkingPopen  # type: ignore[misc]
+    rounding.obey_environment()
     if request["script"]:
         sys.argv = [request["script"], *request["args"]]
         sys.path.insert(0, str(Path(request["script"]).parent))
@@ -292,6 +296,7 @@ if __name__ == "__main__":
     from torch.distributed.elastic.multiprocessing.subprocess_handler import subprocess_handler
 
     from lmforge.verbs.table import VERBS
+    from tests import rounding
 
     for verb in VERBS.values():  # a verb's modules are imported when it is called
         verb.load()

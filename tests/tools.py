@@ -51,7 +51,8 @@ def has_compiler() -> bool:
 
     from lmforge.parallel.precision import missing_for_compile
 
-    return missing_for_compile(torch.device("cpu")) is None
+    # torch 2.13 generates code that does not compile for this setting of tests/processors.py.
+    return os.environ.get("ATEN_CPU_CAPABILITY") != "default" and missing_for_compile(torch.device("cpu")) is None
 
 
 def has_landlock() -> bool:

@@ -11,7 +11,6 @@ from _pytest.mark import ParameterSet
 
 from lmforge import checkpoint
 from lmforge.bench.bounds import FP32
-from lmforge.bench.parity import weights_difference
 from lmforge.checkpoint import Manifest
 from lmforge.interop.resolve import stored_model_config
 from lmforge.model import build_model
@@ -19,17 +18,18 @@ from lmforge.model.init_weights import named_tensors
 from lmforge.runs import Run
 from tests.distributed.shapes import SAMPLES
 from tests.preloaded import on_ranks
+from tests.rounding import assert_rounding_apart, each_apart, weights_apart
 from tests.seeds import fresh_seed
 
 HERE = Path(__file__).parent
 Case = tuple[str, list[str]]
 
 
-def run_cases(ranks: int, cases: list[list[str]], folder: Path) -> None:
-    """Run pretraining command lines on `ranks` ranks that are started once."""
+def run_cases(ranks: int, cases: list[list[str]], folder: Path, **variables: str) -> None:
+    """Run pretraining command lines on `ranks` ranks that are started once, with these variables of the environment."""
     file = folder / f"cases-{ranks}-{len(list(folder.glob('cases-*')))}.json"
     file.write_text(json.dumps(cases))
-    on_ranks(ranks, HERE / "several_runs.py", folder, file)
+    on_ranks(ranks, HERE / "several_runs.py", folder, file, variables=variables)
 
 
 class Trials(dict[int, Path]):
@@ -74,6 +74,14 @@ def is_sampled(kind: str, world_size: int, name: str) -> bool:
     return name in {f"{shape} {case}" for shape, names in cases.items() for case in names}
 
 
+def assert_is_one_process(result: dict[str, Any]) -> None:
+    """The result of a case is that of one process: the loss to 1e-6, gradient norms and weights to rounding."""
+    assert result["loss"] <= FP32.loss
+    assert_rounding_apart(
+        *({name: each[name] for name in ("gradient_norm", "weights")} for each in (result, result["rounding"]))
+    )
+
+
 def sampled(kind: str, cases: Iterable[tuple[Any, ...]], shape: str = "") -> list[ParameterSet]:
     """Cases (world size, name, …) to parametrize a test with: those that are not in the sample are slow."""
     needs = with_needs(cases, name_at=1)
@@ -112,16 +120,25 @@ def weights(run: Run, step: int | None = None) -> dict[str, torch.Tensor]:
     return tensors
 
 
+def rounded(reference: Run) -> Run:
+    """The reference with other rounding, which was trained beside it."""
+    return Run(reference.path.with_name(f"{reference.path.name} rounded"))
+
+
 def assert_agree(run: Run, reference: Run, *, validated: bool = True) -> None:
     """Losses, gradient norms and the last weights are those of another split in fp32."""
-    bounds = {"loss": FP32.loss, "grad_norm": FP32.gradient_norm} | ({"val/loss": FP32.loss} if validated else {})
+    assert_rounding_apart(apart(run, reference), apart(rounded(reference), reference))
+    bounds = {"loss": FP32.loss} | ({"val/loss": FP32.loss} if validated else {})
     for name, largest in bounds.items():
         expected = losses(reference, name)
         assert expected, name
         assert losses(run, name) == pytest.approx(expected, rel=largest, abs=0), name
-    tensors = weights(run)
-    for name, tensor in weights(reference).items():
-        assert weights_difference(name, tensors[name], tensor) <= FP32.weights, name
+
+
+def apart(run: Run, reference: Run) -> dict[str, float]:
+    """How far gradient norms and the last weights of two runs are apart."""
+    ours, theirs = ({str(step): norm for step, norm in losses(each, "grad_norm").items()} for each in (run, reference))
+    return {"gradient_norm": max(each_apart(ours, theirs).values()), **weights_apart(weights(run), weights(reference))}
 
 
 @pytest.fixture(scope="session")

@@ -9,14 +9,11 @@ FOLDER/NAME-RANK.json of the memory that each rank held.
 import json
 import sys
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lmforge.bench.bounds import FP32, relative_difference
@@ -27,6 +24,7 @@ from lmforge.data.batch import Batch
 from lmforge.parallel.precision import missing_for_compile
 from tests.distributed.shapes import SHAPES, select_cases
 from tests.near_ties import near_ties
+from tests.rounding import other_rounding
 
 
 class CollectiveCounter(TorchDispatchMode):
@@ -79,23 +77,6 @@ def run_where_rounding_stays_small(
         again = [times + (near[step] or step == spike) for step, times in enumerate(data.again)]
         data = replace(data, again=tuple(again))
         assert max(data.again) < 50, "rounding grows on all data"
-
-
-@contextmanager
-def other_rounding() -> Iterator[None]:
-    """Within this, of what each layer gives a third of the elements is larger by a rounding, and a third smaller."""
-    signs = torch.Generator().manual_seed(0)
-
-    def round_differently(module: nn.Module, args: object, result: Any) -> Tensor | None:
-        if any(True for _ in module.children()) or not isinstance(result, Tensor):
-            return None
-        return result * (1 + torch.randint(-1, 2, result.shape, generator=signs) * torch.finfo(result.dtype).eps)
-
-    hook = nn.modules.module.register_module_forward_hook(round_differently)
-    try:
-        yield
-    finally:
-        hook.remove()
 
 
 def _with_norm_offset(result: ParityResult, case: ParityCase) -> ParityResult:

@@ -11,6 +11,7 @@ from lmforge.runs import Run
 from tests.conftest import Command
 from tests.distributed.conftest import Recipe, assert_agree, weights
 from tests.distributed.shapes import SHAPES
+from tests.rounding import OTHER_ROUNDING
 
 BALANCED = ["--model.router_aux_loss_scope", "global_batch", "--model.router_z_loss_coef", "0.1"]
 BALANCED += ["--model.bias_update_speed", "0.01", "--schedule.name", "constant"]
@@ -28,14 +29,18 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def whole(folder: Path, recipe: Recipe, lmforge: Command, tmp_path_factory: pytest.TempPathFactory) -> Run:
-    return train(lmforge, recipe, folder, tmp_path_factory.mktemp("whole"), 6, 1)
+    place = tmp_path_factory.mktemp("whole")
+    train(lmforge, recipe, folder, place, 6, 1, "--run.name", "run rounded", **OTHER_ROUNDING)
+    return train(lmforge, recipe, folder, place, 6, 1)
 
 
-def train(lmforge: Command, recipe: Recipe, source: Path, folder: Path, steps: int, ranks: int, *more: str) -> Run:
+def train(
+    lmforge: Command, recipe: Recipe, source: Path, folder: Path, steps: int, ranks: int, *more: str, **variables: str
+) -> Run:
     words = without_model(
         recipe(folder, "run", "--model.source", str(source), "--model.load_weights", "false", *BALANCED, *more)
     )
-    done = lmforge("pretrain", *words, "--train.steps", steps, ranks=ranks)
+    done = lmforge("pretrain", *words, "--train.steps", steps, ranks=ranks, **variables)
     assert done.returncode == 0, done.stderr
     for said in ("a loss of weight 0.5 over the global batch, with the choices of the one before", "biases that move by 0.01"):
         assert said in done.stdout

@@ -14,6 +14,7 @@ from lmforge.runs import Run
 from tests.cluster.laboratory import HostProcess, Laboratory
 from tests.conftest import Command
 from tests.distributed.conftest import RECIPE_STEPS, Recipe, assert_agree, losses
+from tests.rounding import OTHER_ROUNDING
 
 FAULTY_RANK = Path(__file__).parent / "faults" / "faulty_rank.py"
 # A checkpoint is saved after the first half of the steps; the fault is after the next ones.
@@ -32,8 +33,9 @@ def assert_same(run: Run, reference: Run) -> None:
 def reference(recipe: Recipe, lmforge: Command, tmp_path_factory: pytest.TempPathFactory) -> Run:
     """One rank, undisturbed."""
     folder = tmp_path_factory.mktemp("undisturbed")
-    done = lmforge("pretrain", *recipe(folder, "one", *BATCH))
-    assert done.returncode == 0, done.stderr
+    for name, variables in (("one", {}), ("one rounded", OTHER_ROUNDING)):
+        done = lmforge("pretrain", *recipe(folder, name, *BATCH), **variables)
+        assert done.returncode == 0, done.stderr
     return Run(folder / "one")
 
 

@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from lmforge.bench.parity import weights_difference
 from lmforge.runs import Run
-from tests.distributed.conftest import HERE, Recipe, assert_agree, losses, run_cases, weights
+from tests.distributed.conftest import HERE, Recipe, assert_agree, losses, rounded, run_cases, weights
 from tests.preloaded import on_ranks
+from tests.rounding import OTHER_ROUNDING, assert_rounding_apart, weights_apart
 from tests.seeds import fresh_seed
 
 MIXTURE = [
@@ -35,6 +35,7 @@ def whole(recipe: Recipe, tmp_path_factory: pytest.TempPathFactory) -> Run:
     """A run of one process."""
     folder = tmp_path_factory.mktemp("experts")
     run_cases(1, [recipe(folder, "whole", *MIXTURE)], folder)
+    run_cases(1, [recipe(folder, "whole rounded", *MIXTURE)], folder, **OTHER_ROUNDING)
     return Run(folder / "whole")
 
 
@@ -60,9 +61,7 @@ def test_a_run_in_legs_with_other_expert_parallel_degrees_is_the_run_of_one_proc
     assert [*losses(leg)] == [*range(2 * number + 1, 7)]
     assert losses(leg) == pytest.approx({step: losses(whole)[step] for step in losses(leg)}, rel=2e-6)
     assert losses(whole)[6] < losses(whole)[1] - 0.01
-    tensors = weights(leg)
-    for name, tensor in weights(whole).items():
-        assert weights_difference(name, tensors[name], tensor) <= 2e-6, name
+    assert_rounding_apart(*(weights_apart(weights(run), weights(whole)) for run in (leg, rounded(whole))))
 
 
 @pytest.mark.slow

@@ -2,7 +2,6 @@
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -11,19 +10,9 @@ from lmforge.errors import UserError
 from lmforge.model import build_model
 from lmforge.model.lora import LoraConfig, add_lora
 from lmforge.parallel.pipeline_parallel import check_stages_are_trained, split_blocks
-from tests.distributed.conftest import HERE, SampledTrials, sampled
+from tests.distributed.conftest import HERE, SampledTrials, assert_is_one_process, sampled
 from tests.distributed.shapes import SHAPES, lora_cases, qlora_cases, shapes_on
 from tests.preloaded import on_ranks
-
-# B begins at zero: it is nothing but updates, in which the rounding of gradients is not diluted.
-OF_WEIGHTS = 5e-6
-
-
-def assert_is_one_process(result: dict[str, Any]) -> None:
-    assert result["loss"] <= FP32.loss
-    assert result["gradient_norm"] <= FP32.gradient_norm
-    # Ten steps of a mixture bring one process that rounds differently as far from itself.
-    assert result["weights"] < max(OF_WEIGHTS, 2 * result["rounding"]["weights"])
 
 
 @pytest.fixture(scope="module")

@@ -13,6 +13,7 @@ from lmforge.data.prepare.prepare import prepare
 from lmforge.runs import Run
 from tests.conftest import Command, Refusal, only_line
 from tests.distributed.conftest import assert_agree, losses
+from tests.rounding import OTHER_ROUNDING
 
 WORDS = {"web": "the cat sat on a mat and saw dogs", "code": "def return self import class print", "math": "one two plus"}
 MODEL = ["--model.hidden_size", "32", "--model.intermediate_size", "48", "--model.num_hidden_layers", "1"]
@@ -52,16 +53,22 @@ PHASE_3 = '[[data.phases]]\nweights = ["web=1", "math=3"]\n'
 def test_a_run_whose_phases_are_added_while_it_is_stopped_on_other_ranks_is_the_run_that_had_them_from_the_start(
     corpora: Path, tmp_path: Path, lmforge: Command
 ) -> None:
-    def train(name: str, steps: int, ranks: int, phases: str, sources: str = "web=0.7 code=0.3 math=0.5") -> None:
-        words = [recipe(corpora, phases, sources, tmp_path), "--run.folder", tmp_path, "--run.name", name]
-        done = lmforge("pretrain", *words, "--train.steps", steps, *MODEL, *TRAINING, ranks=ranks)
-        assert done.returncode == 0, done.stderr
+    # An epsilon with which AdamW's step depends on the size of a gradient.
+    words = [*MODEL, *TRAINING, "--optimizer.eps", "1e-3", "--optimizer.lr", "3e-3", "--run.folder", tmp_path]
 
-    train("whole", 12, 1, PHASE_1 + PHASE_2 + PHASE_3)
+    def train(
+        name: str, steps: int, ranks: int, phases: str, sources: str = "web=0.7 code=0.3 math=0.5", **variables: str
+    ) -> Run:
+        file = recipe(corpora, phases, sources, tmp_path)
+        done = lmforge("pretrain", file, *words, "--run.name", name, "--train.steps", steps, ranks=ranks, **variables)
+        assert done.returncode == 0, done.stderr
+        return Run.open(tmp_path / name)
+
+    whole = train("whole", 12, 1, PHASE_1 + PHASE_2 + PHASE_3)
+    train("whole rounded", 12, 1, PHASE_1 + PHASE_2 + PHASE_3, **OTHER_ROUNDING)
     train("stopped", 3, 2, "", "web=0.7 code=0.3")  # one endless phase, and a source less
     train("stopped", 6, 1, PHASE_1 + PHASE_2)  # in the middle of the second phase
-    train("stopped", 12, 2, PHASE_1 + PHASE_2 + PHASE_3)
-    whole, stopped = Run.open(tmp_path / "whole"), Run.open(tmp_path / "stopped")
+    stopped = train("stopped", 12, 2, PHASE_1 + PHASE_2 + PHASE_3)
     assert_agree(stopped, whole, validated=False)
     tokens = [record["tokens"] for record in whole.read_metrics() if "loss" in record]
     assert [after - before for before, after in zip([0, *tokens], tokens, strict=False)] == [256] * 4 + [128] * 4 + [256] * 4

@@ -7,6 +7,7 @@ import torch
 
 from lmforge.runs import Run
 from tests.distributed.conftest import RECIPE_STEPS, Recipe, assert_agree, losses, run_cases, weights, with_needs
+from tests.rounding import OTHER_ROUNDING
 from tests.tools import has_compiler
 
 STRATEGIES: dict[str, tuple[int, list[str]]] = {
@@ -45,7 +46,10 @@ def run_all(cases: dict[str, tuple[int, list[str]]], recipe: Recipe, folder: Pat
 
 @pytest.fixture(scope="module")
 def runs(recipe: Recipe, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Run]:
-    return run_all(STRATEGIES | MODELS, recipe, tmp_path_factory.mktemp("same"))
+    folder, cases = tmp_path_factory.mktemp("same"), STRATEGIES | MODELS
+    rounded = [recipe(folder, f"{name} rounded", *more) for name, (_, more) in cases.items() if name.endswith("single")]
+    run_cases(1, rounded, folder, **OTHER_ROUNDING)
+    return run_all(cases, recipe, folder)
 
 
 @pytest.fixture(scope="module")

@@ -13,6 +13,7 @@ from lmforge.generate.model_loading import load_model
 from lmforge.generate.sampling import SamplingParams
 from lmforge.runs import Run
 from tests.conftest import Command, Refusal
+from tests.rounding import OTHER_ROUNDING, assert_rounding_apart, each_apart
 
 CHOICES = [
     {"question": "Who speaks?", "choices": ["the king", "a very long answer that nobody would give", "x"], "answer": 0},
@@ -42,13 +43,17 @@ def files(tiny_run: Path, tmp_path_factory: pytest.TempPathFactory) -> list[Path
     return [write_lines(folder / "chosen.jsonl", CHOICES), write_lines(folder / "written.jsonl", written)]
 
 
-def scores_of_the_verb(lmforge: Command, model: Path, files: Sequence[Path], *words: object) -> dict[str, float]:
-    """Scores that `lmforge evaluate MODEL --tasks` prints, by their names in metrics.jsonl."""
-    done = lmforge("evaluate", model, "--tasks", *files, "--device", "cpu", "--output", "json", *words)
-    assert done.returncode == 0, done.stderr
-    return {
-        f"val/{result['task']}/{name}": score for result in json.loads(done.stdout) for name, score in result["metrics"].items()
-    }
+def assert_scores(scores: dict[str, float], lmforge: Command, model: Path, files: Sequence[Path], *words: object) -> None:
+    """Scores of a run are those that `lmforge evaluate MODEL --tasks` prints. Its batches are of another size."""
+
+    def of_the_verb(**variables: str) -> dict[str, float]:
+        done = lmforge("evaluate", model, "--tasks", *files, "--device", "cpu", "--output", "json", *words, **variables)
+        assert done.returncode == 0, done.stderr
+        results = json.loads(done.stdout)
+        return {f"val/{each['task']}/{name}": score for each in results for name, score in each["metrics"].items()}
+
+    printed = of_the_verb()
+    assert_rounding_apart(each_apart(scores, printed), each_apart(of_the_verb(**OTHER_ROUNDING), printed))
 
 
 def scores_by_step(run: Run) -> dict[int, dict[str, float]]:
@@ -74,7 +79,7 @@ def test_scores_while_training_are_those_of_the_checkpoints_and_the_best_can_be_
     best = max((2, 4, 6), key=lambda step: (scores[step]["val/chosen/acc"], -step))
     assert run.checkpoint_steps() == sorted({best, 6})
     for step in run.checkpoint_steps():
-        assert scores[step] == scores_of_the_verb(lmforge, run.checkpoint_path(step), files, "--num_fewshot", 1, "--limit", 2)
+        assert_scores(scores[step], lmforge, run.checkpoint_path(step), files, "--num_fewshot", 1, "--limit", 2)
     assert f"  chosen: acc {scores[6]['val/chosen/acc']:.4f}, acc_norm " in done.stdout
 
 
@@ -89,7 +94,7 @@ def test_questions_change_nothing_of_the_training_and_tell_models_apart(
     assert losses == {record["step"]: record["loss"] for record in Run(tiny_run).read_metrics()}
     scores = scores_by_step(run)
     assert [scores[step]["val/written/exact_match"] for step in (0, 6)] == [0.0, 0.5]
-    assert scores[6] == scores_of_the_verb(lmforge, run.path, files)
+    assert_scores(scores[6], lmforge, run.path, files)
 
 
 @pytest.mark.parametrize(
@@ -127,7 +132,9 @@ def test_every_stage_asks_as_its_checkpoints_are_asked(
     done = lmforge(verb, *line, *words, "--validation.tasks", *files, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     run = Run(tmp_path / "runs" / "run")
-    assert scores_by_step(run) == {2: scores_of_the_verb(lmforge, run.path, files)}
+    [(step, scores)] = scores_by_step(run).items()
+    assert step == 2
+    assert_scores(scores, lmforge, run.path, files)
 
 
 @pytest.mark.parametrize(
