@@ -51,9 +51,8 @@ class Costs:
 
     @cached_property
     def _cpu_flops(self) -> float:
-        threads = threads_per_rank(1)
-        dtype, _ = choose_dtype("auto", torch.device("cpu"), threads)
-        return CPU_EFFICIENCY * cpu_peak_flops(dtype, threads)
+        dtype, _ = choose_dtype("auto", torch.device("cpu"))
+        return CPU_EFFICIENCY * cpu_peak_flops(dtype, threads_per_rank(1))
 
     def of(self, trial: Trial, ranks: int) -> Cost:
         """The cost of a run on so many ranks. Raises UserError where it does not fit them."""

@@ -15,8 +15,6 @@ import xxhash
 from pydantic import BaseModel, Field
 
 from lmforge.atomic_files import atomic_write_json
-from lmforge.cluster.distributed import DistributedContext
-from lmforge.cluster.rank_info import threads_per_rank
 from lmforge.errors import UserError
 from lmforge.runs import processor_name
 from lmforge.untrusted import read_json
@@ -34,11 +32,6 @@ class StoredPeak(BaseModel):
 
     machine: str
     flops: float = Field(gt=0, allow_inf_nan=False)
-
-
-def host_threads(dist_ctx: DistributedContext) -> int:
-    """The threads of all ranks of this host, which share its cores."""
-    return min(dist_ctx.rank_info.local_world_size * torch.get_num_threads(), threads_per_rank(1))
 
 
 def cpu_peak_flops(dtype: torch.dtype, threads: int) -> float:

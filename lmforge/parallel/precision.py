@@ -17,7 +17,7 @@ from lmforge.cluster.distributed import DistributedContext
 from lmforge.config.stage import StageConfig
 from lmforge.errors import UserError, how_to_install
 from lmforge.model.layers import LanguageModel
-from lmforge.parallel.cpu_flops import cpu_peak_flops, host_threads
+from lmforge.parallel.cpu_flops import cpu_peak_flops
 from lmforge.parallel.validate import check_compiled, check_float8_dtype, check_float8_layers, why_not_compiled
 
 ConfigT = TypeVar("ConfigT", bound=StageConfig)
@@ -46,11 +46,9 @@ def has_native_bf16(device: torch.device) -> bool:
     return bool(capabilities.get("amx_bf16") or capabilities.get("avx512_bf16") or capabilities.get("bf16"))
 
 
-def choose_dtype(requested: str, device: torch.device, threads: int | None = None) -> tuple[torch.dtype, str]:
-    """The compute dtype, and the reason in a few words. bf16 is allowed on hardware without it, with a warning.
-
-    threads: for which a CPU's products are compared, by default those of this process. Ranks call `decide_dtype`.
-    """
+def choose_dtype(requested: str, device: torch.device) -> tuple[torch.dtype, str]:
+    """The compute dtype, and the reason in a few words. bf16 is allowed on hardware without it, with a warning. Ranks call
+    `decide_dtype`."""
     if requested == "fp32":
         return torch.float32, "as requested"
     fast = has_native_bf16(device)
@@ -61,9 +59,10 @@ def choose_dtype(requested: str, device: torch.device, threads: int | None = Non
         return torch.float32, "this hardware has no bf16 arithmetic"
     if device.type != "cpu":
         return torch.bfloat16, "the hardware supports it"
-    bf16, fp32 = (cpu_peak_flops(dtype, threads or torch.get_num_threads()) for dtype in (torch.bfloat16, torch.float32))
+    # Of one thread: threads of one product wait for each other, and other programs would decide.
+    bf16, fp32 = (cpu_peak_flops(dtype, threads=1) for dtype in (torch.bfloat16, torch.float32))
     chosen = torch.bfloat16 if is_bf16_faster(bf16, fp32) else torch.float32
-    return chosen, f"products: {bf16 / 1e9:,.0f} GFLOP/s in bf16, {fp32 / 1e9:,.0f} in fp32"
+    return chosen, f"products of a core: {bf16 / 1e9:,.0f} GFLOP/s in bf16, {fp32 / 1e9:,.0f} in fp32"
 
 
 def is_bf16_faster(bf16_flops: float, fp32_flops: float) -> bool:
@@ -83,7 +82,7 @@ def with_dtype(config: ConfigT, dist_ctx: DistributedContext, began_in: str | No
 
 def decide_dtype(requested: str, dist_ctx: DistributedContext) -> tuple[torch.dtype, str]:
     """`choose_dtype` on rank 0, for all ranks. Every rank calls it."""
-    return dist_ctx.decide_on_rank0(partial(choose_dtype, requested, dist_ctx.device, host_threads(dist_ctx)))
+    return dist_ctx.decide_on_rank0(partial(choose_dtype, requested, dist_ctx.device))
 
 
 def check_float8(device: torch.device, dtype: torch.dtype) -> None:

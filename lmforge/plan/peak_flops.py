@@ -5,7 +5,8 @@ from functools import partial
 import torch
 
 from lmforge.cluster.distributed import DistributedContext
-from lmforge.parallel.cpu_flops import cpu_peak_flops, host_threads
+from lmforge.cluster.rank_info import threads_per_rank
+from lmforge.parallel.cpu_flops import cpu_peak_flops
 from lmforge.parallel.precision import dtype_name
 from lmforge.plan.hardware import data_sheets
 
@@ -18,5 +19,6 @@ def rank_peak_flops(dist_ctx: DistributedContext, dtype: torch.dtype) -> float |
     if dist_ctx.device.type == "cuda":
         gpu = data_sheets().find(torch.cuda.get_device_name(dist_ctx.device))
         return None if gpu is None else gpu.peak_flops(dtype_name(dtype))
-    measured = dist_ctx.decide_on_rank0(partial(cpu_peak_flops, dtype, host_threads(dist_ctx)))
-    return measured / dist_ctx.rank_info.local_world_size
+    ranks = dist_ctx.rank_info.local_world_size
+    threads = min(ranks * torch.get_num_threads(), threads_per_rank(1))
+    return dist_ctx.decide_on_rank0(partial(cpu_peak_flops, dtype, threads)) / ranks

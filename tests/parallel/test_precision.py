@@ -74,9 +74,9 @@ def measures(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., N
 
 def test_auto_is_bf16_where_its_products_are_faster_by_a_fifth_and_says_both_figures(measures: Callable[..., None]) -> None:
     measures(FASTER)
-    assert choose_dtype("auto", CPU) == (torch.bfloat16, "products: 120 GFLOP/s in bf16, 100 in fp32")
+    assert choose_dtype("auto", CPU) == (torch.bfloat16, "products of a core: 120 GFLOP/s in bf16, 100 in fp32")
     measures(SLOWER)
-    assert choose_dtype("auto", CPU) == (torch.float32, "products: 119 GFLOP/s in bf16, 100 in fp32")
+    assert choose_dtype("auto", CPU) == (torch.float32, "products of a core: 119 GFLOP/s in bf16, 100 in fp32")
     measures({}, native=False)  # nothing is measured, as emulated products take long
     assert choose_dtype("auto", CPU) == (torch.float32, "this hardware has no bf16 arithmetic")
 
@@ -88,17 +88,17 @@ def test_auto_follows_what_is_measured_on_this_machine(monkeypatch: pytest.Monke
     dtype, reason = choose_dtype("auto", CPU)
     fast = has_native_bf16(CPU)
     if fast:
-        bf16, fp32 = (cpu_flops.cpu_peak_flops(each, torch.get_num_threads()) for each in (torch.bfloat16, torch.float32))
+        bf16, fp32 = (cpu_flops.cpu_peak_flops(each, 1) for each in (torch.bfloat16, torch.float32))
         fast = bf16 >= 1.2 * fp32
-        assert reason == f"products: {bf16 / 1e9:,.0f} GFLOP/s in bf16, {fp32 / 1e9:,.0f} in fp32"
+        assert reason == f"products of a core: {bf16 / 1e9:,.0f} GFLOP/s in bf16, {fp32 / 1e9:,.0f} in fp32"
     assert dtype == (torch.bfloat16 if fast else torch.float32)
 
 
 @pytest.mark.parametrize(
     ("begins", "chosen", "says", "resumes"),
     [
-        ([FASTER, SLOWER], "bf16", "bfloat16 (products: 120 GFLOP/s in bf16, 100 in fp32)", SLOWER),
-        ([SLOWER], "fp32", "float32 (products: 119 GFLOP/s in bf16, 100 in fp32)", FASTER),
+        ([FASTER, SLOWER], "bf16", "bfloat16 (products of a core: 120 GFLOP/s in bf16, 100 in fp32)", SLOWER),
+        ([SLOWER], "fp32", "float32 (products of a core: 119 GFLOP/s in bf16, 100 in fp32)", FASTER),
     ],
 )
 def test_rank_0_decides_for_all_and_a_resume_on_another_processor_keeps_it(
