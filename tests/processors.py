@@ -109,7 +109,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             results[setting] = carry_out(setting, [*JUDGED] if chosen.judged else files(), chosen.jobs)
         else:
             print("it changes nothing here, and does not count")
-    few = len(results) < min(LEAST_SETTINGS, len(settings))
+    # A setting that was asked for by name may change nothing on this processor, and then has nothing to show.
+    few = not chosen.settings and len(results) < LEAST_SETTINGS
     if few:
         print(f"{len(results)} settings count, and {LEAST_SETTINGS} should", file=sys.stderr)
     for setting, status in results.items():
