@@ -177,6 +177,10 @@ def declared_tokens(
     Raises UserError, naming the field, where one is no token.
     """
     config, mapped, added = (dict(configs[name]) for name in CONFIG_FILES)
+    for name in (_EXTRA, "additional_special_tokens"):
+        for given in (config.get(name), mapped.get(name)):
+            if given and not isinstance(given, dict):
+                check_content(given, list[Any], f"{location}: {name}")
     if not config.get(_EXTRA):
         config[_EXTRA] = config.pop("additional_special_tokens", None)
     specific = {name: config.pop(name) for name in _other_roles(config) if isinstance(config[name], str)}
@@ -205,7 +209,7 @@ def declared_tokens(
     named = {name: config.get(name) for name in (*ROLES, *_other_roles(config))} | specific
     extra = config.get(_EXTRA) or config.get("additional_special_tokens") or []
     fields = [(name, token) for name, token in named.items() if token is not None]
-    fields += [(_EXTRA, token) for token in check_content(extra, list[Any], f"{location}: {_EXTRA}")]
+    fields += [(_EXTRA, token) for token in extra]
     tokens = [by_id[id] for id in sorted(by_id)]
     roles = [_spelling(token) for _, token in fields]
     for token in tokens:

@@ -59,7 +59,9 @@ class TransformersConfig(ModelConfig):
 
     @property
     def rotary_positions(self) -> int | None:
-        return self.config_dict.get("max_position_embeddings")
+        rotary = {"rope_parameters", "rope_scaling", "rope_theta"} & self.config_dict.keys()
+        positions = self.config_dict.get("max_position_embeddings")
+        return positions if rotary and isinstance(positions, int) else None
 
     def counted_parameters(self) -> tuple[int, int, int, int]:
         return _count_parameters(json.dumps(self.config_dict, sort_keys=True))

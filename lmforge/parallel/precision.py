@@ -23,7 +23,7 @@ from lmforge.parallel.validate import check_compiled, check_float8_dtype, check_
 ConfigT = TypeVar("ConfigT", bound=StageConfig)
 # The dtypes by their option names.
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-# By as much must products in bf16 be faster on a CPU: what is not a product gains nothing, and bf16 rounds.
+# On a CPU `auto` is bf16 where its products are this many times as fast: what is not a product gains nothing, and bf16 rounds.
 MIN_BF16_SPEEDUP = 1.2
 # Compilation takes about half a minute on a CPU and saves about a tenth of a step: shorter runs lose by it.
 MIN_STEPS_TO_COMPILE = 200
@@ -74,7 +74,7 @@ def is_bf16_faster(bf16_flops: float, fp32_flops: float) -> bool:
 def with_dtype(config: ConfigT, dist_ctx: DistributedContext, began_in: str | None = None) -> tuple[ConfigT, str]:
     """The recipe with the dtype that `auto` is, and the reason. A run that continues keeps that in which it began, whatever is
     faster here. Every rank calls it."""
-    continues = config.train.dtype == "auto" and began_in in DTYPES
+    continues = config.train.dtype == "auto" and began_in is not None
     dtype, reason = decide_dtype(str(began_in) if continues else config.train.dtype, dist_ctx)
     train = config.train.model_copy(update={"dtype": dtype_name(dtype)})
     return config.model_copy(update={"train": train}), reason.replace("requested", "the run began") if continues else reason

@@ -19,7 +19,7 @@ from lmforge.interop.resolve import stored_model_config
 from lmforge.model.config import ModelConfig
 from lmforge.monitor.predicted_loss import read_predicted_loss
 from lmforge.parallel.dims import parallel_dims
-from lmforge.parallel.precision import with_dtype
+from lmforge.parallel.precision import DTYPES, with_dtype
 from lmforge.parallel.validate import choose_engine
 from lmforge.plugins import describe_changes, describe_plugins
 from lmforge.runs import Run, is_local, parse_location
@@ -89,7 +89,8 @@ def enter_run(
     inputs = replace(inputs, tasks=dist_ctx.decide_on_rank0(open_tasks))
     point = dist_ctx.decide_on_rank0(partial(find_resume_point, run, config.train.steps)) if resumes else ResumePoint()
     config, notes = with_original_sources(config, point.manifest)
-    began_in = point.manifest.recipe.get("train", {}).get("dtype") if point.manifest else None
+    written_in = point.manifest.written_by.get("dtype") if point.manifest else None
+    began_in = next((name for name, dtype in DTYPES.items() if str(dtype) == written_in), None)
     config, dtype_reason = with_dtype(config, dist_ctx, began_in)
     with dist_ctx.raise_on_all():
         check_resumable(point, config, inputs)

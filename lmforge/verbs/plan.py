@@ -15,7 +15,6 @@ from rich.table import Column, Table
 
 from lmforge.atomic_files import atomic_write_text, check_output
 from lmforge.config.load import STAGES
-from lmforge.config.mixture import TokenSourceOptions
 from lmforge.config.options import to_toml, validate_options
 from lmforge.config.stage import PretrainConfig
 from lmforge.config.verbs.plan import AnyPlanConfig
@@ -121,15 +120,15 @@ def run_plan(config: AnyPlanConfig) -> int:
 
 
 def _step_config(config: AnyPlanConfig, machine: Machine) -> tuple[StepConfig, str]:
-    """The step, and a line that says whose vocabulary it has. Only data that the recipe names counts, not what happens to lie
-    in the default folder."""
-    sources: tuple[TokenSourceOptions, ...] = ()
-    if isinstance(config, PretrainConfig) and not {"folder", "sources"}.isdisjoint(config.data.model_fields_set):
-        sources = config.data.all_sources
-    vocab_size = find_vocab_size(config) if sources else None
-    model, whose = resolve_model(config, vocab_size), "the model's own"
-    if model.vocab_size == vocab_size:
-        whose = f"of the tokenizer in {', '.join(source.folder for source in sources)}"
+    """The step, and a line that says whose vocabulary it has. A preset or a folder has its own: it gets that of data which the
+    recipe names, not of what happens to lie in the default folder."""
+    has_own = config.model.preset is not None or config.model.source is not None
+    names_data = not {"folder", "sources"}.isdisjoint(config.data.model_fields_set)
+    vocab_size = find_vocab_size(config) if names_data or not has_own else None
+    model = resolve_model(config, vocab_size)
+    whose = "the model's own" if has_own else "lmforge's default"
+    if model.vocab_size == vocab_size and isinstance(config, PretrainConfig):
+        whose = f"of the tokenizer in {', '.join(source.folder for source in config.data.all_sources)}"
     step_config = make_step_config(config, model, config.plan.gpus, machine, resolve_teacher(config))
     return step_config, f"vocabulary {model.vocab_size:,} tokens, {whose}"
 
@@ -277,7 +276,7 @@ def run_search(config: AnyPlanConfig) -> int:
             " train.global_batch_size or plan.gpus"
         )
     if config.plan.output == "json":
-        print(json.dumps(_search_as_json(result), indent=1))
+        print(json.dumps(_search_as_json(result) | {"vocabulary": vocabulary}, indent=1))
     else:
         print(f"{config.plan.gpus} × {machine.gpu.name}; {machine.describe_constants(base.dtype)}")
         print(vocabulary)

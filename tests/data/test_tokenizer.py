@@ -511,3 +511,12 @@ def test_what_the_library_cannot_decode_is_named_with_the_file(trained: Tokenize
     tokenizer = Tokenizer.open(changed(tmp_path, trained, decoder={"type": "Sequence", "decoders": steps}))
     with pytest.raises(UserError, match=f"{tmp_path}/tokenizer.json: cannot decode ids: "):
         tokenizer.decode(trained.encode("a" * 60 + "b"))
+
+
+@pytest.mark.parametrize("file", ["tokenizer_config.json", "special_tokens_map.json"])
+@pytest.mark.parametrize("field", ["extra_special_tokens", "additional_special_tokens"])
+def test_special_tokens_that_are_no_list_are_refused_by_field(tmp_path: Path, field: str, file: str) -> None:
+    train_tokenizer(["to be or not"], 270).save(tmp_path)
+    (tmp_path / file).write_text(json.dumps({field: 5}))
+    with pytest.raises(UserError, match=f"{field}: expected a list, got 5"):
+        Tokenizer.open(tmp_path)

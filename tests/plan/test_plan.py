@@ -297,6 +297,13 @@ def test_a_preset_keeps_its_vocabulary_unless_data_is_named(tiny_tokens: Path, c
     assert plan_json(capfd, *words[1:])["parameters"] == parameter_count(get_preset("smollm-135m")).total
     assert run([*words, "--data.folder", str(tiny_tokens)]) == 0
     assert f"\nvocabulary 512 tokens, of the tokenizer in {tiny_tokens}\n" in capfd.readouterr().out
+    # A model that is given by its sizes has no vocabulary of its own: a run would take that of the default folder.
+    sizes = ["--model.hidden_size", "64", "--model.num_hidden_layers", "1", "--model.num_attention_heads", "2"]
+    assert run(["plan", *sizes]) == 0
+    assert f"\nvocabulary 512 tokens, of the tokenizer in {PretrainDataOptions().folder}\n" in capfd.readouterr().out
+    shutil.rmtree(PretrainDataOptions().folder)
+    assert run(["plan", *sizes]) == 0
+    assert "\nvocabulary 4,096 tokens, lmforge's default\n" in capfd.readouterr().out
 
 
 def test_a_chip_is_known_by_its_name_and_each_gpu_has_a_sequence(capfd: pytest.CaptureFixture[str]) -> None:

@@ -182,6 +182,8 @@ def _choose_bound(first: ComparedRun, other: ComparedRun, differs: dict[str, lis
     if names := [name for name in differs if not name.startswith(ignored)]:
         return None, f"they do not compute the same ({_name_differences(differs, names)})"
     options = first.options
+    if "auto" in (options["train.dtype"], other.options["train.dtype"]):
+        return None, "a recipe says train.dtype = auto, which no longer tells what it was where the run began"
     split = [name for name in differs if name.startswith((*OF_SPLIT, *VERSIONS[:-1], *HARDWARE, "ranks"))]
     if not split and not (first.has_one_split and other.has_one_split):
         split.append("ranks")
