@@ -61,7 +61,8 @@ class AuthMiddleware:
         if self._loopback_hosts_only and not is_loopback(host.strip("[]")):
             return ApiError(403, f"Host {cut(host)!r} is not this machine; use http://localhost, or serve with --api_key")
         if scope["method"] not in ("GET", "HEAD") and _is_foreign(headers):
-            return ApiError(403, "a web page of another origin sends this; use the page of this server, or another program")
+            message = "a web page of another origin sends this; use the page of this server, or another program"
+            return ApiError(403, f"{message}; a proxy before this server must pass on the header Host")
         if self._api_key is None or scope["path"] in OPEN_PATHS:
             return None
         scheme, _, key = headers.get("authorization", "").partition(" ")
@@ -76,7 +77,9 @@ def _is_foreign(headers: Headers) -> bool:
     behind a proxy too), else by Origin. Other programs send neither."""
     if site := headers.get("sec-fetch-site"):
         return site not in ("same-origin", "none")
-    return headers.get("origin", "").rpartition("://")[2] not in ("", headers.get("host"))
+    scheme, _, origin = headers.get("origin", "").lower().rpartition("://")
+    port = {"http": ":80", "https": ":443"}.get(scheme, "")
+    return origin.removesuffix(port) not in ("", headers.get("host", "").lower().removesuffix(port))
 
 
 def bind_socket(host: str, port: int) -> socket.socket:
