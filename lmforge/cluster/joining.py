@@ -104,17 +104,22 @@ def name_this_start(store: dist.Store, rank: int, world_size: int) -> str:
     return own
 
 
-def allow_open_connections(world_size: int) -> None:
-    """Raise this process's limit on open files to what gloo's connections to all ranks need, as far as the system permits. The
-    usual limit of 1,024 is too low for 512 ranks. Where even the hard limit is too low, gloo connects two ranks only when they
-    first communicate. This is not the default, since such a rank waits without a time-out for one that has died.
-    """
-    needed = GLOO_GROUPS * world_size + OTHER_OPEN_FILES
+def allow_open_files(needed: int) -> int:
+    """Raise this process's limit on open files to `needed`, as far as the system permits; how many of them it permits."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     limit = needed if hard == resource.RLIM_INFINITY else min(needed, hard)
     if limit > soft != resource.RLIM_INFINITY:
         resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
-    if limit < needed:
+    return limit
+
+
+def allow_open_connections(world_size: int) -> None:
+    """Allow the open files of gloo's connections to all ranks. The usual limit of 1,024 is too low for 512 ranks. Where even
+    the hard limit is too low, gloo connects two ranks only when they first communicate. This is not the default, since such a
+    rank waits without a time-out for one that has died.
+    """
+    needed = GLOO_GROUPS * world_size + OTHER_OPEN_FILES
+    if allow_open_files(needed) < needed:
         os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
 
 

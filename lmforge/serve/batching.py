@@ -10,9 +10,11 @@ import traceback
 from codecs import getincrementaldecoder
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
+from typing import TypeVar
 
 from lmforge.data.tokenizer import Tokenizer
 from lmforge.generate.engine import Engine, GeneratedToken, GenerationRequest
@@ -21,6 +23,7 @@ from lmforge.serve.protocol import EngineStopped, QueueFull, TokenLogprob
 
 # Reported for a token with probability 0, since JSON has no minus infinity.
 MIN_LOGPROB = -9999.0
+T = TypeVar("T")
 
 
 @dataclass(eq=False)
@@ -70,6 +73,8 @@ class ContinuousBatcher:
         self.weight_version = "default"
         self._paused = False
         self._step_lock = threading.Lock()
+        # Its thread waits for the lock: in the event loop's own threads, many that wait would keep requests from being read.
+        self._between_steps = ThreadPoolExecutor(1, "between steps")
         self._thread = threading.Thread(target=self._run, name="batcher")
         self._thread.start()
 
@@ -108,10 +113,14 @@ class ContinuousBatcher:
             self._paused = False
             self._changed.notify()
 
-    def between_steps(self, function: Callable[[], None]) -> None:
-        """Call `function`, which may change the weights, while no step runs."""
-        with self._step_lock:
-            function()
+    async def between_steps(self, function: Callable[[], T]) -> T:
+        """What `function` returns, which may change the weights. It is called while no step and no other function runs."""
+
+        def call() -> T:
+            with self._step_lock:
+                return function()
+
+        return await self._loop.run_in_executor(self._between_steps, call)
 
     def stop(self) -> None:
         """Accept no more requests, and end the current ones with EngineStopped. The current step is finished first."""

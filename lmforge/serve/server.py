@@ -17,7 +17,7 @@ from starlette.datastructures import Headers
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from lmforge.errors import UserError
+from lmforge.errors import RunFailed, UserError
 from lmforge.serve.api import create_app
 from lmforge.serve.connections import accept_connections, max_connections
 from lmforge.serve.model_registry import ModelRegistry
@@ -61,7 +61,8 @@ class AuthMiddleware:
         if self._loopback_hosts_only and not is_loopback(host.strip("[]")):
             return ApiError(403, f"Host {cut(host)!r} is not this machine; use http://localhost, or serve with --api_key")
         if scope["method"] not in ("GET", "HEAD") and _is_foreign(headers):
-            return ApiError(403, "a web page of another origin sends this; use the page of this server, or another program")
+            message = "a web page of another origin sends this; use the page of this server, or another program"
+            return ApiError(403, f"{message}; a proxy before this server must pass on the header Host")
         if self._api_key is None or scope["path"] in OPEN_PATHS:
             return None
         scheme, _, key = headers.get("authorization", "").partition(" ")
@@ -76,7 +77,9 @@ def _is_foreign(headers: Headers) -> bool:
     behind a proxy too), else by Origin. Other programs send neither."""
     if site := headers.get("sec-fetch-site"):
         return site not in ("same-origin", "none")
-    return headers.get("origin", "").rpartition("://")[2] not in ("", headers.get("host"))
+    scheme, _, origin = headers.get("origin", "").lower().rpartition("://")
+    port = {"http": ":80", "https": ":443"}.get(scheme, "")
+    return origin.removesuffix(port) not in ("", headers.get("host", "").lower().removesuffix(port))
 
 
 def bind_socket(host: str, port: int) -> socket.socket:
@@ -99,7 +102,8 @@ def serve(
     max_body_bytes: int,
     weight_updates: bool = False,
 ) -> None:
-    """Serve on the socket until SIGTERM or SIGINT; a second signal does not wait for connections. Raises UserError.
+    """Serve on the socket until SIGTERM or SIGINT; a second signal does not wait for connections. Raises UserError, and
+    RunFailed where no connection can be accepted any more.
 
     `host` is the address as the user wrote it. Once the first model is loaded, prints the server's URL and the models.
     """
@@ -131,6 +135,10 @@ async def _run_server(app: AuthMiddleware, registry: ModelRegistry, bound: socke
         server.force_exit = server.should_exit
         server.should_exit = True
 
+    def stop_accepting(accepting: "asyncio.Task[None]") -> None:
+        bound.close()
+        server.should_exit = True
+
     try:
         await registry.get(registry.default_model)
         gc.freeze()  # so that it is not looked through whenever a large request makes many objects
@@ -138,11 +146,13 @@ async def _run_server(app: AuthMiddleware, registry: ModelRegistry, bound: socke
             asyncio.get_running_loop().add_signal_handler(number, stop)
         bound.listen(LISTEN_BACKLOG)  # a client that reads the next line may connect at once
         accepting = asyncio.ensure_future(accept_connections(bound, config, server, max_connections()))
-        accepting.add_done_callback(lambda _: bound.close())
+        accepting.add_done_callback(stop_accepting)
         url = f"http://[{host}]" if ":" in host else f"http://{host}"
         names = ", ".join(info.name for info in registry.list_models())
         print(f"{url}:{bound.getsockname()[1]}  {names}", flush=True)
         await server.serve(sockets=[])
+        if not accepting.cancelled():
+            raise RunFailed(f"no connection can be accepted any more: {accepting.exception()!r}") from accepting.exception()
     finally:
         registry.stop()
         await asyncio.to_thread(registry.join)

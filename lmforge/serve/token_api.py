@@ -139,10 +139,10 @@ def token_routes(registry: ModelRegistry, read_body: ReadBody, weight_updates: b
             served.batcher.submit([queued], is_bounded=False)
         else:
             group = together.id, together.count
-            waiting = gathering.setdefault(group, waiting)
-            if together.index in waiting or together.index >= together.count:
+            if together.index in gathering.get(group, ()) or together.index >= together.count:
                 message = f"starts_with: index {together.index}: expected each from 0 to {together.count - 1} once"
                 raise ApiError(400, message, param="starts_with")
+            waiting = gathering.setdefault(group, waiting)
             waiting[together.index] = queued
             if len(waiting) == together.count:
                 release(served.batcher, group, waiting)
@@ -154,11 +154,17 @@ def token_routes(registry: ModelRegistry, read_body: ReadBody, weight_updates: b
             served.batcher.cancel(queued)
             if together is not None:
                 waiting.pop(together.index)  # where it still waits for others, it is not started with them
+                if not waiting and gathering.get(group) is waiting:
+                    del gathering[group]
+        scored = None
+        if (k := params.prompt_logprobs) is not None:
+            score = partial(_score_prompt, served, body.token_ids, k)
+            scored = await unless_disconnected(request, served.batcher.between_steps(score))
 
         def answer() -> Response:
             answer: dict[str, Any] = {"choices": [_choice(queued, tokens, params.logprobs is not None)]}
-            if params.prompt_logprobs is not None:
-                answer["prompt_logprobs"] = _prompt_logprobs(served, body.token_ids, params.prompt_logprobs)
+            if scored is not None:
+                answer["prompt_logprobs"] = _prompt_logprobs(*scored)
             return JSONResponse(answer)
 
         return await asyncio.to_thread(answer)
@@ -195,7 +201,7 @@ def token_routes(registry: ModelRegistry, read_body: ReadBody, weight_updates: b
             except OSError as problem:
                 raise UserError(f"{folder}: {problem.strerror}; is it a folder that this host sees?") from None
 
-        await asyncio.to_thread(served.batcher.between_steps, load)
+        await served.batcher.between_steps(load)
         return JSONResponse({"results": [None]})
 
     async def update_version(request: Request) -> Response:
@@ -228,22 +234,21 @@ def token_routes(registry: ModelRegistry, read_body: ReadBody, weight_updates: b
     ]
 
 
-def _prompt_logprobs(served: ServedModel, token_ids: list[int], k: int) -> list[dict[str, Any] | None]:
-    """Of each token of a prompt the `k` likeliest there, by id, at temperature 1; None of the first."""
-    loaded, scored = served.loaded, list[tuple[Tensor, Tensor]]()
-    config = DistillationConfig(0.0, 1.0, 1.0, served.vocab_size)
+@torch.no_grad()
+def _score_prompt(served: ServedModel, token_ids: list[int], k: int) -> tuple[Tensor, Tensor]:
+    """The ids of the `k` likeliest tokens after each of a prompt, and their logarithms at temperature 1."""
+    model, config = served.loaded.model, DistillationConfig(0.0, 1.0, 1.0, served.vocab_size)
+    batch = Batch.from_token_lists([token_ids]).to(model.lm_head.weight.device)
+    hidden = model(batch.tokens, batch.positions, batch.document_ids, document_starts=batch.document_starts)
+    ids, values = model.lm_head(hidden, partial(top_log_probs, k=min(k, served.vocab_size), config=config))
+    return ids[0], values[0]
 
-    @torch.no_grad()
-    def score() -> None:
-        batch = Batch.from_token_lists([token_ids]).to(loaded.model.lm_head.weight.device)
-        hidden = loaded.model(batch.tokens, batch.positions, batch.document_ids, document_starts=batch.document_starts)
-        scored.append(loaded.model.lm_head(hidden, partial(top_log_probs, k=min(k, served.vocab_size), config=config)))
 
-    served.batcher.between_steps(score)
-    ids, values = (each[0].tolist() for each in scored[0])
+def _prompt_logprobs(ids: Tensor, values: Tensor) -> list[dict[str, Any] | None]:
+    """Of each token of a prompt the likeliest there, by id; None of the first."""
     places = [
         {str(id): {"logprob": value, "rank": rank} for rank, (id, value) in enumerate(zip(*place, strict=False), start=1)}
-        for place in zip(ids[:-1], values[:-1], strict=True)
+        for place in zip(ids[:-1].tolist(), values[:-1].tolist(), strict=True)
     ]
     return [None, *places]
 

@@ -1,10 +1,12 @@
 """What a request costs the event loop, on which all requests are read and answered: counted, in this process."""
 
 import asyncio
+import inspect
 import json
 import sys
 import threading
 from collections.abc import Awaitable, Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -13,10 +15,13 @@ import pytest
 import torch
 from starlette.applications import Starlette
 from starlette.responses import JSONResponse
+from starlette.routing import Route
+from torch import Tensor
 
 from lmforge.data.tokenizer import Tokenizer
 from lmforge.generate.engine import Engine, GenerationRequest
 from lmforge.interop.export import export_folder
+from lmforge.serve import token_api
 from lmforge.serve.api import create_app
 from lmforge.serve.model_registry import ModelRegistry, ServingLimits
 from tests.generate.conftest import Scripted
@@ -31,6 +36,11 @@ class Client:
 
     def __init__(self, app: Starlette) -> None:
         self._app = app
+
+    def variable(self, path: str, name: str) -> Any:
+        """Of the function that answers a route."""
+        [endpoint] = [route.endpoint for route in self._app.routes if isinstance(route, Route) and route.path == path]
+        return inspect.getclosurevars(endpoint).nonlocals[name]
 
     async def ask(self, path: str, body: Any, leaves: asyncio.Event | None = None) -> tuple[int, Any]:
         """Status and content of an answer; of a stream its text. `leaves`: when the client does."""
@@ -192,6 +202,9 @@ def test_requests_that_start_together_and_one_that_has_left_or_a_server_that_sto
         leaves = asyncio.Event()
         leaves.set()
         assert (await start("b", 0, 105, leaves))[0] == 499
+        # A group ends with its last member, and a request that is refused begins none: no timer of it releases a later one.
+        assert (await start("c", 2, 105))[0] == 400
+        assert client.variable(IDS, "gathering") == {}
         later = [start("b", 1, 106), start("b", 0, 107)]
         assert [status for status, _ in await asyncio.gather(*later)] == [200, 200]
         assert added == [107, 106]
@@ -201,6 +214,35 @@ def test_requests_that_start_together_and_one_that_has_left_or_a_server_that_sto
         assert [status for status, _ in await asyncio.gather(start("d", 1, 109), waits)] == [503, 503]
 
     serve(models / "noise", use)
+
+
+def test_a_chat_is_read_while_scorings_of_prompts_wait_for_each_other(models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    score, holding, released = token_api.top_log_probs, threading.Event(), threading.Event()
+
+    def held(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        holding.set()
+        assert released.wait(60)
+        return score(*args, **kwargs)
+
+    monkeypatch.setattr(token_api, "top_log_probs", held)
+
+    async def use(client: Client, registry: ModelRegistry) -> None:
+        asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(4))
+        together = [{"starts_with": {"id": "a", "count": 16, "index": index}} for index in range(16)]
+        scorings = [asyncio.ensure_future(client.ask(IDS, ids(3, prompt_logprobs=1) | each)) for each in together]
+        try:
+            while not holding.is_set() or registry.request_counts() != (0, 0):
+                await asyncio.sleep(0.001)
+            body = {"model": registry.default_model, "messages": HI, "max_tokens": 1}
+            chat = asyncio.ensure_future(client.ask(CHATS, body))
+            async with asyncio.timeout(30):
+                while registry.request_counts() == (0, 0):
+                    await asyncio.sleep(0.001)
+        finally:
+            released.set()
+        assert [status for status, _ in await asyncio.gather(chat, *scorings)] == [200] * 17
+
+    serve(models / "noise", use, max_batch_size=16)
 
 
 def test_ids_that_the_tokenizer_has_and_the_model_has_not_are_refused(

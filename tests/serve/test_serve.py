@@ -579,6 +579,10 @@ def test_every_route_but_the_page_and_health_needs_the_key(weights_server: Serve
         ({"Origin": "http://HERE", "Sec-Fetch-Site": "cross-site"}, True),
         ({"Origin": "http://HERE"}, False),
         ({"Origin": "https://HERE"}, False),  # a TLS proxy stands before the server
+        ({"Origin": "https://proxy.example", "Host": "Proxy.Example:443"}, False),
+        ({"Origin": "http://proxy.example:80", "Host": "proxy.example"}, False),
+        ({"Origin": "http://proxy.example", "Host": "proxy.example:443"}, True),
+        ({"Origin": "http://proxy.example"}, True),  # a proxy that passes on no Host
         ({"Origin": "https://proxy.example", "Sec-Fetch-Site": "same-origin"}, False),  # a proxy with a name of its own
         ({}, False),
     ],

@@ -16,6 +16,7 @@ import urllib.request
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,9 @@ import xxhash
 from lmforge.cli import run as command
 from lmforge.generate.model_loading import load_model
 from lmforge.generate.sampling import SamplingParams
+from lmforge.interop.export import export_folder
+from lmforge.model import build_model
+from lmforge.model.init_weights import init_weights
 from lmforge.own_folders import TOKEN_NAME
 from lmforge.stages.alignment.engines.rollout_server import RolloutServer, ServerProblem
 from lmforge.stages.alignment.remote_sampling import FOLDERS_NAME
@@ -82,6 +86,17 @@ def test_twenty_steps_sampled_by_a_server_equal_those_in_process_bit_for_bit(
     assert numbers(tmp_path / "inside") == numbers(tmp_path / "outside")
     theirs = weights(tmp_path / "outside")
     assert all(torch.equal(tensor, theirs[name]) for name, tensor in weights(tmp_path / "inside").items())
+
+
+def test_a_policy_with_more_rows_than_its_tokenizer_has_ids_is_sampled_by_a_server(
+    grpo: Callable[..., list[str]], serving: Callable[..., Server], models: Path, tmp_path: Path
+) -> None:
+    config = load_model(models / "noise", torch.device("cpu"), torch.float32).config
+    padded = build_model(replace(config, vocab_size=320))
+    export_folder(init_weights(padded, 1), padded.config, tmp_path / "padded", tokenizer_folder=models / "noise")
+    server = serving(tmp_path / "padded", "--weight_updates", "--max_length", 32)
+    words = [word.replace(str(models / "noise"), str(tmp_path / "padded")) for word in grpo("run", *by(server.url), steps=1)]
+    assert command(words) == 0
 
 
 @pytest.mark.slow

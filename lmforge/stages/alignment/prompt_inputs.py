@@ -190,7 +190,7 @@ def open_prompt_inputs(config: AlignConfig, world_size: int) -> RunInputs:
     if options.replay_routed_experts and not (model_config.num_experts and config.model.implementation == "lmforge"):
         raise UserError("rollout.replay_routed_experts: this model is no mixture of experts of lmforge's own; leave it out")
     if options.engine_urls:
-        check_servers(options, model_config, data.sequence_length)
+        check_servers(options, model_config, tokenizer.vocab_size, data.sequence_length)
     turns = _open_turns(options, tokenizer)
     prompts, validation_prompts, counts = _read_prompts(config, tokenizer, turns)
     if turns:

@@ -242,8 +242,11 @@ class RolloutServer(TokenServer):
         self._call("/resume", Any, {})
         self._may_be_paused = False
 
-    def check(self, config: ModelConfig) -> None:
-        """Raise ServerProblem where the server cannot serve a policy of this config, or not sequences of its length."""
+    def check(self, config: ModelConfig, num_token_ids: int) -> None:
+        """Raise ServerProblem where the server cannot serve a policy of this config, or not sequences of its length.
+
+        Of the rows of its embedding the tokenizer uses `num_token_ids`; a server may refuse the others.
+        """
         info, expected = self._call("/weight_info", _WeightInfo), to_config_json(config)
         for name, value in info.model.items():
             if value != expected.get(name):
@@ -252,7 +255,8 @@ class RolloutServer(TokenServer):
         # A trainer that was killed while the server was given weights has left it paused.
         self._resume()
         vocab_size = config.vocab_size
-        longest = SampleRequest(0, [vocab_size - 1] * (self._settings.max_length - 1), 1, 0)
+        highest = min(vocab_size, num_token_ids) - 1
+        longest = SampleRequest(0, [highest] * (self._settings.max_length - 1), 1, 0)
         # So cold that the likeliest token is certain.
         cold = self.sample(longest, SamplingParams(0.01)).logprobs[0]
         if self.kind == "vllm" and self._settings.params(False) != SamplingParams() and cold < math.log(0.9):
@@ -267,8 +271,9 @@ class RolloutServer(TokenServer):
             raise ServerProblem(f"{self.url}: reads ids from {vocab_size} on, which the policy lacks; serve the policy's model")
 
 
-def check_servers(options: RolloutOptions, config: ModelConfig, sequence_length: int) -> None:
-    """Raise UserError where a server of a recipe does not answer, or cannot serve the policy."""
+def check_servers(options: RolloutOptions, config: ModelConfig, num_token_ids: int, sequence_length: int) -> None:
+    """Raise UserError where a server of a recipe does not answer, or cannot serve the policy, whose tokenizer has
+    `num_token_ids`."""
     replayed = config if options.replay_routed_experts else None
     settings = SamplingSettings(
         options.temperature, options.top_p, config.vocab_size, sequence_length, frozenset(), 1, replayed
@@ -276,7 +281,7 @@ def check_servers(options: RolloutOptions, config: ModelConfig, sequence_length:
     key = os.environ.get(API_KEY_VARIABLE)
     servers = [build_server(url, options, settings, key) for url in options.engine_urls]
     with ThreadPoolExecutor(max(1, len(servers))) as pool:
-        for checked in [pool.submit(server.check, config) for server in servers]:
+        for checked in [pool.submit(server.check, config, num_token_ids) for server in servers]:
             try:
                 checked.result()
             except ServerProblem as problem:
