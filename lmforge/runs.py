@@ -146,11 +146,11 @@ def describe_storage_error(problem: Exception) -> str:
 
 @dataclass
 class _HeldLock:
-    """A lock of this process, with the token of this attempt in its file, and whether `Run.lock` has made the directory."""
+    """The lock of an attempt: on rank 0 itself, and whether `Run.lock` has made the directory; on every rank its token."""
 
-    lock: "BaseFileLock"
+    lock: "BaseFileLock | None"
     token: str
-    is_new: bool
+    is_new: bool = False
     is_lost: bool = False  # once and for all
 
 
@@ -278,8 +278,8 @@ class Run:
         logs = {int(name[1]): path for path in paths if (name := re.fullmatch(r"rank-([0-9]{1,9})\.log", path.name))}
         return dict(sorted(logs.items()))
 
-    def lock(self) -> None:
-        """Lock the run for this process until it unlocks it or ends.
+    def lock(self) -> str:
+        """Lock the run for this process until it unlocks it or ends. Returns the token for `share_lock`.
 
         Raises UserError when another process trains it, or the directory cannot be created or written.
         """
@@ -294,12 +294,18 @@ class Run:
             token = uuid4().hex
             lock.write_text(f"process {os.getpid()} on {platform.node()}\n{token}\n")
         _held_locks[self.path] = _HeldLock(held, token, is_new)
+        return token
+
+    def share_lock(self, token: str) -> None:
+        """From now on this rank too checks the lock, which rank 0 holds. Every rank calls it, until `unlock`."""
+        _held_locks.setdefault(self.path, _HeldLock(None, token))
 
     def check_lock(self) -> None:
-        """Raise LockLost where this process had the lock and has it no more; OSError where its file cannot be read.
+        """Raise LockLost where this attempt had the lock and has it no more; OSError where its file cannot be read.
 
-        Call it before anything in the run or of its checkpoints is written, renamed or removed: the folder may be another run's
-        by now, also where its file system has `flock`, which tells nothing about the path.
+        What writes, renames or removes something by a path in the run, or of its checkpoints, calls it, `ensure_lock` or
+        `holds_lock` before: the folder may be another run's by now, also where its file system has `flock`, which tells nothing
+        about paths.
         """
         if (held := _held_locks.get(self.path)) is not None:
             held.is_lost = held.is_lost or not self.has_own_token()
@@ -307,28 +313,32 @@ class Run:
                 raise self.lost_lock()
 
     def has_own_token(self) -> bool:
-        """Whether the lock's file is that of this process now, if it had the lock. Raises OSError where it cannot be read."""
+        """Whether the lock's file has the token of this attempt now, on any rank; True where the run was not locked. Raises
+        OSError where the file cannot be read."""
         if (held := _held_locks.get(self.path)) is None:
             return True
         try:
             tokens = (self.path / ".lock").read_text(errors="replace").splitlines()
         except (FileNotFoundError, NotADirectoryError):
             return False
-        return held.token in tokens and not is_lost(held.lock)
+        return held.token in tokens and not (held.lock and is_lost(held.lock))
+
+    def ensure_lock(self) -> None:
+        """As `check_lock`, but where the lock's file cannot be read, the lock counts as held."""
+        with suppress(OSError):
+            self.check_lock()
 
     def holds_lock(self) -> bool:
-        """Whether `check_lock` knows nothing to the contrary."""
+        """Whether `ensure_lock` does not raise LockLost."""
         try:
-            self.check_lock()
+            self.ensure_lock()
         except LockLost:
             return False
-        except OSError:
-            pass
         return True
 
     @property
     def has_lost_lock(self) -> bool:
-        """Whether `check_lock` has found so."""
+        """Whether one of them has found on this rank that the lock is lost. Reads no file."""
         return self.path in _held_locks and _held_locks[self.path].is_lost
 
     def lost_lock(self) -> LockLost:
@@ -350,17 +360,19 @@ class Run:
                     )
                     raise UserError(f"{path}: a {actual}, where the run keeps a {expected}; move it away")
 
-    def unlock(self) -> None:
-        """Release the lock. If `lock` has made the directory of a run that has not begun, it is removed."""
+    def unlock(self, *, discard: bool = False) -> None:
+        """Release the lock. A directory that `lock` has made is removed if no run has begun in it, or with `discard`."""
         if (held := _held_locks.get(self.path)) is None:
             return
         is_unused = held.is_new and self.path.exists() and self.holds_lock()
-        is_unused = is_unused and all(entry.name.startswith(".lock") for entry in self.path.iterdir())
+        is_unused = is_unused and (discard or all(entry.name.startswith(".lock") for entry in self.path.iterdir()))
         with suppress(OSError):
-            if is_unused:
-                (self.path / ".lock").unlink()  # while it is locked
+            # While it is locked, and so the lock's file last.
+            for entry in sorted(self.path.iterdir(), key=lambda entry: entry.name == ".lock") if is_unused else ():
+                shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
         del _held_locks[self.path]
-        held.lock.release()
+        if held.lock is not None:
+            held.lock.release()
         with suppress(OSError):
             if is_unused:
                 self.path.rmdir()

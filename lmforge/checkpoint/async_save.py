@@ -209,6 +209,7 @@ class AsyncCheckpointer:
                             os.fsync(file.fileno())
         writer = CheckpointWriter(folder, files)
         with save_ctx.raise_on_all(), translate_storage_errors(where, files):
+            self.run.check_lock()
             results = writer.write_data(planner.plan, planner).value()
         gathered = save_ctx.gather((results, files.files))
         with save_ctx.raise_on_all(), translate_storage_errors(where, files):

@@ -83,7 +83,7 @@ class Watchdog:
         dist_ctx.wait_context = self._heartbeat.barrier
         self._add_event, self._may_write = add_event, may_write
         if dist_ctx.rank_info.local_rank == 0:
-            self._to_stop.append(publish_usage(folder, self._rank))
+            self._to_stop.append(publish_usage(folder, self._rank, self._owns_folder))
         self._thread = threading.Thread(target=self._run, name="watch", daemon=True)
         self._thread.start()
 
@@ -132,18 +132,23 @@ class Watchdog:
         self._thread.join(timeout=MAX_HEARTBEAT_SECONDS)  # a disk that hangs must not hang the end
 
     def _run(self) -> None:
-        with suppress(OSError):  # at once: a rank that is killed soon has been there
-            self._heartbeat.write()
-        while True:
-            last = self._stopped.wait(self._heartbeat_seconds)
-            # A heartbeat that cannot be written or read, as on a full disk, must not stop the training or this thread.
-            with suppress(OSError, UserError):
-                if self._may_write():
-                    self._heartbeat.write()
-            if last:
-                return
-            with suppress(OSError, UserError):
-                self._check_stall()
+        acts: list[Callable[[], None]] = [self._heartbeat.write, self._check_stall]
+        last = False
+        wait_seconds = 0.0  # the first at once: a rank that is killed soon has been there
+        while not last:
+            last = self._stopped.wait(wait_seconds)
+            wait_seconds = self._heartbeat_seconds
+            for act in acts[:1] if last else acts:
+                # A heartbeat that cannot be written or read, as on a full disk, must not stop the training or this thread.
+                with suppress(OSError, UserError):
+                    if self._owns_folder():
+                        act()
+
+    def _owns_folder(self) -> bool:
+        """Whether the folder is this run's, as far as can be found out: a file server that fails is a stall to report."""
+        with suppress(OSError):
+            return self._may_write()
+        return True
 
     def _check_stall(self) -> None:
         now = self._heartbeat.current
@@ -256,8 +261,9 @@ class Watchdog:
         printed = [line if line.startswith(" ") else f"lmforge: {line}" for line in lines.split("\n")]
         with suppress(OSError, ValueError):
             write_to_terminal("".join(f"{line}\n" for line in printed))
-        with suppress(OSError), open(self._log_path, "a", encoding="utf-8") as log:
-            log.write(stamp_lines(lines))
+        if self._owns_folder():
+            with suppress(OSError), open(self._log_path, "a", encoding="utf-8") as log:
+                log.write(stamp_lines(lines))
 
 
 def _made_progress(before: tuple[int, int, int] | None, now: tuple[int, int, int]) -> bool:

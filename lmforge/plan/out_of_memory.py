@@ -153,12 +153,16 @@ class MemoryEstimator:
 
 @contextmanager
 def explain_out_of_memory(
-    estimator: MemoryEstimator, dist_ctx: DistributedContext, describe_progress: Callable[[], str], snapshot: Path
+    estimator: MemoryEstimator,
+    dist_ctx: DistributedContext,
+    describe_progress: Callable[[], str],
+    snapshot: Path,
+    may_write: Callable[[], bool],
 ) -> Iterator[None]:
     """Raise RunFailed, in one line that says what would have fitted, where memory runs out inside.
 
     Enter it before anything large is built. `describe_progress` says how far the run got. The content of a GPU's memory is
-    written to `snapshot`.
+    written to `snapshot` if `may_write` says so.
     """
     before = available_memory(dist_ctx.device, dist_ctx.rank_info.local_world_size)
     try:
@@ -167,7 +171,7 @@ def explain_out_of_memory(
         if not is_out_of_memory(problem):
             raise
         then = available_memory(dist_ctx.device, dist_ctx.rank_info.local_world_size)
-        if dist_ctx.device.type == "cuda":
+        if writes := dist_ctx.device.type == "cuda" and may_write():
             write_memory_snapshot(snapshot)
         # The frames of the failed step hold its tensors, which could leave no memory for this message.
         traceback.clear_frames(problem.__traceback__)
@@ -175,7 +179,7 @@ def explain_out_of_memory(
         if then is not None:
             used, free = format_memory(then.used_bytes), format_memory(then.free_bytes)
             reason += f", with {used} in use and {free} left of {then.limited_by}"
-        if dist_ctx.device.type == "cuda":
+        if writes:
             reason += f" (what it held: {snapshot})"
         way = "the free memory is not known"
         if before is not None:

@@ -62,7 +62,8 @@ def enter_run(
     if run.external_checkpoints is not None:  # before its checkpoints are looked for
         dist_ctx.run_once_per_host(partial(checkpoint.check_writable, run))
     config = again_if_restarted(config, run, dist_ctx)
-    resumes = dist_ctx.decide_on_rank0(partial(lock_run, run, config))
+    resumes, token = dist_ctx.decide_on_rank0(partial(lock_run, run, config))
+    run.share_lock(token)
     with dist_ctx.raise_on_all():
         check_trackers(config.log.trackers)
         if config.log.memory_snapshot and dist_ctx.device.type != "cuda":
@@ -113,9 +114,9 @@ def _stage_inputs(config: StageConfig, stage_to: Path) -> None:
             stage_folder(stage_to, folder, partial(print, file=sys.stderr, flush=True))
 
 
-def lock_run(run: Run, config: StageConfig) -> bool:
-    """Lock a run directory that may be trained in. Returns whether the run is resumed. Changes only the lock. Raises UserError
-    where the directory is not a run, cannot be written, belongs to a job, or `run.resume` forbids it.
+def lock_run(run: Run, config: StageConfig) -> tuple[bool, str]:
+    """Lock a run directory that may be trained in. Returns whether the run is resumed, and the lock's token. Changes only the
+    lock. Raises UserError where the directory is not a run, cannot be written, belongs to a job, or `run.resume` forbids it.
     """
     if run.path.exists() and not run.path.is_dir():
         raise UserError(f"{run.path}: a file, where the run's directory would be; choose another --run.name")
@@ -133,10 +134,10 @@ def lock_run(run: Run, config: StageConfig) -> bool:
         )
     if not config.run.overwrite:
         run.check_layout()
-    run.lock()
+    token = run.lock()
     if run.external_checkpoints is None:
         checkpoint.check_writable(run)
-    return exists and not config.run.overwrite
+    return exists and not config.run.overwrite, token
 
 
 def check_resumable(point: ResumePoint, config: StageConfig, inputs: RunInputs) -> None:

@@ -76,7 +76,8 @@ class Observers(LoopCallbacks):
         self._metrics_file = MetricsFile(ctx.run.metrics_path) if ctx.dist_ctx.is_rank0 else None
         self._report = ReportThread(ctx.run)
         trace = ctx.run.path / "profile" / f"rank-{ctx.dist_ctx.rank_info.rank}.json"
-        self._profiler = StepProfiler(ctx.config.log.profile_window, trace, ctx.dist_ctx.device, ctx.console.info)
+        window, device = ctx.config.log.profile_window, ctx.dist_ctx.device
+        self._profiler = StepProfiler(window, trace, device, ctx.console.info, ctx.run.holds_lock)
 
     def on_start(self, step: int) -> None:
         self._ctx.callbacks.call("on_run_start", self._ctx, step, self._built.parallel_model.model)
@@ -226,11 +227,18 @@ class PredictionCheck:
 class StepProfiler:
     """A profiler's trace of the steps `first` to `last` (from 1), in a file that Perfetto (https://ui.perfetto.dev) opens.
 
-    `log` is called with a line about the file.
+    `log` is called with a line about the file, which is written if `may_write` says so.
     """
 
-    def __init__(self, window: tuple[int, int] | None, path: Path, device: torch.device, log: Callable[[str], None]) -> None:
-        self._window, self._path, self._log = window or (0, -1), path, log
+    def __init__(
+        self,
+        window: tuple[int, int] | None,
+        path: Path,
+        device: torch.device,
+        log: Callable[[str], None],
+        may_write: Callable[[], bool],
+    ) -> None:
+        self._window, self._path, self._log, self._may_write = window or (0, -1), path, log, may_write
         self._activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if device.type == "cuda" else [])]
         self._profile: profile | None = None
         self._step: record_function | None = None
@@ -261,7 +269,7 @@ class StepProfiler:
             return
         traced, self._profile = self._profile, None
         traced.stop()
-        if not self._traced:  # the first step has failed
+        if not self._traced or not self._may_write():  # without a step, the first has failed
             return
         self._path.parent.mkdir(parents=True, exist_ok=True)
         traced.export_chrome_trace(str(self._path))

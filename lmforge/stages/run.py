@@ -110,7 +110,7 @@ def _train(
     if point.step >= steps:
         log(f"{ctx.run.path}: trained to step {point.step} already; give a larger --train.steps to continue")
         return 0
-    with explain_out_of_memory(estimator, dist_ctx, ctx.watch.describe_progress, ctx.memory_snapshot):
+    with explain_out_of_memory(estimator, dist_ctx, ctx.watch.describe_progress, ctx.memory_snapshot, ctx.run.holds_lock):
         built = build(ctx, inputs, point, objective)
         peak_flops = rank_peak_flops(dist_ctx, built.dtype)
         prediction = estimator.predict_run(config, dist_ctx.device) if dist_ctx.is_rank0 else None
@@ -150,8 +150,7 @@ def _train(
             raise RunFailed(str(problem)) from problem
     # A rank that hangs while it ends is named by those that wait for it here; once they have ended, nobody is left to name it.
     with dist_ctx.raise_on_all():
-        if not ctx.run.holds_lock():
-            raise ctx.run.lost_lock()
+        ctx.run.ensure_lock()
     write_memory(ctx)
     if stopped_by:
         log(describe_stop(ctx, stopped_by, done))

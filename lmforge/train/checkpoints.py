@@ -12,7 +12,7 @@ import torch
 from lmforge.atomic_files import without_non_finite
 from lmforge.checkpoint import AsyncCheckpointer, StateDict, get_rng_state
 from lmforge.config.stage import StageConfig
-from lmforge.errors import RunFailed
+from lmforge.errors import LockLost, RunFailed
 from lmforge.parallel.parallel_model import ParallelModel
 from lmforge.runs import remove_checkpoint
 from lmforge.train.bad_steps import BadStep, BadStepDetector
@@ -71,12 +71,12 @@ class Checkpoints:
         return self._options.keep_best > 0 and self._options.best_metric.startswith("val/")
 
     def requested_by_clock(self) -> SaveRequest:
-        """What rank 0 requests now."""
-        if not self._checkpointer.dist_ctx.is_rank0:
-            return SaveRequest.NONE
+        """What rank 0 requests now; any rank, where it has lost the lock."""
         options, checkpointer, now = self._options, self._checkpointer, time.monotonic()
         if checkpointer.run.has_lost_lock:
             return SaveRequest.LOCK_LOST
+        if not checkpointer.dist_ctx.is_rank0:
+            return SaveRequest.NONE
         if options.max_failures and checkpointer.consecutive_failures >= options.max_failures:
             return SaveRequest.GIVE_UP
         if checkpointer.failed_at is not None and now - checkpointer.failed_at >= options.retry_seconds:
@@ -147,7 +147,7 @@ class Checkpoints:
         """Load the newest checkpoint from before the bad steps in a row, and delete those after it. Returns its step.
 
         Training goes on with the batch after the last bad one. Every rank calls it at the same step. Raises RunFailed where
-        there is no such checkpoint, or the run has rolled back too often.
+        there is no such checkpoint, or the run has rolled back too often, and LockLost.
         """
         checkpointer, detector = self._checkpointer, self._detector
         run, dist_ctx = checkpointer.run, checkpointer.dist_ctx
@@ -156,6 +156,8 @@ class Checkpoints:
             raise RunFailed(f"{cause}, {times}; a lower optimizer.lr or a longer warm-up may help")
         checkpointer.wait()
         first_bad_step = max(0, last_bad_step.step - detector.consecutive_bad_steps) + 1
+        with dist_ctx.raise_on_all():
+            run.ensure_lock()  # what another run has saved there is not of this one
         point = dist_ctx.decide_on_rank0(partial(find_resume_point, run, self._steps, first_bad_step))
         if point.manifest is None:
             raise RunFailed(f"{cause}, and no checkpoint from before them to roll back to")
@@ -166,6 +168,8 @@ class Checkpoints:
                 try:
                     run.check_lock()
                     remove_checkpoint(run.checkpoint_path(later))
+                except LockLost:
+                    break  # all ranks end at the next step
                 except Exception as problem:
                     checkpointer.log(f"{run.checkpoint_path(later)}: could not be deleted: {problem}")
         detector.load_losses(point.manifest.bad_step_detector)

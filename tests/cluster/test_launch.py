@@ -539,6 +539,18 @@ def test_a_job_that_slurm_has_queued_again_by_itself_is_pending_whatever_its_scr
     assert re.search(r"^good +slurm +7 +pending +BeginTime ", capfd.readouterr().out, re.M)
 
 
+def test_a_launch_that_fails_leaves_a_folder_that_is_another_runs_by_then(
+    recipe: Path, refused: Refusal, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = recipe.parent / "programs"
+    folder.mkdir()
+    replace = "mv runs/recipe aside; mkdir runs/recipe; echo another >runs/recipe/recipe.toml; exit 1"
+    write_executable(folder / "sbatch", f'#!/bin/sh\ncase "$*" in *--test-only*) exit 0; esac\n{replace}\n')
+    monkeypatch.setenv("PATH", with_programs(folder))
+    assert "sbatch refuses the job" in refused("launch", "recipe.toml", "--on", "slurm")
+    assert Path("runs/recipe/recipe.toml").read_text() == "another\n"
+
+
 @pytest.mark.parametrize(("status", "is_lost"), [(0, False), (75, True)])
 def test_a_node_of_slurm_that_is_slow_to_end_after_success_is_not_called_lost(
     status: int, is_lost: bool, recipe: Path, monkeypatch: pytest.MonkeyPatch

@@ -6,11 +6,18 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
+import torch
 import xxhash
 
+from lmforge.cluster.distributed import DistributedContext
+from lmforge.cluster.rank_info import RankInfo
+from lmforge.errors import LockLost
 from lmforge.runs import Run
+from lmforge.train.bad_steps import BadStep
+from lmforge.train.checkpoints import Checkpoints
 from tests.distributed.conftest import Recipe
 from tests.distributed.test_resume import PACED_RUN, Pace, reach
 from tests.preloaded import Forked, preloaded, rank_variables
@@ -37,10 +44,10 @@ def paused_at_step_4(words: list[str], folder: Path, run: Run, ranks: int) -> It
             each.kill()
 
 
-def contents(*folders: Path) -> dict[str, str]:
-    """A checksum of each file but heartbeats, and the logs of the first attempt, which are open."""
+def contents(own: set[str], *folders: Path) -> dict[str, str]:
+    """A checksum of each file but those in folders that are still the first run's `own`."""
     files = [path for folder in folders for path in sorted(folder.rglob("*")) if path.is_file()]
-    files = [path for path in files if not {"health", "attempt-1"} & {*path.parts}]
+    files = [path for path in files if not own & {*path.parts}]
     return {str(path): xxhash.xxh3_64_hexdigest(path.read_bytes()) for path in files}
 
 
@@ -69,7 +76,10 @@ def test_a_run_that_has_lost_its_folder_ends_on_all_ranks_and_changes_nothing_th
     external = tmp_path / "external" if elsewhere else None
     options = [*SCHEDULE, *(["--checkpoint.folder", str(external)] if external else [])]
     run = Run(tmp_path / "a", external / "a" if external else None)
-    words = recipe(tmp_path, "a", *options, "--train.steps", str(STEPS))
+    traced = ["--log.profile_steps", f"{REACHED + 1}:{STEPS}"]
+    words = recipe(tmp_path, "a", *options, *traced, "--train.steps", str(STEPS))
+    # Of a run without its lock its logs are open, and a heartbeat may be on its way.
+    own = {*(["attempt-1"] if remove == remove_lock else []), *([] if other_begins else ["health"])}
     with paused_at_step_4(words, tmp_path, run, ranks) as (processes, pace):
         remove(run)
         if other_begins:
@@ -78,10 +88,10 @@ def test_a_run_that_has_lost_its_folder_ends_on_all_ranks_and_changes_nothing_th
             done = preloaded().run(["pretrain", *other], tmp_path / "other")
             assert done.returncode == 0, done.stderr
         places = [run.path, *([external] if external else [])]
-        before = contents(*places)
+        before = contents(own, *places)
         pace.allow(STEPS)
         assert [each.wait(60) for each in processes] == [1] * ranks
-        assert contents(*places) == before
+        assert contents(own, *places) == before
     printed = "".join(each.errors.read_text() for each in processes)
     lines = [line for line in printed.splitlines() if line.startswith("lmforge: ")]
     assert [line.startswith(f"lmforge: {run.path}: this process has lost its lock: the folder") for line in lines] == [True]
@@ -97,6 +107,20 @@ def test_a_run_whose_folder_is_moved_and_has_a_link_in_its_place_goes_on_there(r
         assert [each.wait(60) for each in processes] == [0], processes[0].errors.read_text()
     assert moved.checkpoint_steps() == [STEPS]
     assert moved.read_metrics()[-1]["step"] == STEPS
+
+
+def test_a_run_that_has_lost_its_lock_does_not_roll_back_to_what_another_has_saved(tmp_path: Path) -> None:
+    run, dist_ctx = Run(tmp_path / "a"), DistributedContext(RankInfo(), torch.device("cpu"), None)
+    checkpointer, detector = Mock(run=run, dist_ctx=dist_ctx), Mock(rollbacks=0, consecutive_bad_steps=1)
+    config = Mock(faults=Mock(max_rollbacks=1), train=Mock(steps=9))
+    checkpoints = Checkpoints(checkpointer, config, Mock(), Mock(), Mock(), detector)
+    run.lock()
+    try:
+        remove_lock(run)
+        with pytest.raises(LockLost):
+            checkpoints.roll_back(BadStep(3, 2, 9.0, 1.0), "1 bad step in a row")
+    finally:
+        run.unlock()
 
 
 def test_a_lock_that_cannot_be_read_is_a_save_that_fails(recipe: Recipe, tmp_path: Path) -> None:

@@ -4,7 +4,9 @@ import json
 import os
 import platform
 import re
+import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -202,6 +204,23 @@ def test_a_rank_that_is_gone_is_not_excused_by_one_that_compiles(tmp_path: Path)
     write(tmp_path, 0, 0, 3, "compiling")
     write(tmp_path, 1, 0, 3, "forward", process=2**22 + 1)
     assert not compiling_peers(seen(tmp_path, 2), patience_seconds=30.0)
+
+
+def test_a_watchdog_whose_folder_is_another_runs_writes_nothing_there_in_a_stall_either(tmp_path: Path) -> None:
+    asked = Counter[str]()
+
+    def may_write() -> bool:
+        asked[threading.current_thread().name] += 1
+        return False
+
+    dist_ctx = DistributedContext(RankInfo(), torch.device("cpu"), None)
+    watch = watchdog.Watchdog(dist_ctx, tmp_path, tmp_path / "rank-0.log", stall_seconds=0.1, may_write=may_write)
+    deadline = time.monotonic() + 60
+    while asked["watch"] < 60 or not asked["host usage"]:  # in 0.3 s of one phase
+        assert time.monotonic() < deadline, asked
+        time.sleep(0.01)
+    watch.stop("failed")
+    assert list(tmp_path.iterdir()) == []
 
 
 def reporting_backend(log: Path, words: str) -> Callable[..., Any]:

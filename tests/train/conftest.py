@@ -24,6 +24,13 @@ def variety_and_bad_steps(prompts, completions):
     rewards = variety(prompts, completions)
     return [1e300 * (n % 2) if prompt in bad else reward for n, (prompt, reward) in enumerate(zip(prompts, rewards))]
 
+def variety_until_the_lock_is_removed(prompts, completions):
+    # From the third call on the folder is another run's.
+    folder = Path(__file__).parent / "run"
+    if (folder / "rollouts" / "set-000001-rank-0-of-1.safetensors").exists():
+        (folder / ".lock").write_text("another")
+    return variety(prompts, completions)
+
 def always_raises(prompts, completions):
     return [1 / 0 for _ in completions]
 

@@ -32,9 +32,9 @@ from lmforge.generate.sampling import SamplingParams
 from lmforge.interop.export import export_folder
 from lmforge.model import build_model
 from lmforge.model.init_weights import init_weights
-from lmforge.own_folders import TOKEN_NAME
+from lmforge.own_folders import TOKEN_NAME, make_own_folder
 from lmforge.stages.alignment.engines.rollout_server import RolloutServer, ServerProblem
-from lmforge.stages.alignment.remote_sampling import FOLDERS_NAME
+from lmforge.stages.alignment.remote_sampling import FOLDERS_NAME, MAX_FOLDERS
 from lmforge.stages.alignment.sampling import SampleRequest, SamplingSettings
 from tests.cluster.laboratory import Laboratory
 from tests.conftest import Command, Refusal, only_line
@@ -483,12 +483,13 @@ def test_weights_are_in_a_new_folder_of_the_user_alone_and_what_a_killed_trainer
         # The link has the token of one, but is none; what other hosts have is not known here.
         (theirs / TOKEN_NAME).write_text(token)
         elsewhere = ["another-host", str(computed), token]
-        record.write_text(json.dumps([[host, left, token], [host, str(computed), token], elsewhere]))
+        stays = [host, str(make_own_folder(tmp_path, "stays-")[0]), "which its token does not allow to remove"]
+        record.write_text(json.dumps([*[elsewhere] * 100, [host, left, token], [host, str(computed), token], stays]))
         given = tmp_path / "given"
         assert command(grpo("run", *by(rollout_server.url), "--rollout.weights_folder", given, steps=1)) == 0
         assert not Path(left).exists()
         assert thesis.read_text() == "years of work"
-        assert [each[0] for each in json.loads(record.read_text())] == ["another-host", host]
+        assert json.loads(record.read_text())[:-1] == [*[elsewhere] * (MAX_FOLDERS - 2), stays]
         assert list(given.iterdir()) == []
     finally:
         computed.unlink()

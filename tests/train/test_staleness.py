@@ -117,6 +117,15 @@ def test_a_run_that_is_killed_resumes_as_its_journal_says_and_asks_for_no_set_tw
     assert_equals_its_journal(run, words, command)
 
 
+def test_a_run_that_has_lost_its_lock_writes_no_set_into_the_journal(
+    ahead: Callable[..., list[str]], refused: Refusal, tmp_path: Path
+) -> None:
+    line = refused(*ahead("run", 1, reward="variety_until_the_lock_is_removed"), status=1)
+    assert line.startswith(f"{tmp_path / 'run'}: this process has lost its lock")
+    names = sorted(file.name for file in (tmp_path / "run" / "rollouts").iterdir())
+    assert names == [f"set-00000{number}-rank-0-of-1.safetensors" for number in (0, 1)]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("split", ["tensor", "context", "pipeline"])
 def test_ranks_that_split_the_policy_sample_ahead_and_resume_as_their_journal_says(

@@ -110,17 +110,18 @@ class HostSampler:
         return usages
 
 
-def publish_usage(folder: Path, rank: int) -> Callable[[], None]:
-    """Publish this host's usage as `host-of-rank-R.json` in the folder of heartbeats, in a thread until the returned function
-    is called, which does not wait for a sample, since a driver may hang."""
+def publish_usage(folder: Path, rank: int, may_write: Callable[[], bool]) -> Callable[[], None]:
+    """Publish this host's usage as `host-of-rank-R.json` in the folder of heartbeats, while `may_write` says so, in a thread
+    until the returned function is called, which does not wait for a sample, since a driver may hang."""
     path, stopped = folder / f"host-of-rank-{rank}.json", threading.Event()
 
     def publish() -> None:
         with suppress(Exception):  # monitoring must not end a run
             sampler, longest = HostSampler(), 0
             while True:
+                usage = sampler.sample()
                 with suppress(OSError):
-                    longest = overwrite(path, sampler.sample(), longest)  # in place and padded, as heartbeats are
+                    longest = overwrite(path, usage, longest) if may_write() else longest  # in place and padded, as heartbeats
                 if stopped.wait(PUBLISH_SECONDS):
                     return
 

@@ -87,10 +87,12 @@ class RolloutJournal:
         sequence_length: int,
         rank_and_size: tuple[int, int],
         warn: Callable[[str], None],
+        ensure_lock: Callable[[], None],
     ) -> None:
         """`key`: sets with another one, of other options or data, do not count. `rank_and_size`: this data-parallel rank, and
-        how many there are. Every rank calls it."""
+        how many there are. `ensure_lock`: `Run.ensure_lock`. Every rank calls it."""
         self._folder, self._key, self._dist_ctx, self._warn = folder, key, dist_ctx, warn
+        self._ensure_lock = ensure_lock
         self._num_iterations, self._sequence_length, self._rank_and_size = num_iterations, sequence_length, rank_and_size
         self._attempt = dist_ctx.broadcast(uuid4().hex)
         # The parts of each set that was complete when the run was started, in the order of their ranks.
@@ -104,13 +106,14 @@ class RolloutJournal:
         return set_index in self._known
 
     def write(self, set_index: int, batch: Batch) -> None:
-        """Write this rank's part of a set, on one rank of those that share it. Raises UserError where the disk is full."""
+        """Write this rank's part of a set, on one rank of those that share it. Raises OSError and LockLost."""
         assert batch.extras is not None
         used = min(int((batch.document_ids >= 0).sum(1).max()) + 1, batch.sequence_length)
         tensors = {name: _compact(each, used) for name, each in (batch.tensors | batch.extras.tensors).items()}
         header = _Header(key=self._key, attempt=self._attempt, checksum=_checksum(tensors))
         rank, size = self._rank_and_size
         path = self._folder / f"set-{set_index:06d}-rank-{rank}-of-{size}.safetensors"
+        self._ensure_lock()
         path.parent.mkdir(exist_ok=True)
         with atomic_write(path) as file:
             file.write(save(tensors, {"lmforge": header.model_dump_json()}))
@@ -129,9 +132,10 @@ class RolloutJournal:
         return Batch(**tensors, extras=Extras(**full))
 
     def prune(self, first_set: int) -> None:
-        """Delete the sets before the first that a checkpoint may need. One rank calls it. Raises OSError."""
+        """Delete the sets before the first that a checkpoint may need. One rank calls it. Raises OSError and LockLost."""
         for set_index, part in self._parts():
             if set_index < first_set:
+                self._ensure_lock()
                 part.path.unlink(missing_ok=True)
 
     def _parts(self) -> Iterable[tuple[int, _Part]]:
@@ -143,6 +147,7 @@ class RolloutJournal:
     def _find(self, first_set: int) -> dict[int, list[Path]]:
         """The complete sets, on rank 0, before any rank writes."""
         for left in self._folder.glob(".set-*.partial"):  # by a rank that was killed
+            self._ensure_lock()
             with suppress(OSError):
                 left.unlink()
         by_set: dict[tuple[int, int, str], dict[int, Path]] = {}
@@ -179,6 +184,7 @@ def open_journal(ctx: RunContext, config: AlignConfig, inputs: RunInputs, first_
         sequence_length=inputs.batch_plan.sequence_length,
         rank_and_size=data_parallel_rank_and_size(config.parallel, ctx.dist_ctx.rank_info.rank, ctx.dist_ctx.world_size),
         warn=ctx.console.warn,
+        ensure_lock=ctx.run.ensure_lock,
     )
     journal.find(first_batch // config.rollout.num_iterations)
     return journal

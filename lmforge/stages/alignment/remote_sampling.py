@@ -31,7 +31,7 @@ from lmforge.generate.weights_folder import write_weights
 from lmforge.model.config import ModelConfig
 from lmforge.model.init_weights import LORA_SUFFIXES, named_tensors
 from lmforge.model.lora import adapted_name, lora_delta
-from lmforge.own_folders import TOKEN_NAME, make_own_folder, remove_own_folder
+from lmforge.own_folders import TOKEN_NAME, is_trusted_folder, make_own_folder, remove_own_folder
 from lmforge.parallel.parallel_model import ParallelModel, full_tensor
 from lmforge.runs import Run, storage_errors
 from lmforge.stages.alignment.completions import SampledCompletion
@@ -51,6 +51,7 @@ LORA_A = LORA_SUFFIXES[0]
 MEMORY_FOLDER = Path("/dev/shm")
 # In the run's folder: the host, path and token of folders of weights that may be left, the newest last.
 FOLDERS_NAME = ".weights-folders.json"
+MAX_FOLDERS = 64  # in that file: hosts whose names change leave entries that nobody removes
 # Requests that a session has at one server. They wait there, and for each a thread here: with `max_staleness` the sessions of
 # all sets that are sampled at once have as many.
 MAX_IN_FLIGHT = 1024
@@ -78,6 +79,7 @@ class RemoteSampler:
     ) -> None:
         """Every rank calls it. Raises UserError where a server does not start, or weights cannot be written."""
         self._parallel_model, self._config, self.warn = parallel_model, config, warn
+        self._ensure_lock = run.ensure_lock
         self.dist_ctx: DistributedContext = parallel_model.dist_ctx
         self.settings, self.timeout_seconds = settings, options.engine_timeout_seconds
         # The weights of an earlier attempt may have been others: no version has the name of one of them.
@@ -226,6 +228,7 @@ class RemoteSampler:
         with torch.no_grad(), self.dist_ctx.raise_on_all():
             if is_rank0:
                 try:
+                    self._ensure_lock()  # the folder may be in that of the run
                     write_weights(folder, shapes, self._config, get)
                 finally:
                     self.dist_ctx.broadcast(None)
@@ -404,7 +407,8 @@ def _full_shapes(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 
 def _make_weights_folder(options: RolloutOptions, run: Run) -> tuple[Path, str]:
     """A new folder for a run's weights, with its token: in the folder that was given, in memory, or in the run's own folder,
-    which other hosts may see. Those of attempts that were killed are deleted. On rank 0. Raises UserError and LockLost."""
+    which other hosts may see. Those of attempts that were killed are deleted; one that cannot be, or
+    is another host's, stays in the record for a later attempt. On rank 0. Raises UserError and LockLost."""
     given, elsewhere = options.weights_folder, any(split_server(name)[0] for name in options.engine_start)
     in_memory = given is None and not elsewhere and os.access(MEMORY_FOLDER, os.W_OK)
     parent = MEMORY_FOLDER if in_memory else (given or run.path).resolve()
@@ -414,9 +418,11 @@ def _make_weights_folder(options: RolloutOptions, run: Run) -> tuple[Path, str]:
     with suppress(UserError, FileNotFoundError):
         left = read_json(record, list[tuple[str, str, str]])
     with storage_errors(parent, "weights cannot be written", "name another rollout.weights_folder"):
-        kept = [each for each in left if not remove_own_folder(Path(each[1]), each[2]) and each[0] != host]
+        kept = [each for each in left if not remove_own_folder(Path(each[1]), each[2])]
+        # One of this host that is not trusted is gone, or was never ours.
+        kept = [each for each in kept if each[0] != host or is_trusted_folder(Path(each[1]))]
         folder, token = make_own_folder(parent, "lmforge-weights-")
-        atomic_write_json(record, [*kept, (host, str(folder), token)])
+        atomic_write_json(record, [*kept, (host, str(folder), token)][-MAX_FOLDERS:])
     return folder, token
 
 

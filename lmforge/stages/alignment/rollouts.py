@@ -20,7 +20,7 @@ from torch import Tensor
 from lmforge import checkpoint
 from lmforge.config.align import AlignConfig
 from lmforge.data.batch import Batch, Extras
-from lmforge.errors import UserError
+from lmforge.errors import LockLost, UserError
 from lmforge.objectives.policy import MEAN_DIFFERENCE, build_policy_loss_config, completion_metric_names
 from lmforge.parallel.dims import data_parallel_rank_and_size
 from lmforge.stages.alignment.completion_sets import CompletionSets, SetsAhead
@@ -207,10 +207,10 @@ class Rollouts:
         which what no checkpoint needs any more is deleted. Every rank calls it.
         """
         iterations = self._options.num_iterations
-        if self._journal is not None and self._dist_ctx.is_rank0 and self._ctx.run.holds_lock():
+        if self._journal is not None and self._dist_ctx.is_rank0:
             try:
                 self._journal.prune(min(self._ctx.run.checkpoint_steps(), default=0) // iterations)
-            except (OSError, UserError) as problem:  # other ranks go on
+            except (OSError, UserError, LockLost) as problem:  # other ranks go on
                 self._ctx.console.warn(f"{problem}; the journal keeps what no checkpoint needs")
         if iterations == 1 or self._journal is not None:
             return {}

@@ -85,14 +85,11 @@ def _claim(run: Run, config: StageConfig) -> Iterator[None]:
     """Lock a run that may be started. Raises UserError where a job of this name is waiting or running, or it may not be."""
     from lmforge.stages.enter_run import lock_run
 
-    existed = run.path.exists()
     try:
         lock_run(run, config)
         yield
     except BaseException:
-        run.unlock()
-        if not existed:
-            shutil.rmtree(run.path, ignore_errors=True)
+        run.unlock(discard=True)
         raise
     run.unlock()
 
