@@ -5,10 +5,11 @@ the fields of its action. Observations are JSON.
 """
 
 import json
-import urllib.request
 from collections.abc import Sequence
+from http.client import HTTPException
 from typing import Any
 
+from lmforge import http_call
 from lmforge.environments.environment import Environment, Message, Reply, tool_message
 from lmforge.errors import UserError
 from lmforge.untrusted import parse_json
@@ -30,13 +31,14 @@ class OpenEnvironment(Environment):
         except ImportError:
             raise UserError("needs the package openenv, which is not installed here") from None
         try:
-            with urllib.request.urlopen(f"{url}/schema", timeout=REQUEST_SECONDS) as answer:
-                content = answer.read(MAX_SCHEMA_BYTES + 1)
-            action = parse_json(content, dict[str, Any], url, max_bytes=MAX_SCHEMA_BYTES)["action"]
+            answer = http_call.call(f"{url}/schema", None, {}, seconds=REQUEST_SECONDS, max_bytes=MAX_SCHEMA_BYTES)
+            if answer.status != 200:
+                raise ValueError(f"/schema: status {answer.status}")
+            action = parse_json(answer.content, dict[str, Any], url, max_bytes=MAX_SCHEMA_BYTES)["action"]
             self._client = GenericEnvClient(base_url=url).sync()
             self._client.connect()
-        except (OSError, ValueError, KeyError) as problem:
-            raise UserError(f"no server of OpenEnv answers: {problem or type(problem).__name__}") from None
+        except (OSError, HTTPException, ValueError, KeyError) as problem:
+            raise UserError(f"no server of OpenEnv answers: {str(problem) or type(problem).__name__}") from None
         self._mcp = "tool_name" in action.get("properties", {})
         if self._mcp:
             self._client.reset()

@@ -9,14 +9,13 @@ import gc
 import json
 import os
 import select
-import shutil
 import signal
-import subprocess
 import sys
 import tempfile
 import time
 import traceback
 import types
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -240,13 +239,22 @@ def _excess(pid: int, folder: str) -> str:
 
 
 def _remove(folder: str) -> None:
-    try:
-        shutil.rmtree(folder)
-    except (OSError, RecursionError):
-        # Folders without permissions, or too deep for Python. Unlike chmod -R, find follows no link there.
-        permit = ["/usr/bin/find", folder, "-type", "d", "-exec", "/bin/chmod", "u+rwx", "{}", ";"]
-        for command in (permit, ["/bin/rm", "-rf", folder]):
-            subprocess.run(command, stderr=subprocess.DEVNULL, check=False)
+    """Delete what a dead program has left, following no link. Folders may lack permissions, and be too deep for paths: each is
+    moved up before it is emptied."""
+    folders = [folder]
+    with suppress(OSError):
+        for path in folders:
+            os.chmod(path, 0o700)
+            with os.scandir(path) as entries:
+                for entry in list(entries):
+                    if entry.is_dir(follow_symlinks=False):
+                        os.chmod(entry.path, 0o700)  # else only root may move it
+                        folders.append(f"{folder}/{os.urandom(16).hex()}")
+                        os.rename(entry.path, folders[-1])
+                    else:
+                        os.unlink(entry.path)
+        for path in reversed(folders):
+            os.rmdir(path)
 
 
 @dataclass

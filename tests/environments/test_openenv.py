@@ -4,15 +4,20 @@ import json
 import os
 import socket
 import subprocess
+import sys
+import threading
 import time
 import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
 
+from lmforge.environments import openenv
 from lmforge.environments.process import EnvironmentPool
 from lmforge.errors import UserError
 from tests.environments.packages import ROOT, python_with
@@ -22,6 +27,7 @@ VERSION = "0.10.0"
 # Two episodes of the environment of actions, and one of that of tools.
 EPISODES = """
 import json, sys
+from lmforge.environments import openenv
 from lmforge.environments.process import EnvironmentPool
 
 def call(name, **arguments):
@@ -72,6 +78,36 @@ def server(kind: str) -> Iterator[str]:
 def test_without_the_package_one_line_says_so() -> None:
     with pytest.raises(UserError, match=r"^environment openenv:http://127\.0\.0\.1:1: needs the package openenv"):
         EnvironmentPool("openenv:http://127.0.0.1:1").declarations  # noqa: B018
+
+
+@pytest.mark.parametrize("endless", [False, True])
+def test_a_server_that_points_elsewhere_or_never_ends_is_none(endless: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The package's client is not reached."""
+    package = ModuleType("openenv.core")
+    package.GenericEnvClient = None  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "openenv", ModuleType("openenv"))
+    monkeypatch.setitem(sys.modules, "openenv.core", package)
+    monkeypatch.setattr(openenv, "REQUEST_SECONDS", 0.5 if endless else 30.0)
+    asked = []
+
+    class Answers(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            asked.append(self.path)
+            self.send_response(200 if endless else 307)
+            self.send_header("location", "/elsewhere")
+            self.send_header("content-length", "200" if endless else "0")
+            self.end_headers()
+            with suppress(OSError):
+                for _ in range(200 if endless else 0):
+                    self.wfile.write(b" ")
+                    time.sleep(0.05)
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Answers) as answering:
+        threading.Thread(target=answering.serve_forever, args=(0.02,), daemon=True).start()
+        with pytest.raises(UserError, match=r"^no server of OpenEnv answers: " + (r"(TimeoutError|timed out)$" if endless else "/schema: ")):
+            openenv.OpenEnvironment(f"http://127.0.0.1:{answering.server_port}")
+        answering.shutdown()
+    assert asked == ["/schema"]
 
 
 @pytest.mark.slow

@@ -242,6 +242,42 @@ def test_folders_that_cannot_be_read_or_are_very_deep_are_removed(sandbox: Sandb
     # What is removed is looked at by the fixture, after this.
 
 
+def test_what_a_program_left_is_removed_without_commands_of_the_system_and_links_are_not_followed(tmp_path: Path) -> None:
+    """In a process of a user without rights, on a host that has no find."""
+    (tmp_path / "kept").mkdir()
+    (tmp_path / "kept" / "file").touch()
+    (tmp_path / "left").mkdir()
+    script = """
+import os, subprocess, sys
+from lmforge.rewards import code_server
+if os.geteuid() == 0:
+    os.setuid(65534)
+def missing(*arguments, **options):
+    raise FileNotFoundError
+subprocess.Popen = missing
+os.chdir("left")
+os.symlink("../kept", "link")
+os.makedirs("a/b/c")
+os.chmod("a/b", 0)
+os.mkdir("d", 0o500)
+os.makedirs("e/f")
+os.chmod("e", 0o500)
+for _ in range(2000):
+    os.mkdir("deep")
+    os.chdir("deep")
+os.chdir("/")
+code_server._remove(sys.argv[1])
+"""
+    for folder in (tmp_path, *tmp_path.parents[:3]):
+        folder.chmod(folder.stat().st_mode | 0o711)
+    if os.geteuid() == 0:
+        os.chown(tmp_path, 65534, 65534)
+        os.chown(tmp_path / "left", 65534, 65534)
+    subprocess.run([sys.executable, "-c", script, tmp_path / "left"], cwd=tmp_path, check=True)
+    assert [path.name for path in tmp_path.iterdir()] == ["kept"]
+    assert (tmp_path / "kept" / "file").exists()
+
+
 def test_a_program_imports_nothing_but_the_standard_library(sandbox: Sandbox) -> None:
     for name in ("lmforge", "lmforge.rewards.confinement", "numpy"):
         result = sandbox.run(f"import {name}")

@@ -20,9 +20,9 @@ from pydantic import BaseModel, Field
 from lmforge.config.align import RolloutOptions
 from lmforge.errors import UserError
 from lmforge.generate.sampling import SamplingParams
+from lmforge.http_call import HttpAnswer, call
 from lmforge.interop.config_json import to_config_json
 from lmforge.model.config import ModelConfig
-from lmforge.stages.alignment.engines.http_call import HttpAnswer, call
 from lmforge.stages.alignment.sampling import SampleRequest, SamplingSettings
 from lmforge.untrusted import MAX_LISTED, cut, parse_json, quoted
 

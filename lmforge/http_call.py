@@ -1,6 +1,6 @@
 """One HTTP request with a time limit for its whole answer. It follows no redirect: the key would go to another host.
 
-What servers are asked, and what their answers mean, is in rollout_server.py.
+What servers are asked, and what their answers mean, is not known here.
 """
 
 import io
