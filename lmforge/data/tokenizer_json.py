@@ -61,9 +61,7 @@ def _step_problem(step: dict[str, Any]) -> str | None:
     match step:
         case {"type": "Prepend", "prepend": ""}:
             return "normalizer: Prepend: prepends nothing"
-        case {"type": "Replace", "pattern": {"String": str(text)}} if not text:
-            return "Replace: its pattern is empty"
-        case {"type": "Replace", "pattern": {"Regex": str(pattern)}} if _matches_nothing(pattern):
+        case {"type": "Replace", "pattern": {"String": "" as pattern} | {"Regex": str(pattern)}} if _matches_nothing(pattern):
             return f"Replace: its pattern {quoted(pattern)} matches without a character"
         case {"type": "Strip", "stop": stop} if stop:
             return f"decoder: Strip: expected 0 as its stop, got {quoted(stop)}: a token may have fewer characters"
@@ -89,16 +87,15 @@ def _is_charsmap(encoded: Any) -> bool:
         content = base64.b64decode(encoded, validate=True)
         size = int.from_bytes(content[:4], "little")
         units = np.frombuffer(content[4 : 4 + size], "<u4").astype(np.int64)
-        texts = np.frombuffer(content[4 + size :].decode().encode(), np.uint8)
+        texts = content[4 + size :].decode().encode()
     except (TypeError, ValueError):
         return False
     offsets = (units >> 10) << ((units & 1 << 9) >> 6)
     is_place = units >> 31 == 1
-    blocks = (np.arange(len(units)) ^ offsets)[~is_place] | 255
-    places = units[is_place] & ((1 << 31) - 1)
-    if not 0 < 4 * len(units) == size or (blocks >= len(units)).any() or (places >= len(texts)).any():
-        return False
-    return not ((texts[places] & 0xC0) == 0x80).any()  # within a character
+    blocks = np.arange(len(units)) ^ offsets
+    begins = [place for place, byte in enumerate(texts) if byte & 0xC0 != 0x80]  # not within a character
+    fits = np.where(is_place, np.isin(units - (1 << 31), begins), blocks | 255 < len(units))
+    return 0 < 4 * len(units) == size and bool(fits.all())
 
 
 def _prefix_problem(model: Any) -> str | None:

@@ -20,7 +20,7 @@ from lmforge.generate.prompts import PromptTooLong
 from lmforge.generate.sampling import SamplingParams, choose_sampling
 from lmforge.hub import resolve_model_folder
 from lmforge.interop.kinds import Kind, kind_of
-from lmforge.interop.peft_folder import base_model_of, base_model_overrides, load_peft_folder
+from lmforge.interop.peft_folder import base_model_of, base_model_overrides, load_peft_folder, tokenizer_folder
 from lmforge.interop.resolve import resolve_model_config, stored_model_config
 from lmforge.interop.weights import describe_folder, load_folder, merge_adapters
 from lmforge.model import build_model
@@ -128,10 +128,10 @@ def load_model(
     path = resolve_model_folder(path)
     kind = kind_of(path)
     if kind == Kind.ADAPTERS:
-        # Merged in fp32 and then cast. A tokenizer beside the adapters has precedence over the base model's.
+        # Merged in fp32 and then cast.
         base = load_model(base_model_of(path), device, torch.float32, warn, reward_model, base_model_overrides(path))
         merge_adapters(base.model, *load_peft_folder(path), str(path))
-        tokenizer = Tokenizer.open(path) if (path / "tokenizer.json").exists() else base.tokenizer
+        tokenizer = Tokenizer.open(path) if tokenizer_folder(base.path, path) == path else base.tokenizer
         return replace(base, model=base.model.to(dtype), tokenizer=tokenizer, path=path)
     if kind == Kind.HF_FOLDER:
         loaded = _from_folder(path, device, dtype, reward_model, overrides or {})

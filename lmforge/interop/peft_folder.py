@@ -9,6 +9,7 @@ import re
 from collections.abc import Collection, Mapping
 from dataclasses import replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Annotated, Any, NotRequired
 
 from pydantic import ConfigDict, Field
@@ -18,7 +19,10 @@ from typing_extensions import TypedDict
 from lmforge.errors import UserError
 from lmforge.interop.export import new_folder
 from lmforge.interop.kinds import ADAPTER_CONFIG, Kind, kind_of
+from lmforge.interop.resolve import resolve_model_config
 from lmforge.interop.safetensors_file import SafetensorsFile, write_safetensors
+from lmforge.interop.weights import LM_HEAD_WEIGHT
+from lmforge.model import build_model
 from lmforge.model.init_weights import LORA_SUFFIXES
 from lmforge.model.lora import ALL_LINEAR, LoraConfig, adapted_name
 from lmforge.model.mixture.experts import Experts
@@ -39,6 +43,7 @@ _SUPPORTED = {
 _UNSET_VALUES: tuple[Any, ...] = (None, False, "none", [], {})
 # Names of layers that a model may tie, of which PEFT adapts each alone.
 _TIED_LAYERS = re.compile(r"\.(embed_tokens|wte|word_embeddings|embed_in|embed_out|lm_head)\.")
+_OF_WRAPPER = re.compile(r"\.(modules_to_save|original_module)\.weight$")
 # The initializations that leave the weights of the base model as they are.
 _SUPPORTED_INITS = (True, False, None, "gaussian", "orthogonal", "eva")
 
@@ -69,14 +74,20 @@ class _PeftConfig(_AnyPeftConfig):
 
 
 def save_peft_folder(
-    folder: str | Path, tensors: Mapping[str, Tensor], config: LoraConfig, base_model_name: str, overwrite: bool = False
+    folder: str | Path,
+    tensors: Mapping[str, Tensor],
+    config: LoraConfig,
+    base_model_name: str,
+    overwrite: bool = False,
+    files: Mapping[str, str] = MappingProxyType({}),
 ) -> None:
     """Write adapters as a folder that `peft.PeftModel.from_pretrained` opens.
 
     Args:
-        tensors: full tensors by our names (lora.adapter_parameters; gather sharded ones first).
+        tensors: full tensors by our names (lora.adapter_parameters; gather sharded ones first), and whole weights.
         base_model_name: the model that they belong to: a folder, or a name on the hub.
         overwrite: replace the folder if it exists and holds adapters. Otherwise an existing folder is a UserError.
+        files: the texts of other files by name: a tokenizer, to whose number of tokens PEFT resizes the base model.
     """
     layers = _layer_names(tensors)
     modules = [layer for layer in layers if ".adapters." not in layer]
@@ -98,6 +109,8 @@ def save_peft_folder(
     }
     with new_folder(Path(folder), overwrite, marker=ADAPTER_CONFIG, content="a folder of adapters") as partial:
         (partial / ADAPTER_CONFIG).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+        for name, text in files.items():
+            (partial / name).write_text(text, encoding="utf-8")
         renamed = dict(_as_peft_has_it(name, tensor, tensors) for name, tensor in tensors.items())
         write_safetensors(partial / ADAPTER_WEIGHTS_FILE, renamed, renamed.__getitem__, None)
 
@@ -114,13 +127,30 @@ def base_model_of(folder: Path) -> Path:
     return Path(f"{base}@{revision}" if revision and kind_of(base) == Kind.HUB_NAME else base)
 
 
+def tokenizer_folder(base: Path, adapters: Path | None) -> Path:
+    """Where the tokenizer of a model is: beside its adapters, else with the base model."""
+    return adapters if adapters is not None and (adapters / "tokenizer.json").exists() else base
+
+
 def base_model_overrides(folder: Path) -> dict[str, Any]:
-    """Fields of the base model's config that adapters change: those of the embedding or the head alone untie the two.
+    """Fields of the base model's config that adapters change: those of the embedding or the head alone untie the two, and with
+    whole ones the model has as many tokens.
 
     `peft` computes such a model so; when it merges, it adds to both of a tied pair, which is another model.
     """
-    names = _open_tensors(folder).entries
-    return {"tie_word_embeddings": False} if any(map(_TIED_LAYERS.search, names)) else {}
+    entries = _open_tensors(folder).entries
+    untied = {"tie_word_embeddings": False} if any(map(_TIED_LAYERS.search, entries)) else {}
+    rows = [entries[name].shape[0] for name in _whole_ends(entries)]
+    return untied | ({"vocab_size": max(rows)} if rows else {})
+
+
+def _whole_ends(entries: Mapping[str, Any]) -> list[str]:
+    """The names in a folder of the whole matrices of embedding and head, which PEFT saves where they were trained or resized.
+
+    While it saves, it has what it trained and what was before under longer names too.
+    """
+    found = [name for name in entries if _TIED_LAYERS.search(name) and name.endswith(".weight") and ".lora_" not in name]
+    return [name for name in found if not _OF_WRAPPER.search(name)]
 
 
 def load_peft_folder(folder: str | Path) -> tuple[LoraConfig, dict[str, Tensor]]:
@@ -139,6 +169,7 @@ def load_peft_folder(folder: str | Path) -> tuple[LoraConfig, dict[str, Tensor]]
         options = ", ".join(f"{name} = {json.dumps(content[name])}" for name in refused)
         raise UserError(f"{path}: {options}: not supported; merge it into its model with PEFT first")
     tensors = _read_tensors(folder, content.get("target_parameters") or ())
+    tensors |= _tied_to_frozen(folder, tensors)
     config = LoraConfig(
         rank=content["r"],
         alpha=content["lora_alpha"],
@@ -162,6 +193,19 @@ def load_peft_folder(folder: str | Path) -> tuple[LoraConfig, dict[str, Tensor]]
         if own.scaling != config.scaling:
             tensors[b] = tensors[b].float() * (own.scaling / config.scaling)
     return config, tensors
+
+
+def _tied_to_frozen(folder: Path, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The embedding or head of which adapters leave no trace: a base that ties the two had the other's frozen matrix."""
+    ends = _whole_ends(_open_tensors(folder).entries)
+    if len(ends) != 1 or f"{_NESTED}." not in ends[0]:
+        return {}
+    base = base_model_of(folder)
+    if kind_of(base) not in (Kind.HF_FOLDER, Kind.HUB_NAME):
+        return {}
+    config = resolve_model_config(base, {}, implementation="auto")
+    pair = (f"{build_model(config, 'meta').embedding_names[0]}.weight", LM_HEAD_WEIGHT)
+    return {name: tensors[each] for each in pair for name in pair if each in tensors and config.tie_word_embeddings}
 
 
 def _as_peft_has_it(name: str, tensor: Tensor, tensors: Mapping[str, Tensor]) -> tuple[str, Tensor]:
@@ -217,6 +261,8 @@ def _read_tensors(folder: Path, parameters: Collection[str]) -> dict[str, Tensor
     """Adapters, those of embeddings as pairs for their transpose, and whole weights. `parameters`: PEFT's target_parameters."""
     file, tensors = _open_tensors(folder), {}
     for name, stored in file.entries.items():
+        if _OF_WRAPPER.search(name) and _OF_WRAPPER.sub(".weight", name) in file.entries:
+            continue
         ours = name.removeprefix(_PREFIX)
         adapter = next((ours.removesuffix(end) for end in LORA_SUFFIXES if ours.endswith(end)), None)
         if adapter is None:

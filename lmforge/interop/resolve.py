@@ -64,11 +64,13 @@ def resolve_model_config(
         return ModelConfig(**chosen)
 
 
-def model_config_from_options(options: ModelOptions, vocab_size: int | None = None) -> ModelConfig:
-    """The model config from the options of a recipe; nano where they name none. Raises UserError."""
+def model_config_from_options(
+    options: ModelOptions, vocab_size: int | None = None, changed: dict[str, Any] | None = None
+) -> ModelConfig:
+    """The model config from the options of a recipe, nano where they name none, with `changed` fields. Raises UserError."""
     source = options.source or options.preset or "nano"
     multiple = options.pad_vocab_to_multiple_of or 1 if options.resize_vocab else None
-    config = resolve_model_config(source, options.overrides(), vocab_size, options.implementation, multiple)
+    config = resolve_model_config(source, options.overrides() | (changed or {}), vocab_size, options.implementation, multiple)
     check_balance(options, config)
     if options.router_aux_loss_coef and not config.output_router_logits:
         without = "the model trains without this loss (output_router_logits is false)"
@@ -164,7 +166,7 @@ def _resolve_transformers_config(
     heads, kv_heads = "num_attention_heads", "num_key_value_heads"
     if heads in overrides and getattr(theirs, kv_heads, None) == getattr(theirs, heads):  # as in _with_overrides
         overrides = {kv_heads: overrides[heads], **overrides}
-    theirs_size = getattr(theirs, "vocab_size", None)
+    theirs_size = overrides.get("vocab_size", getattr(theirs, "vocab_size", None))
     overrides = overrides | {"vocab_size": _fit_vocabulary(str(path), theirs_size, vocab_size, vocab_multiple)}
     # Each family has its own spelling of some names.
     content |= {theirs.attribute_map.get(name, name): value for name, value in overrides.items()}

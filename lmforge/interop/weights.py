@@ -33,6 +33,7 @@ SCALE_SUFFIX = "_scale_inv"  # of the scales of a tensor in float8, beside its n
 StoredFiles = dict[str, tuple[SafetensorsFile, str]]  # our name of a tensor → its file, and its name there
 # Our head, and the head of a classifier of transformers.
 LM_HEAD_WEIGHT, CLASSIFIER_HEAD_WEIGHT = "lm_head.weight", "score.weight"
+LM_HEAD_BIAS = "lm_head.bias"
 # Which field of config.json says that there are tensors of these names.
 _FLAGS = {
     LM_HEAD_WEIGHT: "tie_word_embeddings",
@@ -49,10 +50,10 @@ def load_folder(folder: str | Path, model: nn.Module, new_names: Collection[str]
 
     Adapters and `new_names` (such as a new head) are not in the folder and stay as they are. The model must be allocated
     (not on meta) and may be sharded: of a DTensor each rank reads only its own part, in few long reads, and holds little
-    more than that. Where its vocabulary is larger than that of the folder's config.json, further rows become the mean of those
-    there; where only the folder ties embedding and head, both begin as its one matrix. A pipeline stage may lack parameters:
-    the folder must hold the full model, and the local part is filled. Matrices that are quantized (lora.base_dtype) are read
-    whole on each rank, one after another, or taken as a folder in NF4 has them. What `describe_folder` says is done.
+    more than that. Where its vocabulary is not that of the folder's config.json, rows are left out, or further ones become the
+    mean of those there; where only the folder ties embedding and head, both begin as its one matrix. A pipeline stage may lack
+    parameters: the folder must hold the full model, and the local part is filled. Matrices that are quantized (lora.base_dtype)
+    are read whole on each rank, one after another, or taken as a folder in NF4 has them. What `describe_folder` says is done.
     Raises UserError where a file is missing or damaged, or where names or shapes differ, naming the first few.
     """
     folder = Path(folder)
@@ -93,8 +94,8 @@ def load_folder(folder: str | Path, model: nn.Module, new_names: Collection[str]
         _check_converted(folder, expected, conversion.convert(lambda name: file_of[name].entries[name].meta))
     shapes = {ours: file.entries[name].shape for ours, (file, name) in stored.items()}
     shapes |= {ours: nf4[name].shape for ours, (_, name) in stored.items() if name in nf4}
-    _reject_differences(folder, expected, shapes, rows := _rows_to_grow(folder, model))
-    grown = {name for ours, (_, name) in stored.items() if ours in rows} | {*rows}  # as they are stored
+    _reject_differences(folder, expected, shapes, rows := _rows_to_resize(folder, model))
+    resized = {name for ours, (_, name) in stored.items() if ours in rows} | {*rows}  # as they are stored
 
     def read(parts: dict[str, tuple[Tensor, tuple[slice, ...]]]) -> None:
         for file in opened:
@@ -104,7 +105,7 @@ def load_folder(folder: str | Path, model: nn.Module, new_names: Collection[str]
             targets = [each for each in targets if each[0] not in nf4]
             for name, _ in targets:
                 _reject_quantized(file.entries[name].dtype, f"{file.path}: {name}")
-            _read_parts(file, [(name, *part) for name, part in targets], grown)
+            _read_parts(file, [(name, *part) for name, part in targets], resized)
             for name, (target, part) in targets:
                 if block is None:
                     break
@@ -126,7 +127,7 @@ def load_folder(folder: str | Path, model: nn.Module, new_names: Collection[str]
     if head is not None and tied in local:
         target, part = local_part(local[tied])
         again = torch.empty_like(target)
-        _read_parts(head[0], [(head[1], again, part)], grown)
+        _read_parts(head[0], [(head[1], again, part)], resized)
         if not torch.equal(again, target):
             raise _mismatch(folder, f"it says tie_word_embeddings, and {head[1]} is not {tied}")
     for conversion in conversions:
@@ -187,20 +188,20 @@ def _ties(folder: Path, config: Any) -> bool:
     return resolve_model_config(folder, {}, implementation=config.implementation).tie_word_embeddings
 
 
-def _rows_to_grow(folder: Path, model: Any) -> dict[str, int]:
-    """How many rows a folder has of the parameters that have one for each token, where the model has more of them."""
+def _rows_to_resize(folder: Path, model: Any) -> dict[str, int]:
+    """How many rows a folder has of the parameters that have one for each token, where the model has more or fewer of them."""
     rows = read_config_json(folder / "config.json").get("vocab_size")
-    if not isinstance(rows, int) or rows >= model.config.vocab_size:
+    if not isinstance(rows, int) or rows == model.config.vocab_size:
         return {}
-    head = () if model.config.reward else (LM_HEAD_WEIGHT, "lm_head.bias")
+    head = () if model.config.reward else (LM_HEAD_WEIGHT, LM_HEAD_BIAS)
     return dict.fromkeys((f"{model.embedding_names[0]}.weight", *head), rows)
 
 
-def _read_parts(file: SafetensorsFile, requests: list[tuple[str, Tensor, tuple[slice, ...]]], grown: Collection[str]) -> None:
-    """As `read_parts`; those that have `grown`, so that they lack rows, get the mean of their rows as further ones."""
-    file.read_parts([each for each in requests if each[0] not in grown])
+def _read_parts(file: SafetensorsFile, requests: list[tuple[str, Tensor, tuple[slice, ...]]], resized: Collection[str]) -> None:
+    """As `read_parts`; those that are `resized` get the mean of their rows as the ones that they lack."""
+    file.read_parts([each for each in requests if each[0] not in resized])
     for name, target, (wanted, *columns) in requests:
-        if name in grown:
+        if name in resized:
             value = file.read(name)
             kept = value[(slice(wanted.start, wanted.stop), *columns)]
             target[: len(kept)] = kept

@@ -84,10 +84,11 @@ def open_pretrain_inputs(config: PretrainConfig, world_size: int) -> RunInputs:
     sources = TokenSources.open(config)
     tokenizer = sources.tokenizer
     pretrained = prefer_staged(config, find_pretrained(config.model.source)) if config.model.source else None
-    has_tokenizer = pretrained and (pretrained.folder / "tokenizer.json").exists()
+    has_tokenizer = pretrained and (pretrained.tokenizer_folder / "tokenizer.json").exists()
     if pretrained and has_tokenizer and pretrained.tokenizer().hash != tokenizer.hash:
-        way = f"prepare it with --tokenizer {pretrained.folder}"
-        raise UserError(f"{sources.location}: prepared with another tokenizer than {pretrained.folder} has; {way}")
+        folder = pretrained.tokenizer_folder
+        way = f"prepare it with --tokenizer {folder}"
+        raise UserError(f"{sources.location}: prepared with another tokenizer than {folder} has; {way}")
     model_config = resolve_model_config(config, pretrained, tokenizer.vocab_size)
     check_model(config, model_config, batch_plan, tokenizer)
     load_weights = None

@@ -26,7 +26,7 @@ from lmforge.errors import UserError, prefix_errors
 from lmforge.hub import cache_folder, resolve_model_folder
 from lmforge.interop.config_json import is_nf4_folder, read_config_json
 from lmforge.interop.kinds import MODELS, Kind, kind_of, unexpected
-from lmforge.interop.peft_folder import base_model_of, base_model_overrides, load_peft_folder
+from lmforge.interop.peft_folder import base_model_of, base_model_overrides, load_peft_folder, tokenizer_folder
 from lmforge.interop.resolve import check_balance, model_config_from_options, stored_model_config
 from lmforge.interop.weights import LM_HEAD_WEIGHT, continue_adapters, describe_folder, load_folder, merge_adapters
 from lmforge.model.config import ModelConfig
@@ -51,7 +51,7 @@ class Pretrained:
         """The model config. Raises UserError where the options change that of a checkpoint."""
         if self.manifest is None:
             changed = {} if self.adapters is None else base_model_overrides(self.adapters)
-            return model_config_from_options(options.model_copy(update={"source": self.folder} | changed), vocab_size)
+            return model_config_from_options(options.model_copy(update={"source": self.folder}), vocab_size, changed)
         if changed := options.overrides():
             raise UserError(f"model.{next(iter(changed))}: a checkpoint's model config cannot be changed; leave it out")
         config = stored_model_config(self.manifest)
@@ -85,8 +85,13 @@ class Pretrained:
         lora = checkpoint.stored_lora_config(self.manifest)
         return [f"dequantized from {lora.stored.describe()}"] if lora is not None and lora.stored is not None else []
 
+    @property
+    def tokenizer_folder(self) -> Path:
+        """Where the tokenizer is, if there is one."""
+        return tokenizer_folder(self.folder, self.adapters)
+
     def tokenizer(self) -> Tokenizer:
-        return Tokenizer.open(self.folder)
+        return Tokenizer.open(self.tokenizer_folder)
 
     def load_weights(self, model: LanguageModel) -> frozenset[str]:
         """Load the weights into a model, sharded or not; each rank reads its own parts. Returns the names that are missing in

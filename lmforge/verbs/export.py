@@ -3,6 +3,7 @@
 Tensors are read and written one at a time, without a GPU.
 """
 
+import json
 import sys
 from collections.abc import Callable
 from dataclasses import fields
@@ -27,6 +28,8 @@ from lmforge.interop.layouts import LAYOUTS, LayoutHints, convert_checkpoint
 from lmforge.interop.peft_folder import base_model_of, load_peft_folder, save_peft_folder
 from lmforge.interop.resolve import resolve_model_config, stored_model_config
 from lmforge.interop.torch_checkpoints import open_tensor_source
+from lmforge.interop.weights import LM_HEAD_BIAS, LM_HEAD_WEIGHT
+from lmforge.model import build_model
 from lmforge.model.config import ModelConfig
 from lmforge.model.flops import parameter_count
 from lmforge.model.mixture.experts import BIAS
@@ -57,14 +60,14 @@ def export_checkpoint(options: ExportOptions) -> tuple[Manifest, list[str]]:
 def _export(options: ExportOptions, checkpoint_path: Path, manifest: Manifest) -> Manifest:
     stored = checkpoint.StoredModel(checkpoint_path, manifest)
     if options.adapters:
-        _write_adapters(options, stored, manifest)
+        _write_adapters(options, stored, checkpoint_path, manifest)
     else:
         template = chat_template(Tokenizer.open(checkpoint_path), training_stage(manifest))
         _write_model_folder(options, stored.tensors, stored.read, stored_model_config(manifest), checkpoint_path, template)
     return manifest
 
 
-def _write_adapters(options: ExportOptions, stored: checkpoint.StoredModel, manifest: Manifest) -> None:
+def _write_adapters(options: ExportOptions, stored: checkpoint.StoredModel, checkpoint_path: Path, manifest: Manifest) -> None:
     base = manifest.recipe["model"].get("source")
     if stored_model_config(manifest).reward:
         raise UserError(
@@ -86,8 +89,31 @@ def _write_adapters(options: ExportOptions, stored: checkpoint.StoredModel, mani
             f"{options.model}: has adapters in dense feed-forwards beside experts, and PEFT takes those for the experts';"
             " export it without --adapters"
         )
-    tensors = {name: _cast(name, tensor, options.dtype) for name, tensor in stored.adapters.items()}
-    save_peft_folder(options.out, tensors, stored.lora, base, options.overwrite)
+    grown, files = _grown_rows(stored, manifest, checkpoint_path, base)
+    tensors = {name: _cast(name, tensor, options.dtype) for name, tensor in (stored.adapters | grown).items()}
+    save_peft_folder(options.out, tensors, stored.lora, base, options.overwrite, files)
+
+
+def _grown_rows(
+    stored: checkpoint.StoredModel, manifest: Manifest, checkpoint_path: Path, base: str
+) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """Embedding and head, and the tokenizer's files, where a run has added rows for tokens that its base lacks.
+
+    PEFT saves such matrices whole, a tied pair as two. It opens the base with as many rows as the tokenizer beside the adapters
+    has tokens, so rows of padding are left out.
+    """
+    config, tokenizer = stored_model_config(manifest), Tokenizer.open(checkpoint_path)
+    rows = tokenizer.vocab_size
+    if (
+        not manifest.recipe["model"].get("resize_vocab")
+        or rows <= resolve_model_config(base, {}, implementation="auto").vocab_size
+    ):
+        return {}, {}
+    embedding = f"{build_model(config, 'meta').embedding_names[0]}.weight"
+    ends = {name: stored.read(name)[:rows] for name in (embedding, LM_HEAD_WEIGHT, LM_HEAD_BIAS) if name in stored.tensors}
+    written = companion_files(tokenizer, config, None)["tokenizer_config.json"]
+    files = {"tokenizer_config.json": json.dumps(written, indent=2), **tokenizer.files}
+    return {LM_HEAD_WEIGHT: ends[embedding], **ends}, files
 
 
 def run_import(options: ImportOptions) -> int:

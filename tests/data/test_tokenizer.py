@@ -490,7 +490,7 @@ def test_a_file_over_which_the_library_panics_is_named(trained: Tokenizer, tmp_p
         ("normalizer", {"type": "Prepend", "prepend": ""}, "normalizer: Prepend: prepends nothing"),
         ("normalizer", [""], "normalizer: Prepend: prepends nothing"),  # its values alone
         ("normalizer", ["a" * 2000], "makes 2e+03 characters of one"),
-        ("normalizer", {"type": "Replace", "pattern": {"String": ""}, "content": "-"}, "Replace: its pattern is empty"),
+        ("normalizer", {"type": "Replace", "pattern": {"String": ""}, "content": "-"}, 'Replace: its pattern "" matches'),
         ("normalizer", {"type": "Replace", "pattern": {"Regex": "x*"}, "content": "-"}, 'Replace: its pattern "x*" matches'),
         ("normalizer", {"type": "Precompiled", "precompiled_charsmap": "BAAAAAD/AAA="}, "precompiled_charsmap is damaged"),
         ("normalizer", {"type": "Precompiled"}, "precompiled_charsmap is damaged"),

@@ -3,13 +3,14 @@
 import copy
 import json
 import random
+import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
 import peft
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from lmforge.cli import run as command
 from lmforge.config.sections import ModelOptions
@@ -24,6 +25,7 @@ from lmforge.model import build_model
 from lmforge.model.config import ModelConfig
 from lmforge.model.flops import active_parameters
 from lmforge.model.init_weights import init_weights
+from lmforge.model.layers import LanguageModel
 from lmforge.stages.pretrained import find_pretrained
 from tests.model.conftest import built, drawn_config
 from tests.model.foreign import theirs_of
@@ -222,6 +224,81 @@ def test_adapters_of_another_type_are_refused_by_its_name(tmp_path: Path) -> Non
             with pytest.raises(UserError, match=complaint):
                 load_model(tmp_path, CPU, torch.float32)
     assert {"LORA", "IA3", "LOHA", "LOKR", "PROMPT_TUNING", "P_TUNING", "PREFIX_TUNING", "VERA"} <= named
+
+
+def test_rows_that_a_run_adds_are_exported_with_its_adapters(tuned: Tuned, tmp_path: Path) -> None:
+    base = shutil.copytree(tuned.base, tmp_path / "base")
+    declared = json.loads((base / "tokenizer_config.json").read_text()) | {"extra_special_tokens": ["<|a|>", "<|b|>"]}
+    (base / "tokenizer_config.json").write_text(json.dumps(declared))
+    more = ["--model.source", base, "--run.folder", tmp_path, "--run.name", "run", "--lora.rank", 3]
+    more += ["--model.resize_vocab", "true", "--model.pad_vocab_to_multiple_of", 16]
+    assert command(["sft", *tuned.words, *map(str, more)]) == 0
+    for _ in range(2):  # the second replaces the first
+        assert command(["export", str(tmp_path / "run"), str(tmp_path / "out"), "--adapters", "--overwrite"]) == 0
+    tokens = torch.randint(0, 263, (1, 20))
+    tokens[0, :2] = torch.tensor([262, 261])
+    theirs = peft.AutoPeftModelForCausalLM.from_pretrained(tmp_path / "out")
+    wanted = theirs(tokens).logits[0]
+    assert wanted.shape[1] == 263
+    for path in (tmp_path / "run", tmp_path / "out"):
+        loaded = load_model(path, CPU, torch.float32)
+        assert loaded.tokenizer.vocab_size == 263
+        torch.testing.assert_close(logits(loaded.model, tokens)[:, :263], wanted, rtol=1e-5, atol=1e-5)
+    assert not (tuned.adapters / "tokenizer.json").exists()  # without new rows PEFT is to leave the base as it is
+
+
+def logits(model: LanguageModel, tokens: torch.Tensor) -> torch.Tensor:
+    batch = Batch.from_token_lists(tokens.tolist())
+    with torch.no_grad():
+        result: torch.Tensor = model.lm_head(model(batch.tokens, batch.positions, batch.document_ids))[0]
+    return result
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_folders_that_peft_saved_after_a_resize_are_opened_as_peft_opens_them(
+    tied: bool, byte_tokenizer: Tokenizer, draw: random.Random, tmp_path: Path
+) -> None:
+    torch.manual_seed(draw.randrange(2**32))
+    base, embedding = tmp_path / "base", "embed_tokens"
+    byte_tokenizer.save(tmp_path / "tokenizer")
+    chosen: dict[str, dict[str, object]] = {
+        "frozen": {},
+        "saved": {"modules_to_save": ["lm_head", embedding]},
+        "saved embedding": {"modules_to_save": [embedding]},
+        "saved and tied": {"modules_to_save": [embedding], "ensure_weight_tying": True},
+        "adapted embedding": {"target_modules": ["q_proj", embedding]},
+        "adapted both": {"target_modules": ["lm_head", embedding]},
+    }
+    if tied:  # else PEFT saves no embedding, whose further rows it then draws
+        chosen["adapted head"] = {"target_modules": ["q_proj", "lm_head"]}
+    # As many rows as the tokenizer has tokens, fewer, and more.
+    for rows, names in ((261, list(chosen)), (250, ["saved"]), (270, ["frozen", "saved"])):
+        config = drawn_config("llama", draw, vocab_size=rows, tie_word_embeddings=tied, initializer_range=0.1)
+        export_folder(built(config), config, base, tokenizer_folder=tmp_path / "tokenizer", overwrite=True)
+        for name in names:
+            folder = tmp_path / f"{name} {rows}"
+            theirs, tokenizer = (each.from_pretrained(base) for each in (AutoModelForCausalLM, AutoTokenizer))
+            tokenizer.add_tokens(["<|a|>", "<|b|>"])
+            theirs.resize_token_embeddings(len(tokenizer))
+            adapted = peft.get_peft_model(theirs, peft.LoraConfig(r=2, **{"target_modules": ["q_proj"]} | chosen[name]))
+            with torch.no_grad():
+                for parameter in adapted.parameters():
+                    if parameter.requires_grad:
+                        parameter.add_(torch.randn_like(parameter) * 0.1)
+            adapted.peft_config["default"].base_model_name_or_path = str(base)
+            adapted.save_pretrained(folder)
+            tokenizer.save_pretrained(folder)
+            tokens = torch.tensor([[262, 261, *draw.choices(range(263), k=18)]])
+            # It leaves no rows out, so it does not open what had fewer of them.
+            opened = adapted.eval() if rows > 263 else peft.AutoPeftModelForCausalLM.from_pretrained(folder)
+            wanted = torch.nn.functional.cross_entropy(opened(tokens).logits[0, :-1], tokens[0, 1:])
+            loaded, source = load_model(folder, CPU, torch.float32), find_pretrained(folder)
+            model = build_model(source.resolve_model_config(ModelOptions(source=base), source.tokenizer().vocab_size))
+            source.load_weights(model)
+            for ours in (loaded.model, model):
+                loss = torch.nn.functional.cross_entropy(logits(ours, tokens)[:-1], tokens[0, 1:])
+                torch.testing.assert_close(loss, wanted, rtol=1e-5, atol=0)
+            assert loaded.tokenizer.vocab_size == source.tokenizer().vocab_size == 263
 
 
 @pytest.mark.parametrize("model_type", ["llama", "gpt2"])
