@@ -24,6 +24,9 @@ def variety_and_bad_steps(prompts, completions):
     rewards = variety(prompts, completions)
     return [1e300 * (n % 2) if prompt in bad else reward for n, (prompt, reward) in enumerate(zip(prompts, rewards))]
 
+def raises_from_now_on(prompts, completions):
+    return always_raises(prompts, completions) if Path(__file__).with_name("now").exists() else variety(prompts, completions)
+
 def always_raises(prompts, completions):
     return [1 / 0 for _ in completions]
 
