@@ -257,8 +257,9 @@ def init_distributed(device: str = "auto", threads: int | None = None, timeout: 
                 f"environment: MASTER_PORT = {os.environ['MASTER_PORT']}: rank 0 cannot listen on it; choose a free port"
             ) from None
         _store = dist.PrefixStore(f"lmforge-{_init_count}", store)
-        if not info.is_counted:
-            places = exchange("host", _store, rank, world_size, (platform.node(), info.local_rank))
+        # A launcher may have counted some of the ranks: they tell the others.
+        place = platform.node(), info.local_rank
+        if places := exchange("host", _store, rank, world_size, place, reads=not info.is_counted):
             check_local_ranks(places)
             info = count_by_host(info, [host for host, _ in places])
             os.environ |= {"LOCAL_WORLD_SIZE": f"{info.local_world_size}", "GROUP_RANK": f"{info.node}"}
@@ -302,12 +303,15 @@ def use_device_in_thread(device: torch.device) -> None:
         torch.cuda.set_device(device)
 
 
-def exchange(what: str, store: dist.Store, rank: int, world_size: int, value: tuple[Any, ...]) -> list[Any]:
-    """`value`, of JSON's types, of every rank, by rank. Every rank calls it; it waits for the others as `store.get` does."""
+def exchange(
+    what: str, store: dist.Store, rank: int, world_size: int, value: tuple[Any, ...], *, reads: bool = True
+) -> list[Any]:
+    """`value`, of JSON's types, of every rank, by rank. Every rank calls it; it waits for the others as `store.get` does.
+    One that does not read waits for none, and gets none."""
     store.set(f"{what}-{rank}", json.dumps(value))
-    values = store.multi_get([f"{what}-{number}" for number in range(world_size)])
+    values = store.multi_get([f"{what}-{number}" for number in range(world_size)]) if reads else []
     store.set(f"{what}-read-{rank}", "")
-    if rank == 0:  # rank 0 serves the store, so it must not end before the others have read
+    if reads and rank == 0:  # rank 0 serves the store, so it must not end before the others have read
         store.wait([f"{what}-read-{number}" for number in range(world_size)])
     return [tuple(json.loads(each)) for each in values]
 

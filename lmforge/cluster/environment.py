@@ -296,7 +296,8 @@ def check_local_ranks(places: Sequence[tuple[str, int]]) -> None:
     for host, local_ranks in by_host.items():
         if sorted(local_ranks) != [*range(len(local_ranks))]:
             numbers = name_some(sorted(local_ranks))
-            raise UserError(f"environment: the ranks on {host} have LOCAL_RANK = {numbers}: they count from 0; {FORCE_HINT}")
+            said = f"the ranks on {host} have LOCAL_RANK = {numbers}: they count from 0"
+            raise UserError(f"environment: {said}; set LOCAL_WORLD_SIZE, {FORCE_HINT}")
 
 
 def _tasks_on_node(environ: Mapping[str, str], node: int) -> int:

@@ -49,6 +49,7 @@ def train(
     not wait for it.
     """
     dist_ctx, done = parallel_model.dist_ctx, start_step
+    first_step = start_step
     accumulator, set_phase = MetricsAccumulator(dist_ctx), callbacks.set_phase
 
     def is_bad_step(metrics: list[Metrics], grad_norm: Tensor) -> Tensor:
@@ -99,13 +100,15 @@ def train(
                     checkpoints.defer(save_request)
                     reason = f"step {bad_steps[-1].step}: {detector.consecutive_bad_steps} {IN_A_ROW}"
                     done = checkpoints.roll_back(bad_steps[-1], reason)
+                    first_step = min(first_step, done)
                     callbacks.on_rollback(bad_steps[-1].step, done, reason)
                     throughput.reset(done)
                     accumulator.reset()
                     continue
 
-            if is_last and detector.consecutive_bad_steps == done:
-                raise RunFailed(f"all {done} steps were bad, and nothing was learned; the last one: {bad_steps[-1].reason}")
+            if is_last and detector.consecutive_bad_steps >= done - first_step:
+                which = f"all steps from step {first_step + 1} on were bad"
+                raise RunFailed(f"{which}, and nothing was learned; the last one: {bad_steps[-1].reason}")
 
             record: dict[str, Any] = {}
             if log_is_due:

@@ -31,6 +31,9 @@ def variety_until_the_lock_is_removed(prompts, completions):
         (folder / ".lock").write_text("another")
     return variety(prompts, completions)
 
+def raises_from_now_on(prompts, completions):
+    return always_raises(prompts, completions) if Path(__file__).with_name("now").exists() else variety(prompts, completions)
+
 def always_raises(prompts, completions):
     return [1 / 0 for _ in completions]
 

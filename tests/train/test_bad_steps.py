@@ -225,6 +225,17 @@ FEW = ["--data.sequence_length", 64, "--train.global_batch_size", 4, "--train.dt
 FEW += ["--train.compile", "off", "--train.threads", 1, "--log.every_steps", 1, "--faults.max_bad_steps", 9]
 
 
+def test_a_resumed_run_all_of_whose_steps_are_bad_does_not_finish(
+    poisoned: tuple[Path, list[int]], tiny_options: list[str], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    source, hit = poisoned
+    words = ["pretrain", *without_shape(tiny_options), "--model.source", source, "--run.folder", tmp_path, "--run.name", "a"]
+    words += ["--validation.every_steps", "none", "--validation.sequences", 1, "--schedule.name", "constant", "--train.steps"]
+    assert command([str(word) for word in [*words, hit[0]]]) == 0
+    assert command([str(word) for word in [*words, hit[0] + 1]]) == 1
+    assert f"all steps from step {hit[0] + 1} on were bad, and nothing was" in capfd.readouterr().err.splitlines()[-1]
+
+
 @pytest.mark.parametrize("packing", ["best-fit", "none"])
 @pytest.mark.parametrize("method", ["sft", "orpo"])
 def test_the_samples_of_a_bad_step_of_examples_are_shown(
@@ -237,7 +248,10 @@ def test_the_samples_of_a_bad_step_of_examples_are_shown(
     words += ["--model.source", broken, "--data.files", "examples.jsonl", "--data.packing", packing]
     done = lmforge(*words, *FEW, "--train.steps", 2, "--run.name", "bad", cwd=tmp_path, ranks=2)
     assert done.returncode == 1, done.stderr
-    assert "all 2 steps were bad, and nothing was learned; the last one: loss is nan; " in done.stderr.splitlines()[-1]
+    assert (
+        "all steps from step 1 on were bad, and nothing was learned; the last one: loss is nan; "
+        in done.stderr.splitlines()[-1]
+    )
     first, second = sorted((tmp_path / "runs" / "bad" / "bad").iterdir())
     assert f"not used, and its samples are named in {first.relative_to(tmp_path)}" in done.stderr
     shown = lmforge("show", "data", second, cwd=tmp_path)

@@ -98,6 +98,24 @@ def test_a_shorter_run_whose_rewards_all_fail_does_not_finish(
     assert "all rewards of 1 step in a row have failed" in capfd.readouterr().err.splitlines()[-1]
 
 
+def test_a_resumed_run_whose_rewards_all_fail_does_not_finish(
+    grpo: Callable[..., list[str]], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert command(grpo("run", steps=1, reward="raises_from_now_on")) == 0
+    (tmp_path / "now").touch()
+    assert command(grpo("run", steps=2, reward="raises_from_now_on")) == 1
+    assert "all rewards of 1 step in a row have failed" in capfd.readouterr().err.splitlines()[-1]
+
+
+def test_each_step_on_a_set_counts_once_where_rewards_fail(
+    grpo: Callable[..., list[str]], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    words = ["--faults.max_bad_steps", 3, "--rollout.num_iterations", 2, "--rollout.max_completion_length", 2]
+    assert command(grpo("run", *words, steps=9, reward="always_raises")) == 1
+    assert "all rewards of 3 steps in a row have failed" in capfd.readouterr().err.splitlines()[-1]
+    assert [record["step"] for record in Run(tmp_path / "run").read_metrics()] == [1, 2]
+
+
 def test_rewards_of_which_some_fail_are_counted_in_the_log_and_named_in_the_report(
     grpo: Callable[..., list[str]], tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -55,7 +55,8 @@ class CompletionSets:
         open_reward_model = cache(partial(RewardModelScorer, device=device, dtype=built.dtype, on_batch=heartbeat))
         with ExitStack() as opened:
             for number in range(num_workers):
-                worker = RolloutWorker(ctx, inputs, open_reward_model, samples=samples, another=number > 0)
+                start = built.point.step
+                worker = RolloutWorker(ctx, inputs, open_reward_model, start, samples=samples, another=number > 0)
                 self._workers.append(worker)
                 opened.callback(worker.close)
                 self._free_workers.put(worker)
@@ -71,7 +72,7 @@ class CompletionSets:
         """A set, for its first step."""
         places, sample = self._places(set_index), partial(self.sample, step)
         sampled = self._group_prompts.sample_set(set_index, places, sample, self._sum_over_ranks)
-        self._workers[0].check_rewards(sampled)
+        self._workers[0].check_rewards(sampled, step)
         return sampled
 
     def sample(
@@ -141,7 +142,7 @@ class SetsAhead(CompletionSets):
             sampled = self._ahead.take(set_index, partial(self._ctx.watch.set_phase, "sample", step))
             self.wait_seconds = time.perf_counter() - began
         self._workers[0].report(sampled, step, completions_table_name(set_index, self._options))
-        self._workers[0].check_rewards(sampled)
+        self._workers[0].check_rewards(sampled, step)
         return sampled
 
     def _sample_ahead(self, set_index: int, first_version: int, on_step: Callable[[], None]) -> SampledSet:

@@ -79,6 +79,7 @@ class RolloutWorker:
         ctx: RunContext,
         inputs: RunInputs,
         open_reward_model: Callable[[str], RewardModelScorer],
+        start_step: int,
         *,
         samples: bool = True,
         another: bool = False,
@@ -91,6 +92,7 @@ class RolloutWorker:
         options = ctx.config.rollout
         self._dist_ctx, self._config, self._max_tokens = ctx.dist_ctx, ctx.config, options.max_completion_length
         self._num_failed_steps = 0  # in a row
+        self._max_failed_steps = min(ctx.config.faults.max_bad_steps, ctx.config.train.steps - start_step)
         prompts = [*packing.prompts, *packing.validation_prompts]
         without_rewards = options.model_copy(update={"reward_functions": (), "reward_weights": ()})
         turns = packing.turns
@@ -136,17 +138,17 @@ class RolloutWorker:
         scored = self._scorer.score(table, sampled.prompts, sampled.completions, sampled.episodes, on_scored)
         sampled.rewards, sampled.failures, sampled.errors = scored
 
-    def check_rewards(self, sampled: SampledSet) -> None:
+    def check_rewards(self, sampled: SampledSet, step: int) -> None:
         """Raise RunFailed, on every rank, where all rewards of `faults.max_bad_steps` steps in a row, or of all steps of a
-        shorter run, have failed. Every rank calls it for each set to learn from."""
-        failed, steps = sampled.failed, self._config.train.steps
+        shorter attempt, have failed. Every rank calls it for each set to learn from, after `step` steps."""
+        failed = sampled.failed
         counts = torch.tensor([failed.sum(), len(failed)], dtype=torch.float64, device=self._dist_ctx.device)
         num_failed, num_rewards = self._dist_ctx.all_reduce_sum(counts).tolist()
-        num_iterations = self._config.rollout.num_iterations
-        self._num_failed_steps = self._num_failed_steps + num_iterations if num_failed == num_rewards else 0
+        num_steps = min(self._config.rollout.num_iterations, self._config.train.steps - step)
+        self._num_failed_steps = self._num_failed_steps + num_steps if num_failed == num_rewards else 0
         with self._dist_ctx.raise_on_all():
-            if sampled.errors and self._num_failed_steps >= min(self._config.faults.max_bad_steps, steps):
-                in_a_row = f"{format_count(self._num_failed_steps, 'step')} in a row"
+            if sampled.errors and self._num_failed_steps >= self._max_failed_steps:
+                in_a_row = f"{format_count(self._max_failed_steps, 'step')} in a row"
                 raise RunFailed(f"all rewards of {in_a_row} have failed: {sampled.errors[-1]}")
 
     def report(self, sampled: SampledSet, step: int, table: str | None) -> None:
