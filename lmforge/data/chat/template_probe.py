@@ -66,7 +66,8 @@ class TemplateProbe(NamedTuple):
             found = answer if answer and answer[-1].end() == len(until) - len(closing) else found
         last = here = next(reversed(found[:kept]), None)
         if there and there[0] in self.ends and kept < len(found):
-            last, here = found[kept], there
+            last = found[kept]
+            here = there
         return here if last and _is_last(self.specials, until, last) else None
 
 
@@ -110,10 +111,12 @@ def probe_template(
         if not found or rest[found[-1].end() :].strip():
             return AnswerEnd()
         is_ended = kept > 0 and _is_last(specials, rest, found[kept - 1])
-        replacement, end = "", found[kept - 1 if is_ended else -1]
+        replacement = ""
+        end = found[kept - 1 if is_ended else -1]
         # What ends other messages may end this one; what begins them ends none.
         if there and (there[0] in ends_others or not (is_ended or there[0] in begins)):
-            replacement, end = there[0], found[kept]
+            replacement = there[0]
+            end = found[kept]
         return AnswerEnd(end[0], replacement, rest[end.end() :])
 
     header = prompt.removeprefix(turn) if prompt.startswith(turn) else ""
