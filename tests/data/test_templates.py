@@ -399,6 +399,21 @@ ENDINGS = {
         {"<|return|>", "<|call|>"},
     ),
 }
+WHOLE_CALLS = "{% for call in m.tool_calls or [] %}"
+ENDINGS |= {
+    "several messages, without tools": (
+        HARMONY.replace(WHOLE_CALLS, "{% if m.tool_calls %}{{ raise_exception('no tools') }}{% endif %}" + WHOLE_CALLS),
+        f"{FINAL}<|end|>",
+        None,
+        {"<|return|>"},
+    ),
+    "several messages, thoughts without calls": (
+        HARMONY.replace("loop.last or m.tool_calls", "loop.last and not m.tool_calls"),
+        f"{FINAL}<|end|>",
+        None,
+        {"<|return|>", "<|call|>"},
+    ),
+}
 SPELLED = re.compile(r"<\|[/a-z]+\|>")
 
 
@@ -422,7 +437,7 @@ def test_an_answer_is_scored_to_the_token_at_which_chats_servers_and_rollouts_st
     endings: dict[str, ChatTemplate], name: str
 ) -> None:
     template, (_, answer, call, stops) = endings[name], ENDINGS[name]
-    last = answer.replace("<|end|>", "<|return|>") if name == "several messages" else answer
+    last = answer.replace("<|end|>", "<|return|>") if "<|return|>" in stops else answer
     assert scored(template, HELLO) == last
     assert scored(template, TWICE) == answer + last
     assert scored(template, TWICE, "last") == last

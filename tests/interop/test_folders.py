@@ -14,6 +14,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Genera
 from transformers.utils import logging
 
 from lmforge.cli import run as command
+from lmforge.data.chat.layout import encode_layouts
+from lmforge.data.chat.templates import ChatTemplate, build_layouts
 from lmforge.data.tokenizer import Tokenizer, train_tokenizer
 from lmforge.errors import UserError
 from lmforge.generate.engine import Engine, GenerationRequest
@@ -208,6 +210,9 @@ def test_flags_of_added_tokens_are_those_that_transformers_takes(tmp_path: Path)
     base["normalizer"] = {"type": "Replace", "pattern": {"String": "@"}, "content": "<|T|>"}  # so that `normalized` matters
     end = max(base["model"]["vocab"].values()) + 1
     text = "a <|T|> b<|T|>c  <|T|>\n@ x@y <|image|> z <|user|>"
+    template = "{% for m in messages %}<|T|>{{ m.content }} <|T|> {% endfor %}"
+    said = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "a b"}]
+    refused = 0
     seen = set()
     for number in range(64):
         in_map, *declared = (bool(number >> bit & 1) for bit in range(6))
@@ -238,7 +243,16 @@ def test_flags_of_added_tokens_are_those_that_transformers_takes(tmp_path: Path)
         ids = reference(text, add_special_tokens=False).input_ids
         assert ours.encode(text, parse_special_tokens=True) == ids, number
         assert ours.decode(ids) == reference.decode(ids, skip_special_tokens=True), number
+        [built] = build_layouts([ChatTemplate(ours, template).chat_example(said, "all")])
+        if isinstance(built, UserError):
+            assert "single_word or normalized" in str(built), number
+            refused += 1
+        else:
+            [example] = encode_layouts(ours, built)
+            expected = reference.apply_chat_template(said, chat_template=template, return_dict=True).input_ids
+            assert example.tokens.tolist() == expected, number
         seen.add(tuple(ids))
+    assert 0 < refused < 50
     assert len(seen) > 20
 
 

@@ -13,6 +13,7 @@ import numpy as np
 
 from lmforge.data.packing import TokenizedExample
 from lmforge.data.tokenizer import Tokenizer
+from lmforge.errors import UserError
 
 # A special token's id, or a text between two of them as one or more pieces; with each, whether it is scored.
 LayoutPart = tuple[int, bool] | list[tuple[str, bool]]
@@ -38,9 +39,20 @@ class SpecialTokens:
                 self.by_text[token["content"]] = SpecialToken(token["id"], token["lstrip"], token["rstrip"])
         longest_first = sorted(self.by_text, key=len, reverse=True)
         self.pattern = re.compile("|".join(map(re.escape, longest_first)))
+        # With these flags the library may find a token elsewhere than the pattern does.
+        flagged = [token["content"] for token in tokenizer.added_tokens if token["single_word"] or token["normalized"]]
+        self._misread: set[str] = set()
+        self._misread = {token for token in flagged if token in self.by_text and self._is_misread(tokenizer, token)}
+
+    def _is_misread(self, tokenizer: Tokenizer, token: str) -> bool:
+        samples = [f"a{token}a", f"a {token} a"]
+        found = encode_layouts(tokenizer, [self.cut(sample, []) for sample in samples])
+        expected = tokenizer.encode_batch(samples, parse_special_tokens=True)
+        return [each.tokens.tolist() for each in found] != expected
 
     def cut(self, text: str, spans: list[Span]) -> Layout:
-        """The text cut at special tokens, and the texts between them at the bounds of the scored spans."""
+        """The text cut at special tokens, and the texts between them at the bounds of the scored spans. Raises UserError for a
+        token that the tokenizer would not find in every text, as transformers would not."""
         parts: Layout = []
         # Binary search, because conversations of hundreds of turns have as many spans as parts.
         bounds = sorted({bound for span in spans for bound in span})
@@ -60,12 +72,19 @@ class SpecialTokens:
             if start < stop:
                 parts.append([(text[a:b], scores(a)) for a, b in pairwise(cuts)])
 
-        at, strips = 0, False
+        at = 0
+        strips = False
         for match in self.pattern.finditer(text):
+            if match[0] in self._misread:
+                raise UserError(
+                    f"the tokenizer does not find its special token {match[0]} in every text, because of its flag "
+                    "single_word or normalized: set it to false in tokenizer.json and tokenizer_config.json"
+                )
             special = self.by_text[match[0]]
             section(at, match.start(), strips, special.lstrip)
             parts.append((special.id, scores(match.start())))
-            at, strips = match.end(), special.rstrip
+            at = match.end()
+            strips = special.rstrip
         section(at, len(text), strips, False)
         return parts
 

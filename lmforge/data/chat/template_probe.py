@@ -22,10 +22,11 @@ QUESTION, ANSWER = "Well?", "Yes."
 PROBE_TOOLS = [{"type": "function", "function": {"name": "ask", "description": "Ask.", "parameters": {"type": "object"}}}]
 _USER: Any = {"role": "user", "content": QUESTION}
 _CALL: Any = {"id": "call00000", "function": {"name": "ask", "arguments": {"of": ANSWER}}}
-_THOUGHT = {"role": "assistant", "content": "", "reasoning_content": "Hm.", "tool_calls": [_CALL]}
+_CALLS: Any = {"role": "assistant", "content": "", "reasoning_content": "Hm.", "tool_calls": [_CALL]}
 _PLAIN = [_USER, {"role": "assistant", "content": ANSWER}, _USER]
-_CALLING = [_USER, _THOUGHT, {"role": "tool", "tool_call_id": _CALL["id"], "content": "So."}]
-# Of each: with its answer; what asks for this; the question alone; with what follows the answer.
+_THINKING = [_USER, {"role": "assistant", "content": ANSWER, "reasoning_content": "Hm."}, _USER]
+_CALLING = [_USER, _CALLS, {"role": "tool", "tool_call_id": _CALL["id"], "content": "So."}]
+# The question with its answer; the prompt for the answer; the question without a prompt; all three messages.
 _PREFIXES = [(2, False), (1, True), (1, False), (3, False)]
 
 
@@ -65,7 +66,8 @@ class TemplateProbe(NamedTuple):
             found = answer if answer and answer[-1].end() == len(until) - len(closing) else found
         last = here = next(reversed(found[:kept]), None)
         if there and there[0] in self.ends and kept < len(found):
-            last, here = found[kept], there
+            last = found[kept]
+            here = there
         return here if last and _is_last(self.specials, until, last) else None
 
 
@@ -109,23 +111,28 @@ def probe_template(
         if not found or rest[found[-1].end() :].strip():
             return AnswerEnd()
         is_ended = kept > 0 and _is_last(specials, rest, found[kept - 1])
-        replacement, end = "", found[kept - 1 if is_ended else -1]
+        replacement = ""
+        end = found[kept - 1 if is_ended else -1]
         # What ends other messages may end this one; what begins them ends none.
         if there and (there[0] in ends_others or not (is_ended or there[0] in begins)):
-            replacement, end = there[0], found[kept]
+            replacement = there[0]
+            end = found[kept]
         return AnswerEnd(end[0], replacement, rest[end.end() :])
 
     header = prompt.removeprefix(turn) if prompt.startswith(turn) else ""
     plain = answer_end(text, followed or text)
     probe = TemplateProbe(specials, header, plain, plain)
-    within: list[str] = []
-    with suppress(UserError):  # it need not know calls, or thoughts
-        text, prompt, _, followed = _render(template, location, _CALLING, PROBE_TOOLS)
-        probe = probe._replace(calling=answer_end(text, followed or text) if ANSWER in text else plain)
-        if text.startswith(prompt) and (end := probe.find_end(text, len(prompt), text, True)):
-            within = specials.findall(text, len(prompt), end.start())
-    # What replaces an end may be none after a thought, as in gpt-oss' answers of several messages.
-    stops = {plain.token, probe.calling.token, *({plain.replacement, probe.calling.replacement} - {*within})} - {""}
+    within: set[str] = set()
+    for messages, given in ((_THINKING, tools), (_CALLING, PROBE_TOOLS)):
+        has_calls = messages is _CALLING
+        with suppress(UserError):  # it need not know thoughts, or calls
+            text, prompt, _, followed = _render(template, location, messages, given)
+            if has_calls and ANSWER in text:
+                probe = probe._replace(calling=answer_end(text, followed or text))
+            if text.startswith(prompt) and (end := probe.find_end(text, len(prompt), text, has_calls)):
+                within.update(specials.findall(text, len(prompt), end.start()))
+    # A token that replaces an end may also end a thought within an answer, as in gpt-oss, and then it is no stop.
+    stops = {plain.token, probe.calling.token, *({plain.replacement, probe.calling.replacement} - within)} - {""}
     return probe._replace(stops=frozenset(stops))
 
 

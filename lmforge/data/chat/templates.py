@@ -368,8 +368,9 @@ class ChatTemplate:
     def _answer_span(
         self, draft: _Draft, index: int, text: str, found: list[FoundPiece], prefixes: Iterator[str]
     ) -> tuple[Span, int]:
-        """Where message `index`, an answer, is in the text of the whole conversation, and up to where this is the same if it is
-        the last. `prefixes` has the texts of the messages before it, if any, with the prompt for it, and of those up to it."""
+        """The span of message `index`, an answer, in the text of the whole conversation; and the offset up to which this text
+        also begins the text of the messages up to the answer. `prefixes` has the texts of the messages before it, if any, with
+        the prompt for it, and of those up to it."""
         before = next(prefixes) if index else text[: self._first_answer(text, found)]
         until = next(prefixes)
         sampled = draft.example.is_prompt
