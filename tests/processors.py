@@ -32,28 +32,71 @@ WITHOUT_NUMBERS = (
     *("train/test_profiling.py", "train/test_progress_panel.py", "train/test_tuning_input.py"),
 )
 # Tests whose bound is a multiple of how far one process is from itself, and what of each is judged so.
-BOTH_KINDS = ("gradient_norm", "weights")
-OF_STRATEGIES = "test_losses_gradient_norms_and_weights_are_those_of_one_process[3-llama ddp]"
+NORM = ("gradient_norm",)
+WEIGHTS = ("weights",)
 JUDGED = {
-    f"tests/{name}": judged
-    for name, judged in {
-        "distributed/test_mixture.py::test_a_run_whose_phases_are_added_while_it_is_stopped_on_other_ranks_is_the_run_that_had"
-        "_them_from_the_start": BOTH_KINDS,
-        "train/test_rollout_engines.py::test_in_a_pipeline_servers_get_the_weights_and_adapters_of_all_stages": BOTH_KINDS[:1],
-        "train/test_tasks.py::test_scores_while_training_are_those_of_the_checkpoints_and_the_best_can_be_kept": (
-            "val/chosen/bits_per_byte",
+    f"tests/{file}::{test}": judged
+    for file, test, judged in (
+        (
+            "distributed/test_mixture.py",
+            "test_a_run_whose_phases_are_added_while_it_is_stopped_on_other_ranks_is_the_run_that_had_them_from_the_start",
+            NORM + WEIGHTS,
         ),
-        "distributed/test_foreign.py::test_losses_and_weights_are_those_of_one_process[mixtral fsdp2]": BOTH_KINDS,
-        "distributed/test_same_result.py::test_nor_do_those_of_other_models[gpt2 ddp-gpt2 single]": BOTH_KINDS,
-        "distributed/test_balance.py::test_a_run_that_is_cut_and_continued_on_other_ranks_is_the_uncut_one[fsdp2]": BOTH_KINDS,
-        "distributed/test_elastic.py::test_three_ranks_share_a_batch_of_eight_sequences_as_one_rank_reads_it"
-        "[--train.micro_batch_size 2]": BOTH_KINDS,
-        "distributed/test_expert_parallel.py::test_a_run_in_legs_with_other_expert_parallel_degrees_is_the_run_of_one_process"
-        "[0]": BOTH_KINDS[1:],
-        f"distributed/test_strategies.py::{OF_STRATEGIES}": BOTH_KINDS,
-        "distributed/test_dropout.py::test_masks_do_not_depend_on_the_strategy[2-llama tensor 2]": BOTH_KINDS,
-        "distributed/test_lora.py::test_losses_gradient_norms_and_adapters_are_those_of_one_process[2-llama ddp]": BOTH_KINDS,
-    }.items()
+        (
+            "train/test_rollout_engines.py",
+            "test_in_a_pipeline_servers_get_the_weights_and_adapters_of_all_stages",
+            NORM,
+        ),
+        (
+            "train/test_rollout_engines.py",
+            "test_a_policy_that_ranks_split_learns_from_servers_what_one_process_does[grpo-tensor]",
+            NORM,
+        ),
+        ("train/test_rollout_engines.py", "test_adapters_are_merged_into_the_weights_that_servers_get", NORM),
+        (
+            "train/test_routed_experts.py",
+            "test_runs_replay_the_experts_of_the_trainer_itself_and_of_a_server_and_resume_amid_a_set",
+            NORM,
+        ),
+        (
+            "train/test_tasks.py",
+            "test_scores_while_training_are_those_of_the_checkpoints_and_the_best_can_be_kept",
+            ("val/chosen/bits_per_byte",),
+        ),
+        ("distributed/test_foreign.py", "test_losses_and_weights_are_those_of_one_process[mixtral fsdp2]", NORM + WEIGHTS),
+        ("distributed/test_same_result.py", "test_nor_do_those_of_other_models[gpt2 ddp-gpt2 single]", NORM + WEIGHTS),
+        (
+            "distributed/test_balance.py",
+            "test_a_run_that_is_cut_and_continued_on_other_ranks_is_the_uncut_one[fsdp2]",
+            NORM + WEIGHTS,
+        ),
+        (
+            "distributed/test_elastic.py",
+            "test_three_ranks_share_a_batch_of_eight_sequences_as_one_rank_reads_it[--train.micro_batch_size 2]",
+            NORM + WEIGHTS,
+        ),
+        (
+            "distributed/test_expert_parallel.py",
+            "test_a_run_in_legs_with_other_expert_parallel_degrees_is_the_run_of_one_process[0]",
+            WEIGHTS,
+        ),
+        (
+            "distributed/test_optimizers.py",
+            "test_losses_and_weights_do_not_depend_on_the_strategy[muon fsdp2 on 2]",
+            WEIGHTS,
+        ),
+        (
+            "distributed/test_strategies.py",
+            "test_losses_gradient_norms_and_weights_are_those_of_one_process[3-llama ddp]",
+            NORM + WEIGHTS,
+        ),
+        ("distributed/test_dropout.py", "test_masks_do_not_depend_on_the_strategy[2-llama tensor 2]", NORM + WEIGHTS),
+        (
+            "distributed/test_lora.py",
+            "test_losses_gradient_norms_and_adapters_are_those_of_one_process[2-llama ddp]",
+            NORM + WEIGHTS,
+        ),
+    )
 }
 PROGRAM = """
 import torch

@@ -6,6 +6,7 @@ each of these bounds must find, which tests/test_rounding.py plants.
 """
 
 import os
+import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -23,7 +24,7 @@ ROUNDING = torch.finfo(torch.float32).eps
 # Of a gradient; a bound that lets it pass says nothing.
 FAULT = 1e-4
 # A process that is started with one of them (variables of tests/preloaded.py) rounds differently, or makes the fault where it
-# is one of several ranks.
+# is one of several ranks, or samples by servers.
 OTHER_ROUNDING = {"LMFORGE_TEST_ROUNDING": "other"}
 PLANTED = {"LMFORGE_TEST_FAULT": "planted"}
 
@@ -88,7 +89,7 @@ def obey_environment() -> None:
 
 
 def plant_fault() -> None:
-    """From now on, gradients of several ranks, and scores that a run logs, are larger by `FAULT`."""
+    """From now on, gradients of a candidate, and scores that a run logs, are larger by `FAULT`."""
     from lmforge.parallel.parallel_model import ParallelModel
     from lmforge.stages import observers
 
@@ -96,8 +97,8 @@ def plant_fault() -> None:
 
     def clip_and_enlarge(self: ParallelModel, max_norm: float) -> Tensor:
         norm = clip(self, max_norm)
-        if self.dist_ctx.world_size == 1:
-            return norm
+        if self.dist_ctx.world_size == 1 and "--rollout.engine_urls" not in sys.argv:
+            return norm  # the reference
         with torch.no_grad():
             for gradient in self._local_grads():
                 gradient.mul_(1 + FAULT)  # after clipping, which would take it away

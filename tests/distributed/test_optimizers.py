@@ -1,6 +1,7 @@
 """For every optimizer, a step does not depend on the strategy, and a resumed run has the same bits."""
 
 import itertools
+import re
 import shutil
 from pathlib import Path
 
@@ -9,10 +10,10 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from lmforge.bench import bounds
-from lmforge.bench.parity import weights_difference
 from lmforge.runs import Run
-from tests.distributed.conftest import HERE, RECIPE_STEPS, Recipe, losses, newest_checkpoint, run_cases, weights
+from tests.distributed.conftest import HERE, RECIPE_STEPS, Recipe, losses, newest_checkpoint, rounded, run_cases, weights
 from tests.preloaded import on_ranks
+from tests.rounding import OTHER_ROUNDING, assert_rounding_apart, weights_apart
 from tests.seeds import fresh_seed
 
 MUON = ["--optimizer.name", "muon"]
@@ -63,6 +64,8 @@ def runs(recipe: Recipe, tmp_path_factory: pytest.TempPathFactory) -> dict[str, 
         lines[ranks].append(recipe(folder, name, *more))
     for ranks, cases in lines.items():
         run_cases(ranks, cases, folder)
+    single = [name for name in STRATEGIES if re.fullmatch(r"\w+ single", name)]
+    run_cases(1, [recipe(folder, f"{name} rounded", *STRATEGIES[name][1]) for name in single], folder, **OTHER_ROUNDING)
     return every
 
 
@@ -76,11 +79,9 @@ def states(run: Run) -> dict[str, torch.Tensor]:
 
 
 def assert_close(run: Run, reference: Run, steps: range = range(1, RECIPE_STEPS + 1)) -> None:
-    theirs, bound = losses(reference), bounds.MUON if "muon" in run.path.name else bounds.FP32
-    assert losses(run) == pytest.approx({step: theirs[step] for step in steps}, rel=bound.loss)
-    ours = weights(run)
-    for name, tensor in weights(reference).items():
-        assert weights_difference(name, ours[name], tensor) <= bound.weights, name
+    theirs = losses(reference)
+    assert losses(run) == pytest.approx({step: theirs[step] for step in steps}, rel=bounds.FP32.loss)
+    assert_rounding_apart(*(weights_apart(weights(each), weights(reference)) for each in (run, rounded(reference))))
 
 
 @pytest.mark.parametrize("name", [name for name in STRATEGIES if not {"single", "bf16", "8bit"} & {*name.split()}])
