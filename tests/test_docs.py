@@ -289,9 +289,7 @@ def test_every_option_that_a_page_names_exists(page: Path) -> None:
     # The options of launchers and of programs are tried out with the line that has them.
     lines = page.read_text(encoding="utf-8").splitlines()
     text = "\n".join(
-        line
-        for line in lines
-        if not line.startswith(("#SBATCH ", "torchrun ", "srun ", "mpiexec ", "jsrun ", "python ", "VLLM_"))
+        line for line in lines if not line.startswith(("#SBATCH ", "torchrun ", "srun ", "mpiexec ", "python ", "VLLM_"))
     )
     named = set(re.findall(r"(?<![\w-])--([A-Za-z][\w.-]*\w)", text))
     assert {name for name in named if "." in name} <= OF_A_RUN

@@ -1,4 +1,4 @@
-"""Which launcher started this process, and as which rank: one answer from the variables of torchrun, Slurm, MPI and LSF.
+"""Which launcher started this process, and as which rank: one answer from the variables of torchrun, Slurm and MPI.
 
 A process that no launcher started is the only rank. Variables of a launcher that are unknown or contradict each other are an
 error; otherwise each process would train its own copy. This module does not import torch, since the rank is needed before that.
@@ -73,14 +73,6 @@ class Launcher:
 
 
 TORCHRUN = Launcher("torchrun", "torchrun", ("RANK",), ("WORLD_SIZE",), ("LOCAL_RANK",), ("LOCAL_WORLD_SIZE",), ("GROUP_RANK",))
-LSF = Launcher(
-    "lsf",
-    "jsrun",
-    ("JSM_NAMESPACE_RANK",),
-    ("JSM_NAMESPACE_SIZE",),
-    ("JSM_NAMESPACE_LOCAL_RANK",),
-    ("JSM_NAMESPACE_LOCAL_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE"),
-)
 OPENMPI = Launcher(
     "openmpi",
     "mpiexec of Open MPI",
@@ -109,7 +101,7 @@ SLURM = Launcher(
     ("SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE"),
     ("SLURM_NODEID",),
 )
-LAUNCHERS = {launcher.name: launcher for launcher in (TORCHRUN, LSF, OPENMPI, MPICH, SLURM, PALS)}
+LAUNCHERS = {launcher.name: launcher for launcher in (TORCHRUN, OPENMPI, MPICH, SLURM, PALS)}
 # Launchers that are recognized but not supported: the variable that shows them → who sets it, and its number of processes.
 UNKNOWN_LAUNCHERS = {
     "MV2_COMM_WORLD_RANK": ("mpirun of MVAPICH2", "MV2_COMM_WORLD_SIZE"),
@@ -118,6 +110,7 @@ UNKNOWN_LAUNCHERS = {
     "PMIX_RANK": ("a PMIx launcher", ""),
     "PMI_RANK": ("a PMI launcher", "PMI_SIZE"),
     "LSF_PM_TASKID": ("blaunch", "LSB_DJOB_NUMPROC"),
+    "JSM_NAMESPACE_RANK": ("jsrun", "JSM_NAMESPACE_SIZE"),
 }
 
 
@@ -169,8 +162,8 @@ def _find_launcher(environ: Mapping[str, str]) -> Launcher | None:
 
 
 def _mpi_launchers(environ: Mapping[str, str]) -> list[Launcher]:
-    """Those of MPI and LSF whose ranks include this process. A launcher that starts another one may be among them."""
-    started_by = [launcher for launcher in (LSF, OPENMPI, MPICH) if _first_set(environ, launcher.rank + launcher.world_size)]
+    """Those of MPI whose ranks include this process. A launcher that starts another one may be among them."""
+    started_by = [launcher for launcher in (OPENMPI, MPICH) if _first_set(environ, launcher.rank + launcher.world_size)]
     if MPICH in started_by and not _first_set(environ, MPICH.local_rank + MPICH.local_world_size):
         started_by.remove(MPICH)  # Slurm and PALS, too, set PMI_RANK, or another PMI launcher
     return started_by

@@ -1,4 +1,4 @@
-"""How the ranks of Slurm, MPI and LSF connect: the hosts of the job, and the free port that rank 0 sends to the others.
+"""How the ranks of Slurm and MPI connect: the hosts of the job, and the free port that rank 0 sends to the others.
 
 torchrun sets MASTER_ADDR and MASTER_PORT. Elsewhere rank 0 takes a free port for the store, and answers on one of a few ports
 that follow from the job's identity; the others ask there, on the first hosts of the job. Answers for other jobs are ignored, so
@@ -33,13 +33,12 @@ MAX_MESSAGE_BYTES = 1024
 JOB_VARIABLES = {
     "slurm": ("SLURM_JOB_ID", "SLURM_STEP_ID"),
     "openmpi": ("PMIX_NAMESPACE",),
-    "lsf": ("PMIX_NAMESPACE",),
     "pals": ("PALS_APID",),
 }
 
 
 def list_hosts(environ: Mapping[str, str] = os.environ) -> list[str]:
-    """The hosts of this job as Slurm, PBS or LSF names them, the first one first, each once; empty outside of a job.
+    """The hosts of this job as Slurm or PBS names them, the first one first, each once; empty outside of a job.
 
     Raises UserError where the list cannot be read.
     """
@@ -47,11 +46,6 @@ def list_hosts(environ: Mapping[str, str] = os.environ) -> list[str]:
         return _expand_slurm_hosts(nodes)
     if file := environ.get("PBS_NODEFILE"):
         return _read_hosts("PBS_NODEFILE", file)
-    for variable in ("LSB_DJOB_RANKFILE", "LSB_DJOB_HOSTFILE"):
-        if file := environ.get(variable):
-            # The first line is the host of the job script, where jsrun starts no task.
-            hosts = _read_hosts(variable, file)
-            return hosts[1:] or hosts
     return []
 
 

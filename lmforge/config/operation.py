@@ -10,7 +10,7 @@ from lmforge.config.ranges import COUNT, COUNT_OR_0, DURATION, RANKS, THREADS
 from lmforge.untrusted import quoted, words_problem
 
 # The launchers whose variables say which rank a process is; `cluster/environment.py` reads them.
-EnvironmentName = Literal["auto", "single", "local", "torchrun", "slurm", "pbs", "openmpi", "mpich", "pals", "lsf"]
+EnvironmentName = Literal["auto", "single", "local", "torchrun", "slurm", "pbs", "openmpi", "mpich", "pals"]
 ENVIRONMENT = option("auto", "launcher that started the ranks, if it is not detected; single: none, each process trains alone")
 MAX_PORT = 65_535
 # Variables of libraries and trackers that a run may need; schedulers forward the whole environment by themselves.

@@ -47,13 +47,9 @@ OPENMPI = variables(
     " OMPI_COMM_WORLD_SIZE=4 PMIX_NAMESPACE=1699610625 PMIX_RANK=3"
 )
 OPENMPI_IN_SLURM = {**OPENMPI, **variables("SLURM_STEP_ID=1 SLURM_PROCID=0 SLURM_STEP_NUM_TASKS=1 SLURM_NODEID=0")}
-# By the documents of Polaris and Summit; not recorded.
+# By the documents of Polaris; not recorded.
 PALS = variables(
     "PALS_APID=6e1 PALS_RANKID=5 PALS_LOCAL_RANKID=1 PALS_NODEID=1 PMI_RANK=5 PMI_SIZE=8 PMI_LOCAL_RANK=1 PMI_LOCAL_SIZE=4"
-)
-LSF = variables(
-    "JSM_NAMESPACE_RANK=7 JSM_NAMESPACE_SIZE=12 JSM_NAMESPACE_LOCAL_RANK=1 JSM_NAMESPACE_LOCAL_SIZE=6"
-    " OMPI_COMM_WORLD_RANK=7 OMPI_COMM_WORLD_SIZE=12 OMPI_COMM_WORLD_LOCAL_RANK=1 PMIX_NAMESPACE=jsm.1"
 )
 TORCHRUN = variables(
     "RANK=5 WORLD_SIZE=8 LOCAL_RANK=1 LOCAL_WORLD_SIZE=4 GROUP_RANK=1 MASTER_ADDR=host MASTER_PORT=29500 TORCHELASTIC_RUN_ID=x"
@@ -74,7 +70,6 @@ EXPORTED = variables("RANK=3 WORLD_SIZE=4 LOCAL_RANK=1 MASTER_ADDR=host MASTER_P
         (MPICH, RankInfo(1, 4, 1, 2, True, 0, "mpich")),
         (MPICH_IN_SLURM, RankInfo(3, 4, 0, 1, True, 3, "mpich")),
         (PALS, RankInfo(5, 8, 1, 4, True, 1, "pals")),
-        (LSF, RankInfo(7, 12, 1, 6, True, 1, "lsf")),
         # torchrun on each node, which something else started.
         ({**SRUN, **TORCHRUN}, RankInfo(5, 8, 1, 4, True, 1, "torchrun")),
         ({**PALS, **TORCHRUN}, RankInfo(5, 8, 1, 4, True, 1, "torchrun")),
@@ -157,7 +152,7 @@ def test_pbs_is_whichever_mpiexec_it_has_and_local_is_this_machine() -> None:
 
 
 def test_an_environment_that_is_asked_for_and_not_there_is_refused() -> None:
-    for name in ("slurm", "openmpi", "mpich", "pals", "lsf", "torchrun"):
+    for name in ("slurm", "openmpi", "mpich", "pals", "torchrun"):
         with pytest.raises(UserError, match=f"^--environment {name}: .* not set, so .* has not started this process"):
             read_rank_info({ENVIRONMENT_VARIABLE: name})
     with pytest.raises(UserError, match=r"^--environment pals: .* not set, so .* has not started this process"):
@@ -170,8 +165,6 @@ def test_the_hosts_of_a_job_are_those_of_its_node_file(tmp_path: Path) -> None:
     nodes = tmp_path / "nodes"
     nodes.write_text("x3006\nx3006\nx3007\nx3007\n")
     assert list_hosts({"PBS_NODEFILE": str(nodes)}) == ["x3006", "x3007"]
-    nodes.write_text("batch5\na1\na1\na2\n")
-    assert list_hosts({"LSB_DJOB_RANKFILE": str(nodes)}) == ["a1", "a2"]
     assert list_hosts({"SLURM_JOB_NODELIST": "node7"}) == ["node7"]
     assert list_hosts({}) == []
     nodes.write_text("\n")
@@ -180,7 +173,7 @@ def test_the_hosts_of_a_job_are_those_of_its_node_file(tmp_path: Path) -> None:
             list_hosts({"PBS_NODEFILE": str(file)})
 
 
-@pytest.mark.parametrize("variable", ["PBS_NODEFILE", "LSB_DJOB_HOSTFILE"])
+@pytest.mark.parametrize("variable", ["PBS_NODEFILE"])
 def test_a_node_file_is_bounded_and_a_pipe_is_not_waited_for(variable: str, tmp_path: Path) -> None:
     pipe, endless = tmp_path / "pipe", tmp_path / "endless"
     os.mkfifo(pipe)
