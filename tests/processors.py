@@ -11,6 +11,7 @@ import argparse
 import os
 import subprocess
 import sys
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -132,8 +133,10 @@ def files() -> list[str]:
 def carry_out(setting: str, tests: Sequence[str], jobs: int) -> int:
     """Run tests under a setting and return the exit status of pytest."""
     words = ["-m", "not gpu", "--numprocesses", str(jobs), "--dist", "loadfile", *tests]
-    variables = {**os.environ, **SETTINGS[setting]}
-    return subprocess.run([sys.executable, "-m", "pytest", *words], cwd=ROOT, env=variables).returncode
+    # torch's cache of compiled code does not know the setting: without it, code for narrower vectors writes beyond its arrays.
+    with tempfile.TemporaryDirectory() as compiled:
+        variables = {**os.environ, **SETTINGS[setting], "TORCHINDUCTOR_CACHE_DIR": compiled}
+        return subprocess.run([sys.executable, "-m", "pytest", *words], cwd=ROOT, env=variables).returncode
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
