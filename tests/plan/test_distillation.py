@@ -18,7 +18,7 @@ from lmforge.bench.trial import _live_bytes, _peak_bytes
 from lmforge.stages import observers
 
 class Measure:
-    def __init__(self, window, path, device, log):
+    def __init__(self, window, path, *_):
         self._path = path
     def begin(self, step):
         if step == 1:

@@ -67,7 +67,7 @@ ERRORS = [UserError("too long"), RunFailed("damaged"), ValueError("shape"), Inde
 ERRORS += [AssertionError(), NotImplementedError("kernel"), RuntimeError("device"), MemoryError(), torch.OutOfMemoryError()]
 CASES = [(each, type(each).__name__, at) for each in ERRORS for at in ("prompt", "decoding")]
 CASES += [(RunFailed(), "non-finite logits", at) for at in ("prompt", "decoding")]
-CASES += [(IndexError(), "an id beyond the embedding", "prompt")]
+CASES += [(UserError(), "an id beyond the embedding", "prompt")]
 
 
 @pytest.mark.parametrize(("error", "cause", "at"), CASES, ids=[f"{cause}-{at}" for _, cause, at in CASES])
