@@ -278,7 +278,9 @@ def test_serialised(part: int, carry_out: CarryOut, tiny_run: Path, command_on: 
         newest = max(thing.glob("checkpoints/step-*"))
         path = rng.choice([newest / ".metadata", next(newest.glob("*.distcp"))])
         content = path.read_bytes()
-        content = rng.choice(DAMAGED_PICKLES + ENDLESS_PICKLES) if rng.random() < 0.3 else mutated_bytes(rng, content)
+        # torch's own reader of pickles has no bound on time: only .metadata is read in a process that can be ended.
+        pickles = DAMAGED_PICKLES + ENDLESS_PICKLES if path.name == ".metadata" else DAMAGED_PICKLES
+        content = rng.choice(pickles) if rng.random() < 0.3 else mutated_bytes(rng, content)
         put_sealed(path, content)
         if rng.random() < 0.7:
             return command_on(rng, thing), f"{path.name}, mutated: {content[:300]!r}"
