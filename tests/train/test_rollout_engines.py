@@ -344,7 +344,7 @@ def test_requests_of_a_server_that_fails_go_to_others(
 def test_an_answer_that_fits_no_request_is_a_line_about_its_server(wrong: str, rollout_server: Server) -> None:
     settings, (fault, words) = SamplingSettings(1.0, 1.0, 261, 32, frozenset({260}), 1), WRONG[wrong]
     with faulty(rollout_server.url, fault) as url:
-        server = RolloutServer(url, "lmforge", settings, 60.0, None)
+        server = RolloutServer(url, "lmforge", settings, 60.0, *KEY.values())
         with pytest.raises(ServerProblem, match=f"^{url}.*{re.escape(words)}"):
             server.sample(SampleRequest(0, [97, 98], 12, 3), SamplingParams())
 
@@ -355,7 +355,7 @@ def test_a_server_that_sends_a_byte_now_and_then_holds_nobody_longer_than_the_ti
 ) -> None:
     settings = SamplingSettings(1.0, 1.0, 261, 32, frozenset(), 1)
     with faulty(rollout_server.url, f"drips {part}") as url:
-        server = RolloutServer(url, "lmforge", settings, 0.5, None)
+        server = RolloutServer(url, "lmforge", settings, 0.5, *KEY.values())
         with pytest.raises(ServerProblem, match=f"^{url}: no whole answer within 0.5 s$"):
             server.sample(SampleRequest(0, [97, 98], 12, 3), SamplingParams())
 
