@@ -317,6 +317,7 @@ def test_several_processes_print_the_scores_of_one_process_once(
     first, again = ([json.loads(line) for line in (tmp_path / f"{name}.jsonl").read_text().splitlines()] for name in "ab")
     for one, other in zip(first, again, strict=True):
         assert other.pop("logprobs", []) == pytest.approx(one.pop("logprobs", []), rel=1e-5)
+        assert other.pop("scores", {}) == pytest.approx(one.pop("scores", {}), rel=1e-5)
         assert one == other
     refused = preloaded().run([*words, str(tmp_path / "b.jsonl")], tmp_path, ranks=2)
     assert (refused.returncode, refused.stdout) == (2, "")
