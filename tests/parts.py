@@ -66,6 +66,7 @@ DISTRIBUTED = (
     "tasks",
     "top",
     "tuning",
+    "two_runs",
     "watch",
 )
 TRAIN = ("train", "trackers", "objectives", "rewards", "environments", "plan", "monitor", "checkpoint", "cluster", "ladder")
