@@ -1,6 +1,6 @@
 """Code that is not ours: Python files of users, such as hooks and reward functions, imported by path; and child processes.
 
-Reward functions, generated programs and chat templates run in processes of their own, so that what they do does not end the
+Reward functions and generated programs run in processes of their own, so that what they do does not end the
 run. They exchange lines of JSON with it: requests on their standard input, responses on their standard output. What confines
 a generated program is in `rewards/confinement.py`.
 """
@@ -13,7 +13,6 @@ import select
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
@@ -28,7 +27,6 @@ PACKAGE_PARENT = str(Path(__file__).resolve().parents[1])
 HEARTBEAT_CALL_SECONDS = 1.0
 # The limit of one response: rewards of a batch, or the output of a program, are far smaller.
 MAX_RESPONSE_BYTES = 64 << 20
-MAX_LAST_WORDS = 200
 # A file may import torch and open a model.
 IMPORT_TIMEOUT_SECONDS = 300.0
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
@@ -75,12 +73,12 @@ def python_command(module: str, argument: str, *flags: str) -> list[str]:
     return [sys.executable, "-P", *flags, "-c", code, argument]
 
 
-def encode_line(message: object, default: Callable[[Any], str] | None = None) -> bytes:
+def encode_line(message: object) -> bytes:
     """A line of JSON for `json.loads`, with lone surrogates as they are. Raises TypeError, ValueError or RecursionError.
 
     An escape takes up to three times the bytes of its character, of which a line may have only so many.
     """
-    return json.dumps(message, default=default, ensure_ascii=False).encode("utf-8", "surrogatepass") + b"\n"
+    return json.dumps(message, ensure_ascii=False).encode("utf-8", "surrogatepass") + b"\n"
 
 
 def start_server(
@@ -170,22 +168,13 @@ class JsonLineProcess:
     It is `closed` by `close`, and by whatever `request` and `receive` raise while they wait for a response.
     """
 
-    def __init__(
-        self,
-        command: Sequence[str],
-        env: Mapping[str, str] | None = None,
-        close_grace_seconds: float = 0.0,
-        capture_stderr: bool = False,
-    ) -> None:
-        """`close_grace_seconds` is how long the process is given to end by itself when it is closed. With `capture_stderr` the
-        last line of its standard error is in the message of ProcessLost."""
-        self._stderr = tempfile.TemporaryFile() if capture_stderr else None  # noqa: SIM115 (open as long as the process)
+    def __init__(self, command: Sequence[str], env: Mapping[str, str] | None = None, close_grace_seconds: float = 0.0) -> None:
+        """`close_grace_seconds` is how long the process is given to end by itself when it is closed."""
         self._process = subprocess.Popen(
             command,
             env=env,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            stderr=self._stderr,
             bufsize=0,
             start_new_session=True,
         )
@@ -196,23 +185,12 @@ class JsonLineProcess:
         self._close_grace_seconds = close_grace_seconds
         self.closed = False
 
-    @property
-    def returncode(self) -> int | None:
-        """The exit status of the closed process, negative for the signal that killed it."""
-        return self._process.returncode
-
-    def request(
-        self,
-        message: object,
-        timeout_seconds: float,
-        heartbeat: Callable[[], None] = lambda: None,
-        default: Callable[[Any], str] | None = None,
-    ) -> dict[str, Any]:
-        """Send a message and return its response, both within `timeout_seconds`. `default` makes text of what JSON lacks.
+    def request(self, message: object, timeout_seconds: float, heartbeat: Callable[[], None] = lambda: None) -> dict[str, Any]:
+        """Send a message and return its response, both within `timeout_seconds`.
 
         Raises TypeError, ValueError or RecursionError if the message is not JSON, and as `receive` does.
         """
-        rest, deadline = memoryview(encode_line(message, default)), time.monotonic() + timeout_seconds
+        rest, deadline = memoryview(encode_line(message)), time.monotonic() + timeout_seconds
         poll = select.poll()
         poll.register(self._stdin, select.POLLOUT)
         try:
@@ -251,18 +229,11 @@ class JsonLineProcess:
                 continue
             piece = os.read(self._stdout.fileno(), 1 << 16)
             if not piece:
-                raise ProcessLost(f"its process died{self._last_words()}")
+                raise ProcessLost("its process died")
             line += piece
             if len(line) > MAX_RESPONSE_BYTES:
                 raise ProcessLost(f"its response is larger than {MAX_RESPONSE_BYTES >> 20} MiB")
         return line
-
-    def _last_words(self) -> str:
-        if self._stderr is None:
-            return ""
-        self._stderr.seek(max(0, self._stderr.seek(0, os.SEEK_END) - MAX_LAST_WORDS))
-        lines = self._stderr.read().decode(errors="replace").strip().splitlines()
-        return f": {lines[-1]}" if lines else ""
 
     def close(self) -> None:
         """Close its input and give it time to end; then kill it, with all that it started in its session."""

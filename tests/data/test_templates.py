@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 from tokenizers import decoders, models, normalizers, pre_tokenizers
 from transformers import AutoTokenizer
 
-from lmforge.data.chat import jinja_sandbox
 from lmforge.data.chat.layout import SpecialTokens, encode_layouts
 from lmforge.data.chat.template_sources import LMFORGE_TEMPLATE
 from lmforge.data.chat.templates import ChatTemplate, LossMaskMode, build_layouts, one_layout
@@ -492,21 +491,14 @@ def test_pieces_outside_of_tags_are_not_scored_and_an_end_outside_of_them_is_ref
         (TAGGED_SHORT, HELLO, "never scores the end of turn"),
         ("{{ raise_exception('no system') }}", HELLO, "refuses the conversation: no system"),
         ("{% for m in messages %}", HELLO, "not Jinja: line 1"),
-        ("{% for a in range(9999) %}{% for b in range(9999) %}{% endfor %}{% endfor %}", HELLO, "needs more than 1 sec"),
         ("{% for a in range(99999) %}{{ 'a'.ljust(10000) }}{% endfor %}", HELLO, "wrote more than"),
-        ("{{ messages[0].content * 2000000000 }}", HELLO, "needs too much memory"),
         ("{{ ''.__class__.__mro__ }}", HELLO, "unsafe"),
         ("{{ messages.append(1) }}", HELLO, "unsafe|not safely"),
     ],
 )
 def test_a_template_that_teaches_what_is_not_asked_or_never_ends_is_refused(
-    folders: dict[str, Path],
-    source: str,
-    messages: list[dict[str, Any]],
-    complaint: str,
-    monkeypatch: pytest.MonkeyPatch,
+    folders: dict[str, Path], source: str, messages: list[dict[str, Any]], complaint: str
 ) -> None:
-    monkeypatch.setattr(jinja_sandbox, "CPU_SECONDS", 1)
     tokenizer = Tokenizer.open(folders["ChatML"])
     with pytest.raises(UserError, match=complaint):
         encode(ChatTemplate(tokenizer, source), messages)

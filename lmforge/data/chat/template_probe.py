@@ -10,7 +10,6 @@ from lmforge.data.chat.jinja_sandbox import (
     GENERATION_END,
     GENERATION_START,
     Conversation,
-    ForeignTemplate,
     JinjaTemplate,
     common_prefix_length,
 )
@@ -96,9 +95,7 @@ def without_tags(rendered: str, location: str) -> tuple[str, list[Span]]:
     return "".join(pieces), list(zip(bounds[::2], bounds[1::2], strict=True))
 
 
-def probe_template(
-    template: ForeignTemplate | JinjaTemplate, specials: re.Pattern[str], location: str, tools: list[Any] | None
-) -> TemplateProbe:
+def probe_template(template: JinjaTemplate, specials: re.Pattern[str], location: str, tools: list[Any] | None) -> TemplateProbe:
     """Render the small conversations. `specials` matches a special token. Raises UserError where the template does for one
     without calls and thoughts, to which `tools` are given."""
     text, prompt, turn, followed = _render(template, location, _PLAIN, tools)
@@ -136,15 +133,13 @@ def probe_template(
     return probe._replace(stops=frozenset(stops))
 
 
-def _render(
-    template: ForeignTemplate | JinjaTemplate, location: str, messages: Sequence[Any], tools: list[Any] | None
-) -> list[str]:
+def _render(template: JinjaTemplate, location: str, messages: Sequence[Any], tools: list[Any] | None) -> list[str]:
     """The texts of the prefixes, empty from where one cannot be rendered, in the first form in which the answer is shown."""
     problems: list[UserError] = []
     texts: list[str] = []
     for form in message_forms(messages):
         texts = []
-        [rendered] = template.render([Conversation(validate_messages(messages, form), tools, _PREFIXES)])
+        rendered = template.render(Conversation(validate_messages(messages, form), tools, _PREFIXES))
         try:
             texts.extend(without_tags(text, location)[0] for text in rendered)
         except UserError as problem:

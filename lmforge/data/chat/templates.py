@@ -16,7 +16,6 @@ from typing import Any, Literal, Self
 from lmforge.data.chat.jinja_sandbox import (
     REFUSES,
     Conversation,
-    ForeignTemplate,
     JinjaTemplate,
     common_prefix_length,
     first_difference,
@@ -104,13 +103,6 @@ class _Draft:
         return [part if isinstance(part, tuple) else [(unescape(words), scores) for words, scores in part] for part in parts]
 
 
-def _first_draft(example: ChatExample) -> _Draft | UserError:
-    try:
-        return _Draft(example, next(message_forms(example.messages)))
-    except UserError as problem:  # it has too many pieces
-        return problem
-
-
 class ChatTemplate:
     """A template over a tokenizer's special tokens. `stop_ids` end an answer or any text; `files` as transformers has them."""
 
@@ -120,12 +112,12 @@ class ChatTemplate:
         """`source` is Jinja; `location` names it in messages. `build_layouts` checks what only training needs. `probe_tools`
         are given to a template that needs tools to be opened.
 
-        Raises UserError where a template cannot be compiled, or needs too much time or memory.
+        Raises UserError where a template cannot be compiled, or refuses the small conversations of `probe_template`.
         """
         self.tokenizer, self.jinja_source, self.files = tokenizer, source, {"chat_template.jinja": source}
         self._location = location
         self.is_own = source == LMFORGE_TEMPLATE
-        self._template = (JinjaTemplate if self.is_own else ForeignTemplate)(source, template_variables(tokenizer), location)
+        self._template = JinjaTemplate(source, template_variables(tokenizer), location)
         self._open_tool_template: Callable[[], ChatTemplate] = lambda: self
         self._has_generation_tags = GENERATION_TAG.search(source) is not None
         self.specials = SpecialTokens(tokenizer)
@@ -200,10 +192,9 @@ class ChatTemplate:
         problems: list[UserError] = []
         for form in message_forms(example.messages):
             draft = _Draft(example, form)
-            texts, marked_texts = self._render([draft])
             try:
-                text = without_tags(next(texts), self._location)[0]
-                self._check_pieces(draft, self._find_pieces(draft, text, marked_texts), {})
+                text = without_tags(next(self._template.render(draft.conversation)), self._location)[0]
+                self._check_pieces(draft, self._find_pieces(draft, text), {})
                 break
             except UserError as problem:
                 problems.append(problem)
@@ -246,33 +237,23 @@ class ChatTemplate:
 
     def build(self, examples: Sequence[ChatExample]) -> Iterator[list[Layout] | UserError]:
         """`build_layouts` of this template's examples."""
-        made = [_first_draft(example) for example in examples]
-        texts = self._render([each for each in made if isinstance(each, _Draft)])
-        for number, draft in enumerate(made, start=1):
-            if isinstance(draft, UserError):
-                yield draft
-                continue
+        for example in examples:
             try:
-                rendered = next(texts), next(texts)
-            except UserError as problem:  # it exceeds the bounds, which ends the rendering
-                texts = self._render([each for each in made[number:] if isinstance(each, _Draft)])
+                draft = _Draft(example, next(message_forms(example.messages)))
+            except UserError as problem:  # it has too many pieces
                 yield problem
                 continue
             try:
-                yield [self._finish(draft, *rendered)]
+                yield [self._finish(draft)]
             except UserError as problem:
-                yield self._build_otherwise(draft.example, problem)
-
-    def _render(self, drafts: Sequence[_Draft]) -> Iterator[Iterator[str]]:
-        return self._template.render(each for draft in drafts for each in (draft.conversation, draft.marked))
+                yield self._build_otherwise(example, problem)
 
     def _build_otherwise(self, example: ChatExample, problem: UserError) -> list[Layout] | UserError:
         """The layouts of an example in another form than that which has the `problem`, or of its turns; or what is wrong."""
         problems = [problem]
         for form in islice(message_forms(example.messages), 1, None):
             try:
-                draft = _Draft(example, form)
-                return [self._finish(draft, *self._render([draft]))]
+                return [self._finish(_Draft(example, form))]
             except UserError as other:
                 problems.append(other)
         if not (example.split_turns and example.scored):
@@ -281,10 +262,11 @@ class ChatTemplate:
         built = list(self.build(turns))
         return next((each for each in built if isinstance(each, UserError)), None) or list(map(one_layout, built))
 
-    def _finish(self, draft: _Draft, texts: Iterator[str], marked_texts: Iterator[str]) -> Layout:
+    def _finish(self, draft: _Draft) -> Layout:
+        texts = self._template.render(draft.conversation)
         text, tagged = without_tags(next(texts), self._location)
         scored = draft.example.scored
-        found = self._find_pieces(draft, text, marked_texts)
+        found = self._find_pieces(draft, text)
         spans = answers = [(0, len(text))] if scored is None else []
         if scored and self.is_own:
             spans = answers = [tagged[draft.roles[:at].count("assistant")] for at in scored]
@@ -303,15 +285,14 @@ class ChatTemplate:
         self._check_pieces(draft, found, dict(zip(scored or (), answers, strict=False)))
         return draft.layout(text, spans)
 
-    def _find_pieces(self, draft: _Draft, text: str, marked_texts: Iterator[str]) -> list[FoundPiece]:
+    def _find_pieces(self, draft: _Draft, text: str) -> list[FoundPiece]:
         """Each piece, and where it is in the text. Raises UserError where the template reads these messages as others."""
         for placement in PLACEMENTS:
             if placement != PLACEMENTS[0]:
                 draft.mark(placement)
-                [marked_texts] = self._template.render([draft.marked])
             marked = ""
             with suppress(UserError):
-                marked = without_tags(next(marked_texts), self._location)[0]
+                marked = without_tags(next(self._template.render(draft.marked)), self._location)[0]
             if is_written_as_python(draft.marked.messages, marked):
                 raise UserError(f"{self._location}: {REFUSES}: it takes lists and objects for text")
             if MARK.sub("", marked) == text:
@@ -339,7 +320,7 @@ class ChatTemplate:
         if rewritten:  # but where it is the last answer, it must be there
             draft.mark(PLACEMENTS[0])
             ends = [(piece.message + 1, False) for piece in rewritten]
-            [texts] = self._template.render([draft.marked._replace(prefixes=ends)])
+            texts = self._template.render(draft.marked._replace(prefixes=ends))
             for piece, text in zip(rewritten, texts, strict=True):
                 if find_pieces([piece], without_tags(text, self._location)[0]) == [[]]:
                     raise self._refusal(draft, piece, "leaves out the", "correct the template, or the record")
@@ -415,7 +396,7 @@ def build_layouts(examples: Sequence[ChatExample]) -> Iterator[list[Layout] | Us
 
     An error for each that cannot be trained on: all that it says must be in the text, and what it scores in an answer; what
     comes before a scored answer must be what the template prompts with, and stay the same when more turns follow; and an answer
-    must end with a special token, or a model never learns to stop. Raises UserError where a template exceeds its bounds.
+    must end with a special token, or a model never learns to stop.
     """
     for template, group in groupby(examples, lambda example: example.template):
         yield from template.build(list(group))
