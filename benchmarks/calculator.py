@@ -17,8 +17,8 @@ from typing import Any
 
 from setting import benchmark_parser, machine, machine_lines, write_result
 
-from lmforge.config.verbs.running import PipelineOptions
-from lmforge.verbs.running.pipeline import PlannedStage, plan_stages
+from lmforge.ops.options.running import PipelineOptions
+from lmforge.ops.verbs.running.pipeline import PlannedStage, plan_stages
 
 ROOT = Path(__file__).parents[1]
 RECIPE = "recipes/calculator"

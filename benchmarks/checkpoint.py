@@ -21,17 +21,17 @@ import torch
 import torch.distributed.checkpoint as dcp
 from setting import benchmark_parser, machine, machine_lines, summarize, tokens_of_stdlib, write_result
 
-from lmforge import checkpoint
-from lmforge.checkpoint import AsyncCheckpointer, RetentionPolicy, StateDict
-from lmforge.cluster.distributed import DistributedContext
-from lmforge.cluster.rank_info import RankInfo
-from lmforge.config.sections import OptimizerOptions
-from lmforge.data.tokenizer import train_tokenizer
-from lmforge.model import build_model
-from lmforge.model.config import ModelConfig
-from lmforge.model.init_weights import init_weights
-from lmforge.runs import Run
-from lmforge.train.optimizers.optimizer import build_optimizer, named_optimizer_state
+from lmforge.core import checkpoint
+from lmforge.core.checkpoint import AsyncCheckpointer, RetentionPolicy, StateDict
+from lmforge.core.data.tokenizer import train_tokenizer
+from lmforge.core.distributed.distributed import DistributedContext
+from lmforge.core.distributed.rank_info import RankInfo
+from lmforge.core.model import build_model
+from lmforge.core.model.config import ModelConfig
+from lmforge.core.model.init_weights import init_weights
+from lmforge.core.optim.optimizer import build_optimizer, named_optimizer_state
+from lmforge.core.options.sections import OptimizerOptions
+from lmforge.core.records.runs import Run
 
 PIECE = 1 << 24
 METADATA = {"global_batch_size": 1, "plan_hash": "", "hf_config": {}, "recipe": {}, "tokenizer_hash": "", "written_by": {}}

@@ -18,46 +18,46 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from lmforge.checkpoint import AsyncCheckpointer, RetentionPolicy
-from lmforge.cluster import distributed as cluster
-from lmforge.config.activation_checkpointing import CheckpointingMode
-from lmforge.config.batch_plan import BatchPlan
-from lmforge.config.operation import CheckpointOptions, LogOptions
-from lmforge.config.sections import (
+from lmforge.core.checkpoint import AsyncCheckpointer, RetentionPolicy
+from lmforge.core.data.dataset import TokenDataset
+from lmforge.core.data.shards.folder import TokenFolder
+from lmforge.core.distributed import distributed as cluster
+from lmforge.core.loop import train
+from lmforge.core.losses.language import NextTokenObjective
+from lmforge.core.model import build_model
+from lmforge.core.model.config import ModelConfig
+from lmforge.core.model.init_weights import init_adapters, init_weights
+from lmforge.core.model.lora import adapter_parameters, add_lora
+from lmforge.core.model.quantization import blocks
+from lmforge.core.optim.schedules import build_schedule
+from lmforge.core.options.activation_checkpointing import CheckpointingMode
+from lmforge.core.options.batch_plan import BatchPlan
+from lmforge.core.options.operation import CheckpointOptions, LogOptions
+from lmforge.core.options.sections import (
     OptimizerOptions,
     ParallelOptions,
     ScheduleOptions,
     TrainOptions,
 )
-from lmforge.config.stage import PretrainConfig, StageConfig
-from lmforge.config.tuning import LoraOptions, SftConfig, TunedTrainOptions, TuningOptimizer, TuningSchedule
-from lmforge.data.dataset import TokenDataset
-from lmforge.data.shards.folder import TokenFolder
-from lmforge.interop.config_json import to_config_json
-from lmforge.model import build_model
-from lmforge.model.config import ModelConfig
-from lmforge.model.init_weights import init_adapters, init_weights
-from lmforge.model.lora import adapter_parameters, add_lora
-from lmforge.model.quantization import blocks
-from lmforge.monitor.console import ConsoleLogger
-from lmforge.monitor.rank_log import RankLog
-from lmforge.monitor.watchdog import Watchdog
-from lmforge.objectives.language import NextTokenObjective
-from lmforge.parallel.precision import DTYPES
-from lmforge.plan.parameter_counts import get_lora_config, training_flops_per_token
-from lmforge.runs import Run
-from lmforge.stages.attempt import RunContext, RunEvents
-from lmforge.stages.build_model import BuiltModel, build_model_and_optimizer
-from lmforge.stages.dataset_batches import DatasetBatches
-from lmforge.stages.inputs import RunInputs
-from lmforge.stages.observers import Observers
-from lmforge.trackers.tracker_threads import TrackerThreads
-from lmforge.train.bad_steps import BadStepDetector
-from lmforge.train.checkpoints import Checkpoints
-from lmforge.train.loop import train
-from lmforge.train.metrics import Throughput, peak_memory_gib
-from lmforge.train.optimizers.schedules import build_schedule
-from lmforge.train.resume import ResumePoint
+from lmforge.core.options.stage import PretrainConfig, StageConfig
+from lmforge.core.parallel.precision import DTYPES
+from lmforge.core.records.runs import Run
+from lmforge.core.stages.attempt import RunContext, RunEvents
+from lmforge.core.stages.build_model import BuiltModel, build_model_and_optimizer
+from lmforge.core.stages.dataset_batches import DatasetBatches
+from lmforge.core.stages.inputs import RunInputs
+from lmforge.core.stages.observers import Observers
+from lmforge.core.stages.parameter_counts import get_lora_config, training_flops_per_token
+from lmforge.core.steps.bad_steps import BadStepDetector
+from lmforge.core.steps.checkpoints import Checkpoints
+from lmforge.core.steps.metrics import Throughput, peak_memory_gib
+from lmforge.core.steps.resume import ResumePoint
+from lmforge.hf.config_json import to_config_json
+from lmforge.ops.monitor.console import ConsoleLogger
+from lmforge.ops.monitor.rank_log import RankLog
+from lmforge.ops.monitor.watchdog import Watchdog
+from lmforge.ops.trackers.tracker_threads import TrackerThreads
+from lmforge.post.options.tuning import LoraOptions, SftConfig, TunedTrainOptions, TuningOptimizer, TuningSchedule
 
 WARM_UP_STEPS = 10
 LOG_EVERY_STEPS = 10

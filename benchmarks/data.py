@@ -25,14 +25,14 @@ from data_contenders import BY_HAND, FLOOR, OPEN
 from data_peers import lead, loaders_table, measure_loaders
 from setting import benchmark_parser, machine, machine_lines, summarize, write_result
 
-from lmforge.data.best_fit_index import BestFitIndex
-from lmforge.data.dataset import TokenDataset
-from lmforge.data.prepare.dist_context import SingleProcessContext
-from lmforge.data.prepare.pack import pack_folder
-from lmforge.data.shards.folder import TokenFolder
-from lmforge.data.shards.format import SHARD_SUFFIXES, SHARDS_MANIFEST, write_shard
-from lmforge.data.tokenizer import Tokenizer, train_tokenizer
-from lmforge.manifests import FORMAT_VERSION, ShardEntry, TokenFolderManifest
+from lmforge.core.data.best_fit_index import BestFitIndex
+from lmforge.core.data.dataset import TokenDataset
+from lmforge.core.data.shards.folder import TokenFolder
+from lmforge.core.data.shards.format import SHARD_SUFFIXES, SHARDS_MANIFEST, write_shard
+from lmforge.core.data.tokenizer import Tokenizer, train_tokenizer
+from lmforge.core.records.manifests import FORMAT_VERSION, ShardEntry, TokenFolderManifest
+from lmforge.text.prepare.dist_context import SingleProcessContext
+from lmforge.text.prepare.pack import pack_folder
 
 SHARDS, SHARD_TOKENS, DOCUMENT_TOKENS = 30_000, 500_000_000, 1000
 SEQUENCE_LENGTH, BATCH_SIZE = 4096, 512

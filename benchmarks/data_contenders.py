@@ -51,9 +51,9 @@ def raw_sequences(folder: Path) -> np.ndarray:
 
 
 def open_lmforge(folder: Path) -> Opened:
-    from lmforge.data.dataset import TokenDataset
-    from lmforge.data.loader import BatchLoader
-    from lmforge.data.shards.folder import TokenFolder
+    from lmforge.core.data.dataset import TokenDataset
+    from lmforge.core.data.loader import BatchLoader
+    from lmforge.core.data.shards.folder import TokenFolder
 
     dataset = TokenDataset(TokenFolder.open(folder / "shards"), sequence_length=SEQUENCE_LENGTH, seed=SEED)
     loader = BatchLoader(dataset, global_batch_size=BATCH_SIZE, micro_batch_size=BATCH_SIZE)
@@ -251,7 +251,12 @@ def _check(batch: Arrays) -> None:
 
 def measure(name: str, folder: Path, batches: int) -> dict[str, Any]:
     """The figures of one loader; those a thousand samples are of `batches` batches, after some to warm up."""
-    imports = {"Grain": "grain", "MosaicML Streaming": "streaming", "datasets": "datasets", "lmforge": "lmforge.data.loader"}
+    imports = {
+        "Grain": "grain",
+        "MosaicML Streaming": "streaming",
+        "datasets": "datasets",
+        "lmforge": "lmforge.core.data.loader",
+    }
     for module in ("torch.utils.data" if name != "Grain" else "grain", imports.get(name, "torch")):
         __import__(module)
     before, began = _memory_mb(), time.perf_counter()

@@ -16,10 +16,10 @@ import numpy as np
 from data_contenders import BATCH_SIZE, EOS, FLOOR, SEED, WRITE
 from setting import make_environment, summarize
 
-from lmforge.data.prepare.prepare import prepare
-from lmforge.data.shards.folder import TokenFolder
-from lmforge.data.shards.format import SHARDS_MANIFEST, hash_tokenizer_files, write_shard
-from lmforge.manifests import FORMAT_VERSION, ShardEntry, TokenFolderManifest
+from lmforge.core.data.shards.folder import TokenFolder
+from lmforge.core.data.shards.format import SHARDS_MANIFEST, hash_tokenizer_files, write_shard
+from lmforge.core.records.manifests import FORMAT_VERSION, ShardEntry, TokenFolderManifest
+from lmforge.text.prepare.prepare import prepare
 
 CONTENDERS = Path(__file__).with_name("data_contenders.py")
 SHARD_TOKENS = 10_000_000

@@ -17,13 +17,13 @@ import torch
 from setting import benchmark_parser, machine, machine_lines, tokens_of_stdlib, train_run, write_result
 from torch import Tensor
 
-from lmforge.data.batch import Batch, Extras
-from lmforge.data.order import token_rng_keys
-from lmforge.data.shards.folder import TokenFolder
-from lmforge.generate.model_loading import load_model
-from lmforge.model.layers import LanguageModel
-from lmforge.objectives.distillation import DistillationConfig, DistillationObjective, TeacherHead, top_log_probs
-from lmforge.stages.distillation.stored import record_dtype
+from lmforge.core.data.batch import Batch, Extras
+from lmforge.core.data.order import token_rng_keys
+from lmforge.core.data.shards.folder import TokenFolder
+from lmforge.core.model.layers import LanguageModel
+from lmforge.post.distillation.stored import record_dtype
+from lmforge.post.objectives.distillation import DistillationConfig, DistillationObjective, TeacherHead, top_log_probs
+from lmforge.serve.decoding.model_loading import load_model
 
 KEPT, LENGTH, HEAD_DIM = 64, 128, 16
 TEMPERATURES = (1.0, 0.5, 0.25)

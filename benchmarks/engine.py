@@ -21,18 +21,18 @@ from typing import Any
 import torch
 from setting import benchmark_parser, machine, machine_lines, summarize, write_result
 
-from lmforge.cluster.distributed import keep_freed_memory
-from lmforge.cluster.rank_info import threads_per_rank
-from lmforge.generate.engine import Engine, GenerationRequest
-from lmforge.generate.sampling import SamplingParams
-from lmforge.interop.export import export_folder
-from lmforge.interop.resolve import resolve_model_config
-from lmforge.interop.weights import load_folder
-from lmforge.model import build_model
-from lmforge.model.config import ModelConfig
-from lmforge.model.flops import parameter_count
-from lmforge.model.init_weights import init_weights
-from lmforge.model.layers import LanguageModel
+from lmforge.core.distributed.distributed import keep_freed_memory
+from lmforge.core.distributed.rank_info import threads_per_rank
+from lmforge.core.model import build_model
+from lmforge.core.model.config import ModelConfig
+from lmforge.core.model.flops import parameter_count
+from lmforge.core.model.init_weights import init_weights
+from lmforge.core.model.layers import LanguageModel
+from lmforge.hf.export import export_folder
+from lmforge.hf.resolve import resolve_model_config
+from lmforge.hf.weights import load_folder
+from lmforge.serve.decoding.engine import Engine, GenerationRequest
+from lmforge.serve.decoding.sampling import SamplingParams
 
 OURS, THEIRS = "lmforge", "transformers"
 # That of train_cpu.py, and the same with grouped heads. First weights so large that the likeliest token stands out.

@@ -39,24 +39,24 @@ from contenders import (
 )
 from setting import RESULTS, machine, machine_lines, summarize, tokens_of_stdlib, word
 
-from lmforge.atomic_files import atomic_write_json, atomic_write_text
-from lmforge.bench.step_timing import OUT_OF_MEMORY, ran_out_of_memory
-from lmforge.cluster.distributed import DistributedContext
-from lmforge.cluster.rank_info import RankInfo, threads_per_rank
-from lmforge.config.activation_checkpointing import CheckpointingMode
-from lmforge.config.sections import ParallelOptions
-from lmforge.config.tuning import LoraOptions
-from lmforge.errors import UserError
-from lmforge.interop.config_json import to_config_json
-from lmforge.model.config import ModelConfig
-from lmforge.model.flops import FLOPS_CONVENTION, parameter_count
-from lmforge.parallel.precision import has_native_bf16
-from lmforge.plan.hardware import data_sheets
-from lmforge.plan.parameter_counts import get_lora_config, training_flops_per_token
-from lmforge.plan.peak_flops import rank_peak_flops
-from lmforge.plan.planning import Machine, predict_step
-from lmforge.plan.prediction.predict import Prediction
-from lmforge.plan.prediction.step_config import StepConfig
+from lmforge.core.distributed.distributed import DistributedContext
+from lmforge.core.distributed.rank_info import RankInfo, threads_per_rank
+from lmforge.core.errors import UserError
+from lmforge.core.files.atomic_files import atomic_write_json, atomic_write_text
+from lmforge.core.model.config import ModelConfig
+from lmforge.core.model.flops import FLOPS_CONVENTION, parameter_count
+from lmforge.core.options.activation_checkpointing import CheckpointingMode
+from lmforge.core.options.sections import ParallelOptions
+from lmforge.core.parallel.precision import has_native_bf16
+from lmforge.core.stages.parameter_counts import get_lora_config, training_flops_per_token
+from lmforge.hf.config_json import to_config_json
+from lmforge.lab.bench.step_timing import OUT_OF_MEMORY, ran_out_of_memory
+from lmforge.lab.plan.hardware import data_sheets
+from lmforge.lab.plan.peak_flops import rank_peak_flops
+from lmforge.lab.plan.planning import Machine, predict_step
+from lmforge.lab.plan.prediction.predict import Prediction
+from lmforge.lab.plan.prediction.step_config import StepConfig
+from lmforge.post.options.tuning import LoraOptions
 
 GIB = 2**30
 # The fraction of a GPU's memory for weights, gradients and optimizer states; the rest is for activations and logits.
@@ -242,7 +242,7 @@ def why(ended: EndedEarly) -> str:
     if ran_out_of_memory(ended.status, ended.said):
         return OUT_OF_MEMORY
     last = next((line for line in reversed(ended.said.splitlines()) if line.strip()), "it said nothing")
-    return last.removeprefix("lmforge.errors.UserError: ").replace("|", "/")[:200]
+    return last.removeprefix("lmforge.core.errors.UserError: ").replace("|", "/")[:200]
 
 
 def warmed_up(name: str, contest: Contest, seconds: float, limit: float) -> tuple[Contender | None, dict[str, Any]]:

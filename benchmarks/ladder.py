@@ -21,10 +21,10 @@ from typing import Any
 import torch
 from setting import benchmark_parser, machine, machine_lines, run_lmforge, train_run, write_result
 
-from lmforge.interop.resolve import stored_model_config
-from lmforge.ladder.rungs import scaled_parameters
-from lmforge.manifests import read_manifest
-from lmforge.runs import Run
+from lmforge.core.records.manifests import read_manifest
+from lmforge.core.records.runs import Run
+from lmforge.hf.resolve import stored_model_config
+from lmforge.lab.ladder.rungs import scaled_parameters
 
 TOKENS_PER_PARAMETER = 20
 VOCABULARY, LENGTH, HEAD_DIM, LAYERS = 1024, 64, 32, 6

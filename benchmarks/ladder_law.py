@@ -24,9 +24,9 @@ from typing import Any
 import numpy as np
 from setting import benchmark_parser, machine, machine_lines, write_result
 
-from lmforge.ladder.fit import LEVEL, Fit, fit_points
-from lmforge.ladder.frontier import predicted_loss
-from lmforge.ladder.law import FIRST_HUBER, NUM_FITTED, Law, Losses, Point, best_law
+from lmforge.lab.ladder.fit import LEVEL, Fit, fit_points
+from lmforge.lab.ladder.frontier import predicted_loss
+from lmforge.lab.ladder.law import FIRST_HUBER, NUM_FITTED, Law, Losses, Point, best_law
 
 # One of small models, at the loss of text in small vocabularies; that of Besiroglu et al. with runs of such size; and one whose
 # exponents differ. Each with the parameters of its largest run.

@@ -13,11 +13,11 @@ from typing import Any
 import torch
 from setting import benchmark_parser, machine, machine_lines, summarize, tokens_of_stdlib, write_result
 
-from lmforge.cluster.rank_info import threads_per_rank
-from lmforge.data.batch import Batch
-from lmforge.data.dataset import TokenDataset
-from lmforge.data.loader import BatchLoader
-from lmforge.data.shards.folder import TokenFolder
+from lmforge.core.data.batch import Batch
+from lmforge.core.data.dataset import TokenDataset
+from lmforge.core.data.loader import BatchLoader
+from lmforge.core.data.shards.folder import TokenFolder
+from lmforge.core.distributed.rank_info import threads_per_rank
 
 BATCHES = ((8, 256), (64, 2048))
 STEP_SECONDS = 0.1

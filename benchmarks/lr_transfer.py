@@ -17,7 +17,7 @@ from typing import Any
 from setting import benchmark_parser, machine, machine_lines, tokens_of_stdlib, write_result
 
 import lmforge
-from lmforge.runs import Run
+from lmforge.core.records.runs import Run
 
 WIDTHS = (64, 128, 256)
 RATES = tuple(2e-3 * 2**step for step in range(6))

@@ -18,13 +18,13 @@ from contender_process import Contender
 from contenders import LMFORGE, LMFORGE_DENSE, TRAINER, WARM_UP_STEPS, Contest
 from setting import benchmark_parser, machine, machine_lines, run_lmforge, summarize, tokens_of_stdlib, train_run, write_result
 
-from lmforge.cluster.rank_info import threads_per_rank
-from lmforge.config.sections import ModelOptions
-from lmforge.interop.config_json import to_config_json
-from lmforge.interop.resolve import model_config_from_options
-from lmforge.model.config import ModelConfig
-from lmforge.model.flops import flops_per_token, parameter_count
-from lmforge.parallel.precision import has_native_bf16, missing_for_compile
+from lmforge.core.distributed.rank_info import threads_per_rank
+from lmforge.core.model.config import ModelConfig
+from lmforge.core.model.flops import flops_per_token, parameter_count
+from lmforge.core.options.sections import ModelOptions
+from lmforge.core.parallel.precision import has_native_bf16, missing_for_compile
+from lmforge.hf.config_json import to_config_json
+from lmforge.hf.resolve import model_config_from_options
 
 MIXTURE = "lmforge, mixture"
 GOALS = {"fp32": {LMFORGE_DENSE: 0.7}, "bf16": {TRAINER: 1.3, LMFORGE_DENSE: 0.55}}

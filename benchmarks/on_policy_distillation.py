@@ -14,10 +14,10 @@ from typing import Any
 import torch
 from setting import benchmark_parser, machine, machine_lines, run_lmforge, write_result
 
-from lmforge.data.chat.library_functions import TRAIN_FILE, VALIDATION_FILE
-from lmforge.generate.model_loading import load_model
-from lmforge.model.flops import flops_per_token
-from lmforge.runs import Run
+from lmforge.core.model.flops import flops_per_token
+from lmforge.core.records.runs import Run
+from lmforge.serve.decoding.model_loading import load_model
+from lmforge.text.chat.library_functions import TRAIN_FILE, VALIDATION_FILE
 
 RECIPES = Path(__file__).parents[1] / "recipes"
 PRETRAINED = {"student": "quickstart", "teacher": "quickstart-teacher"}

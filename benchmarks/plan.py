@@ -11,13 +11,13 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from lmforge.config.options import validate_options
-from lmforge.config.sections import ParallelOptions
-from lmforge.model.config import ModelConfig, get_preset
-from lmforge.plan.hardware import data_sheets
-from lmforge.plan.planning import Machine
-from lmforge.plan.prediction.predict import Prediction, predict
-from lmforge.plan.prediction.step_config import StepConfig
+from lmforge.core.model.config import ModelConfig, get_preset
+from lmforge.core.options.options import validate_options
+from lmforge.core.options.sections import ParallelOptions
+from lmforge.lab.plan.hardware import data_sheets
+from lmforge.lab.plan.planning import Machine
+from lmforge.lab.plan.prediction.predict import Prediction, predict
+from lmforge.lab.plan.prediction.step_config import StepConfig
 
 PUBLISHED = Path(__file__).with_name("published.json")
 

@@ -17,7 +17,7 @@ from typing import Any
 
 from setting import benchmark_parser, machine, machine_lines, write_result
 
-from lmforge.cluster.rank_info import threads_per_rank
+from lmforge.core.distributed.rank_info import threads_per_rank
 
 # The presets nano and nano-moe, with 4,096 ids, in other shapes. Experts are drawn as busy as random weights make them.
 SHAPES = {

@@ -19,10 +19,10 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-from lmforge.cluster.rank_info import threads_per_rank
-from lmforge.data.prepare.prepare import prepare
-from lmforge.data.sources.text_sources import open_text_source
-from lmforge.data.tokenizer import EOS_TOKEN, train_tokenizer
+from lmforge.core.data.tokenizer import EOS_TOKEN, train_tokenizer
+from lmforge.core.distributed.rank_info import threads_per_rank
+from lmforge.text.prepare.prepare import prepare
+from lmforge.text.sources.text_sources import open_text_source
 
 BATCH_CHARACTERS = 1 << 20
 DATATROVE = ("datatrove==0.10.1", "loguru==0.7.3", "orjson==3.13.0", "humanize==4.17.0")
@@ -80,7 +80,7 @@ def since(began: Seconds) -> Seconds:
 def run_tokenizers(folder: Path, out: Path, workers: int) -> Seconds:
     """Seconds of encoding alone."""
     os.environ["RAYON_NUM_THREADS"], os.environ["TOKENIZERS_PARALLELISM"] = str(workers), "true"
-    from lmforge.data.tokenizer import Tokenizer
+    from lmforge.core.data.tokenizer import Tokenizer
 
     tokenizer = Tokenizer.open(folder / "tokenizer")
     batches: list[list[str]] = [[]]

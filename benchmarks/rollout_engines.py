@@ -17,11 +17,11 @@ from typing import Any
 import torch
 from setting import benchmark_parser, machine, machine_lines, run_lmforge, summarize, write_result
 
-from lmforge.data.tokenizer import train_tokenizer
-from lmforge.interop.export import export_folder
-from lmforge.model import build_model
-from lmforge.model.config import ModelConfig
-from lmforge.model.init_weights import init_weights
+from lmforge.core.data.tokenizer import train_tokenizer
+from lmforge.core.model import build_model
+from lmforge.core.model.config import ModelConfig
+from lmforge.core.model.init_weights import init_weights
+from lmforge.hf.export import export_folder
 
 VOCAB_SIZE = 261  # a token a byte
 REWARDS = "def variety(prompts, completions):\n    return [len(set(text)) / 12 for text in completions]\n"

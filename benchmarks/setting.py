@@ -21,9 +21,9 @@ from typing import Any
 
 import torch
 
-from lmforge.data.prepare.prepare import prepare
-from lmforge.data.shards.folder import TokenFolder
-from lmforge.runs import Run, describe_environment
+from lmforge.core.data.shards.folder import TokenFolder
+from lmforge.core.records.runs import Run, describe_environment
+from lmforge.text.prepare.prepare import prepare
 
 RESULTS = Path(__file__).parent / "results"
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from setting import benchmark_parser, machine, machine_lines, run_lmforge, summarize, train_run, write_result
 
-from lmforge.cluster.rank_info import threads_per_rank
+from lmforge.core.distributed.rank_info import threads_per_rank
 
 RECIPE = Path(__file__).parents[1] / "recipes" / "quickstart.toml"
 REFERENCE = "fp32"

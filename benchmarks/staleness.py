@@ -16,7 +16,7 @@ from typing import Any
 
 from setting import benchmark_parser, machine, machine_lines, summarize, write_result
 
-from lmforge.stages.alignment.sampling_ahead import SamplingAhead
+from lmforge.post.rl.sampling_ahead import SamplingAhead
 
 GENERATION, LOGPROBS, UPDATE = 0.178, 0.054, 0.114  # seconds
 COMPLETIONS = 64  # of a step

@@ -17,11 +17,11 @@ from contender_process import Contender
 from contenders import LMFORGE, LMFORGE_UNCOMPILED, PEAK, PLAIN, PLAIN_COMPILED, TRAINER, WARM_UP_STEPS, Contest
 from setting import benchmark_parser, machine, machine_lines, summarize, tokens_of_stdlib, write_result
 
-from lmforge.cluster.rank_info import threads_per_rank
-from lmforge.interop.config_json import to_config_json
-from lmforge.model.config import ModelConfig
-from lmforge.model.flops import FLOPS_CONVENTION, flops_per_token, parameter_count
-from lmforge.parallel.precision import has_native_bf16, missing_for_compile
+from lmforge.core.distributed.rank_info import threads_per_rank
+from lmforge.core.model.config import ModelConfig
+from lmforge.core.model.flops import FLOPS_CONVENTION, flops_per_token, parameter_count
+from lmforge.core.parallel.precision import has_native_bf16, missing_for_compile
+from lmforge.hf.config_json import to_config_json
 
 PEAK_SECONDS = 1.5
 # Written out rather than a preset, so that results stay comparable when presets change.

@@ -13,12 +13,12 @@ __version__ = "0.1.0"
 # replace it.
 _PUBLIC = {
     # data
-    "prepare_data": "lmforge.data.prepare.prepare:prepare",
+    "prepare_data": "lmforge.text.prepare.prepare:prepare",
     "open_data": "lmforge.library.custom_loop:open_data",
     "open_batches": "lmforge.library.custom_loop:open_batches",
     "open_tokenizer": "lmforge.library.models:open_tokenizer",
-    "Batch": "lmforge.data.batch:Batch",
-    "IGNORE_INDEX": "lmforge.data.labels:IGNORE_INDEX",
+    "Batch": "lmforge.core.data.batch:Batch",
+    "IGNORE_INDEX": "lmforge.core.data.labels:IGNORE_INDEX",
     # models
     "build_model": "lmforge.library.models:build_model",
     "load_model": "lmforge.library.models:load_model",
@@ -28,20 +28,20 @@ _PUBLIC = {
     "export_model": "lmforge.library.models:export_model",
     # training
     "train_model": "lmforge.library.training:train_model",
-    "Objective": "lmforge.objectives.objective:Objective",
-    "label_logprobs": "lmforge.objectives.objective:label_logprobs",
-    "init_distributed": "lmforge.cluster.distributed:init_distributed",
+    "Objective": "lmforge.core.losses.objective:Objective",
+    "label_logprobs": "lmforge.core.losses.objective:label_logprobs",
+    "init_distributed": "lmforge.core.distributed.distributed:init_distributed",
     "parallelize": "lmforge.library.custom_loop:parallelize",
     "build_optimizer": "lmforge.library.custom_loop:build_optimizer",
-    "train_step": "lmforge.parallel.parallel_model:train_step",
+    "train_step": "lmforge.core.parallel.parallel_model:train_step",
     # extension
-    "register": "lmforge.config.builtin_names:register",
-    "Options": "lmforge.config.options:Options",
-    "option": "lmforge.config.options:option",
-    "Environment": "lmforge.environments.environment:Environment",
-    "Reply": "lmforge.environments.environment:Reply",
-    "UserError": "lmforge.errors:UserError",
-    "RunFailed": "lmforge.errors:RunFailed",
+    "register": "lmforge.core.options.builtin_names:register",
+    "Options": "lmforge.core.options.options:Options",
+    "option": "lmforge.core.options.options:option",
+    "Environment": "lmforge.post.environments.environment:Environment",
+    "Reply": "lmforge.post.environments.environment:Reply",
+    "UserError": "lmforge.core.errors:UserError",
+    "RunFailed": "lmforge.core.errors:RunFailed",
 }
 
 __all__ = ["__version__", *_PUBLIC]

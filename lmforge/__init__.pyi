@@ -1,13 +1,13 @@
 """The types of the names of `import lmforge`, for type checkers and editors; the names themselves are in __init__.py."""
 
-from lmforge.cluster.distributed import init_distributed
-from lmforge.config.builtin_names import register
-from lmforge.config.options import Options, option
-from lmforge.data.batch import Batch
-from lmforge.data.labels import IGNORE_INDEX
-from lmforge.data.prepare.prepare import prepare as prepare_data
-from lmforge.environments.environment import Environment, Reply
-from lmforge.errors import RunFailed, UserError
+from lmforge.core.data.batch import Batch
+from lmforge.core.data.labels import IGNORE_INDEX
+from lmforge.core.distributed.distributed import init_distributed
+from lmforge.core.errors import RunFailed, UserError
+from lmforge.core.losses.objective import Objective, label_logprobs
+from lmforge.core.options.builtin_names import register
+from lmforge.core.options.options import Options, option
+from lmforge.core.parallel.parallel_model import train_step
 from lmforge.library.custom_loop import build_optimizer, open_batches, open_data, parallelize
 from lmforge.library.models import (
     build_model,
@@ -19,8 +19,8 @@ from lmforge.library.models import (
     save_model,
 )
 from lmforge.library.training import train_model
-from lmforge.objectives.objective import Objective, label_logprobs
-from lmforge.parallel.parallel_model import train_step
+from lmforge.post.environments.environment import Environment, Reply
+from lmforge.text.prepare.prepare import prepare as prepare_data
 
 __version__: str
 

@@ -1,4 +1,4 @@
-"""The `lmforge` command: parses a command line, carries out its verb (see `verbs/table.py`), and ends with a status.
+"""The `lmforge` command: parses a command line, carries out its verb (see `lab/verbs/table.py`), and ends with a status.
 
 The module of a verb is imported when it is called, so that `--help` answers before torch could be imported.
 """
@@ -23,23 +23,23 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from lmforge import __version__
-from lmforge.cluster.environment import ENVIRONMENT_VARIABLE, LAUNCHER_PID_VARIABLE
-from lmforge.cluster.launch import launch_local, launch_plainly
-from lmforge.cluster.node_group import NodeGroup, agree_on_address, launch_on_node, read_node_group
-from lmforge.cluster.rank_info import count_restarts, read_rank_info
-from lmforge.config.help_text import format_help
-from lmforge.config.load import RESUME_ARGUMENTS, STAGES, load_extended, parse_config, parse_verb
-from lmforge.config.options import MAX_NAME_WIDTH, Options, iter_options, read_recipe
-from lmforge.config.stage import StageConfig
-from lmforge.config.verbs.bench import BenchConfig
-from lmforge.config.verbs.examine import DoctorOptions
-from lmforge.config.verbs.running import LaunchVerbOptions, parse_launch
-from lmforge.errors import DISK_FULL_ERRNOS, RunFailed, UserError, did_you_mean
-from lmforge.monitor.rank_log import losing_output
-from lmforge.parallel.dims import plan_batches
-from lmforge.runs import Run
-from lmforge.untrusted import check_text, cut, describe_os_error
-from lmforge.verbs.table import VERBS
+from lmforge.core.distributed.environment import ENVIRONMENT_VARIABLE, LAUNCHER_PID_VARIABLE
+from lmforge.core.distributed.launch import launch_local, launch_plainly
+from lmforge.core.distributed.node_group import NodeGroup, agree_on_address, launch_on_node, read_node_group
+from lmforge.core.distributed.rank_info import count_restarts, read_rank_info
+from lmforge.core.errors import DISK_FULL_ERRNOS, RunFailed, UserError, did_you_mean
+from lmforge.core.files.untrusted import check_text, cut, describe_os_error
+from lmforge.core.options.help_text import format_help
+from lmforge.core.options.load import RESUME_ARGUMENTS, STAGES, load_extended, parse_config, parse_verb
+from lmforge.core.options.options import MAX_NAME_WIDTH, Options, iter_options, read_recipe
+from lmforge.core.options.stage import StageConfig
+from lmforge.core.parallel.dims import plan_batches
+from lmforge.core.records.runs import Run
+from lmforge.lab.options.bench import BenchConfig
+from lmforge.lab.verbs.table import VERBS
+from lmforge.ops.monitor.rank_log import losing_output
+from lmforge.ops.options.examine import DoctorOptions
+from lmforge.ops.options.running import LaunchVerbOptions, parse_launch
 
 HELP_WORDS = ("-h", "--help", "help")
 # Set by --debug, and so passed on to the ranks that a verb starts.
@@ -235,7 +235,7 @@ def _carry_out(name: str, arguments: list[str], chosen: Any) -> int:
     """Call the function of a verb in this process, or on ranks that are started for it. Returns the exit status."""
     verb = VERBS[name]
     if name in STAGES and (scope := _split_dry_run(arguments)[1]):
-        from lmforge.verbs.show.describe import dry_run
+        from lmforge.ops.verbs.show.describe import dry_run
 
         print(dry_run(chosen, everything=scope == "all"))
         return 0
@@ -298,7 +298,7 @@ def _foreseen(problem: Exception) -> UserError | RunFailed | None:
     if isinstance(problem, OSError) and problem.errno in FILE_ERRNOS and problem.filename:
         return UserError(describe_os_error(problem, ""))
     if "torch" in sys.modules:
-        from lmforge.cluster.memory import describe_request, is_out_of_memory
+        from lmforge.core.distributed.memory import describe_request, is_out_of_memory
 
         if is_out_of_memory(problem):
             return RunFailed(
@@ -312,7 +312,7 @@ def _reports_errors() -> bool:
     try:
         if "torch" not in sys.modules:
             return read_rank_info().is_rank0
-        from lmforge.cluster.distributed import claim_error_reporting
+        from lmforge.core.distributed.distributed import claim_error_reporting
 
         return claim_error_reporting()
     except UserError:  # the error is that it cannot determine its rank

@@ -6,7 +6,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from lmforge.plan.calibration import COLLECTIVES, REQUIRED, SIZES, UNITS
+from lmforge.lab.plan.calibration import COLLECTIVES, REQUIRED, SIZES, UNITS
 
 GRID = {"rows": (128, 1024), "inner": (128, 512), "columns": (128, 512), "head_dim": (32, 64), "length": (128, 512)}
 GRID |= {"bytes": (2**16, 2**24), "experts": (8,)}

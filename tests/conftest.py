@@ -22,7 +22,7 @@ except ImportError:  # where only the tests for a GPU run: none of them draws wi
     hypothesis = None
 
 from lmforge.cli import limit_spinning, run
-from lmforge.data.prepare.prepare import prepare
+from lmforge.text.prepare.prepare import prepare
 from tests import seeds, tools
 from tests.cluster.laboratory import Laboratory
 from tests.preloaded import TIMEOUT_SECONDS, preloaded

@@ -2,10 +2,10 @@
 
 from collections.abc import Sequence
 
-from lmforge.data.order import derive_key
-from lmforge.generate.engine import Engine, GenerationRequest
-from lmforge.generate.sampling import SamplingParams
-from lmforge.model.layers import LanguageModel
+from lmforge.core.data.order import derive_key
+from lmforge.core.model.layers import LanguageModel
+from lmforge.serve.decoding.engine import Engine, GenerationRequest
+from lmforge.serve.decoding.sampling import SamplingParams
 
 
 def decode(

@@ -21,10 +21,10 @@ from typing import Any
 import pytest
 import xxhash
 
-from lmforge.checkpoint.storage import BLOCK_BYTES
 from lmforge.cli import MAX_LINE, run
-from lmforge.manifests import read_manifest
-from lmforge.runs import MANIFEST
+from lmforge.core.checkpoint.storage import BLOCK_BYTES
+from lmforge.core.records.manifests import read_manifest
+from lmforge.core.records.runs import MANIFEST
 
 # Nothing here needs more than two seconds; a busy machine may take longer.
 LIMIT_SECONDS = 60

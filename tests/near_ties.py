@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from lmforge.model.mixture.experts import Router, local_weight
+from lmforge.core.model.mixture.experts import Router, local_weight
 
 NEAR = 1e-5
 T = TypeVar("T")

@@ -23,7 +23,7 @@ from functools import cache, partial
 from pathlib import Path
 from typing import Any, NoReturn
 
-from lmforge.cluster.rendezvous import free_port
+from lmforge.core.distributed.rendezvous import free_port
 
 # For the processes of one request.
 TIMEOUT_SECONDS = float(os.environ.get("LMFORGE_TEST_SECONDS", "300"))
@@ -295,7 +295,7 @@ if __name__ == "__main__":
     import torch.distributed.launcher.api  # noqa: F401  imported by a launcher
     from torch.distributed.elastic.multiprocessing.subprocess_handler import subprocess_handler
 
-    from lmforge.verbs.table import VERBS
+    from lmforge.lab.verbs.table import VERBS
     from tests import rounding
 
     for verb in VERBS.values():  # a verb's modules are imported when it is called

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from lmforge.bench.bounds import relative_difference
-from lmforge.bench.parity import weights_difference
+from lmforge.lab.bench.bounds import relative_difference
+from lmforge.lab.bench.parity import weights_difference
 
 # Of the distance between one process and itself, or of one rounding where that is more: how far a candidate may be.
 TIMES = 8
@@ -90,8 +90,8 @@ def obey_environment() -> None:
 
 def plant_fault() -> None:
     """From now on, gradients of a candidate, and scores that a run logs, are larger by `FAULT`."""
-    from lmforge.parallel.parallel_model import ParallelModel
-    from lmforge.stages import observers
+    from lmforge.core.parallel.parallel_model import ParallelModel
+    from lmforge.core.stages import observers
 
     clip, score = ParallelModel.clip_grad_norm, observers.score_tasks
 

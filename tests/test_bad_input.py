@@ -22,23 +22,23 @@ import pytest
 import torch
 import xxhash
 
-from lmforge import checkpoint
-from lmforge.atomic_files import PARTIAL_SUFFIX
 from lmforge.cli import run
-from lmforge.data.dataset import TokenDataset
-from lmforge.data.shards.folder import TokenFolder
-from lmforge.data.tokenizer import train_tokenizer
-from lmforge.errors import EXIT_PEER_LOST
-from lmforge.interop.config_json import to_config_json
-from lmforge.interop.export import export_folder
-from lmforge.interop.resolve import resolve_model_config
-from lmforge.interop.safetensors_file import SafetensorsFile
-from lmforge.manifests import BLOCK_BYTES, checkpoint_checksum
-from lmforge.model import build_model
-from lmforge.model.config import get_preset
-from lmforge.model.init_weights import init_weights
-from lmforge.parallel import precision
-from lmforge.runs import MANIFEST, Run
+from lmforge.core import checkpoint
+from lmforge.core.data.dataset import TokenDataset
+from lmforge.core.data.shards.folder import TokenFolder
+from lmforge.core.data.tokenizer import train_tokenizer
+from lmforge.core.errors import EXIT_PEER_LOST
+from lmforge.core.files.atomic_files import PARTIAL_SUFFIX
+from lmforge.core.model import build_model
+from lmforge.core.model.config import get_preset
+from lmforge.core.model.init_weights import init_weights
+from lmforge.core.parallel import precision
+from lmforge.core.records.manifests import BLOCK_BYTES, checkpoint_checksum
+from lmforge.core.records.runs import MANIFEST, Run
+from lmforge.hf.config_json import to_config_json
+from lmforge.hf.export import export_folder
+from lmforge.hf.resolve import resolve_model_config
+from lmforge.hf.safetensors_file import SafetensorsFile
 from tests.conftest import Command, Refusal, only_line, without_shape
 from tests.distributed.conftest import weights
 from tests.fuzzing import DAMAGED_PICKLES, put_sealed
@@ -673,7 +673,7 @@ def test_damaged_metrics_are_skipped_by_all_who_read_them(
 def test_a_tracker_that_is_not_installed_is_refused_before_the_run_begins(
     tmp_path: Path, tiny_options: list[str], refused: Refusal, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("lmforge.trackers.tracker.find_spec", lambda name: None)
+    monkeypatch.setattr("lmforge.ops.trackers.tracker.find_spec", lambda name: None)
     words = ["--run.folder", tmp_path, "--run.name", "a", "--log.trackers", "wandb"]
     printed = refused("pretrain", *tiny_options, *words)
     assert printed == "log.trackers: wandb is not installed; .venv/bin/pip install -e '.[wandb]', or leave it out"
@@ -705,7 +705,7 @@ def test_a_run_whose_laying_out_met_a_full_disk_is_begun_by_the_same_command_lat
         raise OSError(errno.ENOSPC, "No space left on device")
 
     with monkeypatch.context() as disk:
-        disk.setattr("lmforge.runs.describe_environment", full)
+        disk.setattr("lmforge.core.records.runs.describe_environment", full)
         assert "no room to write" in refused(*words, status=1)
     assert run([str(word) for word in words if word not in ("--resume", "never")]) == 0
     assert Run(tmp_path / "a").checkpoint_steps()[-1] == 2
@@ -772,8 +772,8 @@ def corpus_file(folder: Path) -> Path:
 PROBLEM_ON_RANK_1 = """
 import sys
 from lmforge.cli import run
-from lmforge.cluster.rank_info import read_rank_info
-from lmforge.data.loader import BatchLoader
+from lmforge.core.distributed.rank_info import read_rank_info
+from lmforge.core.data.loader import BatchLoader
 if read_rank_info().rank == 1:
     BatchLoader.batches = lambda self, step: 1 / 0
 status = run(sys.argv[1:])
@@ -803,7 +803,7 @@ BROKEN_MODULE = """
 import importlib.abc, sys
 class Finder(importlib.abc.MetaPathFinder):
     def find_spec(self, name, path, target=None):
-        if name == "lmforge.verbs.show.show":
+        if name == "lmforge.ops.verbs.show.show":
             raise ZeroDivisionError("two\\nlines")
 sys.meta_path.insert(0, Finder())
 """

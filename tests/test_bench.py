@@ -13,10 +13,10 @@ from typing import Any
 
 import pytest
 
-from lmforge.bench import step_timing
-from lmforge.bench.trial import TIMED_PHASES
 from lmforge.cli import run
-from lmforge.config.verbs.bench import sweep_combinations
+from lmforge.lab.bench import step_timing
+from lmforge.lab.bench.trial import TIMED_PHASES
+from lmforge.lab.options.bench import sweep_combinations
 from tests.calibrations import calibration, write_calibration
 from tests.conftest import Command, Refusal
 

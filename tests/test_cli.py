@@ -14,12 +14,12 @@ from pathlib import Path
 import pytest
 
 from lmforge import cli
-from lmforge.config.load import parse_config
-from lmforge.config.options import iter_options, validate_options
-from lmforge.config.stage import PretrainConfig, StageConfig
-from lmforge.config.tuning import SftConfig
-from lmforge.errors import UserError, typed_command
-from lmforge.verbs.table import VERBS
+from lmforge.core.errors import UserError, typed_command
+from lmforge.core.options.load import parse_config
+from lmforge.core.options.options import iter_options, validate_options
+from lmforge.core.options.stage import PretrainConfig, StageConfig
+from lmforge.lab.verbs.table import VERBS
+from lmforge.post.options.tuning import SftConfig
 from tests.conftest import Command, Refusal
 
 # Runs a command line in this process, then tells whether torch came with it.
@@ -239,7 +239,7 @@ def test_debug_prints_the_traceback_of_an_error(lmforge: Command, words: list[st
     done = lmforge("pretrain", *words, "--train.steps", "many", **variables)
     assert done.returncode == 1
     assert done.stderr.startswith("Traceback (most recent call last):")
-    assert 'lmforge.errors.UserError: --train.steps: expected a whole number, got "many"' in done.stderr
+    assert 'lmforge.core.errors.UserError: --train.steps: expected a whole number, got "many"' in done.stderr
 
 
 def test_a_dry_run_prints_the_recipe_and_the_arithmetic_and_touches_nothing(tmp_path: Path, tiny_tokens: Path) -> None:

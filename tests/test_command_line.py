@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 
 from lmforge.cli import TRAINING_NOTES
-from lmforge.config.load import SHORT_OPTIONS, STAGES
-from lmforge.config.options import iter_options
-from lmforge.verbs.table import VERBS
+from lmforge.core.options.load import SHORT_OPTIONS, STAGES
+from lmforge.core.options.options import iter_options
+from lmforge.lab.verbs.table import VERBS
 
 FILE = Path(__file__).parent / "command_line.txt"
 ADDED = "# --- added since ---"

@@ -13,20 +13,20 @@ from hypothesis import strategies as st
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from lmforge import config as config_package
-from lmforge.config.align import AlignConfig
-from lmforge.config.batch_plan import batch_plan, divisors
-from lmforge.config.load import STAGES, config_class, parse_config
-from lmforge.config.options import Options, _is_list, _value_types, iter_options, read_recipe, to_toml, validate_options
-from lmforge.config.ranges import MODEL_RANGES, ROPE_SCALING_RANGES, Range
-from lmforge.config.sections import COMFORTABLE_MICRO_BATCH_TOKENS, TrainOptions
-from lmforge.config.stage import PretrainConfig
-from lmforge.config.tuning import TunedConfig, TunedTrainOptions
-from lmforge.config.verbs.running import PipelineOptions
-from lmforge.errors import UserError
+from lmforge.core import options as config_package
+from lmforge.core.errors import UserError
+from lmforge.core.options.batch_plan import batch_plan, divisors
+from lmforge.core.options.load import STAGES, config_class, parse_config
+from lmforge.core.options.options import Options, _is_list, _value_types, iter_options, read_recipe, to_toml, validate_options
+from lmforge.core.options.ranges import MODEL_RANGES, ROPE_SCALING_RANGES, Range
+from lmforge.core.options.sections import COMFORTABLE_MICRO_BATCH_TOKENS, TrainOptions
+from lmforge.core.options.stage import PretrainConfig
+from lmforge.ops.options.running import PipelineOptions
+from lmforge.post.options.align import AlignConfig
+from lmforge.post.options.tuning import TunedConfig, TunedTrainOptions
 
 RECIPES = sorted((Path(__file__).parents[1] / "recipes").glob("*.toml"))
-MODULES = [import_module(found.name) for found in pkgutil.walk_packages(config_package.__path__, "lmforge.config.")]
+MODULES = [import_module(found.name) for found in pkgutil.walk_packages(config_package.__path__, "lmforge.core.options.")]
 OPTION_CLASSES = [
     value
     for module in MODULES

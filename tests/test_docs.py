@@ -24,19 +24,19 @@ import pytest
 import zstandard
 
 from lmforge.cli import parse_command
-from lmforge.config.align import AlignConfig
-from lmforge.config.options import iter_options
-from lmforge.config.tuning import DistillConfig
-from lmforge.config.verbs.bench import BenchConfig
-from lmforge.config.verbs.ladder import LadderConfig
-from lmforge.config.verbs.plan import PLAN_OPTIONS, PlanConfig
-from lmforge.data.tokenizer import train_tokenizer
-from lmforge.errors import how_to_install
-from lmforge.interop.export import export_folder
-from lmforge.interop.resolve import resolve_model_config
-from lmforge.model import build_model
-from lmforge.model.init_weights import init_weights
-from lmforge.verbs.table import VERBS
+from lmforge.core.data.tokenizer import train_tokenizer
+from lmforge.core.errors import how_to_install
+from lmforge.core.model import build_model
+from lmforge.core.model.init_weights import init_weights
+from lmforge.core.options.options import iter_options
+from lmforge.hf.export import export_folder
+from lmforge.hf.resolve import resolve_model_config
+from lmforge.lab.options.bench import BenchConfig
+from lmforge.lab.options.ladder import LadderConfig
+from lmforge.lab.options.plan import PLAN_OPTIONS, PlanConfig
+from lmforge.lab.verbs.table import VERBS
+from lmforge.post.options.align import AlignConfig
+from lmforge.post.options.tuning import DistillConfig
 from tests.model.foreign import theirs_of
 from tests.preloaded import preloaded
 from tests.text import corpus

@@ -14,9 +14,17 @@ from typing import Any
 import pytest
 import torch
 
-from lmforge.bench import parity
-from lmforge.bench.doctor import machine_checks
-from lmforge.bench.doctor.rank_checks import (
+from lmforge.cli import run
+from lmforge.core.distributed import host_memory
+from lmforge.core.distributed.rendezvous import free_port
+from lmforge.core.options.load import parse_config
+from lmforge.core.options.options import to_toml
+from lmforge.core.options.stage import PretrainConfig
+from lmforge.core.parallel.fsdp2 import FSDP2Model
+from lmforge.lab.bench import parity
+from lmforge.lab.bench.parity import strategy_cases
+from lmforge.ops.doctor import machine_checks
+from lmforge.ops.doctor.rank_checks import (
     check_devices,
     check_network,
     compare_clocks,
@@ -24,22 +32,14 @@ from lmforge.bench.doctor.rank_checks import (
     describe_host,
     neighbours,
 )
-from lmforge.bench.doctor.storage_checks import compare_contents
-from lmforge.bench.parity import strategy_cases
-from lmforge.cli import run
-from lmforge.cluster import host_memory
-from lmforge.cluster.rendezvous import free_port
-from lmforge.config.load import parse_config
-from lmforge.config.options import to_toml
-from lmforge.config.stage import PretrainConfig
-from lmforge.parallel.fsdp2 import FSDP2Model
+from lmforge.ops.doctor.storage_checks import compare_contents
 from tests.conftest import Command, Refusal
 from tests.preloaded import preloaded
 
 # Rank 1 is late for one strategy, for longer than the time-out.
 LATE_STRATEGY = """
 import os, threading
-from lmforge.bench import parity
+from lmforge.lab.bench import parity
 from lmforge.cli import exit_process, run
 def wait_for_nothing():
     threading.Event().wait(3)
@@ -117,7 +117,7 @@ def test_a_strategy_that_does_not_end_is_named_with_its_rank_and_stacks_while_it
 def test_the_stacks_of_a_rank_that_waits_with_the_lock_of_python_are_printed(program: Command) -> None:
     holding = LATE_STRATEGY.replace("threading.Event().wait(3)", "ctypes.PyDLL(None).sleep(3)").replace(
         "import os, threading\n",
-        "import ctypes, os\nfrom lmforge.bench import parity_table\nparity_table.GRACE_SECONDS = 0.5\n",
+        "import ctypes, os\nfrom lmforge.lab.bench import parity_table\nparity_table.GRACE_SECONDS = 0.5\n",
     )
     done = program(holding, ranks=2)
     assert done.returncode == 0, done.stderr
@@ -131,8 +131,8 @@ def test_in_bf16_the_strategies_agree_and_a_residual_stream_in_fp32_is_reported(
     assert run(words) == 0
     assert "within 0.0002, 0.0039, 0.016 (loss, gradient, weights), with a residual stream in bf16" in capsys.readouterr().out
     few = strategy_cases(1, False, torch.bfloat16)[:2]
-    monkeypatch.setattr("lmforge.bench.parity.strategy_cases", lambda *args: few)
-    monkeypatch.setattr("lmforge.model.layers.to_autocast_dtype", lambda hidden: hidden)
+    monkeypatch.setattr("lmforge.lab.bench.parity.strategy_cases", lambda *args: few)
+    monkeypatch.setattr("lmforge.core.model.layers.to_autocast_dtype", lambda hidden: hidden)
     assert run(words) == 1
     # FSDP has no autocast: there the embedding itself is in bf16.
     assert "in another dtype: one process, 2 micro-batches\n" in capsys.readouterr().out
@@ -316,7 +316,7 @@ def test_a_rank_that_stops_in_the_middle_is_named_and_the_rest_is_examined(tmp_p
 # Rank 1 says nothing any more once it has measured its device.
 STOPS = """
 import os, time
-from lmforge.bench.doctor import examine_ranks
+from lmforge.ops.doctor import examine_ranks
 from lmforge.cli import exit_process, run
 
 examine_ranks.ANSWER_SECONDS = 0.5

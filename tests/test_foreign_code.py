@@ -4,8 +4,8 @@ import sys
 
 import pytest
 
-from lmforge import foreign_code
-from lmforge.foreign_code import JsonLineProcess, ProcessLost
+from lmforge.core import foreign_code
+from lmforge.core.foreign_code import JsonLineProcess, ProcessLost
 
 ECHO = "import sys\nfor line in sys.stdin:\n    print(line, end='', flush=True)"
 

@@ -21,12 +21,12 @@ from typing import Any
 import pytest
 
 import lmforge as package
-from lmforge.config.options import iter_options
-from lmforge.data.tokenizer import StreamDecoder, Tokenizer
-from lmforge.errors import UserError
-from lmforge.manifests import checkpoint_checksum
-from lmforge.runs import MANIFEST
-from lmforge.verbs.table import VERBS
+from lmforge.core.data.tokenizer import StreamDecoder, Tokenizer
+from lmforge.core.errors import UserError
+from lmforge.core.options.options import iter_options
+from lmforge.core.records.manifests import checkpoint_checksum
+from lmforge.core.records.runs import MANIFEST
+from lmforge.lab.verbs.table import VERBS
 from tests.conftest import without_shape
 from tests.fuzzing import (
     DAMAGED_PICKLES,

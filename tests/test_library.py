@@ -16,8 +16,8 @@ import pytest
 import torch
 
 import lmforge
-from lmforge.errors import RunFailed, UserError
-from lmforge.generate.model_loading import load_model
+from lmforge.core.errors import RunFailed, UserError
+from lmforge.serve.decoding.model_loading import load_model
 from tests.conftest import Command
 
 ROOT = Path(__file__).parents[1]
@@ -130,7 +130,7 @@ def test_a_type_checker_sees_the_types_of_the_names_in_a_users_program(tmp_path:
     done = subprocess.run(command, cwd=tmp_path, env=variables, capture_output=True, text=True, timeout=1100)
     assert [re.sub(r"^user\.py:\d+: ", "", line) for line in done.stdout.splitlines()] == [
         'note: Revealed type is "pathlib.Path"',
-        'note: Revealed type is "lmforge.generate.model_loading.LoadedModel"',
+        'note: Revealed type is "lmforge.serve.decoding.model_loading.LoadedModel"',
         'error: Argument "max_tokens" to "generate_text" has incompatible type "str"; expected "int"  [arg-type]',
         'error: Module has no attribute "nowhere"  [attr-defined]',
         "Found 2 errors in 1 file (checked 1 source file)",

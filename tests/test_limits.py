@@ -13,23 +13,23 @@ from huggingface_hub.errors import StrictDataclassFieldValidationError
 from transformers import AutoConfig
 
 from lmforge.cli import run
-from lmforge.cluster import memory
-from lmforge.cluster.distributed import DistributedContext
-from lmforge.cluster.host_memory import AvailableMemory
-from lmforge.cluster.rank_info import RankInfo
-from lmforge.config.load import parse_config
-from lmforge.config.stage import PretrainConfig
-from lmforge.data.tokenizer import Tokenizer
-from lmforge.errors import UserError
-from lmforge.hub import is_hub_name
-from lmforge.interop.config_json import to_config_json
-from lmforge.interop.resolve import resolve_model_config
-from lmforge.model import build_model
-from lmforge.model.config import get_preset
-from lmforge.stages.attempt import notes_on_ranks
-from lmforge.stages.inputs import check_model
-from lmforge.untrusted import parse_json, parse_toml, quoted
-from lmforge.verbs import generate
+from lmforge.core.data.tokenizer import Tokenizer
+from lmforge.core.distributed import memory
+from lmforge.core.distributed.distributed import DistributedContext
+from lmforge.core.distributed.host_memory import AvailableMemory
+from lmforge.core.distributed.rank_info import RankInfo
+from lmforge.core.errors import UserError
+from lmforge.core.files.untrusted import parse_json, parse_toml, quoted
+from lmforge.core.model import build_model
+from lmforge.core.model.config import get_preset
+from lmforge.core.options.load import parse_config
+from lmforge.core.options.stage import PretrainConfig
+from lmforge.core.stages.attempt import notes_on_ranks
+from lmforge.core.stages.inputs import check_model
+from lmforge.hf.config_json import to_config_json
+from lmforge.hf.hub import is_hub_name
+from lmforge.hf.resolve import resolve_model_config
+from lmforge.serve.verbs import generate
 from tests.conftest import Command, Refusal
 
 LONG = "x" * 5000

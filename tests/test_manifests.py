@@ -7,14 +7,14 @@ import numpy as np
 import pytest
 
 from lmforge.cli import run
-from lmforge.data.best_fit_index import BestFitIndex
-from lmforge.data.chat.examples import ExampleFolder, write_examples
-from lmforge.data.chat.spill_buffer import ExampleGroup
-from lmforge.data.packing import TokenizedExample
-from lmforge.data.shards.folder import TokenFolder
-from lmforge.data.tokenizer import Tokenizer
-from lmforge.manifests import CorruptCheckpoint, Manifest, check_sizes, read_manifest
-from lmforge.runs import MANIFEST
+from lmforge.core.data.best_fit_index import BestFitIndex
+from lmforge.core.data.packing import TokenizedExample
+from lmforge.core.data.shards.folder import TokenFolder
+from lmforge.core.data.tokenizer import Tokenizer
+from lmforge.core.records.manifests import CorruptCheckpoint, Manifest, check_sizes, read_manifest
+from lmforge.core.records.runs import MANIFEST
+from lmforge.text.chat.examples import ExampleFolder, write_examples
+from lmforge.text.chat.spill_buffer import ExampleGroup
 
 # As format 3 of checkpoints and format 2 of token folders were first written.
 CHECKPOINT = """\

@@ -9,8 +9,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from lmforge.config.help_text import format_help
-from lmforge.config.options import (
+from lmforge.core.errors import UserError
+from lmforge.core.options.help_text import format_help
+from lmforge.core.options.options import (
     Options,
     argument,
     iter_options,
@@ -21,7 +22,6 @@ from lmforge.config.options import (
     to_toml,
     validate_options,
 )
-from lmforge.errors import UserError
 
 
 class Item(Options):

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from lmforge.own_folders import TOKEN_NAME, is_trusted_folder, make_own_folder, remove_own_folder
+from lmforge.core.files.own_folders import TOKEN_NAME, is_trusted_folder, make_own_folder, remove_own_folder
 
 NOBODY = 65534
 as_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root gives files to another user")

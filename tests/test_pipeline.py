@@ -10,8 +10,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from lmforge.errors import EXIT_PEER_LOST
-from lmforge.runs import Run
+from lmforge.core.errors import EXIT_PEER_LOST
+from lmforge.core.records.runs import Run
 from tests.conftest import Command, Refusal
 from tests.preloaded import Forked, preloaded, rank_variables
 

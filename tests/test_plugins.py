@@ -15,15 +15,15 @@ from typing import Any
 import pyarrow.parquet
 import pytest
 
-from lmforge import plugins, registry
-from lmforge.config.builtin_names import BUILT_IN_NAMES, DOCUMENT_SOURCES
-from lmforge.config.extend import extended
-from lmforge.config.load import parse_config
-from lmforge.config.stage import PretrainConfig
-from lmforge.data.shards.folder import TokenFolder
-from lmforge.data.sources.text_sources import open_text_source
-from lmforge.errors import UserError
-from lmforge.rewards.functions import load_reward_functions
+from lmforge.core import plugins, registry
+from lmforge.core.data.shards.folder import TokenFolder
+from lmforge.core.errors import UserError
+from lmforge.core.options.builtin_names import BUILT_IN_NAMES, DOCUMENT_SOURCES
+from lmforge.core.options.extend import extended
+from lmforge.core.options.load import parse_config
+from lmforge.core.options.stage import PretrainConfig
+from lmforge.post.rewards.functions import load_reward_functions
+from lmforge.text.sources.text_sources import open_text_source
 from tests.conftest import Command
 
 ROOT = Path(__file__).parents[1]
@@ -130,7 +130,7 @@ def test_options_of_a_plugin_are_in_help_without_torch(recipe: Path) -> None:
 
 
 def test_importing_lmforge_and_a_plugin_imports_no_torch() -> None:
-    for program in ("import lmforge", f"import lmforge.plugins as p; p.load_plugins([{str(PLUGINS / 'focal.py')!r}])"):
+    for program in ("import lmforge", f"import lmforge.core.plugins as p; p.load_plugins([{str(PLUGINS / 'focal.py')!r}])"):
         code = f"{program}; import sys; sys.exit('torch' in sys.modules)"
         assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
 
@@ -409,7 +409,7 @@ def test_an_objective_with_its_options_changes_what_is_learned_and_resumes(lmfor
 @pytest.mark.slow
 def test_a_model_family_of_a_plugin_trains_and_is_opened_with_it(lmforge: Command, recipe: Path) -> None:
     (recipe.parent / "quiet_llama.py").write_text(
-        "from lmforge.model.modules.decoder import Decoder\n\n"
+        "from lmforge.core.model.modules.decoder import Decoder\n\n"
         "class QuietLlama(Decoder):\n"
         "    def forward(self, *arguments, **named):\n"
         "        return 0.5 * super().forward(*arguments, **named)\n"
@@ -434,7 +434,7 @@ def test_a_model_family_of_a_plugin_trains_and_is_opened_with_it(lmforge: Comman
 
 
 def test_a_family_like_gpt2_is_refused_where_gpt2_is(lmforge: Command, recipe: Path) -> None:
-    code = 'import lmforge\nlmforge.register("model_family", "mine", "lmforge.model.modules.gpt2:GPT2", like="gpt2")\n'
+    code = 'import lmforge\nlmforge.register("model_family", "mine", "lmforge.core.model.modules.gpt2:GPT2", like="gpt2")\n'
     words = ["--model.model_type", "mine", "--parallel.tensor_parallel_degree", "2", "--launch.processes", "2", "--dry-run"]
     done = lmforge("pretrain", with_plugin(recipe, code), *words)
     assert done.returncode == 2

@@ -6,7 +6,7 @@ import sysconfig
 from itertools import pairwise
 from pathlib import Path
 
-from lmforge.runs import Run
+from lmforge.core.records.runs import Run
 from tests.conftest import Command
 
 # `lmforge` where the standard library is in the folder of the first argument, on one thread: so its ranks can be forked after
@@ -15,9 +15,9 @@ WITH_LIBRARY = """
 import sys
 from types import SimpleNamespace
 from lmforge.cli import main
-from lmforge.cluster import distributed
-from lmforge.data.sources import text_sources
-from lmforge.generate import model_loading
+from lmforge.core.distributed import distributed
+from lmforge.text.sources import text_sources
+from lmforge.serve.decoding import model_loading
 if __name__ == "__main__":
     library = sys.argv.pop(1)
     text_sources.sysconfig = SimpleNamespace(get_path=lambda name: library)

@@ -17,7 +17,7 @@ from tests.regex_steps import StepCounter, TooManySteps
 ROOT = Path(lmforge.__file__).parent
 # Where what was written is read.
 READERS = [
-    "data/chat",
+    "text/chat",
     "environments",
     "evaluate",
     "foreign_code.py",
@@ -25,7 +25,7 @@ READERS = [
     "rewards",
     "serve",
     "untrusted.py",
-    "verbs/chat.py",
+    "serve/verbs/chat.py",
 ]
 METHODS = {"match": "match", "fullmatch": "fullmatch", "search": "search"}  # others go through the whole text
 # Read other things: what users wrote in files of their own, or what is cut to 80 characters before.
@@ -98,7 +98,7 @@ def growth(pattern: Any, flags: int, method: str) -> float:
 
 def test_the_steps_of_an_expression_grow_with_the_text() -> None:
     found = expressions()
-    assert {"data/chat/tool_calls.py: STRING.findall", "rewards/builtin.py: _FENCED.findall"} <= found.keys()
+    assert {"text/chat/tool_calls.py: STRING.findall", "post/rewards/builtin.py: _FENCED.findall"} <= found.keys()
     assert [place for place, expression in found.items() if growth(*expression) > 6] == []
 
 

@@ -17,19 +17,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lmforge.atomic_files import atomic_write_text
-from lmforge.config.options import validate_options
-from lmforge.config.stage import PretrainConfig
-from lmforge.errors import UserError
-from lmforge.locks import hold_lock, try_lock
-from lmforge.report.run_data import read_events
-from lmforge.runs import MANIFEST, Run, describe_environment
+from lmforge.core.errors import UserError
+from lmforge.core.files.atomic_files import atomic_write_text
+from lmforge.core.files.locks import hold_lock, try_lock
+from lmforge.core.options.options import validate_options
+from lmforge.core.options.stage import PretrainConfig
+from lmforge.core.records.runs import MANIFEST, Run, describe_environment
+from lmforge.ops.report.run_data import read_events
 from tests.conftest import Refusal
 
 HOLD = """
 import sys
 from pathlib import Path
-from lmforge.runs import Run
+from lmforge.core.records.runs import Run
 Run(Path(sys.argv[1])).lock()
 print("held", flush=True)
 sys.stdin.read()

@@ -11,17 +11,17 @@ from typing import Any
 import pytest
 
 from lmforge.cli import run
-from lmforge.data.shards.folder import TokenFolder
-from lmforge.errors import UserError
-from lmforge.interop.config_json import to_config_json
-from lmforge.manifests import checkpoint_checksum
-from lmforge.model.config import get_preset
-from lmforge.model.flops import parameter_count
-from lmforge.model.presets import PRESETS
-from lmforge.run_records import read_metrics, skipped_batches
-from lmforge.runs import Run
-from lmforge.stages.training_data import TokenSources
-from lmforge.verbs.show.show import show
+from lmforge.core.data.shards.folder import TokenFolder
+from lmforge.core.errors import UserError
+from lmforge.core.model.config import get_preset
+from lmforge.core.model.flops import parameter_count
+from lmforge.core.model.presets import PRESETS
+from lmforge.core.records.manifests import checkpoint_checksum
+from lmforge.core.records.run_records import read_metrics, skipped_batches
+from lmforge.core.records.runs import Run
+from lmforge.core.stages.training_data import TokenSources
+from lmforge.hf.config_json import to_config_json
+from lmforge.ops.verbs.show.show import show
 from tests.conftest import Command, Refusal, only_line
 
 
@@ -51,7 +51,7 @@ def test_a_preset_is_shown_with_config_cost_and_memory() -> None:
 
 
 def test_showing_a_preset_needs_no_torch() -> None:
-    code = "import sys; from lmforge.verbs.show.show import show; show('llama3-8b'); sys.exit('torch' in sys.modules)"
+    code = "import sys; from lmforge.ops.verbs.show.show import show; show('llama3-8b'); sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
 
 

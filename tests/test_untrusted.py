@@ -8,9 +8,9 @@ from typing import Annotated, Any
 import pytest
 from pydantic import BaseModel, Field
 
-from lmforge import untrusted
-from lmforge.errors import UserError
-from lmforge.untrusted import compile_pattern, is_inner_path, parse_json, parse_toml, read_bounded
+from lmforge.core.errors import UserError
+from lmforge.core.files import untrusted
+from lmforge.core.files.untrusted import compile_pattern, is_inner_path, parse_json, parse_toml, read_bounded
 from tests.conftest import Refusal
 
 

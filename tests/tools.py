@@ -49,7 +49,7 @@ def has_compiler() -> bool:
     """Whether `torch.compile` has what it needs on a CPU."""
     import torch
 
-    from lmforge.parallel.precision import missing_for_compile
+    from lmforge.core.parallel.precision import missing_for_compile
 
     # torch 2.13 generates code that does not compile for this setting of tests/processors.py.
     return os.environ.get("ATEN_CPU_CAPABILITY") != "default" and missing_for_compile(torch.device("cpu")) is None
@@ -57,7 +57,7 @@ def has_compiler() -> bool:
 
 def has_landlock() -> bool:
     """Whether the kernel can keep generated code to its own folder."""
-    from lmforge.rewards.confinement import landlock_version
+    from lmforge.post.rewards.confinement import landlock_version
 
     return landlock_version() > 0
 

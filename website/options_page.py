@@ -7,14 +7,14 @@ from typing import Any
 
 from pydantic.fields import FieldInfo
 
-from lmforge.config.align import AlignConfig
-from lmforge.config.help_text import default_text, type_name
-from lmforge.config.options import OptionPath, Options, iter_options
-from lmforge.config.stage import PretrainConfig, StageConfig
-from lmforge.config.tuning import DistillConfig, SftConfig
-from lmforge.config.verbs.bench import BenchConfig
-from lmforge.config.verbs.running import PipelineOptions
-from lmforge.verbs.table import VERBS
+from lmforge.core.options.help_text import default_text, type_name
+from lmforge.core.options.options import OptionPath, Options, iter_options
+from lmforge.core.options.stage import PretrainConfig, StageConfig
+from lmforge.lab.options.bench import BenchConfig
+from lmforge.lab.verbs.table import VERBS
+from lmforge.ops.options.running import PipelineOptions
+from lmforge.post.options.align import AlignConfig
+from lmforge.post.options.tuning import DistillConfig, SftConfig
 
 STAGES: dict[str, type[StageConfig]] = {
     "pretrain": PretrainConfig,

@@ -5,22 +5,22 @@ from typing import Any
 
 import torch
 
-from lmforge.cluster.distributed import DistributedContext
-from lmforge.config.extend import extended_section
-from lmforge.config.options import validate_options
-from lmforge.config.sections import ParallelOptions
-from lmforge.config.stage import PretrainConfig
-from lmforge.data.dataset import PackedDataset, TokenDataset
-from lmforge.data.loader import BatchLoader
-from lmforge.data.shards.folder import TokenFolder
-from lmforge.model.init_weights import init_weights
-from lmforge.model.layers import LanguageModel
-from lmforge.objectives.objective import Objective
-from lmforge.parallel.dims import data_parallel_rank_and_size
-from lmforge.parallel.parallel_model import ParallelModel
-from lmforge.parallel.parallelize import parallelize as parallelize_module
-from lmforge.parallel.precision import decide_dtype
-from lmforge.train.optimizers.optimizer import build_optimizer as build_torch_optimizer
+from lmforge.core.data.dataset import PackedDataset, TokenDataset
+from lmforge.core.data.loader import BatchLoader
+from lmforge.core.data.shards.folder import TokenFolder
+from lmforge.core.distributed.distributed import DistributedContext
+from lmforge.core.losses.objective import Objective
+from lmforge.core.model.init_weights import init_weights
+from lmforge.core.model.layers import LanguageModel
+from lmforge.core.optim.optimizer import build_optimizer as build_torch_optimizer
+from lmforge.core.options.extend import extended_section
+from lmforge.core.options.options import validate_options
+from lmforge.core.options.sections import ParallelOptions
+from lmforge.core.options.stage import PretrainConfig
+from lmforge.core.parallel.dims import data_parallel_rank_and_size
+from lmforge.core.parallel.parallel_model import ParallelModel
+from lmforge.core.parallel.parallelize import parallelize as parallelize_module
+from lmforge.core.parallel.precision import decide_dtype
 
 
 def open_data(

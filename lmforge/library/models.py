@@ -7,24 +7,24 @@ from typing import Any
 
 from torch.distributed.tensor import DTensor
 
-from lmforge.cluster.distributed import init_distributed
-from lmforge.config.options import validate_options
-from lmforge.config.verbs.models import ExportOptions
-from lmforge.data.sources.folders import FileSplit
-from lmforge.data.tokenizer import Tokenizer
-from lmforge.errors import UserError
-from lmforge.evaluate.measure_loss import measure_loss
-from lmforge.generate import engine, model_loading
-from lmforge.generate.model_loading import LoadedModel, resolve_device_and_dtype
-from lmforge.generate.prompts import max_input_length
-from lmforge.interop.export import export_folder
-from lmforge.interop.resolve import resolve_model_config
-from lmforge.model import build_model as build_module
-from lmforge.model.init_weights import init_weights, named_tensors
-from lmforge.model.layers import LanguageModel
-from lmforge.parallel.parallel_model import ParallelModel
-from lmforge.parallel.precision import DTYPES
-from lmforge.verbs.export import companion_files, export_checkpoint
+from lmforge.core.data.tokenizer import Tokenizer
+from lmforge.core.distributed.distributed import init_distributed
+from lmforge.core.errors import UserError
+from lmforge.core.model import build_model as build_module
+from lmforge.core.model.init_weights import init_weights, named_tensors
+from lmforge.core.model.layers import LanguageModel
+from lmforge.core.options.options import validate_options
+from lmforge.core.parallel.parallel_model import ParallelModel
+from lmforge.core.parallel.precision import DTYPES
+from lmforge.hf.export import export_folder
+from lmforge.hf.resolve import resolve_model_config
+from lmforge.ops.verbs.export import companion_files, export_checkpoint
+from lmforge.serve.decoding import engine, model_loading
+from lmforge.serve.decoding.model_loading import LoadedModel, resolve_device_and_dtype
+from lmforge.serve.decoding.prompts import max_input_length
+from lmforge.serve.evaluate.measure_loss import measure_loss
+from lmforge.serve.options.models import ExportOptions
+from lmforge.text.sources.folders import FileSplit
 
 
 def build_model(

@@ -4,12 +4,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from lmforge.config.load import build_config
-from lmforge.errors import RunFailed
-from lmforge.objectives.objective import Objective
-from lmforge.runs import Run
-from lmforge.stages.custom_code import CustomCode
-from lmforge.stages.run import run_stage
+from lmforge.core.errors import RunFailed
+from lmforge.core.losses.objective import Objective
+from lmforge.core.options.load import build_config
+from lmforge.core.records.runs import Run
+from lmforge.core.run import run_stage
+from lmforge.core.stages.custom_code import CustomCode
 
 
 def train_model(

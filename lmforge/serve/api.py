@@ -25,15 +25,14 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from lmforge import __version__
-from lmforge.config.ranges import SEED
-from lmforge.data.chat.messages import unread_variable
-from lmforge.data.chat.tool_calls import AnswerReader, ToolCallFormat, marker_ids, tool_call_format
-from lmforge.data.order import derive_key
-from lmforge.errors import UserError
-from lmforge.generate.engine import GenerationRequest
-from lmforge.generate.prompts import PromptTooLong, check_room, encode_prompt, stop_string_ids
-from lmforge.generate.text_streamer import TextStreamer
+from lmforge.core.data.order import derive_key
+from lmforge.core.errors import UserError
+from lmforge.core.files.untrusted import cut, parse_json
+from lmforge.core.options.ranges import SEED
 from lmforge.serve.batching import ChoiceStream, GenerationStream, TextDelta
+from lmforge.serve.decoding.engine import GenerationRequest
+from lmforge.serve.decoding.prompts import PromptTooLong, check_room, encode_prompt, stop_string_ids
+from lmforge.serve.decoding.text_streamer import TextStreamer
 from lmforge.serve.model_registry import ModelInfo, ModelRegistry, ServedModel
 from lmforge.serve.protocol import (
     ApiError,
@@ -45,7 +44,8 @@ from lmforge.serve.protocol import (
     parse_request,
 )
 from lmforge.serve.token_api import T, token_routes, unless_disconnected
-from lmforge.untrusted import cut, parse_json
+from lmforge.text.chat.messages import unread_variable
+from lmforge.text.chat.tool_calls import AnswerReader, ToolCallFormat, marker_ids, tool_call_format
 
 # How long a body may take to arrive; and how much of a body that is too large is read, in multiples of the limit, so that
 # the client reads the refusal instead of a closed connection.

@@ -16,9 +16,9 @@ from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from typing import TypeVar
 
-from lmforge.data.tokenizer import Tokenizer
-from lmforge.generate.engine import Engine, GeneratedToken, GenerationRequest
-from lmforge.generate.text_streamer import TextStreamer
+from lmforge.core.data.tokenizer import Tokenizer
+from lmforge.serve.decoding.engine import Engine, GeneratedToken, GenerationRequest
+from lmforge.serve.decoding.text_streamer import TextStreamer
 from lmforge.serve.protocol import EngineStopped, QueueFull, TokenLogprob
 
 # Reported for a token with probability 0, since JSON has no minus infinity.

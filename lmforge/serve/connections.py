@@ -9,7 +9,7 @@ import h11
 import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from lmforge.cluster.joining import allow_open_files
+from lmforge.core.distributed.joining import allow_open_files
 
 # How long a client may take for each part, however slowly its bytes come: for the head of a request, for its body (a route that
 # reads it answers before), and for reading a part of an answer. With `PATIENCE_SECONDS` one is not in others' way.

@@ -9,13 +9,13 @@ from typing import Any
 
 import torch
 
-from lmforge.errors import UserError
-from lmforge.generate.engine import Engine
-from lmforge.generate.model_loading import LoadedModel, load_model, resolve_max_length
-from lmforge.hub import resolve_model_folder
-from lmforge.interop.kinds import MODELS, Kind, kind_of, unexpected
-from lmforge.runs import STEP_PREFIX, Run
+from lmforge.core.errors import UserError
+from lmforge.core.records.runs import STEP_PREFIX, Run
+from lmforge.hf.hub import resolve_model_folder
+from lmforge.hf.kinds import MODELS, Kind, kind_of, unexpected
 from lmforge.serve.batching import ContinuousBatcher
+from lmforge.serve.decoding.engine import Engine
+from lmforge.serve.decoding.model_loading import LoadedModel, load_model, resolve_max_length
 from lmforge.serve.protocol import ApiError, no_such_model
 
 

@@ -12,10 +12,10 @@ from typing import Annotated, Any, Literal, TypeVar, cast
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from lmforge.config.ranges import REPETITION_PENALTY
-from lmforge.data.chat.messages import NO_TEMPLATE_VARIABLES, REASONING_FIELDS
-from lmforge.data.chat.tool_calls import ToolCall
-from lmforge.untrusted import cut, quoted
+from lmforge.core.files.untrusted import cut, quoted
+from lmforge.core.options.ranges import REPETITION_PENALTY
+from lmforge.text.chat.messages import NO_TEMPLATE_VARIABLES, REASONING_FIELDS
+from lmforge.text.chat.tool_calls import ToolCall
 
 _LAST_SAMPLERS = ["top_k", "typ_p", "top_p", "min_p", "xtc", "temperature"]
 # Values with which parameters of OpenAI's API and of other servers (vLLM, SGLang, TGI, llama.cpp, Ollama) have no effect or are

@@ -17,12 +17,12 @@ from starlette.datastructures import Headers
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from lmforge.errors import RunFailed, UserError
+from lmforge.core.errors import RunFailed, UserError
+from lmforge.core.files.untrusted import cut
 from lmforge.serve.api import create_app
 from lmforge.serve.connections import accept_connections, max_connections
 from lmforge.serve.model_registry import ModelRegistry
 from lmforge.serve.protocol import ApiError
-from lmforge.untrusted import cut
 
 # How long connections may take to close once the server stops.
 SHUTDOWN_TIMEOUT_SECONDS = 5

@@ -22,18 +22,18 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from torch import Tensor
 
-from lmforge.data.batch import Batch
-from lmforge.errors import UserError
-from lmforge.generate.engine import GeneratedToken, GenerationRequest
-from lmforge.generate.sampling import SamplingParams
-from lmforge.generate.weights_folder import verify_weights
-from lmforge.interop.config_json import to_config_json
-from lmforge.interop.weights import load_folder
-from lmforge.objectives.distillation import DistillationConfig, top_log_probs
+from lmforge.core.data.batch import Batch
+from lmforge.core.errors import UserError
+from lmforge.core.files.untrusted import cut
+from lmforge.hf.config_json import to_config_json
+from lmforge.hf.weights import load_folder
+from lmforge.post.objectives.distillation import DistillationConfig, top_log_probs
 from lmforge.serve.batching import MIN_LOGPROB, ContinuousBatcher, QueuedRequest
+from lmforge.serve.decoding.engine import GeneratedToken, GenerationRequest
+from lmforge.serve.decoding.sampling import SamplingParams
+from lmforge.serve.decoding.weights_folder import verify_weights
 from lmforge.serve.model_registry import ModelRegistry, ServedModel
 from lmforge.serve.protocol import ApiError, EngineStopped, StrictModel, TokenIds, validation_error
-from lmforge.untrusted import cut
 
 # How long the first of requests that start together waits for the others.
 GATHER_SECONDS = 30

@@ -15,9 +15,9 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from lmforge.data.tokenizer import train_tokenizer
-from lmforge.environments.builtin import Calculator
-from lmforge.environments.tool_schema import tool_schema
+from lmforge.core.data.tokenizer import train_tokenizer
+from lmforge.post.environments.builtin import Calculator
+from lmforge.post.environments.tool_schema import tool_schema
 
 NUM_TEXTS, NUM_CHATS, NUM_PROMPTS, NUM_VALIDATION = 4000, 5000, 2000, 200
 TOOL = tool_schema(Calculator().calculate)

@@ -24,8 +24,8 @@ import chess
 import chess.engine
 from notation import prompt_of, text_of
 
-from lmforge.data.prepare.worker_pool import WorkerPool
-from lmforge.errors import UserError
+from lmforge.core.errors import UserError
+from lmforge.text.prepare.worker_pool import WorkerPool
 
 GAMES, PROMPTS, VALIDATION = "games.jsonl", "prompts.jsonl", "validation.jsonl"
 GAMES_PER_JOB = 16

@@ -14,12 +14,12 @@ from typing import Any
 
 from reward import engine_move, legal_move
 
-from lmforge.cluster.distributed import choose_device
-from lmforge.errors import UserError
-from lmforge.generate.engine import generate
-from lmforge.generate.model_loading import load_model
-from lmforge.generate.sampling import SamplingParams
-from lmforge.parallel.precision import choose_dtype
+from lmforge.core.distributed.distributed import choose_device
+from lmforge.core.errors import UserError
+from lmforge.core.parallel.precision import choose_dtype
+from lmforge.serve.decoding.engine import generate
+from lmforge.serve.decoding.model_loading import load_model
+from lmforge.serve.decoding.sampling import SamplingParams
 
 BATCH_SIZE = 32
 MAX_TOKENS = 12  # enough for the longest move, "Qa1xb2+", and the space before it, at a byte a token

@@ -14,7 +14,7 @@ from types import ModuleType
 import pytest
 import torch
 
-from lmforge.bench.step_timing import ran_out_of_memory
+from lmforge.lab.bench.step_timing import ran_out_of_memory
 
 ROOT = Path(__file__).parents[2]
 GIB = 2**30

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from lmforge.parallel.precision import has_native_bf16
+from lmforge.core.parallel.precision import has_native_bf16
 
 PROGRAMS = Path(__file__).parents[2] / "benchmarks"
 

@@ -9,8 +9,8 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-from lmforge.atomic_files import PARTIAL_SUFFIX
-from lmforge.runs import MANIFEST, Run
+from lmforge.core.files.atomic_files import PARTIAL_SUFFIX
+from lmforge.core.records.runs import MANIFEST, Run
 from tests.chaos.plan import LOSES_OUTPUT, Fault
 from tests.chaos.processes import Attempt, Outlet
 

@@ -9,12 +9,12 @@ import traceback
 from pathlib import Path
 
 # Imported once, for all ranks that are forked from here.
-import lmforge.parallel.ddp
-import lmforge.parallel.fsdp1
-import lmforge.parallel.fsdp2
-import lmforge.stages.run  # noqa: F401
-from lmforge.data.prepare.prepare import prepare
-from lmforge.runs import describe_environment
+import lmforge.core.parallel.ddp
+import lmforge.core.parallel.fsdp1
+import lmforge.core.parallel.fsdp2
+import lmforge.core.run  # noqa: F401
+from lmforge.core.records.runs import describe_environment
+from lmforge.text.prepare.prepare import prepare
 from tests.chaos import plan
 from tests.chaos.life import Figures, Life
 from tests.chaos.processes import in_a_child

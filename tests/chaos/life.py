@@ -13,12 +13,12 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-from lmforge import checkpoint
-from lmforge.bench.bounds import FP32
-from lmforge.checkpoint import CorruptCheckpoint
-from lmforge.cluster.processes import STOP_SIGNALS, signal_name
-from lmforge.monitor.heartbeat import FINAL_PHASES
-from lmforge.runs import Run
+from lmforge.core import checkpoint
+from lmforge.core.checkpoint import CorruptCheckpoint
+from lmforge.core.distributed.processes import STOP_SIGNALS, signal_name
+from lmforge.core.records.runs import Run
+from lmforge.lab.bench.bounds import FP32
+from lmforge.ops.monitor.heartbeat import FINAL_PHASES
 from tests.chaos import plan
 from tests.chaos.faults import (
     HANG_SECONDS,

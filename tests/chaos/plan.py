@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from random import Random
 
-from lmforge.cluster.processes import STOP_SIGNALS
+from lmforge.core.distributed.processes import STOP_SIGNALS
 
 ENGINES = {
     "single": [],

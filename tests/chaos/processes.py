@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from lmforge import cli
-from lmforge.cluster.rendezvous import free_port
+from lmforge.core.distributed.rendezvous import free_port
 
 COMMAND = [sys.executable, "-m", "lmforge"]
 

@@ -27,13 +27,13 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
-from lmforge.data.tokenizer import train_tokenizer
-from lmforge.generate.model_loading import load_model
-from lmforge.interop.export import export_folder
-from lmforge.model import build_model
-from lmforge.model.config import ModelConfig
-from lmforge.model.init_weights import init_weights
-from lmforge.runs import Run
+from lmforge.core.data.tokenizer import train_tokenizer
+from lmforge.core.model import build_model
+from lmforge.core.model.config import ModelConfig
+from lmforge.core.model.init_weights import init_weights
+from lmforge.core.records.runs import Run
+from lmforge.hf.export import export_folder
+from lmforge.serve.decoding.model_loading import load_model
 from tests.chaos.processes import descendants
 from tests.chaos.servers import KEY, SPOILS, Proxy, SampledSpan, Server
 from tests.preloaded import Forked, preloaded, rank_variables
@@ -376,7 +376,7 @@ def _weights(run: Path) -> dict[str, torch.Tensor]:
 
 def _is_environment(pid: int) -> bool:
     with suppress(OSError):
-        return b"lmforge.environments.server" in Path(f"/proc/{pid}/cmdline").read_bytes()
+        return b"lmforge.post.environments.server" in Path(f"/proc/{pid}/cmdline").read_bytes()
     return False
 
 

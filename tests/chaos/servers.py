@@ -12,7 +12,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import NamedTuple
 
-from lmforge.cluster.rendezvous import free_port
+from lmforge.core.distributed.rendezvous import free_port
 from tests.preloaded import Forked, preloaded
 
 # What a proxy does to answers with sampled tokens, and what the run says of it. An answer that is late is no failure.

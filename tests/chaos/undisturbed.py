@@ -5,7 +5,7 @@ from pathlib import Path
 
 import torch
 
-from lmforge.runs import Run
+from lmforge.core.records.runs import Run
 from tests.chaos.plan import Topology
 from tests.chaos.processes import forked
 from tests.distributed.conftest import weights

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from lmforge.checkpoint.storage import BLOCK_BYTES, HashingFileSystem, VerifyingFileSystem, digest_file
-from lmforge.manifests import CorruptCheckpoint
+from lmforge.core.checkpoint.storage import BLOCK_BYTES, HashingFileSystem, VerifyingFileSystem, digest_file
+from lmforge.core.records.manifests import CorruptCheckpoint
 from tests.seeds import fresh_random
 
 

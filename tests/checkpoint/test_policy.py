@@ -13,10 +13,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from lmforge import checkpoint
-from lmforge.checkpoint import Manifest, RetentionPolicy, async_save
 from lmforge.cli import run as command
-from lmforge.runs import Run
+from lmforge.core import checkpoint
+from lmforge.core.checkpoint import Manifest, RetentionPolicy, async_save
+from lmforge.core.records.runs import Run
 from tests.distributed.conftest import weights
 from tests.preloaded import preloaded
 
@@ -105,7 +105,7 @@ def test_a_run_keeps_its_best_checkpoint_and_the_permanent_ones_beside_the_newes
 def test_by_the_clock_a_run_is_saved_between_its_steps_too(train: Train, monkeypatch: pytest.MonkeyPatch) -> None:
     looks = itertools.count()  # the clock is a twentieth of a second later at each look, however fast the machine is
     clock = SimpleNamespace(monotonic=lambda: next(looks) / 20)
-    monkeypatch.setattr("lmforge.train.checkpoints.time", clock)
+    monkeypatch.setattr("lmforge.core.steps.checkpoints.time", clock)
     words = ["--train.steps", 60, "--checkpoint.every_steps", 1000, "--checkpoint.keep_last", 100]
     run = train("a", *words, "--checkpoint.every_minutes", 0.003, "--checkpoint.keep_every_minutes", 0.005)
     kinds = [checkpoint.read_manifest(run.checkpoint_path(step)).kept for step in run.checkpoint_steps()]

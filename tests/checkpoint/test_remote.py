@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 import s3fs
 
-from lmforge import checkpoint
-from lmforge.bench.bounds import FP32
-from lmforge.bench.parity import weights_difference
-from lmforge.runs import MANIFEST, Run, parse_location
+from lmforge.core import checkpoint
+from lmforge.core.records.runs import MANIFEST, Run, parse_location
+from lmforge.lab.bench.bounds import FP32
+from lmforge.lab.bench.parity import weights_difference
 from tests.conftest import Command, Refusal
 from tests.distributed.conftest import weights
 from tests.object_store import object_store

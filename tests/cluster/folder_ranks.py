@@ -5,7 +5,7 @@ import os
 import sys
 from pathlib import Path
 
-from lmforge.cluster import distributed as cluster
+from lmforge.core.distributed import distributed as cluster
 
 NEW_NAMESPACES = 0x10000000 | 0x00020000  # of users and of mounts
 

@@ -9,10 +9,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Self
 
-from lmforge.config.load import parse_config
-from lmforge.config.options import to_toml
-from lmforge.config.stage import PretrainConfig
-from lmforge.runs import Run
+from lmforge.core.options.load import parse_config
+from lmforge.core.options.options import to_toml
+from lmforge.core.options.stage import PretrainConfig
+from lmforge.core.records.runs import Run
 from tests.distributed.conftest import weights
 from tests.preloaded import preloaded
 

@@ -11,14 +11,14 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from lmforge.cluster import distributed as cluster
-from lmforge.config.options import validate_options
-from lmforge.config.stage import PretrainConfig
-from lmforge.errors import UserError
-from lmforge.runs import Run
-from lmforge.stages.attempt import start_attempt
-from lmforge.stages.custom_code import PluginCallbacks
-from lmforge.stages.run import collective_timeout
+from lmforge.core.distributed import distributed as cluster
+from lmforge.core.errors import UserError
+from lmforge.core.options.options import validate_options
+from lmforge.core.options.stage import PretrainConfig
+from lmforge.core.records.runs import Run
+from lmforge.core.run import collective_timeout
+from lmforge.core.stages.attempt import start_attempt
+from lmforge.core.stages.custom_code import PluginCallbacks
 
 if __name__ == "__main__":
     folder, watch_seconds = Path(sys.argv[1]), float(sys.argv[2])

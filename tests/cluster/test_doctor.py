@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from lmforge.cluster.rendezvous import free_port
+from lmforge.core.distributed.rendezvous import free_port
 from tests import tools
 from tests.cluster.laboratory import LOGIN, Laboratory
 from tests.cluster.launching import Desk, with_programs, write_executable

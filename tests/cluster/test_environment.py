@@ -11,11 +11,11 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lmforge.cluster.distributed import check_gpus_differ, device_index, exchange
-from lmforge.cluster.environment import check_local_ranks, count_by_host
-from lmforge.cluster.memory import set_allocator_defaults
-from lmforge.cluster.rank_info import RankInfo, read_rank_info, threads_per_rank
-from lmforge.errors import UserError
+from lmforge.core.distributed.distributed import check_gpus_differ, device_index, exchange
+from lmforge.core.distributed.environment import check_local_ranks, count_by_host
+from lmforge.core.distributed.memory import set_allocator_defaults
+from lmforge.core.distributed.rank_info import RankInfo, read_rank_info, threads_per_rank
+from lmforge.core.errors import UserError
 
 TORCHRUN = {
     "RANK": "5",
@@ -99,7 +99,7 @@ def test_ranks_that_torchrun_starts_know_their_rank_info(tmp_path: Path) -> None
     script = tmp_path / "tell.py"
     script.write_text(
         "from pathlib import Path\n"
-        "from lmforge.cluster.rank_info import read_rank_info\n"
+        "from lmforge.core.distributed.rank_info import read_rank_info\n"
         "info = read_rank_info()\n"
         "(Path(__file__).parent / f'{info.rank}.txt').write_text(repr(info))\n"
     )
@@ -115,7 +115,7 @@ def test_threads_are_the_usable_cores_divided_by_the_local_ranks() -> None:
     assert threads_per_rank(cores) == 1
     assert threads_per_rank(10 * cores) == 1
     pin = "import os; os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})"
-    code = f"{pin}; from lmforge.cluster.rank_info import threads_per_rank; print(threads_per_rank(1))"
+    code = f"{pin}; from lmforge.core.distributed.rank_info import threads_per_rank; print(threads_per_rank(1))"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60).stdout == "1\n"
 
 

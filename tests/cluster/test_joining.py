@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from lmforge.cluster.joining import OUTSIDE, interface_towards
-from lmforge.cluster.rendezvous import free_port
+from lmforge.core.distributed.joining import OUTSIDE, interface_towards
+from lmforge.core.distributed.rendezvous import free_port
 from tests.conftest import Command
 from tests.preloaded import preloaded
 
@@ -17,7 +17,7 @@ WAITING = """
 import os
 from datetime import timedelta
 import torch.distributed as dist
-from lmforge.cluster.joining import report_missing_ranks
+from lmforge.core.distributed.joining import report_missing_ranks
 with report_missing_ranks(int(os.environ["RANK"]), 3, "test", patience_seconds=0.5):
     store, *_ = next(dist.rendezvous("env://", timeout=timedelta(seconds=300)))
     store.wait(["never"])
@@ -25,7 +25,7 @@ with report_missing_ranks(int(os.environ["RANK"]), 3, "test", patience_seconds=0
 # A rank of three, which joins a store of torchrun, and waits for its own report to be over.
 LATER = """
 import os, sys, threading
-from lmforge.cluster.joining import report_missing_ranks
+from lmforge.core.distributed.joining import report_missing_ranks
 os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": sys.argv[2]}
 with report_missing_ranks(int(sys.argv[1]), 3, "test", patience_seconds=0.5):
     for thread in threading.enumerate():
@@ -36,7 +36,7 @@ with report_missing_ranks(int(sys.argv[1]), 3, "test", patience_seconds=0.5):
 SLOW = """
 import os, threading, time
 import torch.distributed as dist
-from lmforge.cluster.joining import report_missing_ranks
+from lmforge.core.distributed.joining import report_missing_ranks
 connect = dist.TCPStore
 def slowly(*args, **options):
     if threading.current_thread().name == "joining" and os.environ["RANK"] == "1":
@@ -95,7 +95,7 @@ def test_a_rank_continues_once_its_thread_has_connected(tmp_path: Path) -> None:
 
 LIMITS = """
 import os, resource, sys
-from lmforge.cluster.joining import allow_open_connections
+from lmforge.core.distributed.joining import allow_open_connections
 soft, hard, ranks = map(int, sys.argv[1:])
 resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 allow_open_connections(ranks)

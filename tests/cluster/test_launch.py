@@ -13,15 +13,15 @@ from pathlib import Path
 
 import pytest
 
-from lmforge.cluster import launch, processes
-from lmforge.cluster.jobs import scripts
-from lmforge.cluster.jobs.job import JobPlan, read_job
-from lmforge.cluster.jobs.launchers import check_no_job
-from lmforge.config.operation import LaunchOptions, parse_time_limit
-from lmforge.config.verbs.running import JobsOptions
-from lmforge.errors import UserError
-from lmforge.runs import Run
-from lmforge.verbs.running import jobs
+from lmforge.core.distributed import launch, processes
+from lmforge.core.errors import UserError
+from lmforge.core.options.operation import LaunchOptions, parse_time_limit
+from lmforge.core.records.runs import Run
+from lmforge.ops.jobs import scripts
+from lmforge.ops.jobs.job import JobPlan, read_job
+from lmforge.ops.jobs.launchers import check_no_job
+from lmforge.ops.options.running import JobsOptions
+from lmforge.ops.verbs.running import jobs
 from tests.cluster.launching import Desk, assert_same_result, losses, with_programs, write_executable
 from tests.conftest import Command, Refusal
 
@@ -97,7 +97,7 @@ def test_a_host_that_is_down_is_asked_once_for_a_bounded_time_and_only_for_runs_
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     from lmforge.cli import run
-    from lmforge.verbs.running import jobs
+    from lmforge.ops.verbs.running import jobs
 
     write_executable(tmp_path / "ssh", f"#!/bin/sh\necho $* >>{tmp_path}/asked\nexec sleep 60\n")
     monkeypatch.setenv("PATH", with_programs(tmp_path))

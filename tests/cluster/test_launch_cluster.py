@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from lmforge.cluster.jobs.job import read_job
-from lmforge.runs import Run
+from lmforge.core.records.runs import Run
+from lmforge.ops.jobs.job import read_job
 from tests.cluster.laboratory import Laboratory
 from tests.cluster.launching import Desk, assert_same_result, job_id, losses, with_programs, write_executable
 from tests.conftest import Command

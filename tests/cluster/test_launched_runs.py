@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from lmforge.cluster.rank_info import threads_per_rank
-from lmforge.cluster.rendezvous import free_port
+from lmforge.core.distributed.rank_info import threads_per_rank
+from lmforge.core.distributed.rendezvous import free_port
 from tests.cluster.laboratory import Laboratory
 from tests.conftest import ROOT, Command
 
@@ -147,9 +147,9 @@ PLACE = """
 import os, sys
 from pathlib import Path
 import torch
-from lmforge.cluster.distributed import init_distributed
-from lmforge.config.sections import ParallelOptions
-from lmforge.parallel.dims import parallel_dims
+from lmforge.core.distributed.distributed import init_distributed
+from lmforge.core.options.sections import ParallelOptions
+from lmforge.core.parallel.dims import parallel_dims
 with init_distributed("cpu") as dist_ctx:
     info = dist_ctx.rank_info
     hybrid = ParallelOptions(sharding="hybrid-full-shard")
@@ -229,7 +229,7 @@ def test_a_batch_script_is_alone_and_its_srun_is_not(
     laboratory: Laboratory, tiny_options: list[str], reference: list[dict[str, float]], tmp_path: Path
 ) -> None:
     """Although the script, too, has SLURM_PROCID = 0 and SLURM_NTASKS = 2."""
-    program = "from lmforge.cluster.rank_info import read_rank_info; print(read_rank_info())"
+    program = "from lmforge.core.distributed.rank_info import read_rank_info; print(read_rank_info())"
     train = " ".join([*LMFORGE, "pretrain", *tiny_options, "--run.folder", str(tmp_path)])
     script = tmp_path / "job.sh"
     script.write_text(f"#!/bin/bash\n{sys.executable} -c '{program}'\nenv | grep -E '^SLURM_(PROCID|NTASKS)='\nsrun {train}\n")

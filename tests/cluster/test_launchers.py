@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from lmforge.cluster import processes
-from lmforge.cluster.environment import ENVIRONMENT_VARIABLE, RankInfo, read_environment, under_launcher
-from lmforge.cluster.rank_info import read_rank_info
-from lmforge.cluster.rendezvous import candidate_ports, hosts_to_ask, job_identity, list_hosts, own_address
-from lmforge.errors import UserError
+from lmforge.core.distributed import processes
+from lmforge.core.distributed.environment import ENVIRONMENT_VARIABLE, RankInfo, read_environment, under_launcher
+from lmforge.core.distributed.rank_info import read_rank_info
+from lmforge.core.distributed.rendezvous import candidate_ports, hosts_to_ask, job_identity, list_hosts, own_address
+from lmforge.core.errors import UserError
 
 Variables = dict[str, str]
 
@@ -246,7 +246,7 @@ def test_two_steps_of_one_job_have_ports_of_their_own() -> None:
 def test_who_a_process_is_can_be_asked_without_torch() -> None:
     program = (
         "import sys\n"
-        "from lmforge.cluster import rank_info, rendezvous\n"
+        "from lmforge.core.distributed import rank_info, rendezvous\n"
         "rank_info.read_rank_info()\n"
         "print('torch' in sys.modules)"
     )

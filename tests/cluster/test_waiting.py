@@ -6,10 +6,10 @@ from itertools import pairwise
 
 import pytest
 
-from lmforge.cluster import waiting
-from lmforge.cluster.node_group import NodeGroup, NodeStore, StartAttempt
-from lmforge.cluster.rendezvous import PORTS, free_port, listen
-from lmforge.cluster.waiting import await_listener, call_bounded, wait_until
+from lmforge.core.distributed import waiting
+from lmforge.core.distributed.node_group import NodeGroup, NodeStore, StartAttempt
+from lmforge.core.distributed.rendezvous import PORTS, free_port, listen
+from lmforge.core.distributed.waiting import await_listener, call_bounded, wait_until
 
 
 def test_a_call_that_does_not_come_back_is_given_up_and_what_one_raises_is_raised() -> None:

@@ -6,10 +6,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from lmforge.data.shards.folder import TokenFolder
-from lmforge.data.shards.format import SHARDS_MANIFEST, write_shard
-from lmforge.data.tokenizer import Tokenizer, train_tokenizer
-from lmforge.manifests import FORMAT_VERSION, TokenFolderManifest
+from lmforge.core.data.shards.folder import TokenFolder
+from lmforge.core.data.shards.format import SHARDS_MANIFEST, write_shard
+from lmforge.core.data.tokenizer import Tokenizer, train_tokenizer
+from lmforge.core.records.manifests import FORMAT_VERSION, TokenFolderManifest
 
 # By shard, the length of each document in it, separator included.
 Shards = Sequence[Sequence[int]]
@@ -47,4 +47,4 @@ def folder_of(byte_tokenizer: Tokenizer) -> Callable[..., TokenFolder]:
 @pytest.fixture
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Retries as many as always, without the waiting."""
-    monkeypatch.setattr("lmforge.data.shards.storage.RETRY_DELAYS_SECONDS", (0.01, 0.02, 0.05))
+    monkeypatch.setattr("lmforge.core.data.shards.storage.RETRY_DELAYS_SECONDS", (0.01, 0.02, 0.05))

@@ -3,8 +3,8 @@
 import numpy as np
 import torch
 
-from lmforge.data.batch import Batch, Extras
-from lmforge.data.packing import PackedSequences
+from lmforge.core.data.batch import Batch, Extras
+from lmforge.core.data.packing import PackedSequences
 
 
 def batch(sequences: int, first: float) -> Batch:

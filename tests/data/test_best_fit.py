@@ -20,21 +20,21 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from lmforge.cli import run
-from lmforge.config.load import read_config
-from lmforge.data.batch import Batch
-from lmforge.data.best_fit_index import BestFitIndex, IndexReader, manifest_name, pack_documents, write_index
-from lmforge.data.dataset import TokenDataset
-from lmforge.data.loader import BatchLoader
-from lmforge.data.mixture import MixedDataset
-from lmforge.data.order import Lanes
-from lmforge.data.prepare.dist_context import SingleProcessContext
-from lmforge.data.prepare.pack import pack_folder
-from lmforge.data.prepare.prepare import prepare
-from lmforge.data.shards.folder import TokenFolder
-from lmforge.data.shards.storage import LocalStorage
-from lmforge.errors import UserError
-from lmforge.runs import Run
-from lmforge.stages.training_data import TokenSources
+from lmforge.core.data.batch import Batch
+from lmforge.core.data.best_fit_index import BestFitIndex, IndexReader, manifest_name, pack_documents, write_index
+from lmforge.core.data.dataset import TokenDataset
+from lmforge.core.data.loader import BatchLoader
+from lmforge.core.data.mixture import MixedDataset
+from lmforge.core.data.order import Lanes
+from lmforge.core.data.shards.folder import TokenFolder
+from lmforge.core.data.shards.storage import LocalStorage
+from lmforge.core.errors import UserError
+from lmforge.core.options.load import read_config
+from lmforge.core.records.runs import Run
+from lmforge.core.stages.training_data import TokenSources
+from lmforge.text.prepare.dist_context import SingleProcessContext
+from lmforge.text.prepare.pack import pack_folder
+from lmforge.text.prepare.prepare import prepare
 from tests.conftest import Command, Refusal
 from tests.data.file_server import file_server
 from tests.data.test_dataset import as_lists, corpus_digest, read_corpus, shards_of_documents, slow_index
@@ -128,7 +128,7 @@ def test_any_sample_equals_the_slow_oracle(
     path = Path(tempfile.mkdtemp(dir=tmp_path)) / "folder"
     folder_of(path, shards, seed=sample)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("lmforge.data.best_fit_index.GROUP_SEQUENCES", group_sequences)
+        patch.setattr("lmforge.core.data.best_fit_index.GROUP_SEQUENCES", group_sequences)
         dataset = dataset_of(packed(path, length), length, seed=seed)
     tokens, owners = read_corpus(path)
     expected = slow_sequences(shards, tokens, length, group_sequences)

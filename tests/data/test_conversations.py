@@ -12,14 +12,14 @@ import pyarrow.parquet
 import pytest
 import zstandard
 
-from lmforge.data.chat.conversations import Format, read_conversations
-from lmforge.data.chat.example_display import format_example
-from lmforge.data.chat.layout import encode_layouts
-from lmforge.data.chat.templates import ChatTemplate, build_layouts, one_layout
-from lmforge.data.packing import TokenizedExample
-from lmforge.data.sources.records import UnusableRecords
-from lmforge.data.tokenizer import Tokenizer
-from lmforge.errors import UserError
+from lmforge.core.data.packing import TokenizedExample
+from lmforge.core.data.tokenizer import Tokenizer
+from lmforge.core.errors import UserError
+from lmforge.text.chat.conversations import Format, read_conversations
+from lmforge.text.chat.example_display import format_example
+from lmforge.text.chat.layout import encode_layouts
+from lmforge.text.chat.templates import ChatTemplate, build_layouts, one_layout
+from lmforge.text.sources.records import UnusableRecords
 
 PAGE = Path(__file__).parents[2] / "docs" / "sft-data.md"
 FENCED = re.compile(r"^```(\w+)\n(.*?)^```$", re.M | re.S)
@@ -233,7 +233,7 @@ def test_colours_show_every_token_its_bounds_and_what_is_scored(byte_tokenizer: 
 
 
 def test_the_examples_of_the_page_are_read_as_it_says(tmp_path: Path, byte_tokenizer: Tokenizer) -> None:
-    from lmforge.data.chat.preferences import read_preference_pairs, read_prompts, read_unpaired_preferences
+    from lmforge.text.chat.preferences import read_preference_pairs, read_prompts, read_unpaired_preferences
 
     page = PAGE.read_text(encoding="utf-8")
     blocks = [text for kind, text in FENCED.findall(page) if kind == "json"]
@@ -259,7 +259,7 @@ def test_the_program_of_the_page_prints_what_it_says(tmp_path: Path, monkeypatch
     assert printed.getvalue() == blocks[-1][1]
     template = next(text for kind, text in blocks if kind == "text").strip()
     messages = [("system", "Be brief."), ("user", "Who are you?"), ("assistant", "A model.")]
-    from lmforge.data.tokenizer import train_tokenizer
+    from lmforge.core.data.tokenizer import train_tokenizer
 
     tokenizer = train_tokenizer([""], 261)
     chat = ChatTemplate.from_tokenizer(tokenizer)
@@ -304,7 +304,7 @@ def test_special_tokens_in_plain_text_are_counted_or_parsed_as_transformers_does
 
 def with_blanks_taken_in(folder: Path, lstrip: bool) -> Tokenizer:
     """A tokenizer whose special tokens take in the blanks around them, or not."""
-    from lmforge.data.tokenizer import byte_tokenizer
+    from lmforge.core.data.tokenizer import byte_tokenizer
 
     byte_tokenizer().save(folder / "tokenizer")
     path = folder / "tokenizer" / "tokenizer.json"

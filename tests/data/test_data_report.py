@@ -13,12 +13,12 @@ import numpy as np
 import pytest
 
 from lmforge.cli import run
-from lmforge.config.load import read_config
-from lmforge.data.prepare.prepare import prepare
-from lmforge.data.shards.folder import TokenFolder
-from lmforge.data.shards.source_report import MAX_SHARDS_READ
-from lmforge.stages.training_data import TokenSources
-from lmforge.verbs.show.show_data import report_data, show_samples
+from lmforge.core.data.shards.folder import TokenFolder
+from lmforge.core.data.shards.source_report import MAX_SHARDS_READ
+from lmforge.core.options.load import read_config
+from lmforge.core.stages.training_data import TokenSources
+from lmforge.ops.verbs.show.show_data import report_data, show_samples
+from lmforge.text.prepare.prepare import prepare
 from tests.conftest import Refusal
 from tests.seeds import fresh_random
 

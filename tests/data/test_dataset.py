@@ -12,10 +12,10 @@ import xxhash
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from lmforge.data.dataset import TokenDataset
-from lmforge.data.packing import PackedSequence
-from lmforge.data.shards.folder import TokenFolder
-from lmforge.errors import UserError
+from lmforge.core.data.dataset import TokenDataset
+from lmforge.core.data.packing import PackedSequence
+from lmforge.core.data.shards.folder import TokenFolder
+from lmforge.core.errors import UserError
 from tests.data.test_shards import flip_bit
 from tests.seeds import fresh_seed
 

@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 
 from lmforge.cli import run
-from lmforge.data.prepare.deduplicate import exact_duplicates, near_duplicate_keys, near_duplicates
-from lmforge.data.prepare.prepare import prepare
-from lmforge.data.shards.folder import TokenFolder
-from lmforge.data.sources import text_sources
-from lmforge.errors import UserError
+from lmforge.core.data.shards.folder import TokenFolder
+from lmforge.core.errors import UserError
+from lmforge.text.prepare.deduplicate import exact_duplicates, near_duplicate_keys, near_duplicates
+from lmforge.text.prepare.prepare import prepare
+from lmforge.text.sources import text_sources
 from tests.conftest import Refusal
 from tests.data.test_prepare import content, some_texts, stored_texts
 from tests.seeds import fresh_random

@@ -13,12 +13,12 @@ import numpy as np
 import pytest
 import xxhash
 
-from lmforge.data.batch import Batch
-from lmforge.data.chat.examples import ExampleFolder, example_dataset, write_examples
-from lmforge.data.chat.spill_buffer import ExampleGroup
-from lmforge.data.packing import IGNORE_INDEX, TokenizedExample, best_fit
-from lmforge.data.tokenizer import MIN_VOCAB_SIZE, Tokenizer, train_tokenizer
-from lmforge.errors import UserError
+from lmforge.core.data.batch import Batch
+from lmforge.core.data.packing import IGNORE_INDEX, TokenizedExample, best_fit
+from lmforge.core.data.tokenizer import MIN_VOCAB_SIZE, Tokenizer, train_tokenizer
+from lmforge.core.errors import UserError
+from lmforge.text.chat.examples import ExampleFolder, example_dataset, write_examples
+from lmforge.text.chat.spill_buffer import ExampleGroup
 from tests.seeds import fresh_random
 
 Make = Callable[..., ExampleFolder]
@@ -242,10 +242,10 @@ MEMORY = """
 import resource, sys
 from pathlib import Path
 import numpy as np
-from lmforge.data.packing import TokenizedExample
-from lmforge.data.chat.examples import write_examples
-from lmforge.data.chat.spill_buffer import ExampleGroup
-from lmforge.data.tokenizer import Tokenizer
+from lmforge.core.data.packing import TokenizedExample
+from lmforge.text.chat.examples import write_examples
+from lmforge.text.chat.spill_buffer import ExampleGroup
+from lmforge.core.data.tokenizer import Tokenizer
 
 def peak():
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # KiB; bytes on macOS

@@ -8,12 +8,12 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from lmforge.data.prepare.prepare import PreparationOptions
-from lmforge.data.sources.folders import find_splits
-from lmforge.data.sources.records import describe_folders, find_record_files
-from lmforge.data.sources.text_sources import open_text_source
-from lmforge.data.tokenizer import Tokenizer
-from lmforge.errors import UserError
+from lmforge.core.data.tokenizer import Tokenizer
+from lmforge.core.errors import UserError
+from lmforge.text.prepare.prepare import PreparationOptions
+from lmforge.text.sources.folders import find_splits
+from lmforge.text.sources.records import describe_folders, find_record_files
+from lmforge.text.sources.text_sources import open_text_source
 
 WORDS = st.sampled_from(
     ["train", "training", "test", "eval", "dev", "val", "x", "trainer", "tests", "Train", "data", "2", "00000-of-00001"]

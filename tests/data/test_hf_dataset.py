@@ -11,10 +11,10 @@ import datasets
 import pytest
 from huggingface_hub import constants
 
-from lmforge.data.prepare.prepare import prepare
-from lmforge.data.shards.folder import TokenFolder
-from lmforge.data.sources.hf_dataset import find_cached_dataset
-from lmforge.hub import DOWNLOAD_RECORD
+from lmforge.core.data.shards.folder import TokenFolder
+from lmforge.hf.hub import DOWNLOAD_RECORD
+from lmforge.text.prepare.prepare import prepare
+from lmforge.text.sources.hf_dataset import find_cached_dataset
 from tests.conftest import Refusal
 from tests.data import hub_server
 from tests.data.test_prepare import content, some_texts, stored_texts
@@ -30,7 +30,7 @@ def lines(texts: list[str]) -> bytes:
 
 
 def test_a_saved_dataset_is_read_by_split_and_column(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lmforge.data.sources.hf_dataset.UNIT_BYTES", 500)
+    monkeypatch.setattr("lmforge.text.sources.hf_dataset.UNIT_BYTES", 500)
     texts = some_texts(100)
     whole = datasets.Dataset.from_dict({"body": texts, "n": list(range(100))})
     whole.save_to_disk(str(tmp_path / "one"))

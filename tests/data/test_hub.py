@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 from huggingface_hub import constants, snapshot_download
 
-from lmforge import hub as hub_module
 from lmforge.cli import run
-from lmforge.hub import BLOCK_BYTES
+from lmforge.hf import hub as hub_module
+from lmforge.hf.hub import BLOCK_BYTES
 from tests.conftest import Command, Refusal
 from tests.data.hub_server import COMMIT, Hub, serving, variables
 from tests.seeds import fresh_random

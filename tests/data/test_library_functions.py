@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from lmforge.data.chat.library_functions import TRAIN_FILE, VALIDATION_FILE, write_function_conversations
-from lmforge.errors import UserError
-from lmforge.rewards.sandbox import Sandbox
+from lmforge.core.errors import UserError
+from lmforge.post.rewards.sandbox import Sandbox
+from lmforge.text.chat.library_functions import TRAIN_FILE, VALIDATION_FILE, write_function_conversations
 from tests.seeds import fresh_random
 
 Lines = list[dict[str, Any]]

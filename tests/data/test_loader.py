@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 import torch
 
-from lmforge.data.batch import Batch
-from lmforge.data.dataset import TokenDataset
-from lmforge.data.labels import IGNORE_INDEX
-from lmforge.data.loader import READ_AHEAD_STEPS, BatchLoader
-from lmforge.data.packing import PADDING_DOCUMENT_ID, PackedSequences
-from lmforge.data.shards.folder import TokenFolder
-from lmforge.errors import UserError
+from lmforge.core.data.batch import Batch
+from lmforge.core.data.dataset import TokenDataset
+from lmforge.core.data.labels import IGNORE_INDEX
+from lmforge.core.data.loader import READ_AHEAD_STEPS, BatchLoader
+from lmforge.core.data.packing import PADDING_DOCUMENT_ID, PackedSequences
+from lmforge.core.data.shards.folder import TokenFolder
+from lmforge.core.errors import UserError
 from tests.seeds import fresh_seed
 
 Writer = Callable[..., TokenFolder]
@@ -180,7 +180,7 @@ def test_waiting_is_counted_and_a_stall_is_said(
     dataset: TokenDataset, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A real stall: the tokens are behind a lock that someone else holds."""
-    monkeypatch.setattr("lmforge.data.loader.SLOW_BATCH_WARNING_SECONDS", 0.1)
+    monkeypatch.setattr("lmforge.core.data.loader.SLOW_BATCH_WARNING_SECONDS", 0.1)
     lock, read = threading.Lock(), dataset.packing.split.read
 
     def locked_read(start: int, stop: int) -> Any:

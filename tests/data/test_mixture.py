@@ -17,15 +17,15 @@ import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lmforge.config.load import read_config
-from lmforge.data.dataset import PackedDataset, join_datasets
-from lmforge.data.loader import BatchLoader
-from lmforge.data.mixture import BlockOrder, MixedDataset, Phase, describe_plan_change, proportions_of
-from lmforge.data.order import permutation
-from lmforge.data.packing import PackedSequence, Packing
-from lmforge.data.shards.folder import TokenFolder
-from lmforge.errors import UserError
-from lmforge.stages.training_data import TokenSources
+from lmforge.core.data.dataset import PackedDataset, join_datasets
+from lmforge.core.data.loader import BatchLoader
+from lmforge.core.data.mixture import BlockOrder, MixedDataset, Phase, describe_plan_change, proportions_of
+from lmforge.core.data.order import permutation
+from lmforge.core.data.packing import PackedSequence, Packing
+from lmforge.core.data.shards.folder import TokenFolder
+from lmforge.core.errors import UserError
+from lmforge.core.options.load import read_config
+from lmforge.core.stages.training_data import TokenSources
 from tests.seeds import fresh_random
 
 

@@ -8,7 +8,7 @@ from fractions import Fraction
 import numpy as np
 import pytest
 
-from lmforge.data.order import (
+from lmforge.core.data.order import (
     MAX_TABLE_SIZE,
     Lanes,
     Permutation,
@@ -18,7 +18,7 @@ from lmforge.data.order import (
     splitmix64,
     windowed_permutation,
 )
-from lmforge.errors import UserError
+from lmforge.core.errors import UserError
 from tests.seeds import fresh_random, fresh_seed
 
 GOLDEN_KEY = 8227339661858151388

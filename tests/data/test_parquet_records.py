@@ -11,11 +11,11 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from lmforge.data.chat.conversations import read_conversations
-from lmforge.data.chat.preferences import read_preference_pairs, read_prompts
-from lmforge.data.sources.records import read_records
-from lmforge.data.tokenizer import Tokenizer
-from lmforge.errors import UserError
+from lmforge.core.data.tokenizer import Tokenizer
+from lmforge.core.errors import UserError
+from lmforge.text.chat.conversations import read_conversations
+from lmforge.text.chat.preferences import read_preference_pairs, read_prompts
+from lmforge.text.sources.records import read_records
 
 datasets = pytest.importorskip("datasets")
 

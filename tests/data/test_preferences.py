@@ -5,11 +5,11 @@ from typing import Any
 
 import pytest
 
-from lmforge.data.chat.example_display import format_example
-from lmforge.data.chat.preferences import PromptCounts, read_preference_pairs, read_prompts, read_unpaired_preferences
-from lmforge.data.sources.records import UnusableRecords
-from lmforge.data.tokenizer import Tokenizer
-from lmforge.errors import UserError
+from lmforge.core.data.tokenizer import Tokenizer
+from lmforge.core.errors import UserError
+from lmforge.text.chat.example_display import format_example
+from lmforge.text.chat.preferences import PromptCounts, read_preference_pairs, read_prompts, read_unpaired_preferences
+from lmforge.text.sources.records import UnusableRecords
 
 USER, GOOD, BAD = ({"role": role, "content": words} for role, words in (("user", "Q"), ("assistant", "G"), ("assistant", "B")))
 SYSTEM = {"role": "system", "content": "S"}

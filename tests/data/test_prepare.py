@@ -29,15 +29,15 @@ from tokenizers import processors
 from transformers import AutoTokenizer
 
 from lmforge.cli import run
-from lmforge.data.prepare.output_folder import lock_folder
-from lmforge.data.prepare.prepare import prepare
-from lmforge.data.shards.folder import TokenFolder
-from lmforge.data.shards.format import SHARDS_MANIFEST, TRAIN_SPLIT, VALIDATION_SPLIT
-from lmforge.data.sources import text_sources
-from lmforge.data.sources.units import MAX_LINE_CHARACTERS
-from lmforge.data.tokenizer import Tokenizer
-from lmforge.errors import UserError
-from lmforge.manifests import UNFINISHED
+from lmforge.core.data.shards.folder import TokenFolder
+from lmforge.core.data.shards.format import SHARDS_MANIFEST, TRAIN_SPLIT, VALIDATION_SPLIT
+from lmforge.core.data.tokenizer import Tokenizer
+from lmforge.core.errors import UserError
+from lmforge.core.records.manifests import UNFINISHED
+from lmforge.text.prepare.output_folder import lock_folder
+from lmforge.text.prepare.prepare import prepare
+from lmforge.text.sources import text_sources
+from lmforge.text.sources.units import MAX_LINE_CHARACTERS
 from tests.conftest import Refusal
 from tests.seeds import fresh_random
 from tests.tools import need
@@ -95,8 +95,8 @@ class Preparation:
         # The guard is what any script that starts processes needs.
         program = (
             f"import os, resource, signal, sys, threading, time\n{before}\n"
-            "from lmforge.data.prepare.prepare import prepare\n"
-            "from lmforge.errors import UserError\n"
+            "from lmforge.text.prepare.prepare import prepare\n"
+            "from lmforge.core.errors import UserError\n"
             "def die():\n"
             f"    time.sleep({die_after})\n"
             "    os.kill(os.getpid(), signal.SIGKILL)\n"
@@ -357,7 +357,7 @@ def test_what_a_killed_overwrite_left_is_not_taken_for_another_plans_parts(tmp_p
 def stopped_after_parts(source: Path, out: Path) -> int:
     """Prepare, and die once the documents are tokenised; the process's status."""
     program = (
-        "import os, signal, sys; from lmforge.data.prepare import prepare, steps\n"
+        "import os, signal, sys; from lmforge.text.prepare import prepare, steps\n"
         "steps.Preparation._write_shards = lambda *parts: os.kill(os.getpid(), signal.SIGKILL)\n"
         "prepare.prepare(sys.argv[1], sys.argv[2], vocab_size=300, workers=1)"
     )
@@ -434,7 +434,7 @@ def test_killed_anywhere_and_called_again_it_ends_in_the_same_bytes(tmp_path: Pa
     with open(corpus, "a") as file:
         file.write('{broken\n{"text": 1}\n')
     options = {"vocab_size": 300, "shard_tokens": 15_000, "workers": workers, "skip_invalid": True}
-    small = "from lmforge.data.sources import text_sources; text_sources.JSONL_UNIT_BYTES = 25_000"
+    small = "from lmforge.text.sources import text_sources; text_sources.JSONL_UNIT_BYTES = 25_000"
     assert Preparation(corpus, tmp_path / "whole", small, **options).end() == (0, "")
     out = tmp_path / "out"
     # At the first word of a step, or a little later: in the middle of whatever it then does.
@@ -456,7 +456,7 @@ def test_killed_anywhere_and_called_again_it_ends_in_the_same_bytes(tmp_path: Pa
 
 def test_interrupted_it_leaves_no_process_and_keeps_what_was_done(tmp_path: Path) -> None:
     corpus = write_lines(tmp_path / "corpus.jsonl", some_texts(6000))
-    small = "from lmforge.data.sources import text_sources; text_sources.JSONL_UNIT_BYTES = 20_000"
+    small = "from lmforge.text.sources import text_sources; text_sources.JSONL_UNIT_BYTES = 20_000"
     out = tmp_path / "out"
     first = Preparation(corpus, out, small, vocab_size=400, workers=2)
     first.wait_for("tokens 3 ")
@@ -475,7 +475,7 @@ def test_interrupted_it_leaves_no_process_and_keeps_what_was_done(tmp_path: Path
 def test_terminated_it_leaves_no_process_no_warning_and_continues(tmp_path: Path) -> None:
     """As `kill` and a scheduler do, whose SIGTERM may reach every process. Semaphores that were left would be warned of."""
     corpus = write_lines(tmp_path / "corpus.jsonl", some_texts(6000))
-    small = "from lmforge.data.sources import text_sources; text_sources.JSONL_UNIT_BYTES = 20_000"
+    small = "from lmforge.text.sources import text_sources; text_sources.JSONL_UNIT_BYTES = 20_000"
     for number, send in enumerate((os.kill, os.killpg)):
         first = Preparation(corpus, tmp_path / f"out{number}", small, vocab_size=400, workers=2)
         first.wait_for("tokens 3 ")
@@ -498,8 +498,8 @@ def test_terminated_it_leaves_no_process_no_warning_and_continues(tmp_path: Path
 def test_progress_within_a_large_file_is_in_bytes_of_it_on_the_disk(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, workers: int
 ) -> None:
-    monkeypatch.setattr("lmforge.data.prepare.worker_pool.REPORT_SECONDS", 0)
-    monkeypatch.setattr("lmforge.data.prepare.shard_jobs.ENCODE_BATCH_CHARACTERS", 1 << 16)
+    monkeypatch.setattr("lmforge.text.prepare.worker_pool.REPORT_SECONDS", 0)
+    monkeypatch.setattr("lmforge.text.prepare.shard_jobs.ENCODE_BATCH_CHARACTERS", 1 << 16)
     texts = some_texts(20_000 if "txt" in name else 3000)  # a text is tokenized in pieces of a megabyte
     raw = "".join(json.dumps({"text": text}) + "\n" for text in texts).encode()
     if name == "a.parquet":
@@ -528,9 +528,9 @@ def test_progress_within_a_large_file_is_in_bytes_of_it_on_the_disk(
 def test_the_command_says_how_much_of_a_file_is_done_and_how_long_the_rest_takes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("lmforge.verbs.prepare.PRINT_EVERY_SECONDS", 0)
-    monkeypatch.setattr("lmforge.data.prepare.worker_pool.REPORT_SECONDS", 0)
-    monkeypatch.setattr("lmforge.data.prepare.shard_jobs.ENCODE_BATCH_CHARACTERS", 1 << 16)
+    monkeypatch.setattr("lmforge.text.verbs.prepare.PRINT_EVERY_SECONDS", 0)
+    monkeypatch.setattr("lmforge.text.prepare.worker_pool.REPORT_SECONDS", 0)
+    monkeypatch.setattr("lmforge.text.prepare.shard_jobs.ENCODE_BATCH_CHARACTERS", 1 << 16)
     raw = "".join(json.dumps({"text": text}) + "\n" for text in some_texts(6000)).encode()
     (tmp_path / "a.jsonl.zst").write_bytes(zstandard.compress(raw))
     assert run(["prepare", str(tmp_path / "a.jsonl.zst"), str(tmp_path / "out"), "--vocab_size", "512"]) == 0
@@ -574,7 +574,7 @@ def blocked_signals(_: int) -> set[int]:
 def test_no_worker_process_hears_ctrl_c_and_the_caller_still_does() -> None:
     """In a process of its own: a tracker of resources that is already up hides the case."""
     program = (
-        "from lmforge.data.prepare.worker_pool import WorkerPool\nfrom tests.data.test_prepare import blocked_signals\n"
+        "from lmforge.text.prepare.worker_pool import WorkerPool\nfrom tests.data.test_prepare import blocked_signals\n"
         "if __name__ == '__main__':\n"
         "    with WorkerPool(2) as pool:\n"
         "        print([sorted(blocked) for _, blocked in pool.map_unordered(blocked_signals, range(6))], blocked_signals(0))\n"
@@ -586,7 +586,7 @@ def test_no_worker_process_hears_ctrl_c_and_the_caller_still_does() -> None:
 def test_a_process_killed_from_outside_is_reported_and_no_work_is_lost(tmp_path: Path) -> None:
     corpus = write_lines(tmp_path / "corpus.jsonl", some_texts(20_000))
     small = (
-        "from lmforge.data.sources import text_sources; text_sources.JSONL_UNIT_BYTES = 20_000\n"
+        "from lmforge.text.sources import text_sources; text_sources.JSONL_UNIT_BYTES = 20_000\n"
         "import os, signal, threading, multiprocessing\n"
         "def kill():\n"
         "    for child in multiprocessing.active_children():\n"
@@ -594,8 +594,8 @@ def test_a_process_killed_from_outside_is_reported_and_no_work_is_lost(tmp_path:
     )
     out = tmp_path / "out"
     script = (
-        small + "from lmforge.data.prepare.prepare import prepare\n"
-        "from lmforge.errors import RunFailed\n"
+        small + "from lmforge.text.prepare.prepare import prepare\n"
+        "from lmforge.core.errors import RunFailed\n"
         "if __name__ == '__main__':\n"
         "    try:\n"
         f"        prepare({str(corpus)!r}, {str(out)!r}, vocab_size=300, workers=2,\n"
@@ -772,7 +772,7 @@ def test_an_out_that_cannot_be_a_folder_is_named(tmp_path: Path, corpus: Path) -
 def test_a_disk_that_fills_up_is_named_and_the_rest_can_be_done_later(tmp_path: Path, workers: int) -> None:
     """A limit on the size of a file is met exactly as the end of a disk is: by a write that fails."""
     corpus = write_lines(tmp_path / "corpus.jsonl", some_texts(6000))
-    small = "from lmforge.data.sources import text_sources; text_sources.JSONL_UNIT_BYTES = 100_000\n"
+    small = "from lmforge.text.sources import text_sources; text_sources.JSONL_UNIT_BYTES = 100_000\n"
     options = {"vocab_size": 261, "workers": workers}
     limit = "resource.setrlimit(resource.RLIMIT_FSIZE, (300_000, 300_000))"
     out = tmp_path / "out"
@@ -793,7 +793,7 @@ def test_a_disk_that_is_really_full_is_named(tmp_path: Path) -> None:
     disk = tmp_path / "disk"
     disk.mkdir()
     program = (
-        "from lmforge.data.prepare.prepare import prepare\nfrom lmforge.errors import UserError\n"
+        "from lmforge.text.prepare.prepare import prepare\nfrom lmforge.core.errors import UserError\n"
         f"try: prepare({str(corpus)!r}, {str(disk / 'out')!r}, vocab_size=261, workers=1)\n"
         "except UserError as mistake: raise SystemExit(str(mistake))\n"
         f"finally: import os; print([f for _, _, fs in os.walk({str(disk)!r}) for f in fs if f == 'manifest.json'])"

@@ -8,9 +8,9 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from lmforge.data.prepare.dist_context import divide_units
-from lmforge.data.prepare.prepare import prepare
-from lmforge.manifests import UNFINISHED
+from lmforge.core.records.manifests import UNFINISHED
+from lmforge.text.prepare.dist_context import divide_units
+from lmforge.text.prepare.prepare import prepare
 from tests.conftest import only_line
 from tests.data.test_prepare import content, some_texts, write_lines
 from tests.preloaded import preloaded
@@ -19,8 +19,8 @@ from tests.seeds import fresh_random
 SCRIPT = """
 import os, signal, sys
 from lmforge.cli import exit_process, run
-from lmforge.data.prepare import steps
-from lmforge.data.sources import text_sources
+from lmforge.text.prepare import steps
+from lmforge.text.sources import text_sources
 
 text_sources.JSONL_UNIT_BYTES = 20_000
 write, written = steps.write_part, []
@@ -59,7 +59,7 @@ def corpus(tmp_path: Path) -> Path:
 def test_two_ranks_write_the_bytes_of_one_process_and_continue_where_they_were_killed(
     tmp_path: Path, corpus: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("lmforge.data.sources.text_sources.JSONL_UNIT_BYTES", 20_000)
+    monkeypatch.setattr("lmforge.text.sources.text_sources.JSONL_UNIT_BYTES", 20_000)
     options: dict[str, Any] = {"vocab_size": 400, "deduplicate": "near", "shard_tokens": 20_000}
     summary = prepare(str(corpus), tmp_path / "one", workers=1, **options)
     assert summary.removed_documents["duplicate"] >= 50

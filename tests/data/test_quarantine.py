@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 
 from lmforge.cli import run
-from lmforge.data.dataset import TokenDataset
-from lmforge.data.shards.folder import TokenFolder
-from lmforge.data.shards.format import SHARD_SUFFIXES
-from lmforge.data.shards.quarantine import QuarantinedSpans, format_entries
-from lmforge.manifests import BLOCK_BYTES, ShardEntry
+from lmforge.core.data.dataset import TokenDataset
+from lmforge.core.data.shards.folder import TokenFolder
+from lmforge.core.data.shards.format import SHARD_SUFFIXES
+from lmforge.core.data.shards.quarantine import QuarantinedSpans, format_entries
+from lmforge.core.records.manifests import BLOCK_BYTES, ShardEntry
 from tests.conftest import Command, Refusal
 from tests.data.test_shards import flip_bit, swap
 from tests.seeds import fresh_random

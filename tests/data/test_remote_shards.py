@@ -10,17 +10,17 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from lmforge.config.load import read_config
-from lmforge.data.batch import Batch
-from lmforge.data.dataset import TokenDataset
-from lmforge.data.loader import BatchLoader
-from lmforge.data.packing import PackedSequence
-from lmforge.data.prepare.dist_context import SingleProcessContext
-from lmforge.data.prepare.pack import pack_folder
-from lmforge.data.shards.folder import TokenFolder
-from lmforge.errors import UserError
-from lmforge.runs import parse_location
-from lmforge.stages.training_data import TokenSources, find_missing_folders
+from lmforge.core.data.batch import Batch
+from lmforge.core.data.dataset import TokenDataset
+from lmforge.core.data.loader import BatchLoader
+from lmforge.core.data.packing import PackedSequence
+from lmforge.core.data.shards.folder import TokenFolder
+from lmforge.core.errors import UserError
+from lmforge.core.options.load import read_config
+from lmforge.core.records.runs import parse_location
+from lmforge.core.stages.training_data import TokenSources, find_missing_folders
+from lmforge.text.prepare.dist_context import SingleProcessContext
+from lmforge.text.prepare.pack import pack_folder
 from tests.conftest import Command, Refusal
 from tests.data.file_server import FaultyServer, file_server
 from tests.data.test_shards import flip_bit
@@ -35,12 +35,12 @@ SLOW = pytest.mark.slow
 
 READ_ALL = """
 import sys
-import lmforge.data.shards.remote_storage as storage
+import lmforge.core.data.shards.remote_storage as storage
 from pathlib import Path
-from lmforge.data.dataset import TokenDataset
-from lmforge.data.prepare.pack import pack_folder
-from lmforge.data.prepare.dist_context import SingleProcessContext
-from lmforge.data.shards.folder import TokenFolder
+from lmforge.core.data.dataset import TokenDataset
+from lmforge.text.prepare.pack import pack_folder
+from lmforge.text.prepare.dist_context import SingleProcessContext
+from lmforge.core.data.shards.folder import TokenFolder
 storage.PIECE_BYTES = int(sys.argv[3])
 folder = TokenFolder.open(sys.argv[1], cache_folder=Path(sys.argv[2]))
 dataset = TokenDataset(folder, sequence_length=500)
@@ -50,8 +50,8 @@ print(sum(int(sequence.tokens.sum()) for sequence in dataset.sequences(0, datase
 
 @pytest.fixture(autouse=True)
 def _impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lmforge.data.shards.remote_storage.REMOTE_RETRY_DELAYS_SECONDS", (0.01, 0.02, 0.05, 0.1))
-    monkeypatch.setattr("lmforge.data.shards.remote_storage.PIECE_BYTES", PIECE_BYTES)
+    monkeypatch.setattr("lmforge.core.data.shards.remote_storage.REMOTE_RETRY_DELAYS_SECONDS", (0.01, 0.02, 0.05, 0.1))
+    monkeypatch.setattr("lmforge.core.data.shards.remote_storage.PIECE_BYTES", PIECE_BYTES)
 
 
 @pytest.fixture
@@ -170,7 +170,7 @@ def test_an_address_that_is_no_token_folder_or_cannot_be_reached_is_refused(
 def test_the_cache_never_exceeds_its_bound_and_keeps_what_was_used_last(
     path: Path, tmp_path: Path, server: FaultyServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("lmforge.data.shards.piece_cache.TOUCH_SECONDS", 0.0)
+    monkeypatch.setattr("lmforge.core.data.shards.piece_cache.TOUCH_SECONDS", 0.0)
     bound, cache, thesis = 4 * PIECE_BYTES, tmp_path / "cache", tmp_path / "cache" / "chapters" / "1.tex"
     thesis.parent.mkdir(parents=True)
     thesis.touch()
@@ -213,7 +213,7 @@ def test_a_step_within_windows_downloads_from_few_places(
     path: Path, tmp_path: Path, server: FaultyServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """64 sequences of 100 tokens: a chunk is a tenth of a piece, and each step of a window reads the same two chunks."""
-    monkeypatch.setattr("lmforge.data.dataset.CHUNK_TOKENS", 6400)
+    monkeypatch.setattr("lmforge.core.data.dataset.CHUNK_TOKENS", 6400)
     folder = TokenFolder.open(f"{server.address}/folder", cache_folder=tmp_path / "cache")
     downloads = {}
     for window in (None, 2):
@@ -234,9 +234,9 @@ def test_with_lanes_a_host_downloads_its_part_of_the_shards_and_every_sequence_i
     tmp_path: Path, folder_of: Writer, monkeypatch: pytest.MonkeyPatch, packing: str, sources: list[str]
 ) -> None:
     """Four hosts, each with a cache of its own, that read a quarter of every batch: for an epoch, and for its beginning."""
-    monkeypatch.setattr("lmforge.data.dataset.CHUNK_TOKENS", PIECE_BYTES // 2)
-    monkeypatch.setattr("lmforge.data.dataset.GROUP_SEQUENCES", 655)
-    monkeypatch.setattr("lmforge.data.best_fit_index.GROUP_SEQUENCES", 655)
+    monkeypatch.setattr("lmforge.core.data.dataset.CHUNK_TOKENS", PIECE_BYTES // 2)
+    monkeypatch.setattr("lmforge.core.data.dataset.GROUP_SEQUENCES", 655)
+    monkeypatch.setattr("lmforge.core.data.best_fit_index.GROUP_SEQUENCES", 655)
     hosts, batch_size = 4, 32
     pieces, downloads = 16 * len(sources), []
     for name in sources:
@@ -286,9 +286,9 @@ def test_a_damaged_piece_in_the_cache_is_downloaded_again_alone(path: Path, tmp_
 def test_a_stall_is_reported_with_the_shard_and_the_request_is_repeated(
     path: Path, tmp_path: Path, server: FaultyServer, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("lmforge.data.loader.SLOW_BATCH_WARNING_SECONDS", 0.3)
+    monkeypatch.setattr("lmforge.core.data.loader.SLOW_BATCH_WARNING_SECONDS", 0.3)
     dataset, expected = opened(server, tmp_path / "cache"), local(path)
-    monkeypatch.setattr("lmforge.data.shards.remote_storage.REQUEST_TIMEOUT_SECONDS", 1.0)
+    monkeypatch.setattr("lmforge.core.data.shards.remote_storage.REQUEST_TIMEOUT_SECONDS", 1.0)
     server.faults, server.stall_seconds = ["stall"], 4.0
     with BatchLoader(dataset, global_batch_size=4, micro_batch_size=4) as loader:
         batch = loader.batches(0)[0]

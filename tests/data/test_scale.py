@@ -12,21 +12,21 @@ from pathlib import Path
 import pytest
 import xxhash
 
-from lmforge.data.best_fit_index import BEST_FIT_VERSION, manifest_name
-from lmforge.data.shards.folder import TokenFolder
-from lmforge.data.shards.format import SHARDS_MANIFEST
-from lmforge.data.tokenizer import Tokenizer
-from lmforge.errors import UserError
-from lmforge.manifests import FORMAT_VERSION, BestFitManifest, IndexEntry, ShardEntry, TokenFolderManifest
+from lmforge.core.data.best_fit_index import BEST_FIT_VERSION, manifest_name
+from lmforge.core.data.shards.folder import TokenFolder
+from lmforge.core.data.shards.format import SHARDS_MANIFEST
+from lmforge.core.data.tokenizer import Tokenizer
+from lmforge.core.errors import UserError
+from lmforge.core.records.manifests import FORMAT_VERSION, BestFitManifest, IndexEntry, ShardEntry, TokenFolderManifest
 
 Writer = Callable[..., TokenFolder]
 
 OPEN_AND_COUNT = """
 import json, os, sys, threading
 from pathlib import Path
-from lmforge.data.dataset import TokenDataset
-from lmforge.data.shards.folder import TokenFolder
-from lmforge.errors import UserError
+from lmforge.core.data.dataset import TokenDataset
+from lmforge.core.data.shards.folder import TokenFolder
+from lmforge.core.errors import UserError
 
 counting, opened, looked_at, stat = True, [], [], os.stat
 def in_main(path):  # a file of the folder, and the thread that opens it
@@ -99,7 +99,7 @@ def test_each_rank_checks_its_part_of_many_shards_before_it_needs_them(
     os.truncate(file, 98)
     with pytest.raises(UserError, match=r"train-00005\.tokens: truncated: 98 bytes of 100"):
         TokenFolder.open(path)
-    monkeypatch.setattr("lmforge.data.shards.files.MAX_CHECKED_ON_OPENING", 5)
+    monkeypatch.setattr("lmforge.core.data.shards.files.MAX_CHECKED_ON_OPENING", 5)
     for name, value in {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}.items():
         monkeypatch.setenv(name, value)
     for rank in (0, 1):

@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 from sentencepiece.sentencepiece_model_pb2 import ModelProto
 
 from lmforge.cli import run as command
-from lmforge.data.sentencepiece_model import convert_sentencepiece
-from lmforge.data.shards.folder import TokenFolder
-from lmforge.data.tokenizer import StreamDecoder, Tokenizer
-from lmforge.errors import UserError
+from lmforge.core.data.sentencepiece_model import convert_sentencepiece
+from lmforge.core.data.shards.folder import TokenFolder
+from lmforge.core.data.tokenizer import StreamDecoder, Tokenizer
+from lmforge.core.errors import UserError
 from tests.conftest import Refusal
 from tests.text import write_documents
 

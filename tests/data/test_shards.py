@@ -14,19 +14,19 @@ import numpy as np
 import pytest
 import xxhash
 
-from lmforge.data.dataset import TokenDataset
-from lmforge.data.shards.folder import TokenFolder
-from lmforge.data.shards.format import (
+from lmforge.core.data.dataset import TokenDataset
+from lmforge.core.data.shards.folder import TokenFolder
+from lmforge.core.data.shards.format import (
     RESTORE_HINT,
     SHARD_SUFFIXES,
     SHARDS_MANIFEST,
     hash_tokenizer_files,
     write_shard,
 )
-from lmforge.data.shards.storage import MAX_OPEN_FILES
-from lmforge.data.tokenizer import Tokenizer
-from lmforge.errors import UserError
-from lmforge.manifests import BLOCK_BYTES, UNFINISHED
+from lmforge.core.data.shards.storage import MAX_OPEN_FILES
+from lmforge.core.data.tokenizer import Tokenizer
+from lmforge.core.errors import UserError
+from lmforge.core.records.manifests import BLOCK_BYTES, UNFINISHED
 from tests.conftest import Refusal
 
 Writer = Callable[..., TokenFolder]
@@ -158,7 +158,7 @@ def test_an_input_error_that_passes_is_survived(path: Path) -> None:
 
 
 def test_a_file_that_comes_back_is_waited_for(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lmforge.data.shards.storage.RETRY_DELAYS_SECONDS", (0.2, 0.5, 2.0))
+    monkeypatch.setattr("lmforge.core.data.shards.storage.RETRY_DELAYS_SECONDS", (0.2, 0.5, 2.0))
     split = TokenFolder.open(path).split("train")
     away = path / "away"
     (path / "train-00000.tokens").rename(away)
@@ -348,7 +348,7 @@ def test_more_shards_than_may_be_open_are_read_with_few_files_open(tmp_path: Pat
 def test_several_threads_read_while_shards_are_closed_and_opened(
     tmp_path: Path, folder_of: Writer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("lmforge.data.shards.storage.MAX_OPEN_FILES", 4)
+    monkeypatch.setattr("lmforge.core.data.shards.storage.MAX_OPEN_FILES", 4)
     split = folder_of(tmp_path / "many", [[50]] * 12).split("train")
     raw = np.concatenate([np.fromfile(tmp_path / "many" / f"train-{i:05d}.tokens", "<u2") for i in range(12)])
     wrong: list[int] = []

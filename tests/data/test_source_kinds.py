@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 import zstandard
 
-from lmforge.data.sources.html_text import extract_text
-from lmforge.data.sources.text_sources import TextSource, open_text_source
-from lmforge.errors import UserError
+from lmforge.core.errors import UserError
+from lmforge.text.sources.html_text import extract_text
+from lmforge.text.sources.text_sources import TextSource, open_text_source
 
 HARD = ["plain", 'with "quotes", commas\tand tabs', "two\nlines", "", "héllo ☃", "\r\n", " blanks "]
 

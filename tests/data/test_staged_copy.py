@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from lmforge.data.shards import staged_copy
-from lmforge.data.shards.staged_copy import MARKER, find_staged, stage_folder
-from lmforge.errors import UserError
+from lmforge.core.data.shards import staged_copy
+from lmforge.core.data.shards.staged_copy import MARKER, find_staged, stage_folder
+from lmforge.core.errors import UserError
 from tests.conftest import Command, Refusal, without_shape
 from tests.test_own_folders import NOBODY, as_root
 from tests.tools import need
@@ -61,7 +61,7 @@ def test_what_changed_since_is_another_copy_and_a_file_that_is_lost_is_copied_ag
 
 def test_a_copy_that_was_cut_off_is_completed(model: Path, tmp_path: Path) -> None:
     (model / "large.safetensors").write_bytes(os.urandom(64 << 20))
-    program = "import sys; from pathlib import Path; from lmforge.data.shards import staged_copy;"
+    program = "import sys; from pathlib import Path; from lmforge.core.data.shards import staged_copy;"
     program += "staged_copy.BLOCK_BYTES = 4096; staged_copy.THREADS = 1;"
     program += "staged_copy.stage_folder(Path(sys.argv[1]), Path(sys.argv[2]))"
     disk = tmp_path / "disk"
@@ -95,7 +95,7 @@ def test_a_copy_that_somebody_else_has_prepared_is_neither_written_nor_read(prep
 
 
 def test_processes_of_a_host_make_one_copy(model: Path, tmp_path: Path, program: Command) -> None:
-    text = "import sys; from pathlib import Path; from lmforge.data.shards.staged_copy import stage_folder\n"
+    text = "import sys; from pathlib import Path; from lmforge.core.data.shards.staged_copy import stage_folder\n"
     text += "stage_folder(Path(sys.argv[1]), Path(sys.argv[2]))"
     done = program(text, tmp_path / "disk", model, ranks=3)
     assert done.returncode == 0, done.stderr
@@ -108,7 +108,7 @@ def test_a_disk_without_room_is_refused_in_one_line_before_anything_is_copied(mo
     need("the right to mount")
     disk = tmp_path / "disk"
     disk.mkdir()
-    program = "import sys; from lmforge.data.shards import staged_copy; from pathlib import Path\n"
+    program = "import sys; from lmforge.core.data.shards import staged_copy; from pathlib import Path\n"
     program += "staged_copy.RESERVED_BYTES = 0\n"
     program += (
         "try: staged_copy.stage_folder(Path(sys.argv[1]), Path(sys.argv[2]))\nexcept Exception as problem: print(problem)"

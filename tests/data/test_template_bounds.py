@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from lmforge.data.chat.jinja_sandbox import Conversation, JinjaTemplate
-from lmforge.data.chat.templates import ChatTemplate
-from lmforge.data.tokenizer import train_tokenizer
-from lmforge.errors import UserError
+from lmforge.core.data.tokenizer import train_tokenizer
+from lmforge.core.errors import UserError
+from lmforge.text.chat.jinja_sandbox import Conversation, JinjaTemplate
+from lmforge.text.chat.templates import ChatTemplate
 from tests.conftest import Refusal
 
 SHORT = [{"role": "user", "content": "Well?"}, {"role": "assistant", "content": "Yes."}]

@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 from tokenizers import decoders, models, normalizers, pre_tokenizers
 from transformers import AutoTokenizer
 
-from lmforge.data.chat.layout import SpecialTokens, encode_layouts
-from lmforge.data.chat.template_sources import LMFORGE_TEMPLATE
-from lmforge.data.chat.templates import ChatTemplate, LossMaskMode, build_layouts, one_layout
-from lmforge.data.tokenizer import CHAT_SPECIAL_TOKENS, EOS_TOKEN, Tokenizer, train_tokenizer
-from lmforge.errors import UserError
+from lmforge.core.data.tokenizer import CHAT_SPECIAL_TOKENS, EOS_TOKEN, Tokenizer, train_tokenizer
+from lmforge.core.errors import UserError
+from lmforge.text.chat.layout import SpecialTokens, encode_layouts
+from lmforge.text.chat.template_sources import LMFORGE_TEMPLATE
+from lmforge.text.chat.templates import ChatTemplate, LossMaskMode, build_layouts, one_layout
 from tests.counted_text import CountedText
 from tests.seeds import fresh_random
 

@@ -14,9 +14,9 @@ import pyarrow.parquet
 import pytest
 import zstandard
 
-from lmforge.data.sources import text_sources, units
-from lmforge.data.sources.text_sources import TextSource, open_text_source
-from lmforge.errors import UserError
+from lmforge.core.errors import UserError
+from lmforge.text.sources import text_sources, units
+from lmforge.text.sources.text_sources import TextSource, open_text_source
 from tests.seeds import fresh_random, fresh_seed
 
 
@@ -285,8 +285,8 @@ def test_a_line_beyond_the_limit_is_refused_without_reading_all_of_it(tmp_path: 
     (tmp_path / name).write_bytes(pack(long_line(300_000_000)))
     program = (
         "import sys, pyarrow\n"
-        "from lmforge.data.sources.text_sources import open_text_source\n"
-        "from lmforge.errors import UserError\n"
+        "from lmforge.text.sources.text_sources import open_text_source\n"
+        "from lmforge.core.errors import UserError\n"
         "import resource\n"
         "before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss\n"
         "try:\n"

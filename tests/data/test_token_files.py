@@ -9,12 +9,12 @@ import numpy as np
 import pyarrow
 import pytest
 
-from lmforge.data.prepare.prepare import prepare
-from lmforge.data.shards.folder import TokenFolder
-from lmforge.data.sources import token_files
-from lmforge.data.sources.records import ReadProgress
-from lmforge.data.sources.token_files import find_token_files, open_token_source
-from lmforge.data.tokenizer import Tokenizer
+from lmforge.core.data.shards.folder import TokenFolder
+from lmforge.core.data.tokenizer import Tokenizer
+from lmforge.text.prepare.prepare import prepare
+from lmforge.text.sources import token_files
+from lmforge.text.sources.records import ReadProgress
+from lmforge.text.sources.token_files import find_token_files, open_token_source
 from tests.conftest import Refusal
 from tests.seeds import fresh_random
 

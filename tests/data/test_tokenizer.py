@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import decoders, models, normalizers, pre_tokenizers, processors, trainers
 
-from lmforge.data.tokenizer import (
+from lmforge.core.data.tokenizer import (
     CHAT_SPECIAL_TOKENS,
     EOS_TOKEN,
     MIN_VOCAB_SIZE,
@@ -21,7 +21,7 @@ from lmforge.data.tokenizer import (
     character_tokenizer,
     train_tokenizer,
 )
-from lmforge.errors import UserError
+from lmforge.core.errors import UserError
 
 SAMPLE = ["def f(x):\n    return x + 1\n\n\n# the end of it, isn't it?\n", "Ça va? 日本語 ☃️ 🏳️‍🌈 \t\r\n" * 3] * 20
 TEXTS = st.text(max_size=200) | st.text(alphabet=" \t\n\r\x0b\x0c.(_a1é日", max_size=80)

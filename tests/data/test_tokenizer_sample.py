@@ -11,14 +11,14 @@ import pyarrow.parquet
 import pytest
 import zstandard
 
-from lmforge.data.prepare import tokenizer_sample
-from lmforge.data.prepare.dist_context import SingleProcessContext
-from lmforge.data.prepare.prepare import prepare
-from lmforge.data.prepare.shard_jobs import UnitReader
-from lmforge.data.prepare.tokenizer_sample import LeastTexts, sample_texts
-from lmforge.data.prepare.worker_pool import WorkerPool
-from lmforge.data.sources import text_sources
-from lmforge.data.sources.text_sources import open_text_source
+from lmforge.text.prepare import tokenizer_sample
+from lmforge.text.prepare.dist_context import SingleProcessContext
+from lmforge.text.prepare.prepare import prepare
+from lmforge.text.prepare.shard_jobs import UnitReader
+from lmforge.text.prepare.tokenizer_sample import LeastTexts, sample_texts
+from lmforge.text.prepare.worker_pool import WorkerPool
+from lmforge.text.sources import text_sources
+from lmforge.text.sources.text_sources import open_text_source
 from tests.data.test_prepare import some_texts
 from tests.seeds import fresh_random
 

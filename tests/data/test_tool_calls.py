@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from lmforge.data.chat.templates import ChatTemplate
-from lmforge.data.chat.tool_calls import FORMATS, AnswerReader, ToolCall, ToolCallFormat, tool_call_format
-from lmforge.data.tokenizer import Tokenizer, train_tokenizer
-from lmforge.errors import UserError
+from lmforge.core.data.tokenizer import Tokenizer, train_tokenizer
+from lmforge.core.errors import UserError
+from lmforge.text.chat.templates import ChatTemplate
+from lmforge.text.chat.tool_calls import FORMATS, AnswerReader, ToolCall, ToolCallFormat, tool_call_format
 from tests.counted_text import CountedText
 from tests.seeds import fresh_seed
 

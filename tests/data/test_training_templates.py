@@ -12,12 +12,12 @@ import jinja2
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from lmforge.data.chat.layout import encode_layouts
-from lmforge.data.chat.messages import message_forms, validate_messages
-from lmforge.data.chat.template_probe import TemplateProbe
-from lmforge.data.chat.templates import ChatTemplate, build_layouts, one_layout
-from lmforge.data.tokenizer import Tokenizer, train_tokenizer
-from lmforge.errors import UserError
+from lmforge.core.data.tokenizer import Tokenizer, train_tokenizer
+from lmforge.core.errors import UserError
+from lmforge.text.chat.layout import encode_layouts
+from lmforge.text.chat.messages import message_forms, validate_messages
+from lmforge.text.chat.template_probe import TemplateProbe
+from lmforge.text.chat.templates import ChatTemplate, build_layouts, one_layout
 
 [PACKAGE] = importlib.util.find_spec("trl").submodule_search_locations  # type: ignore[union-attr, misc]
 SOURCES = {each.stem: each.read_text() for each in sorted((Path(PACKAGE) / "chat_templates").glob("*.jinja"))}

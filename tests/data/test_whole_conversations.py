@@ -16,13 +16,13 @@ import pytest
 from datasets import Dataset
 from transformers import AutoTokenizer
 
-from lmforge.data.chat.conversations import read_conversations
-from lmforge.data.chat.preferences import encode_completions, read_preference_pairs, read_prompts
-from lmforge.data.chat.templates import ChatTemplate
-from lmforge.data.packing import TokenizedExample
-from lmforge.data.sources.records import UnusableRecords
-from lmforge.data.tokenizer import Tokenizer, train_tokenizer
-from lmforge.errors import UserError
+from lmforge.core.data.packing import TokenizedExample
+from lmforge.core.data.tokenizer import Tokenizer, train_tokenizer
+from lmforge.core.errors import UserError
+from lmforge.text.chat.conversations import read_conversations
+from lmforge.text.chat.preferences import encode_completions, read_preference_pairs, read_prompts
+from lmforge.text.chat.templates import ChatTemplate
+from lmforge.text.sources.records import UnusableRecords
 from tests.seeds import fresh_random
 
 SAMPLE = ["Once upon a time, there was a user.\nThe assistant said: hello, hello world!\n\n  No, it is I.\n" * 4] * 20

@@ -9,13 +9,13 @@ import pytest
 import torch
 from _pytest.mark import ParameterSet
 
-from lmforge import checkpoint
-from lmforge.bench.bounds import FP32
-from lmforge.checkpoint import Manifest
-from lmforge.interop.resolve import stored_model_config
-from lmforge.model import build_model
-from lmforge.model.init_weights import named_tensors
-from lmforge.runs import Run
+from lmforge.core import checkpoint
+from lmforge.core.checkpoint import Manifest
+from lmforge.core.model import build_model
+from lmforge.core.model.init_weights import named_tensors
+from lmforge.core.records.runs import Run
+from lmforge.hf.resolve import stored_model_config
+from lmforge.lab.bench.bounds import FP32
 from tests.distributed.shapes import SAMPLES
 from tests.preloaded import on_ranks
 from tests.rounding import assert_rounding_apart, each_apart, weights_apart

@@ -11,11 +11,11 @@ from typing import Any
 
 import torch
 
-from lmforge.config.load import parse_config
-from lmforge.config.stage import PretrainConfig
-from lmforge.stages.run import run_stage
-from lmforge.train import loop
-from lmforge.train.determinism import REQUIRED_ENVIRONMENT
+from lmforge.core import loop
+from lmforge.core.options.load import parse_config
+from lmforge.core.options.stage import PretrainConfig
+from lmforge.core.run import run_stage
+from lmforge.core.steps.determinism import REQUIRED_ENVIRONMENT
 
 if __name__ == "__main__":
     standard, step = (sys.stdout, sys.stderr), loop.train_step

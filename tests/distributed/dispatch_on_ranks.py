@@ -9,9 +9,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
-from lmforge.model.config import ModelConfig
-from lmforge.model.mixture.experts import Experts
-from lmforge.parallel.expert_parallel import Dispatch
+from lmforge.core.model.config import ModelConfig
+from lmforge.core.model.mixture.experts import Experts
+from lmforge.core.parallel.expert_parallel import Dispatch
 
 EXPERTS, WIDTH, TOKENS = 8, 6, 10
 # Which experts tokens may choose: all; those of one rank, so that others get nothing; one; none of some ranks' tokens go away.

@@ -11,11 +11,11 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from lmforge.bench.parity import ParityCase, ParityData, run_case
-from lmforge.cluster import distributed as cluster
-from lmforge.config.sections import ParallelOptions
-from lmforge.model.config import ModelConfig
-from lmforge.parallel.precision import convert_to_float8
+from lmforge.core.distributed import distributed as cluster
+from lmforge.core.model.config import ModelConfig
+from lmforge.core.options.sections import ParallelOptions
+from lmforge.core.parallel.precision import convert_to_float8
+from lmforge.lab.bench.parity import ParityCase, ParityData, run_case
 
 SHAPE = ModelConfig(
     vocab_size=131,

@@ -7,18 +7,18 @@ import sys
 
 import torch
 
-from lmforge.bench.parity import ParityData
-from lmforge.cluster import distributed as cluster
-from lmforge.config.sections import OptimizerOptions, ParallelOptions
-from lmforge.generate.sampling import SamplingParams
-from lmforge.model import build_model
-from lmforge.model.config import ModelConfig
-from lmforge.model.init_weights import init_weights
-from lmforge.model.layers import LanguageModel
-from lmforge.objectives.language import NextTokenObjective
-from lmforge.parallel.parallel_model import train_step
-from lmforge.parallel.parallelize import parallelize
-from lmforge.train.optimizers.optimizer import build_optimizer
+from lmforge.core.distributed import distributed as cluster
+from lmforge.core.losses.language import NextTokenObjective
+from lmforge.core.model import build_model
+from lmforge.core.model.config import ModelConfig
+from lmforge.core.model.init_weights import init_weights
+from lmforge.core.model.layers import LanguageModel
+from lmforge.core.optim.optimizer import build_optimizer
+from lmforge.core.options.sections import OptimizerOptions, ParallelOptions
+from lmforge.core.parallel.parallel_model import train_step
+from lmforge.core.parallel.parallelize import parallelize
+from lmforge.lab.bench.parity import ParityData
+from lmforge.serve.decoding.sampling import SamplingParams
 from tests.decoding import decode
 from tests.distributed.strategies import CollectiveCounter
 

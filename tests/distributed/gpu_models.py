@@ -7,18 +7,18 @@ from typing import Any
 
 import torch
 
-from lmforge.bench.parity import SMALL_MODEL, ParityData
-from lmforge.cluster.distributed import DistributedContext, destroy_distributed
-from lmforge.cluster.rank_info import RankInfo
-from lmforge.config.sections import ParallelOptions
-from lmforge.model import build_model
-from lmforge.model.config import ModelConfig
-from lmforge.model.init_weights import init_weights
-from lmforge.model.layers import LanguageModel
-from lmforge.objectives.language import NextTokenObjective
-from lmforge.parallel.parallel_model import ParallelModel
-from lmforge.parallel.parallelize import parallelize
-from lmforge.runs import Run
+from lmforge.core.distributed.distributed import DistributedContext, destroy_distributed
+from lmforge.core.distributed.rank_info import RankInfo
+from lmforge.core.losses.language import NextTokenObjective
+from lmforge.core.model import build_model
+from lmforge.core.model.config import ModelConfig
+from lmforge.core.model.init_weights import init_weights
+from lmforge.core.model.layers import LanguageModel
+from lmforge.core.options.sections import ParallelOptions
+from lmforge.core.parallel.parallel_model import ParallelModel
+from lmforge.core.parallel.parallelize import parallelize
+from lmforge.core.records.runs import Run
+from lmforge.lab.bench.parity import SMALL_MODEL, ParityData
 from tests.conftest import Command
 from tests.distributed.conftest import losses
 

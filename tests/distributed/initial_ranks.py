@@ -13,19 +13,19 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from lmforge.cluster import distributed as cluster
-from lmforge.cluster.distributed import DistributedContext
-from lmforge.cluster.rank_info import RankInfo
-from lmforge.config.sections import ParallelOptions
-from lmforge.model import build_model
-from lmforge.model.config import ModelConfig
-from lmforge.model.init_weights import init_weights
-from lmforge.model.layers import LanguageModel
-from lmforge.model.lora import LoraConfig, add_lora
-from lmforge.model.rng import weight_rng
-from lmforge.objectives.language import NextTokenObjective
-from lmforge.parallel.parallel_model import ParallelModel, full_tensor, local_tensor
-from lmforge.parallel.parallelize import parallelize
+from lmforge.core.distributed import distributed as cluster
+from lmforge.core.distributed.distributed import DistributedContext
+from lmforge.core.distributed.rank_info import RankInfo
+from lmforge.core.losses.language import NextTokenObjective
+from lmforge.core.model import build_model
+from lmforge.core.model.config import ModelConfig
+from lmforge.core.model.init_weights import init_weights
+from lmforge.core.model.layers import LanguageModel
+from lmforge.core.model.lora import LoraConfig, add_lora
+from lmforge.core.model.rng import weight_rng
+from lmforge.core.options.sections import ParallelOptions
+from lmforge.core.parallel.parallel_model import ParallelModel, full_tensor, local_tensor
+from lmforge.core.parallel.parallelize import parallelize
 
 # 510 rows are not divisible by 4, and 102 neither.
 CONFIG = ModelConfig(510, 64, 4, 4, intermediate_size=102, num_key_value_heads=2)

@@ -14,17 +14,17 @@ from pathlib import Path
 import torch
 import torch.distributed.checkpoint as dcp
 
-from lmforge.bench.parity import SMALL_MODEL, ParityData
-from lmforge.cluster import distributed as cluster
-from lmforge.config.sections import OptimizerOptions, ParallelOptions
-from lmforge.model import build_model
-from lmforge.model.init_weights import init_weights
-from lmforge.model.layers import LanguageModel
-from lmforge.model.lora import LoraConfig, add_lora, disable_adapters
-from lmforge.objectives.language import NextTokenObjective
-from lmforge.parallel.parallel_model import ParallelModel, train_step
-from lmforge.parallel.parallelize import parallelize
-from lmforge.train.optimizers.optimizer import build_optimizer, named_optimizer_state
+from lmforge.core.distributed import distributed as cluster
+from lmforge.core.losses.language import NextTokenObjective
+from lmforge.core.model import build_model
+from lmforge.core.model.init_weights import init_weights
+from lmforge.core.model.layers import LanguageModel
+from lmforge.core.model.lora import LoraConfig, add_lora, disable_adapters
+from lmforge.core.optim.optimizer import build_optimizer, named_optimizer_state
+from lmforge.core.options.sections import OptimizerOptions, ParallelOptions
+from lmforge.core.parallel.parallel_model import ParallelModel, train_step
+from lmforge.core.parallel.parallelize import parallelize
+from lmforge.lab.bench.parity import SMALL_MODEL, ParityData
 
 ENGINES = {"ddp": "fsdp1", "fsdp1": "fsdp2", "fsdp2": "ddp"}  # and who takes over from it
 

@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from lmforge.train.optimizers.muon import Muon
+from lmforge.core.optim.muon import Muon
 
 # Rows that do not divide, fewer rows than ranks, wide, tall, and a number of matrices that leaves ranks without one.
 SHAPES = [(7, 5), (7, 5), (2, 9), (1, 3), (12, 4), (4, 12), (3, 3)]

@@ -12,18 +12,18 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from lmforge.cluster import distributed as cluster
-from lmforge.config.sections import ParallelOptions
-from lmforge.data.batch import Batch, Metrics
-from lmforge.model import build_model
-from lmforge.model.config import ModelConfig
-from lmforge.model.init_weights import init_weights
-from lmforge.model.layers import LanguageModel
-from lmforge.objectives.distillation import DistillationConfig, DistillationObjective, TeacherHead
-from lmforge.objectives.language import NextTokenObjective
-from lmforge.objectives.policy import PolicyLossConfig, PolicyObjective
-from lmforge.objectives.preference import KTOObjective, PreferenceObjective, dpo
-from lmforge.parallel.parallelize import parallelize
+from lmforge.core.data.batch import Batch, Metrics
+from lmforge.core.distributed import distributed as cluster
+from lmforge.core.losses.language import NextTokenObjective
+from lmforge.core.model import build_model
+from lmforge.core.model.config import ModelConfig
+from lmforge.core.model.init_weights import init_weights
+from lmforge.core.model.layers import LanguageModel
+from lmforge.core.options.sections import ParallelOptions
+from lmforge.core.parallel.parallelize import parallelize
+from lmforge.post.objectives.distillation import DistillationConfig, DistillationObjective, TeacherHead
+from lmforge.post.objectives.policy import PolicyLossConfig, PolicyObjective
+from lmforge.post.objectives.preference import KTOObjective, PreferenceObjective, dpo
 from tests.model.foreign import described
 from tests.objectives.oracle import drawn_pairs, logprobs_under, moved, packed, with_extras
 

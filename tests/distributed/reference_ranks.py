@@ -8,14 +8,14 @@ from dataclasses import replace
 
 import torch
 
-from lmforge.cluster import distributed as cluster
-from lmforge.data.order import token_rng_keys
-from lmforge.model import build_model
-from lmforge.model.init_weights import init_weights
-from lmforge.model.layers import LanguageModel
-from lmforge.objectives.language import NextTokenObjective
-from lmforge.parallel.parallelize import parallelize
-from lmforge.stages.alignment.reference import ReferenceModel
+from lmforge.core.data.order import token_rng_keys
+from lmforge.core.distributed import distributed as cluster
+from lmforge.core.losses.language import NextTokenObjective
+from lmforge.core.model import build_model
+from lmforge.core.model.init_weights import init_weights
+from lmforge.core.model.layers import LanguageModel
+from lmforge.core.parallel.parallelize import parallelize
+from lmforge.post.rl.reference import ReferenceModel
 from tests.distributed.objective_ranks import SHAPES, STRATEGIES, whole_batch
 from tests.objectives.oracle import logprobs_under
 

@@ -12,14 +12,14 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.debug import CommDebugMode
 
-from lmforge.bench.parity import ParityCase, ParityData, run_case
-from lmforge.cluster import distributed as cluster
-from lmforge.config.sections import ParallelOptions
-from lmforge.model import build_model
-from lmforge.model.config import ModelConfig
-from lmforge.model.init_weights import init_weights
-from lmforge.model.layers import LanguageModel
-from lmforge.model.mixture.experts import Router
+from lmforge.core.distributed import distributed as cluster
+from lmforge.core.model import build_model
+from lmforge.core.model.config import ModelConfig
+from lmforge.core.model.init_weights import init_weights
+from lmforge.core.model.layers import LanguageModel
+from lmforge.core.model.mixture.experts import Router
+from lmforge.core.options.sections import ParallelOptions
+from lmforge.lab.bench.parity import ParityCase, ParityData, run_case
 
 SHAPE = ModelConfig(
     *(131, 32, 3, 4, 24), model_type="qwen3_moe", num_experts=6, num_experts_per_tok=2, moe_intermediate_size=16

@@ -10,8 +10,8 @@ import json
 import sys
 from pathlib import Path
 
-from lmforge.config.load import STAGES, parse_config
-from lmforge.stages import run as stages
+from lmforge.core import run as stages
+from lmforge.core.options.load import STAGES, parse_config
 
 if __name__ == "__main__":
     standard = sys.stdout, sys.stderr

@@ -10,12 +10,12 @@ from functools import partial
 from itertools import combinations
 from typing import Any
 
-from lmforge.bench.parity import SMALL_MODEL, ParityCase, expert_parallel_cases, strategy_cases
-from lmforge.model.config import ModelConfig
-from lmforge.model.layers import LanguageModel
-from lmforge.model.lora import LoraConfig, add_lora
-from lmforge.model.mixture.balance import BalanceConfig
-from lmforge.model.parametrization import Parametrization
+from lmforge.core.model.config import ModelConfig
+from lmforge.core.model.layers import LanguageModel
+from lmforge.core.model.lora import LoraConfig, add_lora
+from lmforge.core.model.mixture.balance import BalanceConfig
+from lmforge.core.model.parametrization import Parametrization
+from lmforge.lab.bench.parity import SMALL_MODEL, ParityCase, expert_parallel_cases, strategy_cases
 
 _SIZES = {"vocab_size": 131, "hidden_size": 30, "num_hidden_layers": 3, "num_attention_heads": 5}
 _EVEN = {"vocab_size": 132, "hidden_size": 32, "num_hidden_layers": 4, "num_attention_heads": 4}

@@ -16,12 +16,12 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lmforge.bench.bounds import FP32, relative_difference
-from lmforge.bench.parity import OPTIMIZER, ParityCase, ParityData, ParityResult, relative_differences, run_case, run_single
-from lmforge.cluster import distributed as cluster
-from lmforge.cluster.distributed import DistributedContext
-from lmforge.data.batch import Batch
-from lmforge.parallel.precision import missing_for_compile
+from lmforge.core.data.batch import Batch
+from lmforge.core.distributed import distributed as cluster
+from lmforge.core.distributed.distributed import DistributedContext
+from lmforge.core.parallel.precision import missing_for_compile
+from lmforge.lab.bench.bounds import FP32, relative_difference
+from lmforge.lab.bench.parity import OPTIMIZER, ParityCase, ParityData, ParityResult, relative_differences, run_case, run_single
 from tests.distributed.shapes import SHAPES, select_cases
 from tests.near_ties import near_ties
 from tests.rounding import other_rounding

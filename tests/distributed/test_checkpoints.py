@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 from _pytest.mark import ParameterSet
 
-from lmforge.bench import bounds
-from lmforge.interop.export import export_folder
-from lmforge.interop.resolve import stored_model_config
-from lmforge.runs import Run
+from lmforge.core.records.runs import Run
+from lmforge.hf.export import export_folder
+from lmforge.hf.resolve import stored_model_config
+from lmforge.lab.bench import bounds
 from tests.distributed.conftest import Recipe, losses, newest_checkpoint, run_cases, weights
 
 SCHEDULE = ["--train.steps", "6", "--checkpoint.every_steps", "3", "--validation.every_steps", "3"]

@@ -9,10 +9,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from lmforge.bench.bounds import FP32, MUON
-from lmforge.bench.parity import weights_difference
-from lmforge.interop.config_json import to_config_json
-from lmforge.runs import Run
+from lmforge.core.records.runs import Run
+from lmforge.hf.config_json import to_config_json
+from lmforge.lab.bench.bounds import FP32, MUON
+from lmforge.lab.bench.parity import weights_difference
 from tests.conftest import Command
 from tests.distributed.conftest import Recipe, losses, weights
 from tests.distributed.shapes import SHAPES

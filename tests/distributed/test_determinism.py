@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from lmforge.errors import UserError
-from lmforge.runs import Run
-from lmforge.train.determinism import REQUIRED_ENVIRONMENT, explain_nondeterministic_op, set_determinism
+from lmforge.core.errors import UserError
+from lmforge.core.records.runs import Run
+from lmforge.core.steps.determinism import REQUIRED_ENVIRONMENT, explain_nondeterministic_op, set_determinism
 from tests.distributed.conftest import HERE, Recipe, losses, weights
 from tests.preloaded import on_ranks
 

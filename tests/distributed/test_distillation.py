@@ -15,20 +15,20 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from lmforge.bench.bounds import FP32
-from lmforge.cluster.distributed import init_distributed
-from lmforge.config.load import parse_config
-from lmforge.config.tuning import DistillConfig
-from lmforge.data.tokenizer import byte_tokenizer
-from lmforge.errors import UserError
-from lmforge.runs import Run
-from lmforge.stages.alignment.engines.rollout_server import ServerProblem
-from lmforge.stages.alignment.reference import chunk_checksum, chunk_paths
-from lmforge.stages.distillation.stored import StoredPacking, begin_stored, distilled_datasets, record_dtype
-from lmforge.stages.distillation.teacher import open_distill_inputs
-from lmforge.stages.distillation.teacher_server import TeacherServer
-from lmforge.stages.inputs import RunInputs
-from lmforge.stages.pretrained import find_pretrained
+from lmforge.core.data.tokenizer import byte_tokenizer
+from lmforge.core.distributed.distributed import init_distributed
+from lmforge.core.errors import UserError
+from lmforge.core.options.load import parse_config
+from lmforge.core.records.runs import Run
+from lmforge.core.stages.inputs import RunInputs
+from lmforge.core.stages.pretrained import find_pretrained
+from lmforge.lab.bench.bounds import FP32
+from lmforge.post.distillation.stored import StoredPacking, begin_stored, distilled_datasets, record_dtype
+from lmforge.post.distillation.teacher import open_distill_inputs
+from lmforge.post.distillation.teacher_server import TeacherServer
+from lmforge.post.options.tuning import DistillConfig
+from lmforge.post.rl.engines.rollout_server import ServerProblem
+from lmforge.post.rl.reference import chunk_checksum, chunk_paths
 from tests.conftest import Command, Refusal
 from tests.distributed.conftest import Recipe, losses, run_cases, weights
 from tests.serve.conftest import Server, serving  # noqa: F401 - a fixture

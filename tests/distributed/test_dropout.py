@@ -5,9 +5,9 @@ import json
 import pytest
 import torch
 
-from lmforge.bench.bounds import FP32
 from lmforge.cli import run as lmforge_here
-from lmforge.runs import Run
+from lmforge.core.records.runs import Run
+from lmforge.lab.bench.bounds import FP32
 from tests.distributed.conftest import (
     RECIPE_STEPS,
     Recipe,

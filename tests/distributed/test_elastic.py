@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from lmforge.runs import Run
+from lmforge.core.records.runs import Run
 from tests.cluster.laboratory import HostProcess, Laboratory
 from tests.conftest import Command
 from tests.distributed.conftest import RECIPE_STEPS, Recipe, assert_agree, losses

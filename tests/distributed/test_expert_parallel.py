@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from lmforge.runs import Run
+from lmforge.core.records.runs import Run
 from tests.distributed.conftest import HERE, Recipe, assert_agree, losses, rounded, run_cases, weights
 from tests.preloaded import on_ranks
 from tests.rounding import OTHER_ROUNDING, assert_rounding_apart, weights_apart

@@ -7,10 +7,10 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from lmforge.cli import run as lmforge_here
-from lmforge.data.shards.folder import TokenFolder
-from lmforge.generate.model_loading import load_model
-from lmforge.interop.export import export_folder
-from lmforge.runs import Run
+from lmforge.core.data.shards.folder import TokenFolder
+from lmforge.core.records.runs import Run
+from lmforge.hf.export import export_folder
+from lmforge.serve.decoding.model_loading import load_model
 from tests.distributed.conftest import assert_agree, losses, run_cases, weights
 from tests.model.foreign import theirs_of
 from tests.rounding import other_rounding

@@ -17,31 +17,31 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lmforge.bench.parity import SMALL_MODEL, ParityData
-from lmforge.checkpoint.async_save import _HostStaging
-from lmforge.cluster.distributed import DistributedContext, destroy_distributed
-from lmforge.cluster.rank_info import RankInfo
-from lmforge.config.sections import OptimizerOptions, ParallelOptions
-from lmforge.data.batch import Batch
-from lmforge.data.labels import FUSED_LOGITS_BYTES, loss_chunk_tokens
-from lmforge.model import build_model
-from lmforge.model.config import ModelConfig
-from lmforge.model.init_weights import init_weights
-from lmforge.model.layers import HeadOptions
-from lmforge.monitor.flight_recorder import recent_collectives
-from lmforge.objectives.language import NextTokenObjective, cross_entropy_and_z_loss
-from lmforge.parallel.activation_checkpointing import apply_activation_checkpointing
-from lmforge.parallel.ddp import DDPModel
-from lmforge.parallel.dims import parallel_dims
-from lmforge.parallel.parallel_model import ParallelModel, train_step
-from lmforge.parallel.parallelize import parallelize
-from lmforge.parallel.precision import compiled_graph_count
-from lmforge.plan.memory import count_all, optimizer_state_bytes
-from lmforge.plan.operators import ActivationTracker
-from lmforge.plan.prediction.step_config import StepConfig
-from lmforge.stages.alignment.reference import ReferenceModel, reference_logprobs
-from lmforge.train.bad_steps import BadStepDetector
-from lmforge.train.optimizers.optimizer import build_optimizer
+from lmforge.core.checkpoint.async_save import _HostStaging
+from lmforge.core.data.batch import Batch
+from lmforge.core.data.labels import FUSED_LOGITS_BYTES, loss_chunk_tokens
+from lmforge.core.distributed.distributed import DistributedContext, destroy_distributed
+from lmforge.core.distributed.rank_info import RankInfo
+from lmforge.core.losses.language import NextTokenObjective, cross_entropy_and_z_loss
+from lmforge.core.model import build_model
+from lmforge.core.model.config import ModelConfig
+from lmforge.core.model.init_weights import init_weights
+from lmforge.core.model.layers import HeadOptions
+from lmforge.core.model.state_bytes import count_all, optimizer_state_bytes
+from lmforge.core.optim.optimizer import build_optimizer
+from lmforge.core.options.sections import OptimizerOptions, ParallelOptions
+from lmforge.core.parallel.activation_checkpointing import apply_activation_checkpointing
+from lmforge.core.parallel.ddp import DDPModel
+from lmforge.core.parallel.dims import parallel_dims
+from lmforge.core.parallel.parallel_model import ParallelModel, train_step
+from lmforge.core.parallel.parallelize import parallelize
+from lmforge.core.parallel.precision import compiled_graph_count
+from lmforge.core.steps.bad_steps import BadStepDetector
+from lmforge.lab.bench.parity import SMALL_MODEL, ParityData
+from lmforge.lab.plan.operators import ActivationTracker
+from lmforge.lab.plan.prediction.step_config import StepConfig
+from lmforge.ops.monitor.flight_recorder import recent_collectives
+from lmforge.post.rl.reference import ReferenceModel, reference_logprobs
 from tests.conftest import Command
 from tests.distributed.gpu_models import gradients, language_model, trained
 from tests.objectives.oracle import whole_logits

@@ -8,16 +8,16 @@ import pytest
 import torch
 from torch._dynamo.utils import counters
 
-from lmforge.bench.parity import SMALL_MODEL
-from lmforge.cluster.distributed import DistributedContext
-from lmforge.cluster.rank_info import RankInfo
-from lmforge.config.sections import ParallelOptions
-from lmforge.data.batch import Batch
-from lmforge.model import build_model
-from lmforge.model.attention import AttentionMask, attend, create_attention_mask
-from lmforge.model.init_weights import init_weights
-from lmforge.objectives.language import NextTokenObjective
-from lmforge.parallel.parallelize import parallelize
+from lmforge.core.data.batch import Batch
+from lmforge.core.distributed.distributed import DistributedContext
+from lmforge.core.distributed.rank_info import RankInfo
+from lmforge.core.losses.language import NextTokenObjective
+from lmforge.core.model import build_model
+from lmforge.core.model.attention import AttentionMask, attend, create_attention_mask
+from lmforge.core.model.init_weights import init_weights
+from lmforge.core.options.sections import ParallelOptions
+from lmforge.core.parallel.parallelize import parallelize
+from lmforge.lab.bench.parity import SMALL_MODEL
 from tests.conftest import Command
 
 pytestmark = pytest.mark.gpu

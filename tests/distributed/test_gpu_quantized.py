@@ -12,24 +12,24 @@ from itertools import cycle
 import pytest
 import torch
 
-from lmforge.bench.parity import SMALL_MODEL, ParityData
-from lmforge.cluster.distributed import DistributedContext
-from lmforge.cluster.rank_info import RankInfo
-from lmforge.config.sections import OptimizerOptions, ParallelOptions
-from lmforge.model import build_model
-from lmforge.model.config import ModelConfig
-from lmforge.model.init_weights import init_adapters, init_weights
-from lmforge.model.layers import LanguageModel
-from lmforge.model.lora import LoraConfig, adapter_parameters, add_lora
-from lmforge.model.quantization import blocks
-from lmforge.model.quantization.blocks import BlockFormat, dequantize, quantize
-from lmforge.objectives.language import NextTokenObjective
-from lmforge.parallel.parallel_model import train_step
-from lmforge.parallel.parallelize import parallelize
-from lmforge.parallel.precision import compiled_graph_count
-from lmforge.plan.memory import optimizer_state_bytes
-from lmforge.plan.parameter_counts import count_parameters
-from lmforge.train.optimizers.optimizer import build_optimizer
+from lmforge.core.distributed.distributed import DistributedContext
+from lmforge.core.distributed.rank_info import RankInfo
+from lmforge.core.losses.language import NextTokenObjective
+from lmforge.core.model import build_model
+from lmforge.core.model.config import ModelConfig
+from lmforge.core.model.init_weights import init_adapters, init_weights
+from lmforge.core.model.layers import LanguageModel
+from lmforge.core.model.lora import LoraConfig, adapter_parameters, add_lora
+from lmforge.core.model.quantization import blocks
+from lmforge.core.model.quantization.blocks import BlockFormat, dequantize, quantize
+from lmforge.core.model.state_bytes import optimizer_state_bytes
+from lmforge.core.optim.optimizer import build_optimizer
+from lmforge.core.options.sections import OptimizerOptions, ParallelOptions
+from lmforge.core.parallel.parallel_model import train_step
+from lmforge.core.parallel.parallelize import parallelize
+from lmforge.core.parallel.precision import compiled_graph_count
+from lmforge.core.stages.parameter_counts import count_parameters
+from lmforge.lab.bench.parity import SMALL_MODEL, ParityData
 from tests.distributed.gpu_models import language_model, loss_and_gradients
 
 pytestmark = pytest.mark.gpu

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from lmforge.runs import Run
+from lmforge.core.records.runs import Run
 from tests.conftest import Command
 from tests.distributed.conftest import losses
 from tests.distributed.gpu_models import trained

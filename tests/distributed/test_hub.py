@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from lmforge.data.tokenizer import Tokenizer
-from lmforge.interop.export import export_folder
-from lmforge.interop.resolve import resolve_model_config
-from lmforge.model import build_model
-from lmforge.model.init_weights import init_weights
+from lmforge.core.data.tokenizer import Tokenizer
+from lmforge.core.model import build_model
+from lmforge.core.model.init_weights import init_weights
+from lmforge.hf.export import export_folder
+from lmforge.hf.resolve import resolve_model_config
 from tests.conftest import Command, without_shape
 from tests.data.hub_server import Hub, serving, variables
 

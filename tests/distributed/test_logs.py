@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from lmforge.cli import run as lmforge_here
-from lmforge.runs import Run
+from lmforge.core.records.runs import Run
 from tests.conftest import Refusal
 from tests.distributed.conftest import Recipe
 from tests.preloaded import preloaded

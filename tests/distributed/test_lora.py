@@ -5,11 +5,11 @@ from pathlib import Path
 
 import pytest
 
-from lmforge.bench.bounds import FP32
-from lmforge.errors import UserError
-from lmforge.model import build_model
-from lmforge.model.lora import LoraConfig, add_lora
-from lmforge.parallel.pipeline_parallel import check_stages_are_trained, split_blocks
+from lmforge.core.errors import UserError
+from lmforge.core.model import build_model
+from lmforge.core.model.lora import LoraConfig, add_lora
+from lmforge.core.parallel.pipeline_parallel import check_stages_are_trained, split_blocks
+from lmforge.lab.bench.bounds import FP32
 from tests.distributed.conftest import HERE, SampledTrials, assert_is_one_process, sampled
 from tests.distributed.shapes import SHAPES, lora_cases, qlora_cases, shapes_on
 from tests.preloaded import on_ranks

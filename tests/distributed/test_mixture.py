@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from lmforge.bench.bounds import FP32
-from lmforge.data.prepare.prepare import prepare
-from lmforge.runs import Run
+from lmforge.core.records.runs import Run
+from lmforge.lab.bench.bounds import FP32
+from lmforge.text.prepare.prepare import prepare
 from tests.conftest import Command, Refusal, only_line
 from tests.distributed.conftest import assert_agree, losses
 from tests.rounding import OTHER_ROUNDING

@@ -9,8 +9,8 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
-from lmforge.bench import bounds
-from lmforge.runs import Run
+from lmforge.core.records.runs import Run
+from lmforge.lab.bench import bounds
 from tests.distributed.conftest import HERE, RECIPE_STEPS, Recipe, losses, newest_checkpoint, rounded, run_cases, weights
 from tests.preloaded import on_ranks
 from tests.rounding import OTHER_ROUNDING, assert_rounding_apart, weights_apart

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from lmforge.data.labels import loss_chunk_tokens
+from lmforge.core.data.labels import loss_chunk_tokens
 from tests.preloaded import preloaded
 
 BLOCKS = 3

@@ -18,10 +18,10 @@ import psutil
 import pytest
 import torch
 
-from lmforge.bench.bounds import FP32
 from lmforge.cli import run as lmforge_here
-from lmforge.cluster.processes import STOP_SIGNALS, signal_name
-from lmforge.runs import Run
+from lmforge.core.distributed.processes import STOP_SIGNALS, signal_name
+from lmforge.core.records.runs import Run
+from lmforge.lab.bench.bounds import FP32
 from tests.distributed.conftest import HERE, RECIPE_STEPS, Recipe, losses, run_cases, weights
 from tests.preloaded import Forked, preloaded, rank_variables
 from tests.seeds import fresh_random

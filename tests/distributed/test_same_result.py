@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from lmforge.runs import Run
+from lmforge.core.records.runs import Run
 from tests.distributed.conftest import RECIPE_STEPS, Recipe, assert_agree, losses, run_cases, weights, with_needs
 from tests.rounding import OTHER_ROUNDING
 from tests.tools import has_compiler

@@ -13,10 +13,10 @@ from pathlib import Path
 import psutil
 import pytest
 
-from lmforge.cluster.processes import STOP_SIGNALS, signal_name
-from lmforge.cluster.rendezvous import free_port
-from lmforge.data.shards.folder import TokenFolder
-from lmforge.runs import Run
+from lmforge.core.data.shards.folder import TokenFolder
+from lmforge.core.distributed.processes import STOP_SIGNALS, signal_name
+from lmforge.core.distributed.rendezvous import free_port
+from lmforge.core.records.runs import Run
 from tests.conftest import ROOT
 from tests.distributed.conftest import Recipe, losses
 from tests.distributed.test_resume import PACED_RUN, Pace, reach, started
@@ -134,7 +134,9 @@ def test_closed_output_is_said_in_the_log_of_its_rank_and_all_train(recipe: Reci
     assert max(losses(run)) == STEPS
 
 
-PREPARES = "import sys; from lmforge import cli; from lmforge.verbs import prepare; prepare.PRINT_EVERY_SECONDS = 0; cli.main()"
+PREPARES = (
+    "import sys; from lmforge import cli; from lmforge.text.verbs import prepare; prepare.PRINT_EVERY_SECONDS = 0; cli.main()"
+)
 
 
 @pytest.mark.parametrize("redirection", ["", ">&- 2>&-", "> /dev/full 2>&1"], ids=["no reader", "closed", "full"])

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from lmforge.bench.bounds import FP32
-from lmforge.bench.parity import expert_parallel_cases, strategy_cases
-from lmforge.plan.prediction.step_config import StepConfig
+from lmforge.lab.bench.bounds import FP32
+from lmforge.lab.bench.parity import expert_parallel_cases, strategy_cases
+from lmforge.lab.plan.prediction.step_config import StepConfig
 from tests.distributed.conftest import SampledTrials, assert_is_one_process, sampled
 from tests.distributed.shapes import SAMPLE, SHAPES, chosen_cases, select_cases, setting_pairs, shapes_on
 from tests.plan.step_program import predicted_activation_bytes, step_program

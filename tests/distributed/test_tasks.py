@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from lmforge.bench.bounds import FP32
-from lmforge.runs import Run
+from lmforge.core.records.runs import Run
+from lmforge.lab.bench.bounds import FP32
 from tests.distributed.conftest import Recipe, losses, run_cases
 
 ENGINES = {

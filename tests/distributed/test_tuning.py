@@ -13,15 +13,15 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from lmforge.bench.bounds import FP32
-from lmforge.data.chat.examples import ExampleFolder, example_dataset
-from lmforge.data.chat.preferences import encode_completions
-from lmforge.data.tokenizer import Tokenizer
-from lmforge.generate.model_loading import load_model
-from lmforge.model.init_weights import LORA_SUFFIXES
-from lmforge.model.quantization.blocks import BlockFormat, dequantize, quantize
-from lmforge.runs import Run
-from lmforge.stages.alignment.scoring import RewardModelScorer
+from lmforge.core.data.tokenizer import Tokenizer
+from lmforge.core.model.init_weights import LORA_SUFFIXES
+from lmforge.core.model.quantization.blocks import BlockFormat, dequantize, quantize
+from lmforge.core.records.runs import Run
+from lmforge.lab.bench.bounds import FP32
+from lmforge.post.rl.scoring import RewardModelScorer
+from lmforge.serve.decoding.model_loading import load_model
+from lmforge.text.chat.examples import ExampleFolder, example_dataset
+from lmforge.text.chat.preferences import encode_completions
 from tests.conftest import Command, Refusal
 from tests.distributed.conftest import Recipe, losses, newest_checkpoint, run_cases
 
@@ -341,7 +341,7 @@ def test_what_a_run_of_pairs_or_prompts_has_is_no_text_to_be_measured(world: Wor
 
 
 def test_adapters_leave_the_base_as_it_was_and_open_merged(world: World) -> None:
-    from lmforge import checkpoint
+    from lmforge.core import checkpoint
 
     folder, manifest = newest_checkpoint(world.run("sft lora").path)
     stored, base = checkpoint.StoredModel(folder, manifest), weights_of(world.run("base"))
@@ -362,7 +362,7 @@ def test_adapters_leave_the_base_as_it_was_and_open_merged(world: World) -> None
 def test_adapters_beside_four_bits_are_merged_into_what_they_were_trained_with(
     world: World, lmforge: Command, tmp_path: Path
 ) -> None:
-    from lmforge import checkpoint
+    from lmforge.core import checkpoint
 
     folder, manifest = newest_checkpoint(world.run("sft qlora").path)
     stored, base = checkpoint.StoredModel(folder, manifest), weights_of(world.run("base"))

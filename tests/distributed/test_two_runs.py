@@ -12,12 +12,12 @@ import pytest
 import torch
 import xxhash
 
-from lmforge.cluster.distributed import DistributedContext
-from lmforge.cluster.rank_info import RankInfo
-from lmforge.errors import LockLost
-from lmforge.runs import Run
-from lmforge.train.bad_steps import BadStep
-from lmforge.train.checkpoints import Checkpoints
+from lmforge.core.distributed.distributed import DistributedContext
+from lmforge.core.distributed.rank_info import RankInfo
+from lmforge.core.errors import LockLost
+from lmforge.core.records.runs import Run
+from lmforge.core.steps.bad_steps import BadStep
+from lmforge.core.steps.checkpoints import Checkpoints
 from tests.distributed.conftest import Recipe
 from tests.distributed.test_resume import PACED_RUN, Pace, reach
 from tests.preloaded import Forked, preloaded, rank_variables

@@ -13,7 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from lmforge.runs import Run
+from lmforge.core.records.runs import Run
 from tests.distributed.conftest import HERE, Recipe
 from tests.distributed.test_resume import heard, reach, started
 from tests.preloaded import Forked, preloaded

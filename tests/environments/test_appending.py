@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from lmforge.data.tokenizer import Tokenizer, train_tokenizer
-from lmforge.environments.appending import TurnEncoder, tool_message
-from lmforge.environments.tool_schema import tool_schema
-from lmforge.errors import UserError
+from lmforge.core.data.tokenizer import Tokenizer, train_tokenizer
+from lmforge.core.errors import UserError
+from lmforge.post.environments.appending import TurnEncoder, tool_message
+from lmforge.post.environments.tool_schema import tool_schema
 from tests.environments.chat_templates import SHAPES
 from tests.seeds import fresh_random
 

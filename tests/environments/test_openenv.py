@@ -17,9 +17,9 @@ from typing import Any
 
 import pytest
 
-from lmforge.environments import openenv
-from lmforge.environments.process import EnvironmentPool
-from lmforge.errors import UserError
+from lmforge.core.errors import UserError
+from lmforge.post.environments import openenv
+from lmforge.post.environments.process import EnvironmentPool
 from tests.environments.packages import ROOT, python_with
 
 VERSION = "0.10.0"
@@ -27,8 +27,8 @@ VERSION = "0.10.0"
 # Two episodes of the environment of actions, and one of that of tools.
 EPISODES = """
 import json, sys
-from lmforge.environments import openenv
-from lmforge.environments.process import EnvironmentPool
+from lmforge.post.environments import openenv
+from lmforge.post.environments.process import EnvironmentPool
 
 def call(name, **arguments):
     function = {"name": name, "arguments": arguments}

@@ -9,10 +9,10 @@ from typing import Any
 import psutil
 import pytest
 
-from lmforge.environments.environment import tool_message
-from lmforge.environments.process import LEAST_SECONDS, Declaration, EnvironmentPool
-from lmforge.errors import UserError
-from lmforge.rewards.functions import load_reward_functions
+from lmforge.core.errors import UserError
+from lmforge.post.environments.environment import tool_message
+from lmforge.post.environments.process import LEAST_SECONDS, Declaration, EnvironmentPool
+from lmforge.post.rewards.functions import load_reward_functions
 
 FILE = '''
 import os, time, subprocess, sys, asyncio, random

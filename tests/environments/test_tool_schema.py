@@ -7,8 +7,8 @@ from typing import Any, Literal
 import pytest
 from transformers.utils import get_json_schema
 
-from lmforge.environments.tool_schema import tool_schema
-from lmforge.errors import UserError
+from lmforge.core.errors import UserError
+from lmforge.post.environments.tool_schema import tool_schema
 
 
 class Unit(Enum):

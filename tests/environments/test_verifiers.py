@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
-from lmforge.data.tokenizer import Tokenizer
-from lmforge.environments.process import EnvironmentPool, identify
-from lmforge.errors import UserError
-from lmforge.interop.export import export_folder
-from lmforge.model.layers import LanguageModel
+from lmforge.core.data.tokenizer import Tokenizer
+from lmforge.core.errors import UserError
+from lmforge.core.model.layers import LanguageModel
+from lmforge.hf.export import export_folder
+from lmforge.post.environments.process import EnvironmentPool, identify
 from tests.environments.packages import ROOT, python_with
 from tests.train.test_episodes import TEMPLATE, step_of_grpo
 
@@ -24,8 +24,8 @@ TASKSETS = Path(__file__).with_name("tasksets")
 # Episodes with answers that are known: [[idx, answer, answer …] …] of the environment.
 EPISODES = """
 import json, sys
-from lmforge.environments.process import EnvironmentPool
-from lmforge.errors import UserError
+from lmforge.post.environments.process import EnvironmentPool
+from lmforge.core.errors import UserError
 
 def message(answer):
     if isinstance(answer, str):

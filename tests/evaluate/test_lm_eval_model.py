@@ -20,12 +20,12 @@ from lm_eval.models.huggingface import HFLM
 from lm_eval.tasks import TaskManager
 
 from lmforge.cli import run as command
-from lmforge.cluster.distributed import DistributedContext
-from lmforge.errors import UserError
-from lmforge.evaluate import lm_eval_model
-from lmforge.evaluate.lm_eval_model import LMEvalModel, run_lm_eval
-from lmforge.generate.model_loading import LoadedModel, load_model
-from lmforge.generate.prompts import max_input_length
+from lmforge.core.distributed.distributed import DistributedContext
+from lmforge.core.errors import UserError
+from lmforge.serve.decoding.model_loading import LoadedModel, load_model
+from lmforge.serve.decoding.prompts import max_input_length
+from lmforge.serve.evaluate import lm_eval_model
+from lmforge.serve.evaluate.lm_eval_model import LMEvalModel, run_lm_eval
 from tests.evaluate.test_tasks import ALONE, on_ranks
 from tests.preloaded import preloaded
 from tests.serve.conftest import Server

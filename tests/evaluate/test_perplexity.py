@@ -7,15 +7,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from lmforge.cluster.distributed import DistributedContext
-from lmforge.cluster.rank_info import RankInfo
-from lmforge.data.batch import Batch
-from lmforge.data.dataset import TokenDataset, join_datasets
-from lmforge.data.shards.folder import TokenFolder
-from lmforge.data.tokenizer import Tokenizer
-from lmforge.evaluate.perplexity import evaluate_loss
-from lmforge.model.layers import LanguageModel
-from lmforge.objectives.logprobs import score_text
+from lmforge.core.data.batch import Batch
+from lmforge.core.data.dataset import TokenDataset, join_datasets
+from lmforge.core.data.shards.folder import TokenFolder
+from lmforge.core.data.tokenizer import Tokenizer
+from lmforge.core.distributed.distributed import DistributedContext
+from lmforge.core.distributed.rank_info import RankInfo
+from lmforge.core.losses.logprobs import score_text
+from lmforge.core.model.layers import LanguageModel
+from lmforge.serve.evaluate.perplexity import evaluate_loss
 
 CPU = torch.device("cpu")
 ScoreFn = Callable[[Batch], torch.Tensor]

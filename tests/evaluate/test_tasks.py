@@ -13,15 +13,15 @@ import pytest
 import torch
 
 from lmforge.cli import run as command
-from lmforge.cluster.distributed import DistributedContext
-from lmforge.cluster.rank_info import RankInfo
-from lmforge.config.options import parse_options
-from lmforge.config.verbs.models import EvaluateOptions
-from lmforge.errors import UserError
-from lmforge.evaluate.tasks import TaskSettings, check_task, load_task, run_task
-from lmforge.generate.engine import generate
-from lmforge.generate.model_loading import LoadedModel, load_model
-from lmforge.generate.sampling import SamplingParams
+from lmforge.core.distributed.distributed import DistributedContext
+from lmforge.core.distributed.rank_info import RankInfo
+from lmforge.core.errors import UserError
+from lmforge.core.options.options import parse_options
+from lmforge.serve.decoding.engine import generate
+from lmforge.serve.decoding.model_loading import LoadedModel, load_model
+from lmforge.serve.decoding.sampling import SamplingParams
+from lmforge.serve.evaluate.tasks import TaskSettings, check_task, load_task, run_task
+from lmforge.serve.options.models import EvaluateOptions
 from tests.conftest import Refusal
 from tests.preloaded import preloaded
 

@@ -7,13 +7,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from lmforge.data.tokenizer import Tokenizer, train_tokenizer
-from lmforge.generate.model_loading import load_model
-from lmforge.interop.export import export_folder
-from lmforge.model import build_model
-from lmforge.model.config import ModelConfig
-from lmforge.model.init_weights import init_weights
-from lmforge.model.layers import LanguageModel
+from lmforge.core.data.tokenizer import Tokenizer, train_tokenizer
+from lmforge.core.model import build_model
+from lmforge.core.model.config import ModelConfig
+from lmforge.core.model.init_weights import init_weights
+from lmforge.core.model.layers import LanguageModel
+from lmforge.hf.export import export_folder
+from lmforge.serve.decoding.model_loading import load_model
 
 # lmforge's own, with a variable.
 THINKING_TEMPLATE = """\

@@ -14,15 +14,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM
 
-from lmforge.data.tokenizer import Tokenizer
-from lmforge.errors import RunFailed, UserError
-from lmforge.generate.engine import Completion, Engine, GeneratedToken, GenerationRequest, generate
-from lmforge.generate.sampling import SamplingParams
-from lmforge.interop.export import export_folder
-from lmforge.model import build_model
-from lmforge.model.config import ModelConfig
-from lmforge.model.init_weights import init_weights
-from lmforge.model.layers import LanguageModel
+from lmforge.core.data.tokenizer import Tokenizer
+from lmforge.core.errors import RunFailed, UserError
+from lmforge.core.model import build_model
+from lmforge.core.model.config import ModelConfig
+from lmforge.core.model.init_weights import init_weights
+from lmforge.core.model.layers import LanguageModel
+from lmforge.hf.export import export_folder
+from lmforge.serve.decoding.engine import Completion, Engine, GeneratedToken, GenerationRequest, generate
+from lmforge.serve.decoding.sampling import SamplingParams
 from tests.decoding import decode
 from tests.generate.conftest import Scripted
 from tests.model.conftest import MODEL_TYPES, ONE_BY_ONE, built, drawn_config

@@ -8,7 +8,7 @@ import torch
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from lmforge.generate.sampling import SamplingParams, draw_uniforms, sample_tokens, sampling_probs
+from lmforge.serve.decoding.sampling import SamplingParams, draw_uniforms, sample_tokens, sampling_probs
 from tests.seeds import fresh_seed
 
 # Apart enough that fp32 tells them apart.

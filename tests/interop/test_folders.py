@@ -14,19 +14,19 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Genera
 from transformers.utils import logging
 
 from lmforge.cli import run as command
-from lmforge.data.chat.layout import encode_layouts
-from lmforge.data.chat.templates import ChatTemplate, build_layouts
-from lmforge.data.tokenizer import Tokenizer, train_tokenizer
-from lmforge.errors import UserError
-from lmforge.generate.engine import Engine, GenerationRequest
-from lmforge.generate.model_loading import LoadedModel, load_model
-from lmforge.generate.sampling import TRANSFORMERS_SAMPLING, SamplingParams, penalize_repetition, sampling_probs
-from lmforge.interop import weights
-from lmforge.interop.config_json import to_config_json
-from lmforge.interop.export import export_folder
-from lmforge.interop.resolve import model_config_from_json
-from lmforge.interop.safetensors_file import SafetensorsFile
-from lmforge.model import build_model
+from lmforge.core.data.tokenizer import Tokenizer, train_tokenizer
+from lmforge.core.errors import UserError
+from lmforge.core.model import build_model
+from lmforge.hf import weights
+from lmforge.hf.config_json import to_config_json
+from lmforge.hf.export import export_folder
+from lmforge.hf.resolve import model_config_from_json
+from lmforge.hf.safetensors_file import SafetensorsFile
+from lmforge.serve.decoding.engine import Engine, GenerationRequest
+from lmforge.serve.decoding.model_loading import LoadedModel, load_model
+from lmforge.serve.decoding.sampling import TRANSFORMERS_SAMPLING, SamplingParams, penalize_repetition, sampling_probs
+from lmforge.text.chat.layout import encode_layouts
+from lmforge.text.chat.templates import ChatTemplate, build_layouts
 from tests.model.conftest import MODEL_TYPES, ONE_BY_ONE, built, drawn_config, drawn_rope, logits, one_document
 from tests.preloaded import preloaded
 

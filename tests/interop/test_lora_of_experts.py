@@ -14,22 +14,22 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from lmforge.cli import run as command
-from lmforge.config.activation_checkpointing import CHECKPOINTING_MODES
-from lmforge.config.tuning import LoraOptions
-from lmforge.data.tokenizer import Tokenizer
-from lmforge.errors import UserError
-from lmforge.generate.model_loading import load_model
-from lmforge.interop.export import export_folder
-from lmforge.interop.peft_folder import load_peft_folder, save_peft_folder
-from lmforge.interop.weights import load_folder, merge_adapters
-from lmforge.model import build_model
-from lmforge.model.config import ModelConfig
-from lmforge.model.init_weights import init_adapters, init_weights
-from lmforge.model.lora import LoraConfig, adapter_parameters, add_lora, disable_adapters
-from lmforge.parallel.activation_checkpointing import apply_activation_checkpointing
-from lmforge.parallel.working_weights import working_weights
-from lmforge.plan.parameter_counts import block_adapters, count_parameters
-from lmforge.runs import Run
+from lmforge.core.data.tokenizer import Tokenizer
+from lmforge.core.errors import UserError
+from lmforge.core.model import build_model
+from lmforge.core.model.config import ModelConfig
+from lmforge.core.model.init_weights import init_adapters, init_weights
+from lmforge.core.model.lora import LoraConfig, adapter_parameters, add_lora, disable_adapters
+from lmforge.core.options.activation_checkpointing import CHECKPOINTING_MODES
+from lmforge.core.parallel.activation_checkpointing import apply_activation_checkpointing
+from lmforge.core.parallel.working_weights import working_weights
+from lmforge.core.records.runs import Run
+from lmforge.core.stages.parameter_counts import block_adapters, count_parameters
+from lmforge.hf.export import export_folder
+from lmforge.hf.peft_folder import load_peft_folder, save_peft_folder
+from lmforge.hf.weights import load_folder, merge_adapters
+from lmforge.post.options.tuning import LoraOptions
+from lmforge.serve.decoding.model_loading import load_model
 from tests.model.conftest import ONE_BY_ONE, built, drawn_config
 from tests.model.test_experts import MIXTURES, all_sparse
 from tests.model.test_lora import assert_close, gradients, logits, one_document, set_adapters, with_adapters

@@ -13,20 +13,20 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from lmforge.cli import run as command
-from lmforge.config.sections import ModelOptions
-from lmforge.data.batch import Batch
-from lmforge.data.tokenizer import Tokenizer
-from lmforge.errors import UserError
-from lmforge.generate.model_loading import load_model
-from lmforge.interop.export import export_folder
-from lmforge.interop.peft_folder import load_peft_folder
-from lmforge.interop.weights import merge_adapters
-from lmforge.model import build_model
-from lmforge.model.config import ModelConfig
-from lmforge.model.flops import active_parameters
-from lmforge.model.init_weights import init_weights
-from lmforge.model.layers import LanguageModel
-from lmforge.stages.pretrained import find_pretrained
+from lmforge.core.data.batch import Batch
+from lmforge.core.data.tokenizer import Tokenizer
+from lmforge.core.errors import UserError
+from lmforge.core.model import build_model
+from lmforge.core.model.config import ModelConfig
+from lmforge.core.model.flops import active_parameters
+from lmforge.core.model.init_weights import init_weights
+from lmforge.core.model.layers import LanguageModel
+from lmforge.core.options.sections import ModelOptions
+from lmforge.core.stages.pretrained import find_pretrained
+from lmforge.hf.export import export_folder
+from lmforge.hf.peft_folder import load_peft_folder
+from lmforge.hf.weights import merge_adapters
+from lmforge.serve.decoding.model_loading import load_model
 from tests.model.conftest import built, drawn_config
 from tests.model.foreign import theirs_of
 from tests.seeds import fresh_seed

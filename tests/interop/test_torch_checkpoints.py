@@ -10,10 +10,10 @@ import pytest
 import torch
 from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING
 
-from lmforge.errors import UserError
-from lmforge.interop import pickle_trial
-from lmforge.interop.pickle_trial import try_pickle
-from lmforge.interop.torch_checkpoints import METADATA_FILE, SafeReader, _MetadataUnpickler, open_tensor_source
+from lmforge.core.errors import UserError
+from lmforge.hf import pickle_trial
+from lmforge.hf.pickle_trial import try_pickle
+from lmforge.hf.torch_checkpoints import METADATA_FILE, SafeReader, _MetadataUnpickler, open_tensor_source
 from tests.fuzzing import ENDLESS_PICKLES
 
 

@@ -4,7 +4,7 @@ from itertools import product
 
 import numpy as np
 
-from lmforge.ladder.law import Law, Point
+from lmforge.lab.ladder.law import Law, Point
 
 LAW = Law(E=1.82, A=482.0, alpha=0.348, B=2085.0, beta=0.366)
 SIZES, RATIOS = (6e4, 1.5e5, 4e5, 1e6), (8, 20, 50)

@@ -3,10 +3,10 @@
 import numpy as np
 import pytest
 
-from lmforge.ladder.downstream import predict_scores
-from lmforge.ladder.fit import Fit, fit_points
-from lmforge.ladder.frontier import Target
-from lmforge.ladder.law import Law
+from lmforge.lab.ladder.downstream import predict_scores
+from lmforge.lab.ladder.fit import Fit, fit_points
+from lmforge.lab.ladder.frontier import Target
+from lmforge.lab.ladder.law import Law
 from tests.ladder.ladders import LAW, ladder
 
 TARGET = Target(3e6, 6e7, 6 * 3e6)

@@ -4,9 +4,9 @@ from dataclasses import replace
 
 import pytest
 
-from lmforge.errors import UserError
-from lmforge.ladder.fit import fit_points
-from lmforge.ladder.law import Law, Point, best_law
+from lmforge.core.errors import UserError
+from lmforge.lab.ladder.fit import fit_points
+from lmforge.lab.ladder.law import Law, Point, best_law
 from tests.ladder.ladders import LAW, ladder
 
 

@@ -7,8 +7,8 @@ from math import log
 import numpy as np
 import pytest
 
-from lmforge.ladder.fit import Fit, fit_points
-from lmforge.ladder.frontier import (
+from lmforge.lab.ladder.fit import Fit, fit_points
+from lmforge.lab.ladder.frontier import (
     Target,
     best_size,
     cautions,
@@ -19,7 +19,7 @@ from lmforge.ladder.frontier import (
     loss_at,
     predicted_loss,
 )
-from lmforge.ladder.law import Law
+from lmforge.lab.ladder.law import Law
 from tests.ladder.ladders import LAW, ladder
 
 TARGET = Target(parameters=3e6, tokens=6e7, flops_per_token=6.6 * 3e6, bytes_per_token=4.0)

@@ -15,21 +15,21 @@ from pathlib import Path
 import pytest
 
 from lmforge.cli import run
-from lmforge.config.load import parse_config
-from lmforge.config.stage import PretrainConfig
-from lmforge.config.verbs.ladder import Budget, LadderConfig
-from lmforge.data.prepare.prepare import prepare
-from lmforge.errors import UserError
-from lmforge.interop.resolve import model_config_from_options
-from lmforge.ladder.law import LEAST_OTHERS, SHORT_STEPS
-from lmforge.ladder.rates import best_rate
-from lmforge.ladder.rungs import LEAST_STEPS, LEAST_USED, Trial, make_rung, resized, shapes, with_changes
-from lmforge.ladder.runs import Reached, check_same_text, read_reached
-from lmforge.ladder.text import adopt, repeated
-from lmforge.manifests import read_manifest
-from lmforge.model.parametrization import relative_to_base
-from lmforge.runs import MANIFEST, Run
-from lmforge.stages.training_data import TokenSources
+from lmforge.core.errors import UserError
+from lmforge.core.model.parametrization import relative_to_base
+from lmforge.core.options.load import parse_config
+from lmforge.core.options.stage import PretrainConfig
+from lmforge.core.records.manifests import read_manifest
+from lmforge.core.records.runs import MANIFEST, Run
+from lmforge.core.stages.training_data import TokenSources
+from lmforge.hf.resolve import model_config_from_options
+from lmforge.lab.ladder.law import LEAST_OTHERS, SHORT_STEPS
+from lmforge.lab.ladder.rates import best_rate
+from lmforge.lab.ladder.rungs import LEAST_STEPS, LEAST_USED, Trial, make_rung, resized, shapes, with_changes
+from lmforge.lab.ladder.runs import Reached, check_same_text, read_reached
+from lmforge.lab.ladder.text import adopt, repeated
+from lmforge.lab.options.ladder import Budget, LadderConfig
+from lmforge.text.prepare.prepare import prepare
 from tests.conftest import Command, Refusal
 
 RECIPE = """

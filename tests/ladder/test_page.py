@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 from playwright.sync_api import Browser, Page, expect
 
-from lmforge.ladder.charts import short
-from lmforge.ladder.downstream import predict_scores
-from lmforge.ladder.fit import fit_points
-from lmforge.ladder.frontier import Target, compare, conclusions
-from lmforge.ladder.law import Point
-from lmforge.ladder.page import check_text, interval_text, write_page
+from lmforge.lab.ladder.charts import short
+from lmforge.lab.ladder.downstream import predict_scores
+from lmforge.lab.ladder.fit import fit_points
+from lmforge.lab.ladder.frontier import Target, compare, conclusions
+from lmforge.lab.ladder.law import Point
+from lmforge.lab.ladder.page import check_text, interval_text, write_page
 from tests.browser import browser, open_page
 from tests.ladder.ladders import ladder
 

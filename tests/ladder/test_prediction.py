@@ -4,12 +4,12 @@ from math import ceil
 
 import pytest
 
-from lmforge.config.load import parse_config
-from lmforge.config.stage import PretrainConfig
-from lmforge.interop.resolve import model_config_from_options
-from lmforge.ladder.fit import fit_points
-from lmforge.ladder.prediction import predict_curve
-from lmforge.ladder.rungs import Trial
+from lmforge.core.options.load import parse_config
+from lmforge.core.options.stage import PretrainConfig
+from lmforge.hf.resolve import model_config_from_options
+from lmforge.lab.ladder.fit import fit_points
+from lmforge.lab.ladder.prediction import predict_curve
+from lmforge.lab.ladder.rungs import Trial
 from tests.ladder.ladders import LAW, ladder
 
 FIT = fit_points(ladder())

@@ -12,15 +12,15 @@ from pathlib import Path
 
 import pytest
 
-from lmforge.config.load import parse_config
-from lmforge.config.stage import PretrainConfig
-from lmforge.errors import UserError
-from lmforge.interop.resolve import model_config_from_options
-from lmforge.ladder.rungs import Trial
-from lmforge.ladder.runs import RungRunner, has_diverged
-from lmforge.locks import hold_lock
-from lmforge.runs import Run
-from lmforge.train.resume import find_resume_point
+from lmforge.core.errors import UserError
+from lmforge.core.files.locks import hold_lock
+from lmforge.core.options.load import parse_config
+from lmforge.core.options.stage import PretrainConfig
+from lmforge.core.records.runs import Run
+from lmforge.core.steps.resume import find_resume_point
+from lmforge.hf.resolve import model_config_from_options
+from lmforge.lab.ladder.rungs import Trial
+from lmforge.lab.ladder.runs import RungRunner, has_diverged
 
 MakeRung = Callable[..., Trial]
 
@@ -78,11 +78,11 @@ LADDER = """
 import sys
 from pathlib import Path
 from functools import partial
-from lmforge.config.load import parse_config
-from lmforge.config.stage import PretrainConfig
-from lmforge.interop.resolve import model_config_from_options
-from lmforge.ladder.rungs import Trial
-from lmforge.ladder.runs import RungRunner
+from lmforge.core.options.load import parse_config
+from lmforge.core.options.stage import PretrainConfig
+from lmforge.hf.resolve import model_config_from_options
+from lmforge.lab.ladder.rungs import Trial
+from lmforge.lab.ladder.runs import RungRunner
 
 config = parse_config(PretrainConfig, sys.argv[1:])
 rung = Trial(config, model_config_from_options(config.model, 512))

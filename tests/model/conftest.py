@@ -12,10 +12,10 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from lmforge.config.builtin_names import FAMILIES
-from lmforge.model import build_model
-from lmforge.model.config import ModelConfig
-from lmforge.model.init_weights import init_weights
+from lmforge.core.model import build_model
+from lmforge.core.model.config import ModelConfig
+from lmforge.core.model.init_weights import init_weights
+from lmforge.core.options.builtin_names import FAMILIES
 from tests.near_ties import drawn_without_near_ties
 from tests.seeds import fresh_seed
 

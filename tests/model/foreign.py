@@ -7,11 +7,11 @@ import torch
 from torch import nn
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
-from lmforge.interop.resolve import model_config_from_json, resolve_model_config
-from lmforge.interop.weights import load_folder
-from lmforge.model import build_model
-from lmforge.model.config import ModelConfig
-from lmforge.model.layers import LanguageModel
+from lmforge.core.model import build_model
+from lmforge.core.model.config import ModelConfig
+from lmforge.core.model.layers import LanguageModel
+from lmforge.hf.resolve import model_config_from_json, resolve_model_config
+from lmforge.hf.weights import load_folder
 from tests.model.conftest import shaken
 
 # Widths are multiples of four: the kernel that multiplies experts wants rows of whole 16 bytes.

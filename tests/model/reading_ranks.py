@@ -13,9 +13,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from lmforge.cli import exit_process
-from lmforge.interop.resolve import resolve_model_config
-from lmforge.interop.weights import load_folder
-from lmforge.model import build_model
+from lmforge.core.model import build_model
+from lmforge.hf.resolve import resolve_model_config
+from lmforge.hf.weights import load_folder
 
 
 def figure(file: str, name: str) -> int:

@@ -8,10 +8,10 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
-from lmforge.interop.resolve import resolve_model_config
-from lmforge.interop.weights import load_folder
-from lmforge.model import build_model
-from lmforge.model.init_weights import init_weights
+from lmforge.core.model import build_model
+from lmforge.core.model.init_weights import init_weights
+from lmforge.hf.resolve import resolve_model_config
+from lmforge.hf.weights import load_folder
 
 
 def assert_same(sharded: nn.Module, whole: nn.Module) -> None:

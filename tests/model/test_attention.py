@@ -11,8 +11,8 @@ from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from lmforge.model.attention import AttentionMask, attend, create_attention_mask
-from lmforge.model.config import ModelConfig
+from lmforge.core.model.attention import AttentionMask, attend, create_attention_mask
+from lmforge.core.model.config import ModelConfig
 from tests.model.conftest import MODEL_TYPES, Rows, built, drawn_config, logits, one_document, packed
 
 
@@ -142,7 +142,7 @@ def test_a_token_does_not_see_those_after_it(model_type: str, draw: random.Rando
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 @pytest.mark.parametrize("window", [None, 7])
 def test_the_block_mask_allows_what_the_dense_mask_allows(window: int | None, draw: random.Random) -> None:
-    from lmforge.model.attention import document_mask_mod
+    from lmforge.core.model.attention import document_mask_mod
 
     documents = torch.tensor([[0] * 70 + [1] * 50 + [-1] * 20, [-1] * 140], dtype=torch.int32)
     q, k, v = torch.randn(2, 4, 140, 16), torch.randn(2, 2, 140, 16), torch.randn(2, 2, 140, 16)

@@ -6,13 +6,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from lmforge.cluster.distributed import DistributedContext
-from lmforge.cluster.rank_info import RankInfo
-from lmforge.config.sections import ModelOptions
-from lmforge.errors import UserError
-from lmforge.interop.resolve import model_config_from_options
-from lmforge.model.mixture.balance import BalanceConfig
-from lmforge.model.mixture.experts import MixtureOfExperts
+from lmforge.core.distributed.distributed import DistributedContext
+from lmforge.core.distributed.rank_info import RankInfo
+from lmforge.core.errors import UserError
+from lmforge.core.model.mixture.balance import BalanceConfig
+from lmforge.core.model.mixture.experts import MixtureOfExperts
+from lmforge.core.options.sections import ModelOptions
+from lmforge.hf.resolve import model_config_from_options
 from tests.model.conftest import Rows, built, drawn_config, packed
 
 ALONE = DistributedContext(RankInfo(), torch.device("cpu"), None)

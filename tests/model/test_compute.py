@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch._dynamo.utils import counters
 
-from lmforge.model.layers import RMSNorm
-from lmforge.model.mixture.experts import Router
+from lmforge.core.model.layers import RMSNorm
+from lmforge.core.model.mixture.experts import Router
 from tests.model.conftest import MODEL_TYPES, built, drawn_config, packed
 
 

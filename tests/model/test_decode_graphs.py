@@ -14,12 +14,12 @@ import torch
 from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from lmforge.model import build_model
-from lmforge.model.config import ModelConfig
-from lmforge.model.incremental import DecodeGraphs, IncrementalDecoder, is_plain
-from lmforge.model.init_weights import init_weights
-from lmforge.model.layers import LanguageModel
-from lmforge.parallel.activation_checkpointing import apply_activation_checkpointing
+from lmforge.core.model import build_model
+from lmforge.core.model.config import ModelConfig
+from lmforge.core.model.incremental import DecodeGraphs, IncrementalDecoder, is_plain
+from lmforge.core.model.init_weights import init_weights
+from lmforge.core.model.layers import LanguageModel
+from lmforge.core.parallel.activation_checkpointing import apply_activation_checkpointing
 from tests.generate.test_engine import SHAPES, SIZES
 from tests.seeds import fresh_seed
 

@@ -10,15 +10,15 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, GenerationConfig
 
-from lmforge.errors import UserError
-from lmforge.interop.config_json import config_fields_from_json, to_config_json
-from lmforge.interop.export import export_folder
-from lmforge.interop.resolve import resolve_model_config
-from lmforge.interop.weights import describe_folder, load_folder
-from lmforge.model import build_model
-from lmforge.model.config import ModelConfig, get_preset
-from lmforge.model.init_weights import init_weights, named_tensors
-from lmforge.model.mixture.experts import BIAS
+from lmforge.core.errors import UserError
+from lmforge.core.model import build_model
+from lmforge.core.model.config import ModelConfig, get_preset
+from lmforge.core.model.init_weights import init_weights, named_tensors
+from lmforge.core.model.mixture.experts import BIAS
+from lmforge.hf.config_json import config_fields_from_json, to_config_json
+from lmforge.hf.export import export_folder
+from lmforge.hf.resolve import resolve_model_config
+from lmforge.hf.weights import describe_folder, load_folder
 from tests.model.conftest import ONE_BY_ONE, built, drawn_config, logits, one_document, quantized
 
 LAYERS = {"num_hidden_layers": 2, "first_k_dense_replace": 1}

@@ -8,13 +8,13 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lmforge.bench.parity import ParityData
-from lmforge.data.order import splitmix64, token_rng_keys
-from lmforge.model import build_model
-from lmforge.model.config import ModelConfig
-from lmforge.model.init_weights import init_weights
-from lmforge.model.rng.splitmix import COUNTER_STEP
-from lmforge.model.rng.token_rng import _SITE_STEP, ADAPTER_SITE, NEFTUNE_SITE, SITES_PER_BLOCK, TokenRng, dropout
+from lmforge.core.data.order import splitmix64, token_rng_keys
+from lmforge.core.model import build_model
+from lmforge.core.model.config import ModelConfig
+from lmforge.core.model.init_weights import init_weights
+from lmforge.core.model.rng.splitmix import COUNTER_STEP
+from lmforge.core.model.rng.token_rng import _SITE_STEP, ADAPTER_SITE, NEFTUNE_SITE, SITES_PER_BLOCK, TokenRng, dropout
+from lmforge.lab.bench.parity import ParityData
 from tests.distributed.shapes import SHAPES
 from tests.seeds import fresh_seed
 

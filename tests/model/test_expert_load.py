@@ -7,13 +7,13 @@ import pytest
 import torch
 from torch._dynamo.utils import counters
 
-from lmforge.cluster.distributed import DistributedContext
-from lmforge.cluster.rank_info import RankInfo
-from lmforge.config.activation_checkpointing import CHECKPOINTING_MODES
-from lmforge.model.config import ModelConfig
-from lmforge.monitor.expert_load import DEAD_AFTER_STEPS, ExpertLoad
-from lmforge.parallel.activation_checkpointing import apply_activation_checkpointing
-from lmforge.runs import Run
+from lmforge.core.distributed.distributed import DistributedContext
+from lmforge.core.distributed.rank_info import RankInfo
+from lmforge.core.model.config import ModelConfig
+from lmforge.core.options.activation_checkpointing import CHECKPOINTING_MODES
+from lmforge.core.parallel.activation_checkpointing import apply_activation_checkpointing
+from lmforge.core.records.runs import Run
+from lmforge.ops.monitor.expert_load import DEAD_AFTER_STEPS, ExpertLoad
 from tests.conftest import Command, without_shape
 from tests.model.conftest import built, drawn_config, packed
 

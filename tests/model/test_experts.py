@@ -12,22 +12,22 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from lmforge.config.activation_checkpointing import CHECKPOINTING_MODES
-from lmforge.config.sections import ModelOptions
-from lmforge.errors import UserError
-from lmforge.interop.config_json import to_config_json
-from lmforge.interop.export import export_folder
-from lmforge.interop.resolve import model_config_from_options, resolve_model_config
-from lmforge.interop.safetensors_file import SafetensorsFile, write_safetensors
-from lmforge.interop.stored_experts import pieces, stored_name
-from lmforge.interop.weights import load_folder
-from lmforge.model import build_model
-from lmforge.model.config import ModelConfig
-from lmforge.model.init_weights import named_tensors
-from lmforge.model.mixture.experts import MixtureOfExperts, Router
-from lmforge.model.mixture.grouped_mm import grouped_linear
-from lmforge.parallel.activation_checkpointing import apply_activation_checkpointing
-from lmforge.train.optimizers.muon import Muon
+from lmforge.core.errors import UserError
+from lmforge.core.model import build_model
+from lmforge.core.model.config import ModelConfig
+from lmforge.core.model.init_weights import named_tensors
+from lmforge.core.model.mixture.experts import MixtureOfExperts, Router
+from lmforge.core.model.mixture.grouped_mm import grouped_linear
+from lmforge.core.optim.muon import Muon
+from lmforge.core.options.activation_checkpointing import CHECKPOINTING_MODES
+from lmforge.core.options.sections import ModelOptions
+from lmforge.core.parallel.activation_checkpointing import apply_activation_checkpointing
+from lmforge.hf.config_json import to_config_json
+from lmforge.hf.export import export_folder
+from lmforge.hf.resolve import model_config_from_options, resolve_model_config
+from lmforge.hf.safetensors_file import SafetensorsFile, write_safetensors
+from lmforge.hf.stored_experts import pieces, stored_name
+from lmforge.hf.weights import load_folder
 from tests.model.conftest import ONE_BY_ONE, built, drawn_config, logits, one_document
 from tests.near_ties import drawn_without_near_ties, near_ties
 

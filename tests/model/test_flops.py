@@ -6,11 +6,11 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from lmforge.model import build_model
-from lmforge.model.config import get_preset
-from lmforge.model.flops import active_parameters, flops_per_token, parameter_count
-from lmforge.model.presets import PRESETS
-from lmforge.plan.hardware import data_sheets
+from lmforge.core.model import build_model
+from lmforge.core.model.config import get_preset
+from lmforge.core.model.flops import active_parameters, flops_per_token, parameter_count
+from lmforge.core.model.presets import PRESETS
+from lmforge.lab.plan.hardware import data_sheets
 from tests.model.conftest import MODEL_TYPES, drawn_config, one_document
 
 

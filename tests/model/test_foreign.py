@@ -14,21 +14,21 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
-from lmforge.data.batch import Batch
-from lmforge.errors import UserError
-from lmforge.generate.engine import Engine, GenerationRequest
-from lmforge.generate.sampling import SamplingParams
-from lmforge.interop.export import export_folder
-from lmforge.interop.resolve import resolve_model_config
-from lmforge.interop.transformers_causal_lm import build_causal_lm, find_block_list, find_logit_transform
-from lmforge.interop.transformers_init import family_initial_values
-from lmforge.interop.transformers_model import TransformersConfig, TransformersModel
-from lmforge.interop.weights import load_folder
-from lmforge.model import build_model
-from lmforge.model.flops import parameter_count
-from lmforge.model.init_weights import init_weights
-from lmforge.objectives.language import NextTokenObjective
-from lmforge.parallel.activation_checkpointing import apply_activation_checkpointing
+from lmforge.core.data.batch import Batch
+from lmforge.core.errors import UserError
+from lmforge.core.losses.language import NextTokenObjective
+from lmforge.core.model import build_model
+from lmforge.core.model.flops import parameter_count
+from lmforge.core.model.init_weights import init_weights
+from lmforge.core.parallel.activation_checkpointing import apply_activation_checkpointing
+from lmforge.hf.export import export_folder
+from lmforge.hf.resolve import resolve_model_config
+from lmforge.hf.transformers_causal_lm import build_causal_lm, find_block_list, find_logit_transform
+from lmforge.hf.transformers_init import family_initial_values
+from lmforge.hf.transformers_model import TransformersConfig, TransformersModel
+from lmforge.hf.weights import load_folder
+from lmforge.serve.decoding.engine import Engine, GenerationRequest
+from lmforge.serve.decoding.sampling import SamplingParams
 from tests.decoding import decode
 from tests.model.conftest import built, drawn_config, logits, one_document, packed
 from tests.model.foreign import FAMILIES, SIZES, described, saved, theirs_of, wrapped
@@ -246,7 +246,7 @@ class Absent(MetaPathFinder):
         if name == "transformers":
             raise ModuleNotFoundError(name)
 sys.meta_path.insert(0, Absent())
-import lmforge.stages.run, lmforge.verbs.evaluate, lmforge.verbs.show.show
+import lmforge.core.run, lmforge.serve.verbs.evaluate, lmforge.ops.verbs.show.show
 from lmforge.cli import run
 sys.exit(run(["show", {str(tmp_path)!r}]))
 """

@@ -18,11 +18,11 @@ from torch.nn.functional import embedding, gelu, layer_norm, linear, scaled_dot_
 from transformers import AutoModelForCausalLM
 
 from lmforge.cli import run
-from lmforge.data.tokenizer import train_tokenizer
-from lmforge.generate.model_loading import load_model
-from lmforge.interop.resolve import resolve_model_config
-from lmforge.interop.weights import load_folder
-from lmforge.model import build_model
+from lmforge.core.data.tokenizer import train_tokenizer
+from lmforge.core.model import build_model
+from lmforge.hf.resolve import resolve_model_config
+from lmforge.hf.weights import load_folder
+from lmforge.serve.decoding.model_loading import load_model
 from tests.fuzzing import DAMAGED_PICKLES
 from tests.model.conftest import logits, one_document
 

@@ -12,22 +12,22 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from lmforge.bench.parity import ParityData
-from lmforge.config.sections import GroupOptions, OptimizerOptions, ParallelOptions
-from lmforge.data.batch import Batch
-from lmforge.errors import UserError
-from lmforge.interop.export import export_folder
-from lmforge.interop.peft_folder import load_peft_folder, save_peft_folder
-from lmforge.interop.resolve import resolve_model_config
-from lmforge.interop.weights import load_folder, merge_adapters
-from lmforge.model import build_model
-from lmforge.model.init_weights import init_adapters, init_weights
-from lmforge.model.layers import LanguageModel
-from lmforge.model.lora import LoraConfig, LoraLinear, adapter_parameters, add_lora, disable_adapters
-from lmforge.objectives.language import NextTokenObjective
-from lmforge.parallel.activation_checkpointing import apply_activation_checkpointing
-from lmforge.parallel.validate import check_lora
-from lmforge.train.optimizers.optimizer import build_optimizer, named_optimizer_state
+from lmforge.core.data.batch import Batch
+from lmforge.core.errors import UserError
+from lmforge.core.losses.language import NextTokenObjective
+from lmforge.core.model import build_model
+from lmforge.core.model.init_weights import init_adapters, init_weights
+from lmforge.core.model.layers import LanguageModel
+from lmforge.core.model.lora import LoraConfig, LoraLinear, adapter_parameters, add_lora, disable_adapters
+from lmforge.core.optim.optimizer import build_optimizer, named_optimizer_state
+from lmforge.core.options.sections import GroupOptions, OptimizerOptions, ParallelOptions
+from lmforge.core.parallel.activation_checkpointing import apply_activation_checkpointing
+from lmforge.core.parallel.validate import check_lora
+from lmforge.hf.export import export_folder
+from lmforge.hf.peft_folder import load_peft_folder, save_peft_folder
+from lmforge.hf.resolve import resolve_model_config
+from lmforge.hf.weights import load_folder, merge_adapters
+from lmforge.lab.bench.parity import ParityData
 from tests.distributed.shapes import SHAPES
 from tests.model.conftest import drawn_config
 

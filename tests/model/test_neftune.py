@@ -6,14 +6,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from lmforge.config.sections import ParallelOptions
-from lmforge.data.batch import Batch
-from lmforge.data.order import token_rng_keys
-from lmforge.errors import UserError
-from lmforge.model import build_model
-from lmforge.model.init_weights import init_weights
-from lmforge.model.layers import LanguageModel
-from lmforge.parallel.validate import check_neftune
+from lmforge.core.data.batch import Batch
+from lmforge.core.data.order import token_rng_keys
+from lmforge.core.errors import UserError
+from lmforge.core.model import build_model
+from lmforge.core.model.init_weights import init_weights
+from lmforge.core.model.layers import LanguageModel
+from lmforge.core.options.sections import ParallelOptions
+from lmforge.core.parallel.validate import check_neftune
 from tests.distributed.shapes import SHAPES
 from tests.seeds import fresh_seed
 

@@ -10,22 +10,22 @@ import pytest
 import torch
 from torch import Tensor
 
-from lmforge.bench.coordinates import Coordinates, _batch, compare, small
-from lmforge.bench.coordinates_table import FLAT, bars
-from lmforge.bench.parity import SMALL_MIXTURE, SMALL_MODEL
 from lmforge.cli import run
-from lmforge.config.sections import GroupOptions, ModelOptions, OptimizerOptions
-from lmforge.config.stage import PretrainConfig
-from lmforge.model import build_model
-from lmforge.model.config import ModelConfig, get_preset
-from lmforge.model.init_weights import init_weights
-from lmforge.model.layers import LanguageModel
-from lmforge.model.parametrization import Parametrization, relative_to_base
-from lmforge.model.presets import PRESETS
-from lmforge.objectives.language import NextTokenObjective
-from lmforge.stages.build_model import empty_model
-from lmforge.train.optimizers.optimizer import build_optimizer
-from lmforge.verbs.show.tensor_table import describe_tensors
+from lmforge.core.losses.language import NextTokenObjective
+from lmforge.core.model import build_model
+from lmforge.core.model.config import ModelConfig, get_preset
+from lmforge.core.model.init_weights import init_weights
+from lmforge.core.model.layers import LanguageModel
+from lmforge.core.model.parametrization import Parametrization, relative_to_base
+from lmforge.core.model.presets import PRESETS
+from lmforge.core.optim.optimizer import build_optimizer
+from lmforge.core.options.sections import GroupOptions, ModelOptions, OptimizerOptions
+from lmforge.core.options.stage import PretrainConfig
+from lmforge.core.stages.build_model import empty_model
+from lmforge.lab.bench.coordinates import Coordinates, _batch, compare, small
+from lmforge.lab.bench.coordinates_table import FLAT, bars
+from lmforge.lab.bench.parity import SMALL_MIXTURE, SMALL_MODEL
+from lmforge.ops.verbs.show.tensor_table import describe_tensors
 from tests.conftest import Refusal
 
 _DENSE: dict[str, Any] = {"vocab_size": 512, "hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4}
@@ -201,7 +201,7 @@ def test_an_exported_model_has_the_logits_of_transformers() -> None:
 
 
 def to_transformers(model: LanguageModel, transformers: Any) -> Any:
-    from lmforge.interop.config_json import to_config_json
+    from lmforge.hf.config_json import to_config_json
 
     content = to_config_json(model.config)
     theirs = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model(**content)).double()

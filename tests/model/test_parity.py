@@ -7,13 +7,13 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from lmforge.interop.config_json import to_config_json
-from lmforge.interop.export import export_folder
-from lmforge.interop.resolve import resolve_model_config
-from lmforge.interop.weights import load_folder
-from lmforge.model import build_model
-from lmforge.model.config import get_preset
-from lmforge.model.presets import PRESETS
+from lmforge.core.model import build_model
+from lmforge.core.model.config import get_preset
+from lmforge.core.model.presets import PRESETS
+from lmforge.hf.config_json import to_config_json
+from lmforge.hf.export import export_folder
+from lmforge.hf.resolve import resolve_model_config
+from lmforge.hf.weights import load_folder
 from tests.model.conftest import MODEL_TYPES, ONE_BY_ONE, built, drawn_config, logits, one_document, shaken
 
 # Of the largest logit: fp32 sums of a few dozen terms, in another order. Of 175 models, 25 of each family, the farthest was

@@ -15,19 +15,19 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
-from lmforge.errors import UserError
-from lmforge.interop.export import export_folder
-from lmforge.interop.peft_folder import save_peft_folder
-from lmforge.interop.resolve import resolve_model_config
-from lmforge.interop.weights import describe_folder, load_folder
-from lmforge.model import build_model
-from lmforge.model.init_weights import init_adapters, init_weights
-from lmforge.model.layers import LanguageModel
-from lmforge.model.lora import LoraConfig, adapter_parameters, add_lora, disable_adapters
-from lmforge.model.quantization.blocks import BlockFormat, dequantize, dynamic_values, quantize
-from lmforge.model.quantization.matrices import quantized_matrices
-from lmforge.parallel.activation_checkpointing import apply_activation_checkpointing
-from lmforge.stages.pretrained import find_pretrained
+from lmforge.core.errors import UserError
+from lmforge.core.model import build_model
+from lmforge.core.model.init_weights import init_adapters, init_weights
+from lmforge.core.model.layers import LanguageModel
+from lmforge.core.model.lora import LoraConfig, adapter_parameters, add_lora, disable_adapters
+from lmforge.core.model.quantization.blocks import BlockFormat, dequantize, dynamic_values, quantize
+from lmforge.core.model.quantization.matrices import quantized_matrices
+from lmforge.core.parallel.activation_checkpointing import apply_activation_checkpointing
+from lmforge.core.stages.pretrained import find_pretrained
+from lmforge.hf.export import export_folder
+from lmforge.hf.peft_folder import save_peft_folder
+from lmforge.hf.resolve import resolve_model_config
+from lmforge.hf.weights import describe_folder, load_folder
 from tests.distributed.shapes import SHAPES
 from tests.model.foreign import described
 from tests.model.test_lora import assert_close, gradients, logits, one_document, set_adapters, with_adapters

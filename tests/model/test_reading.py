@@ -6,13 +6,13 @@ import pytest
 import torch
 from torch import nn
 
-from lmforge.errors import UserError
-from lmforge.model.attention import KVCache
-from lmforge.model.incremental import MAX_GROUP_TOKENS, MIN_LENGTH_RATIO, IncrementalDecoder, group_by_length
-from lmforge.model.init_weights import init_adapters
-from lmforge.model.layers import LanguageModel
-from lmforge.model.lora import LoraConfig, add_lora
-from lmforge.parallel.activation_checkpointing import apply_activation_checkpointing
+from lmforge.core.errors import UserError
+from lmforge.core.model.attention import KVCache
+from lmforge.core.model.incremental import MAX_GROUP_TOKENS, MIN_LENGTH_RATIO, IncrementalDecoder, group_by_length
+from lmforge.core.model.init_weights import init_adapters
+from lmforge.core.model.layers import LanguageModel
+from lmforge.core.model.lora import LoraConfig, add_lora
+from lmforge.core.parallel.activation_checkpointing import apply_activation_checkpointing
 from tests.model.conftest import MODEL_TYPES, built, drawn_config, logits, one_document, shaken
 
 

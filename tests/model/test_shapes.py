@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 from transformers import AutoConfig
 
-from lmforge.errors import UserError
-from lmforge.interop.config_json import to_config_json
-from lmforge.interop.resolve import model_config_from_json, resolve_model_config
-from lmforge.model.config import ModelConfig, Rope, RopeScaling, get_preset
-from lmforge.model.presets import PRESETS
+from lmforge.core.errors import UserError
+from lmforge.core.model.config import ModelConfig, Rope, RopeScaling, get_preset
+from lmforge.core.model.presets import PRESETS
+from lmforge.hf.config_json import to_config_json
+from lmforge.hf.resolve import model_config_from_json, resolve_model_config
 from tests.model.conftest import MODEL_TYPES, drawn_config
 
 LLAMA: dict[str, Any] = {
@@ -263,7 +263,7 @@ def test_a_folder_without_a_readable_config_is_refused(tmp_path: Path) -> None:
 
 
 def test_reading_shapes_and_costs_does_not_import_torch() -> None:
-    program = "import sys, lmforge.model.config, lmforge.model.flops; sys.exit('torch' in sys.modules)"
+    program = "import sys, lmforge.core.model.config, lmforge.core.model.flops; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0
 
 

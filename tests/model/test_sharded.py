@@ -12,13 +12,13 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from lmforge.interop.export import export_folder
-from lmforge.interop.resolve import resolve_model_config
-from lmforge.interop.safetensors_file import BLOCK_BYTES, SafetensorsFile
-from lmforge.interop.weights import load_folder
-from lmforge.model import build_model
-from lmforge.model.config import ModelConfig
-from lmforge.model.init_weights import init_weights
+from lmforge.core.model import build_model
+from lmforge.core.model.config import ModelConfig
+from lmforge.core.model.init_weights import init_weights
+from lmforge.hf.export import export_folder
+from lmforge.hf.resolve import resolve_model_config
+from lmforge.hf.safetensors_file import BLOCK_BYTES, SafetensorsFile
+from lmforge.hf.weights import load_folder
 from tests.model.conftest import built, drawn_config
 from tests.preloaded import on_ranks
 

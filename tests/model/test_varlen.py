@@ -10,17 +10,24 @@ import torch
 from torch import nn
 from torch._dynamo.utils import counters
 
-from lmforge.bench.parity import SMALL_MODEL
-from lmforge.cluster.distributed import DistributedContext
-from lmforge.cluster.rank_info import RankInfo
-from lmforge.config.sections import ParallelOptions
-from lmforge.data.batch import Batch
-from lmforge.model import attention, build_model
-from lmforge.model.attention import AttentionMask, attend, create_attention_mask, cumulative_lengths
-from lmforge.model.attention_backend import DENSE, FLEX, VARLEN, AttentionBackend, choose_attention_backend, load_varlen_attn
-from lmforge.model.init_weights import init_weights
-from lmforge.objectives.language import NextTokenObjective
-from lmforge.parallel.parallelize import parallelize
+from lmforge.core.data.batch import Batch
+from lmforge.core.distributed.distributed import DistributedContext
+from lmforge.core.distributed.rank_info import RankInfo
+from lmforge.core.losses.language import NextTokenObjective
+from lmforge.core.model import attention, build_model
+from lmforge.core.model.attention import AttentionMask, attend, create_attention_mask, cumulative_lengths
+from lmforge.core.model.attention_backend import (
+    DENSE,
+    FLEX,
+    VARLEN,
+    AttentionBackend,
+    choose_attention_backend,
+    load_varlen_attn,
+)
+from lmforge.core.model.init_weights import init_weights
+from lmforge.core.options.sections import ParallelOptions
+from lmforge.core.parallel.parallelize import parallelize
+from lmforge.lab.bench.parity import SMALL_MODEL
 from tests.model import varlen_on_cpu
 
 pytestmark = pytest.mark.skipif(
@@ -96,7 +103,7 @@ def test_the_backend_follows_from_device_dtype_and_model(
 
 
 def test_a_torch_without_the_kernel_takes_flex_attention_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lmforge.model.attention_backend.load_varlen_attn", lambda: None)
+    monkeypatch.setattr("lmforge.core.model.attention_backend.load_varlen_attn", lambda: None)
     result = choose_attention_backend("cuda", (9, 0), torch.bfloat16, 128, context_parallel=False)
     assert result.name == FLEX
     assert torch.__version__ in result.reason

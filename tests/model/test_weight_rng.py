@@ -7,9 +7,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from lmforge.data.order import derive_key
-from lmforge.model.rng import weight_rng
-from lmforge.model.rng.weight_rng import Distribution, fill_random, random_int32, standard_normal, standard_uniform
+from lmforge.core.data.order import derive_key
+from lmforge.core.model.rng import weight_rng
+from lmforge.core.model.rng.weight_rng import Distribution, fill_random, random_int32, standard_normal, standard_uniform
 
 COUNT = 1 << 22
 GOLDEN_BITS = [[-1612583632, 1617662940, 2018427879, -863400344]]

@@ -8,12 +8,12 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from lmforge.errors import UserError
-from lmforge.interop.export import export_folder
-from lmforge.interop.safetensors_file import SafetensorsFile
-from lmforge.interop.weights import load_folder
-from lmforge.model import build_model
-from lmforge.model.config import ModelConfig
+from lmforge.core.errors import UserError
+from lmforge.core.model import build_model
+from lmforge.core.model.config import ModelConfig
+from lmforge.hf.export import export_folder
+from lmforge.hf.safetensors_file import SafetensorsFile
+from lmforge.hf.weights import load_folder
 from tests.conftest import Command
 from tests.model.conftest import built, drawn_config
 
@@ -163,10 +163,10 @@ def test_an_export_that_fails_leaves_nothing(draw: random.Random, tmp_path: Path
     # A file-size limit is how a process of its own meets what a full disk does.
     text = (
         "import resource, signal, sys\n"
-        "from lmforge.model import build_model\n"
-        "from lmforge.model.init_weights import init_weights\n"
-        "from lmforge.interop.resolve import resolve_model_config\n"
-        "from lmforge.interop.export import export_folder\n"
+        "from lmforge.core.model import build_model\n"
+        "from lmforge.core.model.init_weights import init_weights\n"
+        "from lmforge.hf.resolve import resolve_model_config\n"
+        "from lmforge.hf.export import export_folder\n"
         "config = resolve_model_config('nano', {'num_hidden_layers': 1})\n"
         "model = init_weights(build_model(config), 0)\n"
         "signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"

@@ -3,7 +3,7 @@
 from types import SimpleNamespace
 from typing import Any
 
-from lmforge.monitor.usage.devices import DeviceUsage, read_nvidia
+from lmforge.ops.monitor.usage.devices import DeviceUsage, read_nvidia
 
 
 class NVMLError(Exception):

@@ -6,8 +6,8 @@ from types import SimpleNamespace
 import pytest
 
 from lmforge.cli import run as command
-from lmforge.monitor.usage import disk as disk_module
-from lmforge.monitor.usage.disk import DiskMonitor
+from lmforge.ops.monitor.usage import disk as disk_module
+from lmforge.ops.monitor.usage.disk import DiskMonitor
 
 
 def test_a_disk_without_room_for_the_next_checkpoint_is_reported_once_and_so_is_its_end(tmp_path: Path) -> None:

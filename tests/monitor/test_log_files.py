@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 
 from lmforge.cli import run as command
-from lmforge.cluster.rank_info import RankInfo
-from lmforge.monitor.failures import find_failures
-from lmforge.monitor.log_files import CHUNK_BYTES, MAX_LINE_BYTES, LogFile, merged, printable, tail
-from lmforge.monitor.rank_log import RankLog, StampedFile, stamp_lines
-from lmforge.runs import Run
+from lmforge.core.distributed.rank_info import RankInfo
+from lmforge.core.records.runs import Run
+from lmforge.ops.monitor.failures import find_failures
+from lmforge.ops.monitor.log_files import CHUNK_BYTES, MAX_LINE_BYTES, LogFile, merged, printable, tail
+from lmforge.ops.monitor.rank_log import RankLog, StampedFile, stamp_lines
 from tests.conftest import only_line
 from tests.seeds import fresh_random
 

@@ -11,14 +11,14 @@ from pathlib import Path
 import pytest
 
 from lmforge.cli import run
-from lmforge.monitor.usage.other_trainings import other_trainings
+from lmforge.ops.monitor.usage.other_trainings import other_trainings
 
 SLEEP = "import time; time.sleep(600)"
 # Starts a rank, prints what it finds, and waits.
 LAUNCHER = f"""
 import subprocess, sys, time
 rank = subprocess.Popen([sys.executable, "-c", {SLEEP!r}, "-m", "lmforge", "pretrain"])
-from lmforge.monitor.usage.other_trainings import other_trainings
+from lmforge.ops.monitor.usage.other_trainings import other_trainings
 print(other_trainings(), flush=True)
 sys.stdin.read()
 rank.kill()

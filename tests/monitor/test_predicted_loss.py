@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from lmforge.errors import UserError
-from lmforge.monitor.predicted_loss import LossWatch, PredictedLoss, read_predicted_loss
-from lmforge.report.run_data import read_run, verdict
-from lmforge.runs import Run
+from lmforge.core.errors import UserError
+from lmforge.core.records.runs import Run
+from lmforge.ops.monitor.predicted_loss import LossWatch, PredictedLoss, read_predicted_loss
+from lmforge.ops.report.run_data import read_run, verdict
 from tests.conftest import Command
 
 PREDICTED = PredictedLoss(steps=100, points=[(20, 5.0, 4.0, 6.0), (100, 3.0, 2.5, 3.5)])

@@ -14,11 +14,11 @@ from typing import Any
 import pytest
 import torch
 
-from lmforge.cluster.distributed import DistributedContext
-from lmforge.cluster.rank_info import RankInfo
-from lmforge.monitor import watchdog
-from lmforge.monitor.heartbeat import FILE_BYTES, Heartbeat
-from lmforge.monitor.stall import (
+from lmforge.core.distributed.distributed import DistributedContext
+from lmforge.core.distributed.rank_info import RankInfo
+from lmforge.ops.monitor import watchdog
+from lmforge.ops.monitor.heartbeat import FILE_BYTES, Heartbeat
+from lmforge.ops.monitor.stall import (
     PeerStatus,
     classify_ranks,
     compiling_line,

@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from lmforge.monitor.step_time_drift import DriftDetector
+from lmforge.ops.monitor.step_time_drift import DriftDetector
 from tests.seeds import fresh_random
 
 

@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from lmforge.monitor.stragglers import COMPARED_PHASES, StragglerDetector
+from lmforge.ops.monitor.stragglers import COMPARED_PHASES, StragglerDetector
 from tests.seeds import fresh_random
 
 

@@ -12,13 +12,13 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from lmforge.data.batch import Batch, Extras, Metrics
-from lmforge.data.labels import IGNORE_INDEX
-from lmforge.model import build_model
-from lmforge.model.config import ModelConfig
-from lmforge.model.init_weights import init_weights
-from lmforge.model.layers import LanguageModel
-from lmforge.objectives.logprobs import token_logprobs
+from lmforge.core.data.batch import Batch, Extras, Metrics
+from lmforge.core.data.labels import IGNORE_INDEX
+from lmforge.core.losses.logprobs import token_logprobs
+from lmforge.core.model import build_model
+from lmforge.core.model.config import ModelConfig
+from lmforge.core.model.init_weights import init_weights
+from lmforge.core.model.layers import LanguageModel
 from tests.objectives import tiny
 from tests.seeds import fresh_seed
 

@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
-from lmforge.data.labels import CHUNK_TOKENS, IGNORE_INDEX
-from lmforge.objectives.language import cross_entropy_and_z_loss, head_chunks
-from lmforge.objectives.logprobs import token_losses
-from lmforge.objectives.sharded_head import Scoring
+from lmforge.core.data.labels import CHUNK_TOKENS, IGNORE_INDEX
+from lmforge.core.losses.language import cross_entropy_and_z_loss, head_chunks
+from lmforge.core.losses.logprobs import token_losses
+from lmforge.core.losses.sharded_head import Scoring
 from tests.rounding import assert_rounding_apart, each_apart
 from tests.seeds import fresh_seed
 

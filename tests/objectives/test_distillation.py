@@ -8,19 +8,19 @@ import pytest
 import torch
 from torch import Tensor
 
-from lmforge.data.batch import Batch
-from lmforge.data.labels import IGNORE_INDEX
-from lmforge.data.order import token_rng_keys
-from lmforge.model.layers import LanguageModel
-from lmforge.objectives import distillation
-from lmforge.objectives.distillation import (
+from lmforge.core.data.batch import Batch
+from lmforge.core.data.labels import IGNORE_INDEX
+from lmforge.core.data.order import token_rng_keys
+from lmforge.core.losses.language import NextTokenObjective
+from lmforge.core.model.layers import LanguageModel
+from lmforge.post.objectives import distillation
+from lmforge.post.objectives.distillation import (
     DistillationConfig,
     DistillationObjective,
     TeacherHead,
     drawn_tokens,
     top_log_probs,
 )
-from lmforge.objectives.language import NextTokenObjective
 from tests.objectives.oracle import (
     Document,
     assert_as_trl,

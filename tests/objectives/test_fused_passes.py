@@ -11,14 +11,14 @@ from torch import Tensor
 from torch._dynamo.utils import counters
 from torch._inductor.utils import run_and_get_code
 
-from lmforge.data import labels as chunk_sizes
-from lmforge.data.labels import CHUNK_TOKENS, IGNORE_INDEX
-from lmforge.model.attention import compiled
-from lmforge.model.layers import HeadOptions, Passes
-from lmforge.objectives.fused_passes import logit_statistics, write_logit_gradient
-from lmforge.objectives.language import HeadChunk, cross_entropy_and_z_loss
-from lmforge.objectives.logprobs import token_logprobs_and_entropy
-from lmforge.objectives.stored_passes import store_exponentials, write_stored_gradient
+from lmforge.core.data import labels as chunk_sizes
+from lmforge.core.data.labels import CHUNK_TOKENS, IGNORE_INDEX
+from lmforge.core.losses.fused_passes import logit_statistics, write_logit_gradient
+from lmforge.core.losses.language import HeadChunk, cross_entropy_and_z_loss
+from lmforge.core.losses.logprobs import token_logprobs_and_entropy
+from lmforge.core.losses.stored_passes import store_exponentials, write_stored_gradient
+from lmforge.core.model.attention import compiled
+from lmforge.core.model.layers import HeadOptions, Passes
 from tests.objectives.oracle import whole_logits
 from tests.objectives.test_cross_entropy import TOLERANCE, assert_close, drawn
 from tests.seeds import fresh_seed

@@ -8,18 +8,18 @@ import pytest
 import torch
 from torch.nn.functional import cross_entropy
 
-from lmforge.data.batch import Batch
-from lmforge.data.dataset import TokenDataset
-from lmforge.data.labels import IGNORE_INDEX
-from lmforge.data.shards.folder import TokenFolder
-from lmforge.generate.engine import Engine, GenerationRequest
-from lmforge.generate.sampling import SamplingParams
-from lmforge.model import build_model
-from lmforge.model.config import ModelConfig
-from lmforge.model.init_weights import init_weights
-from lmforge.model.layers import LanguageModel
-from lmforge.objectives.language import NextTokenObjective
-from lmforge.objectives.logprobs import score_text
+from lmforge.core.data.batch import Batch
+from lmforge.core.data.dataset import TokenDataset
+from lmforge.core.data.labels import IGNORE_INDEX
+from lmforge.core.data.shards.folder import TokenFolder
+from lmforge.core.losses.language import NextTokenObjective
+from lmforge.core.losses.logprobs import score_text
+from lmforge.core.model import build_model
+from lmforge.core.model.config import ModelConfig
+from lmforge.core.model.init_weights import init_weights
+from lmforge.core.model.layers import LanguageModel
+from lmforge.serve.decoding.engine import Engine, GenerationRequest
+from lmforge.serve.decoding.sampling import SamplingParams
 
 SHAPE: dict[str, Any] = {
     "hidden_size": 24,

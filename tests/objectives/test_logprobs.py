@@ -9,9 +9,9 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from lmforge.data.labels import CHUNK_TOKENS, IGNORE_INDEX
-from lmforge.objectives.language import cross_entropy_and_z_loss
-from lmforge.objectives.logprobs import (
+from lmforge.core.data.labels import CHUNK_TOKENS, IGNORE_INDEX
+from lmforge.core.losses.language import cross_entropy_and_z_loss
+from lmforge.core.losses.logprobs import (
     broadcast_to_tokens,
     document_label_counts,
     document_sums,

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from lmforge.runs import Run
+from lmforge.core.records.runs import Run
 from tests.conftest import Command, Refusal
 
 BETA, LABEL_SMOOTHING = 0.1, 0.2

@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from lmforge.data.batch import Batch, Metrics
-from lmforge.model.layers import LanguageModel
-from lmforge.objectives.policy import (
+from lmforge.core.data.batch import Batch, Metrics
+from lmforge.core.model.layers import LanguageModel
+from lmforge.post.objectives.policy import (
     LARGEST_DIFFERENCE,
     LOSS_TYPE_PRESETS,
     MEAN_DIFFERENCE,

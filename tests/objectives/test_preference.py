@@ -9,13 +9,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from lmforge.data.batch import Batch, Metrics
-from lmforge.model import build_model
-from lmforge.model.config import ModelConfig
-from lmforge.model.init_weights import init_weights
-from lmforge.model.layers import LanguageModel
-from lmforge.objectives.language import NextTokenObjective
-from lmforge.objectives.preference import (
+from lmforge.core.data.batch import Batch, Metrics
+from lmforge.core.losses.language import NextTokenObjective
+from lmforge.core.model import build_model
+from lmforge.core.model.config import ModelConfig
+from lmforge.core.model.init_weights import init_weights
+from lmforge.core.model.layers import LanguageModel
+from lmforge.post.objectives.preference import (
     KTOObjective,
     PreferenceObjective,
     RewardModelObjective,

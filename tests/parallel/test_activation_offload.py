@@ -8,18 +8,18 @@ import pytest
 import torch
 from torch import Tensor
 
-from lmforge.bench.parity import ParityData
-from lmforge.cluster.distributed import DistributedContext
-from lmforge.cluster.rank_info import RankInfo
-from lmforge.config.sections import ParallelOptions
-from lmforge.model import build_model
-from lmforge.model.init_weights import init_weights
-from lmforge.model.lora import LoraConfig, add_lora
-from lmforge.objectives.language import NextTokenObjective
-from lmforge.parallel.activation_offload import ActivationOffload, HostCopyStream
-from lmforge.parallel.parallel_model import ParallelModel
-from lmforge.parallel.parallelize import parallelize
-from lmforge.plan.prediction.step_config import StepConfig
+from lmforge.core.distributed.distributed import DistributedContext
+from lmforge.core.distributed.rank_info import RankInfo
+from lmforge.core.losses.language import NextTokenObjective
+from lmforge.core.model import build_model
+from lmforge.core.model.init_weights import init_weights
+from lmforge.core.model.lora import LoraConfig, add_lora
+from lmforge.core.options.sections import ParallelOptions
+from lmforge.core.parallel.activation_offload import ActivationOffload, HostCopyStream
+from lmforge.core.parallel.parallel_model import ParallelModel
+from lmforge.core.parallel.parallelize import parallelize
+from lmforge.lab.bench.parity import ParityData
+from lmforge.lab.plan.prediction.step_config import StepConfig
 from tests.distributed.shapes import SHAPES
 from tests.plan.step_program import step_program
 

@@ -8,18 +8,18 @@ import torch
 from torch import nn
 from torch._dynamo.utils import counters
 
-from lmforge.bench.parity import SMALL_MODEL, ParityData
-from lmforge.cluster import distributed as cluster
-from lmforge.cluster.distributed import DistributedContext
-from lmforge.cluster.rank_info import RankInfo
-from lmforge.config.activation_checkpointing import CHECKPOINTING_MODES
-from lmforge.config.sections import ParallelOptions
-from lmforge.model import build_model
-from lmforge.model.init_weights import init_weights
-from lmforge.objectives.language import NextTokenObjective
-from lmforge.parallel.parallel_model import LossFn, ParallelModel, unsharded_for_decoding
-from lmforge.parallel.parallelize import parallelize
-from lmforge.stages.alignment.reference import ReferenceModel, reference_logprobs
+from lmforge.core.distributed import distributed as cluster
+from lmforge.core.distributed.distributed import DistributedContext
+from lmforge.core.distributed.rank_info import RankInfo
+from lmforge.core.losses.language import NextTokenObjective
+from lmforge.core.model import build_model
+from lmforge.core.model.init_weights import init_weights
+from lmforge.core.options.activation_checkpointing import CHECKPOINTING_MODES
+from lmforge.core.options.sections import ParallelOptions
+from lmforge.core.parallel.parallel_model import LossFn, ParallelModel, unsharded_for_decoding
+from lmforge.core.parallel.parallelize import parallelize
+from lmforge.lab.bench.parity import SMALL_MODEL, ParityData
+from lmforge.post.rl.reference import ReferenceModel, reference_logprobs
 
 MODES = tuple(CHECKPOINTING_MODES)
 LOSS = NextTokenObjective().loss

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import torch
 
-from lmforge.bench.parity import SMALL_MODEL
-from lmforge.errors import UserError
-from lmforge.model import build_model
-from lmforge.model.config import get_preset
-from lmforge.parallel.precision import check_float8, convert_to_float8
+from lmforge.core.errors import UserError
+from lmforge.core.model import build_model
+from lmforge.core.model.config import get_preset
+from lmforge.core.parallel.precision import check_float8, convert_to_float8
+from lmforge.lab.bench.parity import SMALL_MODEL
 from tests.conftest import Command
 from tests.distributed import float8_ranks
 from tests.distributed.float8_ranks import SHAPE

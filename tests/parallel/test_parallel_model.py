@@ -7,18 +7,18 @@ from dataclasses import replace
 import pytest
 import torch
 
-from lmforge.bench.parity import SMALL_MODEL
-from lmforge.cluster import distributed as cluster
-from lmforge.cluster.distributed import DistributedContext
-from lmforge.cluster.rank_info import RankInfo
-from lmforge.config.sections import ParallelOptions
-from lmforge.data.batch import Metrics
-from lmforge.errors import UserError
-from lmforge.model import build_model
-from lmforge.objectives.language import NextTokenObjective
-from lmforge.parallel.parallel_model import _norm_by_rows
-from lmforge.parallel.parallelize import parallelize
-from lmforge.train.bad_steps import BadStepDetector
+from lmforge.core.data.batch import Metrics
+from lmforge.core.distributed import distributed as cluster
+from lmforge.core.distributed.distributed import DistributedContext
+from lmforge.core.distributed.rank_info import RankInfo
+from lmforge.core.errors import UserError
+from lmforge.core.losses.language import NextTokenObjective
+from lmforge.core.model import build_model
+from lmforge.core.options.sections import ParallelOptions
+from lmforge.core.parallel.parallel_model import _norm_by_rows
+from lmforge.core.parallel.parallelize import parallelize
+from lmforge.core.steps.bad_steps import BadStepDetector
+from lmforge.lab.bench.parity import SMALL_MODEL
 
 META = torch.device("meta")
 

@@ -8,23 +8,29 @@ from typing import Any
 import pytest
 import torch
 
-from lmforge.bench.parity import SMALL_MODEL, ParityData
-from lmforge.checkpoint import read_manifest
-from lmforge.cluster import distributed as cluster
-from lmforge.cluster.distributed import DistributedContext
-from lmforge.cluster.rank_info import RankInfo
-from lmforge.config.load import parse_config
-from lmforge.config.sections import ParallelOptions
-from lmforge.config.stage import PretrainConfig
-from lmforge.errors import UserError
-from lmforge.model import build_model
-from lmforge.model.init_weights import init_weights
-from lmforge.objectives.language import NextTokenObjective
-from lmforge.parallel import cpu_flops, precision
-from lmforge.parallel.parallelize import parallelize
-from lmforge.parallel.precision import MIN_STEPS_TO_COMPILE, choose_compile, choose_dtype, has_native_bf16, missing_for_compile
-from lmforge.parallel.validate import why_not_compiled
-from lmforge.runs import Run
+from lmforge.core.checkpoint import read_manifest
+from lmforge.core.distributed import distributed as cluster
+from lmforge.core.distributed.distributed import DistributedContext
+from lmforge.core.distributed.rank_info import RankInfo
+from lmforge.core.errors import UserError
+from lmforge.core.losses.language import NextTokenObjective
+from lmforge.core.model import build_model
+from lmforge.core.model.init_weights import init_weights
+from lmforge.core.options.load import parse_config
+from lmforge.core.options.sections import ParallelOptions
+from lmforge.core.options.stage import PretrainConfig
+from lmforge.core.parallel import cpu_flops, precision
+from lmforge.core.parallel.parallelize import parallelize
+from lmforge.core.parallel.precision import (
+    MIN_STEPS_TO_COMPILE,
+    choose_compile,
+    choose_dtype,
+    has_native_bf16,
+    missing_for_compile,
+)
+from lmforge.core.parallel.validate import why_not_compiled
+from lmforge.core.records.runs import Run
+from lmforge.lab.bench.parity import SMALL_MODEL, ParityData
 from tests.conftest import Command
 
 CPU = torch.device("cpu")
@@ -50,7 +56,7 @@ FASTER, SLOWER = {"torch.bfloat16": 120e9, "torch.float32": 100e9}, {"torch.bflo
 ON_CPU = """
 import json, os, sys
 from lmforge.cli import main
-from lmforge.parallel import cpu_flops, precision
+from lmforge.core.parallel import cpu_flops, precision
 if __name__ == "__main__":
     flops = json.loads(sys.argv.pop(1))[int(os.environ.get("RANK", 0))]
     os.environ["XDG_CACHE_HOME"] = sys.argv.pop(1)

@@ -7,16 +7,16 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lmforge.bench.parity import ParityData
-from lmforge.cluster.distributed import DistributedContext
-from lmforge.cluster.rank_info import RankInfo
-from lmforge.config.sections import ParallelOptions
-from lmforge.model import build_model
-from lmforge.model.init_weights import init_weights
-from lmforge.model.lora import LoraConfig, add_lora
-from lmforge.objectives.language import NextTokenObjective
-from lmforge.parallel.parallel_model import ParallelModel
-from lmforge.parallel.parallelize import parallelize
+from lmforge.core.distributed.distributed import DistributedContext
+from lmforge.core.distributed.rank_info import RankInfo
+from lmforge.core.losses.language import NextTokenObjective
+from lmforge.core.model import build_model
+from lmforge.core.model.init_weights import init_weights
+from lmforge.core.model.lora import LoraConfig, add_lora
+from lmforge.core.options.sections import ParallelOptions
+from lmforge.core.parallel.parallel_model import ParallelModel
+from lmforge.core.parallel.parallelize import parallelize
+from lmforge.lab.bench.parity import ParityData
 from tests.distributed.shapes import SHAPES
 
 KINDS = ("llama", "tied", "gpt2", "llama with adapters")
@@ -83,7 +83,7 @@ def test_gradients_have_the_bits_of_autocast_and_the_parameters_stay_the_masters
         gradients.append([parameter.grad for parameter in model.parameters()])
         for parameter in model.parameters():
             parameter.grad = None
-        monkeypatch.setattr("lmforge.parallel.parallel_model.working_weights", lambda model, dtype: nullcontext())
+        monkeypatch.setattr("lmforge.core.parallel.parallel_model.working_weights", lambda model, dtype: nullcontext())
     for ours, theirs in zip(*gradients, strict=True):
         assert ours is not None
         assert theirs is not None

@@ -1,10 +1,10 @@
 """The program that a prediction simulates, and the bytes that its forward pass saves, for comparison with measurements."""
 
-from lmforge.plan.hardware import data_sheets
-from lmforge.plan.prediction.program import StepProgram
-from lmforge.plan.prediction.rates import Rates
-from lmforge.plan.prediction.step_config import StepConfig
-from lmforge.plan.prediction.units import Stage
+from lmforge.lab.plan.hardware import data_sheets
+from lmforge.lab.plan.prediction.program import StepProgram
+from lmforge.lab.plan.prediction.rates import Rates
+from lmforge.lab.plan.prediction.step_config import StepConfig
+from lmforge.lab.plan.prediction.units import Stage
 
 
 def step_program(step_config: StepConfig) -> StepProgram:

@@ -18,21 +18,21 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.profiler import ProfilerActivity, profile
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from lmforge.config.activation_checkpointing import CHECKPOINTING_MODES
-from lmforge.config.builtin_names import FAMILIES
-from lmforge.config.sections import ParallelOptions
-from lmforge.model import build_model
-from lmforge.model.attention import AttentionMask, create_attention_mask
-from lmforge.model.config import ModelConfig
-from lmforge.model.family import load_family
-from lmforge.model.flops import active_parameters, block_parameters, flops_per_token, parameter_count
-from lmforge.model.lora import LoraConfig, add_lora
-from lmforge.model.rope import rotary_embedding
-from lmforge.parallel.activation_checkpointing import apply_activation_checkpointing
-from lmforge.parallel.tensor_parallel import apply_tensor_parallel
-from lmforge.parallel.validate import why_not_compiled
-from lmforge.plan.operators import Product
-from lmforge.plan.traces import TracedModel, model_shapes, trace_block
+from lmforge.core.model import build_model
+from lmforge.core.model.attention import AttentionMask, create_attention_mask
+from lmforge.core.model.config import ModelConfig
+from lmforge.core.model.family import load_family
+from lmforge.core.model.flops import active_parameters, block_parameters, flops_per_token, parameter_count
+from lmforge.core.model.lora import LoraConfig, add_lora
+from lmforge.core.model.rope import rotary_embedding
+from lmforge.core.options.activation_checkpointing import CHECKPOINTING_MODES
+from lmforge.core.options.builtin_names import FAMILIES
+from lmforge.core.options.sections import ParallelOptions
+from lmforge.core.parallel.activation_checkpointing import apply_activation_checkpointing
+from lmforge.core.parallel.tensor_parallel import apply_tensor_parallel
+from lmforge.core.parallel.validate import why_not_compiled
+from lmforge.lab.plan.operators import Product
+from lmforge.lab.plan.traces import TracedModel, model_shapes, trace_block
 
 # No dimension of a parameter is their product, or the first.
 SEQUENCES, LENGTH = 2, 96

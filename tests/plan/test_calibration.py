@@ -9,12 +9,12 @@ import pytest
 import torch
 
 from lmforge.cli import run
-from lmforge.config.stage import PretrainConfig
-from lmforge.config.verbs.plan import MachineOptions
-from lmforge.plan.calibration import COLLECTIVES, REQUIRED, Calibration, RateTable, read_calibration
-from lmforge.plan.hardware import data_sheets
-from lmforge.plan.planning import choose_dtypes, find_machine
-from lmforge.plan.prediction.rates import Group, Rates
+from lmforge.core.options.stage import PretrainConfig
+from lmforge.lab.options.plan import MachineOptions
+from lmforge.lab.plan.calibration import COLLECTIVES, REQUIRED, Calibration, RateTable, read_calibration
+from lmforge.lab.plan.hardware import data_sheets
+from lmforge.lab.plan.planning import choose_dtypes, find_machine
+from lmforge.lab.plan.prediction.rates import Group, Rates
 from tests.calibrations import EXPERTS, calibration, write_calibration
 from tests.conftest import Command, Refusal
 

@@ -14,8 +14,8 @@ from tests.conftest import Command, Refusal
 PLUGIN = """
 import gc, json
 from torch.profiler import ProfilerActivity, profile
-from lmforge.bench.trial import _live_bytes, _peak_bytes
-from lmforge.stages import observers
+from lmforge.lab.bench.trial import _live_bytes, _peak_bytes
+from lmforge.core.stages import observers
 
 class Measure:
     def __init__(self, window, path, *_):

@@ -10,18 +10,18 @@ import torch.distributed as dist
 from torch.distributed._tools.fsdp2_mem_tracker import FSDPMemTracker
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from lmforge.cluster.distributed import DistributedContext
-from lmforge.cluster.rank_info import RankInfo
-from lmforge.config.activation_checkpointing import CHECKPOINTING_MODES
-from lmforge.config.sections import ParallelOptions
-from lmforge.data.batch import Batch
-from lmforge.model import build_model
-from lmforge.model.config import ModelConfig
-from lmforge.model.layers import LanguageModel
-from lmforge.objectives.language import NextTokenObjective
-from lmforge.parallel.parallelize import parallelize
-from lmforge.plan.prediction.simulator import simulate
-from lmforge.plan.prediction.step_config import StepConfig
+from lmforge.core.data.batch import Batch
+from lmforge.core.distributed.distributed import DistributedContext
+from lmforge.core.distributed.rank_info import RankInfo
+from lmforge.core.losses.language import NextTokenObjective
+from lmforge.core.model import build_model
+from lmforge.core.model.config import ModelConfig
+from lmforge.core.model.layers import LanguageModel
+from lmforge.core.options.activation_checkpointing import CHECKPOINTING_MODES
+from lmforge.core.options.sections import ParallelOptions
+from lmforge.core.parallel.parallelize import parallelize
+from lmforge.lab.plan.prediction.simulator import simulate
+from lmforge.lab.plan.prediction.step_config import StepConfig
 from tests.plan.step_program import step_program
 
 MIB = 2**20

@@ -13,23 +13,23 @@ from pathlib import Path
 import pytest
 import torch
 
-from lmforge.cluster.distributed import DistributedContext
-from lmforge.cluster.memory import is_out_of_memory
-from lmforge.cluster.rank_info import RankInfo
-from lmforge.config.activation_checkpointing import CHECKPOINTING_MODES
-from lmforge.config.load import parse_config
-from lmforge.config.sections import ParallelOptions
-from lmforge.config.stage import PretrainConfig, StageConfig
-from lmforge.config.tuning import SftConfig
-from lmforge.interop.resolve import model_config_from_options
-from lmforge.parallel.dims import plan_batches
-from lmforge.parallel.precision import MIN_STEPS_TO_COMPILE, choose_compile
-from lmforge.plan.hardware import data_sheets
-from lmforge.plan.out_of_memory import MemoryEstimator
-from lmforge.plan.parameter_counts import count_parameters, get_lora_config
-from lmforge.plan.planning import Machine, build_step_config, make_step_config
-from lmforge.plan.prediction.predict import HOST_BYTES, peak_memory
-from lmforge.plan.prediction.search import in_fewer_bits
+from lmforge.core.distributed.distributed import DistributedContext
+from lmforge.core.distributed.memory import is_out_of_memory
+from lmforge.core.distributed.rank_info import RankInfo
+from lmforge.core.options.activation_checkpointing import CHECKPOINTING_MODES
+from lmforge.core.options.load import parse_config
+from lmforge.core.options.sections import ParallelOptions
+from lmforge.core.options.stage import PretrainConfig, StageConfig
+from lmforge.core.parallel.dims import plan_batches
+from lmforge.core.parallel.precision import MIN_STEPS_TO_COMPILE, choose_compile
+from lmforge.core.stages.parameter_counts import count_parameters, get_lora_config
+from lmforge.hf.resolve import model_config_from_options
+from lmforge.lab.plan.hardware import data_sheets
+from lmforge.lab.plan.out_of_memory import MemoryEstimator
+from lmforge.lab.plan.planning import Machine, build_step_config, make_step_config
+from lmforge.lab.plan.prediction.predict import HOST_BYTES, peak_memory
+from lmforge.lab.plan.prediction.search import in_fewer_bits
+from lmforge.post.options.tuning import SftConfig
 from tests.seeds import fresh_random
 
 STEPS = 2
@@ -55,10 +55,10 @@ SIZES = {
 # Prints what a process has mapped when it is about to build its model.
 PRINT_STATUS = """
 import sys
-from lmforge.config.load import parse_config
-from lmforge.config.stage import PretrainConfig
-from lmforge.config.verbs.plan import USABLE_FRACTION
-from lmforge.stages import build_model, run as stages
+from lmforge.core.options.load import parse_config
+from lmforge.core.options.stage import PretrainConfig
+from lmforge.lab.options.plan import USABLE_FRACTION
+from lmforge.core.stages import build_model, run as stages
 def print_status(*arguments, **options):
     print(open("/proc/self/status").read())
     sys.exit()
@@ -310,7 +310,7 @@ def test_out_of_memory_is_distinguished_from_other_errors() -> None:
 
 def test_available_memory_is_what_the_tightest_limit_leaves() -> None:
     code = (
-        "import torch, json; from lmforge.cluster.memory import available_memory;"
+        "import torch, json; from lmforge.core.distributed.memory import available_memory;"
         " print(json.dumps(vars(available_memory(torch.device('cpu'), 1))))"
     )
     limit = 2**32  # less than any host that runs the tests has left

@@ -6,11 +6,11 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from lmforge.config.align import AlignConfig
-from lmforge.model import build_model
-from lmforge.model.config import ModelConfig
-from lmforge.model.lora import LoraLinear, add_lora
-from lmforge.plan.parameter_counts import count_parameters, get_lora_config, training_flops_per_token
+from lmforge.core.model import build_model
+from lmforge.core.model.config import ModelConfig
+from lmforge.core.model.lora import LoraLinear, add_lora
+from lmforge.core.stages.parameter_counts import count_parameters, get_lora_config, training_flops_per_token
+from lmforge.post.options.align import AlignConfig
 
 LENGTH, ROWS = 40, 2
 

@@ -13,20 +13,20 @@ from typing import Any
 import pytest
 
 from lmforge.cli import run
-from lmforge.config.activation_checkpointing import CHECKPOINTING_MODES
-from lmforge.config.load import read_config
-from lmforge.config.sections import ParallelOptions
-from lmforge.config.stage import PretrainDataOptions
-from lmforge.model.config import ModelConfig, get_preset
-from lmforge.model.flops import active_parameters, flops_per_token, parameter_count
-from lmforge.plan.hardware import HARDWARE_FILE, data_sheets
-from lmforge.plan.planning import Machine
-from lmforge.plan.prediction import predict as prediction_module
-from lmforge.plan.prediction.predict import Prediction, can_reduce_once, predict
-from lmforge.plan.prediction.search import FEW_BLOCKS, FINALISTS, Candidate, candidates, estimate, search
-from lmforge.plan.prediction.simulator import COMPUTE, NETWORK, Operation, simulate
-from lmforge.plan.prediction.step_config import StepConfig
-from lmforge.plan.traces import trace_block
+from lmforge.core.model.config import ModelConfig, get_preset
+from lmforge.core.model.flops import active_parameters, flops_per_token, parameter_count
+from lmforge.core.options.activation_checkpointing import CHECKPOINTING_MODES
+from lmforge.core.options.load import read_config
+from lmforge.core.options.sections import ParallelOptions
+from lmforge.core.options.stage import PretrainDataOptions
+from lmforge.lab.plan.hardware import HARDWARE_FILE, data_sheets
+from lmforge.lab.plan.planning import Machine
+from lmforge.lab.plan.prediction import predict as prediction_module
+from lmforge.lab.plan.prediction.predict import Prediction, can_reduce_once, predict
+from lmforge.lab.plan.prediction.search import FEW_BLOCKS, FINALISTS, Candidate, candidates, estimate, search
+from lmforge.lab.plan.prediction.simulator import COMPUTE, NETWORK, Operation, simulate
+from lmforge.lab.plan.prediction.step_config import StepConfig
+from lmforge.lab.plan.traces import trace_block
 from tests.conftest import Refusal
 
 ROOT = Path(__file__).parents[2]

@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
-from lmforge.config.load import STAGES, parse_config
-from lmforge.config.verbs.running import PipelineOptions
-from lmforge.rewards.functions import load_reward_functions
-from lmforge.verbs.running.pipeline import plan_stages
+from lmforge.core.options.load import STAGES, parse_config
+from lmforge.ops.options.running import PipelineOptions
+from lmforge.ops.verbs.running.pipeline import plan_stages
+from lmforge.post.rewards.functions import load_reward_functions
 
 RECIPE = Path(__file__).parents[2] / "recipes" / "calculator"
 

@@ -13,8 +13,8 @@ from typing import Any
 import chess
 import pytest
 
-from lmforge.rewards.functions import load_reward_functions
-from lmforge.runs import Run
+from lmforge.core.records.runs import Run
+from lmforge.post.rewards.functions import load_reward_functions
 from tests.conftest import Command
 from tests.preloaded import preloaded
 from tests.tools import need

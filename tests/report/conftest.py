@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from lmforge.cli import run as command
-from lmforge.runs import Run
+from lmforge.core.records.runs import Run
 from tests.browser import browser  # noqa: F401 - a fixture
 
 

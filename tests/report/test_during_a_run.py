@@ -6,10 +6,10 @@ from pathlib import Path
 import pytest
 
 from lmforge.cli import run as command
-from lmforge.report import page
-from lmforge.report.page import ReportThread, is_report
-from lmforge.runs import Run
-from lmforge.stages import attempt
+from lmforge.core.records.runs import Run
+from lmforge.core.stages import attempt
+from lmforge.ops.report import page
+from lmforge.ops.report.page import ReportThread, is_report
 
 
 @pytest.fixture

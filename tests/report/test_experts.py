@@ -10,11 +10,11 @@ import pytest
 from playwright.sync_api import Browser, Page, expect
 
 from lmforge.cli import run as command
-from lmforge.model.config import ModelConfig
-from lmforge.monitor.expert_load import MAX_RECORDS, ExpertLoad
-from lmforge.report import run_data
-from lmforge.report.run_data import read_run
-from lmforge.runs import Run
+from lmforge.core.model.config import ModelConfig
+from lmforge.core.records.runs import Run
+from lmforge.ops.monitor.expert_load import MAX_RECORDS, ExpertLoad
+from lmforge.ops.report import run_data
+from lmforge.ops.report.run_data import read_run
 from tests.browser import browser  # noqa: F401 - a fixture
 from tests.conftest import without_shape
 from tests.model.conftest import built

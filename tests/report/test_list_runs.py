@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 
 from lmforge.cli import run as command
-from lmforge.monitor.run_status import RunStatus, read_run_status
-from lmforge.report.run_data import read_run
-from lmforge.run_records import METRICS_TAIL_BYTES
-from lmforge.runs import Run
-from lmforge.verbs.running import list_runs
-from lmforge.verbs.running.list_runs import read_runs
+from lmforge.core.records.run_records import METRICS_TAIL_BYTES
+from lmforge.core.records.runs import Run
+from lmforge.ops.monitor.run_status import RunStatus, read_run_status
+from lmforge.ops.report.run_data import read_run
+from lmforge.ops.verbs.running import list_runs
+from lmforge.ops.verbs.running.list_runs import read_runs
 from tests.report.conftest import add_event, copied
 
 

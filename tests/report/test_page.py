@@ -8,7 +8,7 @@ import pytest
 from playwright.sync_api import Browser, Locator, Page, expect
 
 from lmforge.cli import run as command
-from lmforge.runs import Run
+from lmforge.core.records.runs import Run
 from tests.browser import open_page
 from tests.report.conftest import add_event, copied
 

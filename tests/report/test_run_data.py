@@ -10,13 +10,13 @@ import pytest
 
 import lmforge
 from lmforge.cli import run as command
-from lmforge.config.load import build_config
-from lmforge.manifests import checkpoint_checksum
-from lmforge.report.page import write_run_report
-from lmforge.report.run_data import MAX_POINTS, read_run, subject, verdict
-from lmforge.runs import Run
-from lmforge.stages import attempt
-from lmforge.untrusted import MAX_BYTES
+from lmforge.core.files.untrusted import MAX_BYTES
+from lmforge.core.options.load import build_config
+from lmforge.core.records.manifests import checkpoint_checksum
+from lmforge.core.records.runs import Run
+from lmforge.core.stages import attempt
+from lmforge.ops.report.page import write_run_report
+from lmforge.ops.report.run_data import MAX_POINTS, read_run, subject, verdict
 from tests.report.conftest import add_event, copied
 
 

@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from lmforge.rewards.code_server import MAX_FOLDER_BYTES, STAGES
-from lmforge.rewards.confinement import DENIED_CALLS, WRITE_CALLS, architecture
-from lmforge.rewards.sandbox import ProgramResult, Sandbox
+from lmforge.post.rewards.code_server import MAX_FOLDER_BYTES, STAGES
+from lmforge.post.rewards.confinement import DENIED_CALLS, WRITE_CALLS, architecture
+from lmforge.post.rewards.sandbox import ProgramResult, Sandbox
 from tests.seeds import fresh_random
 from tests.tools import syscall_header
 
@@ -29,7 +29,7 @@ def sandbox() -> Iterator[Sandbox]:
 # `confine` is "filtered" or "free"; `victim` is a process of the same user.
 PRELUDE = """
 import contextlib, ctypes, fcntl, json, os, socket, struct, sys, tempfile, threading
-from lmforge.rewards import confinement
+from lmforge.post.rewards import confinement
 confine, victim = sys.argv[1], int(sys.argv[2])
 libc = ctypes.CDLL(None, use_errno=True)
 one, other = socket.socketpair()

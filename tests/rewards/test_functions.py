@@ -10,13 +10,13 @@ from typing import Any
 import psutil
 import pytest
 
-from lmforge.errors import UserError
-from lmforge.rewards.builtin import _extract_code as extract_code
-from lmforge.rewards.functions import load_reward_functions
+from lmforge.core.errors import UserError
+from lmforge.post.rewards.builtin import _extract_code as extract_code
+from lmforge.post.rewards.functions import load_reward_functions
 
 FUNCTIONS = """
 import asyncio, os, subprocess, sys, time
-from lmforge.errors import UserError
+from lmforge.core.errors import UserError
 
 def timed(prompts, completions, reward_timeout_seconds):
     return [reward_timeout_seconds] * len(prompts)
@@ -182,7 +182,7 @@ def test_a_file_is_imported_once_and_its_process_is_not_ours(
 def test_a_failure_gives_none_and_its_error_and_leaves_the_other_function_alone(
     named: Callable[[str], str], function: str, problem: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("lmforge.rewards.functions.GRACE_SECONDS", 0.5)
+    monkeypatch.setattr("lmforge.post.rewards.functions.GRACE_SECONDS", 0.5)
     others = {process.pid for process in psutil.Process().children(recursive=True)}
     bad, good = named(function), named("length")
     with load_reward_functions([bad, good], timeout_seconds=0.5) as rewards:

@@ -14,9 +14,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from lmforge.errors import UserError
-from lmforge.rewards.builtin import _program_reward as program_reward
-from lmforge.rewards.sandbox import ProgramResult, Sandbox
+from lmforge.core.errors import UserError
+from lmforge.post.rewards.builtin import _program_reward as program_reward
+from lmforge.post.rewards.sandbox import ProgramResult, Sandbox
 
 SECONDS = 1.0
 
@@ -198,7 +198,7 @@ def test_the_system_call_filter_alone_refuses_truncation_while_opening_to_read(t
     """Landlock before its third version permits it; here there is no Landlock at all."""
     (tmp_path / "kept").write_text("kept")
     filtered = "confinement.set_no_new_privs(os.getppid())\nconfinement.install_seccomp_filter(allow_writes=True)"
-    attempt = "import os, sys\nfrom lmforge.rewards import confinement\nos.open(sys.argv[1], int(sys.argv[2]))"
+    attempt = "import os, sys\nfrom lmforge.post.rewards import confinement\nos.open(sys.argv[1], int(sys.argv[2]))"
     for flags, error in ((mode | os.O_TRUNC, "PermissionError"), (mode, "")):
         code = attempt.replace("\nos.open", f"\n{filtered}\nos.open")
         done = subprocess.run(
@@ -216,7 +216,7 @@ def test_a_program_that_cannot_be_confined_is_refused_and_not_run(sandbox: Sandb
 
 
 def test_ranks_on_one_machine_share_its_cores() -> None:
-    code = "from lmforge.rewards.sandbox import shared_sandbox\nprint(shared_sandbox().workers)"
+    code = "from lmforge.post.rewards.sandbox import shared_sandbox\nprint(shared_sandbox().workers)"
     cores = len(os.sched_getaffinity(0))
     for ranks, workers in ((1, cores), (cores, 1), (2 * cores, 1)):
         local = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks}
@@ -249,7 +249,7 @@ def test_what_a_program_left_is_removed_without_commands_of_the_system_and_links
     (tmp_path / "left").mkdir()
     script = """
 import os, subprocess, sys
-from lmforge.rewards import code_server
+from lmforge.post.rewards import code_server
 if os.geteuid() == 0:
     os.setuid(65534)
 def missing(*arguments, **options):
@@ -281,7 +281,7 @@ code_server._remove(sys.argv[1])
 
 
 def test_a_program_imports_nothing_but_the_standard_library(sandbox: Sandbox) -> None:
-    for name in ("lmforge", "lmforge.rewards.confinement", "numpy"):
+    for name in ("lmforge", "lmforge.post.rewards.confinement", "numpy"):
         result = sandbox.run(f"import {name}")
         assert (result.status, result.error) == ("raised", f"ModuleNotFoundError: No module named {name.split('.')[0]!r}")
 
@@ -325,7 +325,7 @@ def test_when_the_server_dies_its_program_has_a_result_and_the_next_gets_a_new_s
 
 def test_programs_end_with_the_process_that_runs_them() -> None:
     code = """
-from lmforge.rewards.sandbox import Sandbox
+from lmforge.post.rewards.sandbox import Sandbox
 sandbox = Sandbox()
 print("open", flush=True)
 sandbox.run("while True: pass", seconds=1000.0)
@@ -345,7 +345,7 @@ sandbox.run("while True: pass", seconds=1000.0)
 # A filter of system calls that hides Landlock, as a kernel of another make would: four steps of classic BPF.
 WITHOUT_LANDLOCK = """
 import ctypes, json, struct, sys
-from lmforge.rewards.sandbox import Sandbox
+from lmforge.post.rewards.sandbox import Sandbox
 steps = [(0x20, 0, 0, 0), (0x15, 0, 1, 444), (0x06, 0, 0, 0x50000 | 38), (0x06, 0, 0, 0x7FFF0000)]
 code = ctypes.create_string_buffer(b"".join(struct.pack("HBBI", *step) for step in steps))
 libc = ctypes.CDLL(None)

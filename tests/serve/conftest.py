@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from lmforge.data.tokenizer import Tokenizer
-from lmforge.interop.export import export_folder
+from lmforge.core.data.tokenizer import Tokenizer
+from lmforge.hf.export import export_folder
 from tests.browser import browser  # noqa: F401 - a fixture
 from tests.generate.conftest import Scripted, byte_tokenizer, models, one_thread, scripted, spelling  # noqa: F401 - fixtures
 from tests.preloaded import Forked, preloaded

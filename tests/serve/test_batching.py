@@ -8,15 +8,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from lmforge.data.tokenizer import Tokenizer
-from lmforge.errors import RunFailed, UserError
-from lmforge.generate.engine import Engine, GeneratedToken, GenerationRequest
-from lmforge.generate.sampling import SamplingParams
-from lmforge.model import build_model
-from lmforge.model.config import ModelConfig
-from lmforge.model.init_weights import init_weights
-from lmforge.model.layers import LanguageModel
+from lmforge.core.data.tokenizer import Tokenizer
+from lmforge.core.errors import RunFailed, UserError
+from lmforge.core.model import build_model
+from lmforge.core.model.config import ModelConfig
+from lmforge.core.model.init_weights import init_weights
+from lmforge.core.model.layers import LanguageModel
 from lmforge.serve.batching import ContinuousBatcher, EngineStopped, QueuedRequest
+from lmforge.serve.decoding.engine import Engine, GeneratedToken, GenerationRequest
+from lmforge.serve.decoding.sampling import SamplingParams
 from tests.generate.conftest import Scripted
 
 LENGTH = 12

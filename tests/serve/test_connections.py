@@ -12,7 +12,7 @@ import torch
 import uvicorn
 from starlette.types import Receive, Scope, Send
 
-from lmforge.errors import RunFailed
+from lmforge.core.errors import RunFailed
 from lmforge.serve import connections
 from lmforge.serve.model_registry import ModelRegistry, ServingLimits
 from lmforge.serve.server import bind_socket, serve

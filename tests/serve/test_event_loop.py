@@ -18,11 +18,11 @@ from starlette.responses import JSONResponse
 from starlette.routing import Route
 from torch import Tensor
 
-from lmforge.data.tokenizer import Tokenizer
-from lmforge.generate.engine import Engine, GenerationRequest
-from lmforge.interop.export import export_folder
+from lmforge.core.data.tokenizer import Tokenizer
+from lmforge.hf.export import export_folder
 from lmforge.serve import token_api
 from lmforge.serve.api import create_app
+from lmforge.serve.decoding.engine import Engine, GenerationRequest
 from lmforge.serve.model_registry import ModelRegistry, ServingLimits
 from tests.generate.conftest import Scripted
 

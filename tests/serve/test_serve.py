@@ -26,13 +26,12 @@ from starlette.routing import Route
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from lmforge.cli import run as command
-from lmforge.data.chat.templates import ChatTemplate
-from lmforge.data.tokenizer import Tokenizer
-from lmforge.generate.engine import Engine, GenerationRequest
-from lmforge.generate.model_loading import LoadedModel, load_model
-from lmforge.generate.sampling import SamplingParams, draw_uniforms
-from lmforge.runs import Run
+from lmforge.core.data.tokenizer import Tokenizer
+from lmforge.core.records.runs import Run
 from lmforge.serve.api import create_app
+from lmforge.serve.decoding.engine import Engine, GenerationRequest
+from lmforge.serve.decoding.model_loading import LoadedModel, load_model
+from lmforge.serve.decoding.sampling import SamplingParams, draw_uniforms
 from lmforge.serve.model_registry import ModelRegistry, ServingLimits
 from lmforge.serve.protocol import (
     MAX_KEYS,
@@ -43,6 +42,7 @@ from lmforge.serve.protocol import (
     parse_request,
 )
 from lmforge.serve.token_api import GenerateRequest
+from lmforge.text.chat.templates import ChatTemplate
 from tests.preloaded import preloaded
 from tests.seeds import fresh_seed
 from tests.serve.conftest import Server

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import torch
 
-from lmforge.data.tokenizer import Tokenizer
-from lmforge.generate.weights_folder import write_weights
+from lmforge.core.data.tokenizer import Tokenizer
+from lmforge.serve.decoding.weights_folder import write_weights
 from tests.generate.conftest import Scripted
 from tests.serve.conftest import Server
 

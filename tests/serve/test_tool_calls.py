@@ -9,8 +9,8 @@ from typing import Any
 import openai
 import pytest
 
-from lmforge.data.tokenizer import Tokenizer
-from lmforge.interop.export import export_folder
+from lmforge.core.data.tokenizer import Tokenizer
+from lmforge.hf.export import export_folder
 from tests.data.test_tool_calls import TURNS, WRITTEN
 from tests.generate.conftest import Scripted
 from tests.serve.conftest import Server

@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from lmforge.trackers.tracker import Table, TrackedRun
+from lmforge.ops.trackers.tracker import Table, TrackedRun
 
 
 class Recording:

@@ -13,8 +13,8 @@ from unittest.mock import ANY
 import pytest
 
 from lmforge.cli import run as command
-from lmforge.runs import Run
-from lmforge.trackers import tracker_threads
+from lmforge.core.records.runs import Run
+from lmforge.ops.trackers import tracker_threads
 from tests.conftest import Refusal
 from tests.tools import need
 
@@ -127,7 +127,7 @@ def test_the_process_of_a_run_ends_though_a_client_waits_at_its_exit_or_in_a_poo
 ) -> None:
     where = ["--run.folder", str(tmp_path), "--run.name", "a", "--log.trackers", "recording", "--plugins", str(plugin)]
     program = (
-        "import sys\nfrom lmforge import cli\nfrom lmforge.trackers import tracker_threads\n"
+        "import sys\nfrom lmforge import cli\nfrom lmforge.ops.trackers import tracker_threads\n"
         "tracker_threads.FINISH_SECONDS = cli.EXIT_SECONDS = 1.0\ncli.main()\n"
     )
     words = [sys.executable, "-c", program, "pretrain", *tiny_options, *where, "--train.steps", "2"]

@@ -17,8 +17,8 @@ from typing import Any
 import pytest
 
 from lmforge.cli import run as command
-from lmforge.runs import Run
-from lmforge.trackers import tracker_threads
+from lmforge.core.records.runs import Run
+from lmforge.ops.trackers import tracker_threads
 from tests.tools import need
 
 PROMPT = "def "

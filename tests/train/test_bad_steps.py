@@ -13,26 +13,26 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lmforge.bench.parity import SMALL_MODEL, ParityData
 from lmforge.cli import run as command
-from lmforge.cluster.distributed import DistributedContext
-from lmforge.cluster.rank_info import RankInfo
-from lmforge.config.builtin_names import BUILT_IN_NAMES
-from lmforge.config.options import validate_options
-from lmforge.config.sections import OptimizerOptions, ParallelOptions
-from lmforge.data.dataset import TokenDataset
-from lmforge.data.shards.folder import TokenFolder
-from lmforge.interop.export import export_folder
-from lmforge.interop.resolve import resolve_model_config
-from lmforge.model import build_model
-from lmforge.model.config import ModelConfig
-from lmforge.model.init_weights import init_weights
-from lmforge.objectives.language import NextTokenObjective
-from lmforge.parallel.parallel_model import step_unless, train_step
-from lmforge.parallel.parallelize import parallelize
-from lmforge.runs import Run
-from lmforge.train.bad_steps import BadStepDetector
-from lmforge.train.optimizers.optimizer import build_optimizer, named_optimizer_state
+from lmforge.core.data.dataset import TokenDataset
+from lmforge.core.data.shards.folder import TokenFolder
+from lmforge.core.distributed.distributed import DistributedContext
+from lmforge.core.distributed.rank_info import RankInfo
+from lmforge.core.losses.language import NextTokenObjective
+from lmforge.core.model import build_model
+from lmforge.core.model.config import ModelConfig
+from lmforge.core.model.init_weights import init_weights
+from lmforge.core.optim.optimizer import build_optimizer, named_optimizer_state
+from lmforge.core.options.builtin_names import BUILT_IN_NAMES
+from lmforge.core.options.options import validate_options
+from lmforge.core.options.sections import OptimizerOptions, ParallelOptions
+from lmforge.core.parallel.parallel_model import step_unless, train_step
+from lmforge.core.parallel.parallelize import parallelize
+from lmforge.core.records.runs import Run
+from lmforge.core.steps.bad_steps import BadStepDetector
+from lmforge.hf.export import export_folder
+from lmforge.hf.resolve import resolve_model_config
+from lmforge.lab.bench.parity import SMALL_MODEL, ParityData
 from tests.conftest import Command, without_shape
 from tests.distributed.conftest import losses
 from tests.seeds import fresh_random

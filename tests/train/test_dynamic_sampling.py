@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from lmforge.cli import run as command
-from lmforge.generate.model_loading import load_model
+from lmforge.serve.decoding.model_loading import load_model
 from tests.conftest import Command
 
 REWARDS = """

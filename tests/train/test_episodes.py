@@ -11,16 +11,16 @@ import numpy as np
 import pytest
 
 from lmforge.cli import run as command
-from lmforge.data.chat.preferences import TokenizedPrompt
-from lmforge.data.tokenizer import Tokenizer
-from lmforge.environments.appending import TurnEncoder
-from lmforge.environments.process import EnvironmentPool
-from lmforge.generate.engine import Engine
-from lmforge.interop.export import export_folder
-from lmforge.model.layers import LanguageModel
-from lmforge.stages.alignment.episodes import EpisodePlayer, Turns
-from lmforge.stages.alignment.rollout_batches import lay_out
-from lmforge.stages.alignment.sampling import SamplingSettings, _EngineSession
+from lmforge.core.data.tokenizer import Tokenizer
+from lmforge.core.model.layers import LanguageModel
+from lmforge.hf.export import export_folder
+from lmforge.post.environments.appending import TurnEncoder
+from lmforge.post.environments.process import EnvironmentPool
+from lmforge.post.rl.episodes import EpisodePlayer, Turns
+from lmforge.post.rl.rollout_batches import lay_out
+from lmforge.post.rl.sampling import SamplingSettings, _EngineSession
+from lmforge.serve.decoding.engine import Engine
+from lmforge.text.chat.preferences import TokenizedPrompt
 from tests.conftest import Command
 from tests.serve.conftest import Server
 

@@ -11,42 +11,42 @@ from unittest.mock import Mock
 import pytest
 import torch
 
-from lmforge import checkpoint
-from lmforge.checkpoint import AsyncCheckpointer, RetentionPolicy
 from lmforge.cli import run as command
-from lmforge.cluster import distributed as cluster
-from lmforge.cluster.rank_info import RankInfo
-from lmforge.config.batch_plan import BatchPlan
-from lmforge.config.options import validate_options
-from lmforge.config.sections import OptimizerOptions, ParallelOptions
-from lmforge.config.stage import PretrainConfig
-from lmforge.data.batch import Batch
-from lmforge.data.dataset import PackedDataset, TokenDataset
-from lmforge.data.loader import BatchLoader
-from lmforge.data.shards.folder import TokenFolder
-from lmforge.data.tokenizer import train_tokenizer
-from lmforge.model import build_model
-from lmforge.model.config import ModelConfig
-from lmforge.model.init_weights import init_weights
-from lmforge.monitor.console import ConsoleLogger
-from lmforge.monitor.watchdog import Watchdog
-from lmforge.objectives.language import NextTokenObjective
-from lmforge.parallel.parallelize import parallelize
-from lmforge.report.page import ReportThread
-from lmforge.runs import Run
-from lmforge.stages.attempt import MetricsFile, RunContext, RunEvents
-from lmforge.stages.build_model import BuiltModel
-from lmforge.stages.inputs import RunInputs
-from lmforge.stages.observers import Observers, StepProfiler
-from lmforge.trackers.tracker_threads import TrackerThreads
-from lmforge.train import metrics
-from lmforge.train.bad_steps import BadStepDetector
-from lmforge.train.callbacks import LoopCallbacks
-from lmforge.train.checkpoints import Checkpoints
-from lmforge.train.loop import train
-from lmforge.train.metrics import Throughput
-from lmforge.train.optimizers.optimizer import build_optimizer
-from lmforge.train.resume import ResumePoint
+from lmforge.core import checkpoint
+from lmforge.core.checkpoint import AsyncCheckpointer, RetentionPolicy
+from lmforge.core.data.batch import Batch
+from lmforge.core.data.dataset import PackedDataset, TokenDataset
+from lmforge.core.data.loader import BatchLoader
+from lmforge.core.data.shards.folder import TokenFolder
+from lmforge.core.data.tokenizer import train_tokenizer
+from lmforge.core.distributed import distributed as cluster
+from lmforge.core.distributed.rank_info import RankInfo
+from lmforge.core.loop import train
+from lmforge.core.losses.language import NextTokenObjective
+from lmforge.core.model import build_model
+from lmforge.core.model.config import ModelConfig
+from lmforge.core.model.init_weights import init_weights
+from lmforge.core.optim.optimizer import build_optimizer
+from lmforge.core.options.batch_plan import BatchPlan
+from lmforge.core.options.options import validate_options
+from lmforge.core.options.sections import OptimizerOptions, ParallelOptions
+from lmforge.core.options.stage import PretrainConfig
+from lmforge.core.parallel.parallelize import parallelize
+from lmforge.core.records.runs import Run
+from lmforge.core.stages.attempt import MetricsFile, RunContext, RunEvents
+from lmforge.core.stages.build_model import BuiltModel
+from lmforge.core.stages.inputs import RunInputs
+from lmforge.core.stages.observers import Observers, StepProfiler
+from lmforge.core.steps import metrics
+from lmforge.core.steps.bad_steps import BadStepDetector
+from lmforge.core.steps.callbacks import LoopCallbacks
+from lmforge.core.steps.checkpoints import Checkpoints
+from lmforge.core.steps.metrics import Throughput
+from lmforge.core.steps.resume import ResumePoint
+from lmforge.ops.monitor.console import ConsoleLogger
+from lmforge.ops.monitor.watchdog import Watchdog
+from lmforge.ops.report.page import ReportThread
+from lmforge.ops.trackers.tracker_threads import TrackerThreads
 from tests.conftest import Command, Refusal
 
 Capture = pytest.CaptureFixture[str]

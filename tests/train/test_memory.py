@@ -10,26 +10,26 @@ import torch
 from torch.nn.attention.flex_attention import flex_attention
 from torch.nn.functional import scaled_dot_product_attention
 
-from lmforge.bench.parity import SMALL_MODEL, ParityData
-from lmforge.cluster import distributed as cluster
-from lmforge.cluster.distributed import DistributedContext
-from lmforge.cluster.rank_info import RankInfo
-from lmforge.config.activation_checkpointing import CHECKPOINTING_MODES
-from lmforge.config.builtin_names import BUILT_IN_NAMES
-from lmforge.config.sections import OptimizerOptions, ParallelOptions
-from lmforge.model import build_model
-from lmforge.model.config import ModelConfig
-from lmforge.model.init_weights import init_adapters, init_weights
-from lmforge.model.lora import LoraConfig, add_lora
-from lmforge.objectives.language import NextTokenObjective
-from lmforge.parallel.parallel_model import ParallelModel, local_tensor
-from lmforge.parallel.parallelize import parallelize
-from lmforge.plan.memory import ParameterCounts, optimizer_state_bytes
-from lmforge.plan.operators import ActivationTracker
-from lmforge.plan.parameter_counts import block_adapters, count_parameters
-from lmforge.plan.prediction.step_config import StepConfig
-from lmforge.plan.traces import TracedModel, trace_block
-from lmforge.train.optimizers.optimizer import build_optimizer
+from lmforge.core.distributed import distributed as cluster
+from lmforge.core.distributed.distributed import DistributedContext
+from lmforge.core.distributed.rank_info import RankInfo
+from lmforge.core.losses.language import NextTokenObjective
+from lmforge.core.model import build_model
+from lmforge.core.model.config import ModelConfig
+from lmforge.core.model.init_weights import init_adapters, init_weights
+from lmforge.core.model.lora import LoraConfig, add_lora
+from lmforge.core.model.state_bytes import ParameterCounts, optimizer_state_bytes
+from lmforge.core.optim.optimizer import build_optimizer
+from lmforge.core.options.activation_checkpointing import CHECKPOINTING_MODES
+from lmforge.core.options.builtin_names import BUILT_IN_NAMES
+from lmforge.core.options.sections import OptimizerOptions, ParallelOptions
+from lmforge.core.parallel.parallel_model import ParallelModel, local_tensor
+from lmforge.core.parallel.parallelize import parallelize
+from lmforge.core.stages.parameter_counts import block_adapters, count_parameters
+from lmforge.lab.bench.parity import SMALL_MODEL, ParityData
+from lmforge.lab.plan.operators import ActivationTracker
+from lmforge.lab.plan.prediction.step_config import StepConfig
+from lmforge.lab.plan.traces import TracedModel, trace_block
 from tests.model.conftest import draw, drawn_config  # noqa: F401 - a fixture
 from tests.plan.step_program import predicted_activation_bytes, step_program
 

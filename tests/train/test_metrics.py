@@ -9,12 +9,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lmforge.cluster.distributed import DistributedContext
-from lmforge.cluster.rank_info import RankInfo
-from lmforge.errors import format_duration
-from lmforge.monitor.console import ConsoleLogger
-from lmforge.stages.attempt import MetricsFile
-from lmforge.train.metrics import MetricsAccumulator, peak_memory_gib
+from lmforge.core.distributed.distributed import DistributedContext
+from lmforge.core.distributed.rank_info import RankInfo
+from lmforge.core.errors import format_duration
+from lmforge.core.stages.attempt import MetricsFile
+from lmforge.core.steps.metrics import MetricsAccumulator, peak_memory_gib
+from lmforge.ops.monitor.console import ConsoleLogger
 from tests.seeds import fresh_seed
 
 CPU = torch.device("cpu")

@@ -11,20 +11,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-import lmforge.train.optimizers.schedules  # noqa: F401  imported when first used: the time of that is no example's
-from lmforge import registry
-from lmforge.config.builtin_names import BUILT_IN_NAMES
-from lmforge.config.sections import GroupOptions, OptimizerOptions, ScheduleOptions
-from lmforge.errors import UserError
-from lmforge.model import build_model
-from lmforge.model.config import ModelConfig
-from lmforge.model.init_weights import init_weights
-from lmforge.model.layers import LanguageModel
-from lmforge.parallel.parallel_model import set_learning_rate
-from lmforge.train.optimizers.adamw import AdamW, stochastic_round_
-from lmforge.train.optimizers.muon import orthogonalize
-from lmforge.train.optimizers.optimizer import build_optimizer, named_optimizer_state
-from lmforge.train.optimizers.schedules import build_schedule
+import lmforge.core.optim.schedules  # noqa: F401  imported when first used: the time of that is no example's
+from lmforge.core import registry
+from lmforge.core.errors import UserError
+from lmforge.core.model import build_model
+from lmforge.core.model.config import ModelConfig
+from lmforge.core.model.init_weights import init_weights
+from lmforge.core.model.layers import LanguageModel
+from lmforge.core.optim.adamw import AdamW, stochastic_round_
+from lmforge.core.optim.muon import orthogonalize
+from lmforge.core.optim.optimizer import build_optimizer, named_optimizer_state
+from lmforge.core.optim.schedules import build_schedule
+from lmforge.core.options.builtin_names import BUILT_IN_NAMES
+from lmforge.core.options.sections import GroupOptions, OptimizerOptions, ScheduleOptions
+from lmforge.core.parallel.parallel_model import set_learning_rate
 from tests.seeds import fresh_seed
 
 PEAK = 3e-3
@@ -171,7 +171,7 @@ def test_every_parameter_is_in_one_group_and_frozen_ones_in_none(shape: str, nam
 @pytest.mark.parametrize("lot", [2**25, 50])
 def test_steps_are_those_of_adamw_as_published(own: bool, lot: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Loshchilov and Hutter, algorithm 2, with the options' numbers; in lots that cut matrices as in ones that do not."""
-    monkeypatch.setattr("lmforge.train.optimizers.adamw.MAX_CHUNK_NUMEL", lot)
+    monkeypatch.setattr("lmforge.core.optim.adamw.MAX_CHUNK_NUMEL", lot)
     options = OptimizerOptions(lr=0.02, beta1=0.8, beta2=0.9, eps=1e-6, weight_decay=0.3)
     model = model_of("llama, tied")
     reference = {name: parameter.detach().double().clone() for name, parameter in model.named_parameters()}
@@ -317,7 +317,7 @@ def test_orthogonalising_zero_gives_zero() -> None:
 @pytest.mark.parametrize("shape", SHAPES)
 def test_muon_steps_hidden_matrices_as_torch_does_and_all_else_as_adamw(shape: str, monkeypatch: pytest.MonkeyPatch) -> None:
     # torch's iteration runs in bf16 wherever it is: ours is made to here, and then the two differ by how products round.
-    monkeypatch.setattr("lmforge.train.optimizers.muon._compute_dtype", lambda device: torch.bfloat16)
+    monkeypatch.setattr("lmforge.core.optim.muon._compute_dtype", lambda device: torch.bfloat16)
     ours, theirs = model_of(shape), model_of(shape)
     theirs.load_state_dict(ours.state_dict())
     options: dict[str, Any] = {"lr": 0.01, "weight_decay": 0.3}

@@ -6,13 +6,13 @@ from typing import Any
 import pytest
 
 from lmforge.cli import run
-from lmforge.config.load import STAGES, parse_config
-from lmforge.plan import out_of_memory
-from lmforge.plan.planning import RunPrediction, predict_run
-from lmforge.plan.prediction.step_config import StepConfig
-from lmforge.report.run_data import read_run
-from lmforge.runs import Run
-from lmforge.stages.observers import PREDICTED_STEPS, PredictionCheck
+from lmforge.core.options.load import STAGES, parse_config
+from lmforge.core.records.runs import Run
+from lmforge.core.stages.observers import PREDICTED_STEPS, PredictionCheck
+from lmforge.lab.plan import out_of_memory
+from lmforge.lab.plan.planning import RunPrediction, predict_run
+from lmforge.lab.plan.prediction.step_config import StepConfig
+from lmforge.ops.report.run_data import read_run
 from tests.calibrations import calibration, write_calibration
 from tests.plan.test_plan import step_config_of
 

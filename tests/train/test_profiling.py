@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from lmforge.cli import run as command
-from lmforge.runs import Run
+from lmforge.core.records.runs import Run
 from tests.conftest import Refusal
 
 

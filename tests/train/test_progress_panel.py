@@ -18,11 +18,11 @@ import pytest
 import torch
 from rich.cells import cell_len
 
-from lmforge.cluster.distributed import DistributedContext
-from lmforge.cluster.rank_info import RankInfo
-from lmforge.monitor.console import MAX_TEXT_LINES, ConsoleLogger, ProgressPanel
-from lmforge.monitor.rank_log import RankLog, write_to_terminal
-from lmforge.terminal.cells import sparkline
+from lmforge.core.distributed.distributed import DistributedContext
+from lmforge.core.distributed.rank_info import RankInfo
+from lmforge.ops.monitor.console import MAX_TEXT_LINES, ConsoleLogger, ProgressPanel
+from lmforge.ops.monitor.rank_log import RankLog, write_to_terminal
+from lmforge.ops.terminal.cells import sparkline
 from tests.terminal import Terminal, terminal, wait_for_screen  # noqa: F401 - a fixture
 
 ALONE = DistributedContext(RankInfo(), torch.device("cpu"), None)
@@ -281,7 +281,7 @@ WIDE = """
 import time
 from rich.console import Console
 from rich.text import Text
-from lmforge.terminal.live_area import LiveArea
+from lmforge.ops.terminal.live_area import LiveArea
 print("before")
 area = LiveArea(Console(), lambda columns, lines: [Text(f"{at} " + "y" * 70) for at in range(3)])
 area.start()

@@ -27,15 +27,15 @@ import torch
 import xxhash
 
 from lmforge.cli import run as command
-from lmforge.generate.model_loading import load_model
-from lmforge.generate.sampling import SamplingParams
-from lmforge.interop.export import export_folder
-from lmforge.model import build_model
-from lmforge.model.init_weights import init_weights
-from lmforge.own_folders import TOKEN_NAME, make_own_folder
-from lmforge.stages.alignment.engines.rollout_server import RolloutServer, ServerProblem
-from lmforge.stages.alignment.remote_sampling import FOLDERS_NAME, MAX_FOLDERS
-from lmforge.stages.alignment.sampling import SampleRequest, SamplingSettings
+from lmforge.core.files.own_folders import TOKEN_NAME, make_own_folder
+from lmforge.core.model import build_model
+from lmforge.core.model.init_weights import init_weights
+from lmforge.hf.export import export_folder
+from lmforge.post.rl.engines.rollout_server import RolloutServer, ServerProblem
+from lmforge.post.rl.remote_sampling import FOLDERS_NAME, MAX_FOLDERS
+from lmforge.post.rl.sampling import SampleRequest, SamplingSettings
+from lmforge.serve.decoding.model_loading import load_model
+from lmforge.serve.decoding.sampling import SamplingParams
 from tests.cluster.laboratory import Laboratory
 from tests.conftest import Command, Refusal, only_line
 from tests.preloaded import preloaded

@@ -12,13 +12,13 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from lmforge.cli import run as command
-from lmforge.data.tokenizer import Tokenizer
-from lmforge.generate.model_loading import load_model
-from lmforge.objectives.policy import completion_metric_names, pass_at_k
-from lmforge.report.run_data import read_run, verdict
-from lmforge.runs import Run
-from lmforge.stages.alignment.completions import SampledCompletion
-from lmforge.stages.alignment.rollout_batches import lay_out
+from lmforge.core.data.tokenizer import Tokenizer
+from lmforge.core.records.runs import Run
+from lmforge.ops.report.run_data import read_run, verdict
+from lmforge.post.objectives.policy import completion_metric_names, pass_at_k
+from lmforge.post.rl.completions import SampledCompletion
+from lmforge.post.rl.rollout_batches import lay_out
+from lmforge.serve.decoding.model_loading import load_model
 from tests.seeds import fresh_random
 
 

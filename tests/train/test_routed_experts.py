@@ -12,23 +12,23 @@ import pytest
 import torch
 
 from lmforge.cli import run as command
-from lmforge.data.batch import Batch, Extras
-from lmforge.data.tokenizer import Tokenizer
-from lmforge.generate.engine import Engine, GenerationRequest
-from lmforge.generate.model_loading import load_model
-from lmforge.generate.sampling import SamplingParams
-from lmforge.interop.export import export_folder
-from lmforge.model import build_model
-from lmforge.model.config import ModelConfig
-from lmforge.model.init_weights import init_weights
-from lmforge.model.layers import LanguageModel
-from lmforge.objectives.logprobs import token_logprobs
-from lmforge.objectives.objective import apply_head
-from lmforge.parallel.activation_checkpointing import apply_activation_checkpointing
-from lmforge.stages.alignment.completions import SampledCompletion
-from lmforge.stages.alignment.engines.rollout_server import RolloutServer, ServerProblem
-from lmforge.stages.alignment.rollout_batches import lay_out
-from lmforge.stages.alignment.sampling import SampleRequest, SamplingSettings
+from lmforge.core.data.batch import Batch, Extras
+from lmforge.core.data.tokenizer import Tokenizer
+from lmforge.core.losses.logprobs import token_logprobs
+from lmforge.core.losses.objective import apply_head
+from lmforge.core.model import build_model
+from lmforge.core.model.config import ModelConfig
+from lmforge.core.model.init_weights import init_weights
+from lmforge.core.model.layers import LanguageModel
+from lmforge.core.parallel.activation_checkpointing import apply_activation_checkpointing
+from lmforge.hf.export import export_folder
+from lmforge.post.rl.completions import SampledCompletion
+from lmforge.post.rl.engines.rollout_server import RolloutServer, ServerProblem
+from lmforge.post.rl.rollout_batches import lay_out
+from lmforge.post.rl.sampling import SampleRequest, SamplingSettings
+from lmforge.serve.decoding.engine import Engine, GenerationRequest
+from lmforge.serve.decoding.model_loading import load_model
+from lmforge.serve.decoding.sampling import SamplingParams
 from tests.conftest import Command, Refusal
 from tests.serve.conftest import KEY, Server
 from tests.train.test_rollout_engines import assert_learned_the_same, by, faulty, train_inside

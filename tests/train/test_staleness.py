@@ -11,10 +11,10 @@ import torch
 from safetensors.torch import load_file
 
 from lmforge.cli import run as command
-from lmforge.data.batch import Batch
-from lmforge.generate.model_loading import load_model
-from lmforge.objectives.objective import label_logprobs
-from lmforge.stages.alignment.journal import SEQUENCE_TENSORS
+from lmforge.core.data.batch import Batch
+from lmforge.core.losses.objective import label_logprobs
+from lmforge.post.rl.journal import SEQUENCE_TENSORS
+from lmforge.serve.decoding.model_loading import load_model
 from tests.conftest import Command, Refusal
 from tests.serve.conftest import Server
 from tests.train.test_rollout_engines import STARTED, started

@@ -7,17 +7,17 @@ import torch
 import torchao.optim
 from torch import Tensor
 
-from lmforge.bench.parity import SMALL_MODEL
-from lmforge.config.options import validate_options
-from lmforge.config.sections import OptimizerOptions
-from lmforge.config.stage import PretrainConfig
-from lmforge.errors import UserError
-from lmforge.model import build_model
-from lmforge.model.init_weights import init_weights
-from lmforge.model.quantization.blocks import pack_rows, row_bytes, unpack_rows
-from lmforge.train.optimizers.adamw import AdamW
-from lmforge.train.optimizers.optimizer import build_optimizer, named_optimizer_state
-from lmforge.train.optimizers.stored import StochasticBF16
+from lmforge.core.errors import UserError
+from lmforge.core.model import build_model
+from lmforge.core.model.init_weights import init_weights
+from lmforge.core.model.quantization.blocks import pack_rows, row_bytes, unpack_rows
+from lmforge.core.optim.adamw import AdamW
+from lmforge.core.optim.optimizer import build_optimizer, named_optimizer_state
+from lmforge.core.optim.stored import StochasticBF16
+from lmforge.core.options.options import validate_options
+from lmforge.core.options.sections import OptimizerOptions
+from lmforge.core.options.stage import PretrainConfig
+from lmforge.lab.bench.parity import SMALL_MODEL
 from tests.seeds import fresh_random, fresh_seed
 
 NUMBERS: dict[str, Any] = {"lr": 1e-3, "betas": (0.9, 0.95), "eps": 1e-8}
@@ -66,7 +66,7 @@ def test_steps_are_those_of_torchao_but_for_the_codes_that_rounding_chooses_othe
 
 
 def test_a_step_in_8_bits_is_the_same_wherever_rows_are_cut(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lmforge.train.optimizers.adamw.MAX_CHUNK_NUMEL", 700)
+    monkeypatch.setattr("lmforge.core.optim.adamw.MAX_CHUNK_NUMEL", 700)
     start = torch.randn(30, 300, generator=torch.Generator().manual_seed(fresh_seed()))
     whole = torch.nn.Parameter(start.clone())
     parts = [torch.nn.Parameter(each.clone()) for each in start.split(13)]

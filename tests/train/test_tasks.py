@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import torch
 
-from lmforge.generate.engine import generate
-from lmforge.generate.model_loading import load_model
-from lmforge.generate.sampling import SamplingParams
-from lmforge.runs import Run
+from lmforge.core.records.runs import Run
+from lmforge.serve.decoding.engine import generate
+from lmforge.serve.decoding.model_loading import load_model
+from lmforge.serve.decoding.sampling import SamplingParams
 from tests.conftest import Command, Refusal
 from tests.rounding import OTHER_ROUNDING, assert_rounding_apart, each_apart
 

@@ -14,21 +14,21 @@ import pyarrow.parquet
 import pytest
 import torch
 
-from lmforge.checkpoint import read_manifest
-from lmforge.cluster.distributed import DistributedContext
-from lmforge.cluster.rank_info import RankInfo
-from lmforge.config.align import AlignConfig
-from lmforge.config.options import validate_options
-from lmforge.config.tuning import SftConfig
-from lmforge.data.chat.examples import ExampleFolder
-from lmforge.errors import UserError
-from lmforge.runs import Run
-from lmforge.stages.alignment.prompt_inputs import PromptPacking, open_prompt_inputs, prepare_prompts
-from lmforge.stages.enter_run import check_resumable
-from lmforge.stages.examples import example_folder_paths, open_example_inputs, prepare_examples
-from lmforge.stages.inputs import RunInputs, describe_long_sequences
-from lmforge.stages.pretrained import find_required_pretrained
-from lmforge.train.resume import ResumePoint
+from lmforge.core.checkpoint import read_manifest
+from lmforge.core.distributed.distributed import DistributedContext
+from lmforge.core.distributed.rank_info import RankInfo
+from lmforge.core.errors import UserError
+from lmforge.core.options.options import validate_options
+from lmforge.core.records.runs import Run
+from lmforge.core.stages.enter_run import check_resumable
+from lmforge.core.stages.inputs import RunInputs, describe_long_sequences
+from lmforge.core.stages.pretrained import find_required_pretrained
+from lmforge.core.steps.resume import ResumePoint
+from lmforge.post.examples import example_folder_paths, open_example_inputs, prepare_examples
+from lmforge.post.options.align import AlignConfig
+from lmforge.post.options.tuning import SftConfig
+from lmforge.post.rl.prompt_inputs import PromptPacking, open_prompt_inputs, prepare_prompts
+from lmforge.text.chat.examples import ExampleFolder
 from tests.conftest import Command, Refusal
 
 ALONE = DistributedContext(RankInfo(), torch.device("cpu"), None)

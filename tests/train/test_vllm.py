@@ -10,18 +10,18 @@ import torch
 from safetensors.torch import load_file
 
 from lmforge.cli import run as command
-from lmforge.data.batch import Batch
-from lmforge.data.tokenizer import Tokenizer
-from lmforge.generate.model_loading import load_model
-from lmforge.generate.prompts import scored_logits
-from lmforge.interop.export import export_folder
-from lmforge.model import build_model
-from lmforge.model.config import ModelConfig
-from lmforge.model.init_weights import init_weights
-from lmforge.objectives.objective import label_logprobs
-from lmforge.stages.alignment.engines.rollout_server import RolloutServer
-from lmforge.stages.alignment.journal import SEQUENCE_TENSORS
-from lmforge.stages.alignment.sampling import SampleRequest, SamplingSettings
+from lmforge.core.data.batch import Batch
+from lmforge.core.data.tokenizer import Tokenizer
+from lmforge.core.losses.objective import label_logprobs
+from lmforge.core.model import build_model
+from lmforge.core.model.config import ModelConfig
+from lmforge.core.model.init_weights import init_weights
+from lmforge.hf.export import export_folder
+from lmforge.post.rl.engines.rollout_server import RolloutServer
+from lmforge.post.rl.journal import SEQUENCE_TENSORS
+from lmforge.post.rl.sampling import SampleRequest, SamplingSettings
+from lmforge.serve.decoding.model_loading import load_model
+from lmforge.serve.decoding.prompts import scored_logits
 from tests.train.test_staleness import STEPS, assert_equals_its_journal, assert_not_older_than, versions_of
 from tests.train.vllm_server import vllm_server
 

@@ -16,10 +16,10 @@ import pytest
 import torch
 
 from lmforge.cli import run as command
-from lmforge.config.verbs.models import ChatOptions
-from lmforge.errors import UserError
-from lmforge.generate.model_loading import LoadedModel, load_model
-from lmforge.verbs.chat import MAX_ANSWERS, ChatSession
+from lmforge.core.errors import UserError
+from lmforge.serve.decoding.model_loading import LoadedModel, load_model
+from lmforge.serve.options.models import ChatOptions
+from lmforge.serve.verbs.chat import MAX_ANSWERS, ChatSession
 from tests.conftest import Command
 
 GREEDY = ("--temperature", 0)

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 import torch
 
-from lmforge.bench.bounds import BOUND_STEPS, BOUNDS, EQUAL_BITS, FP32, GPU, WEIGHTS_OF_SMALL_EPSILON
-from lmforge.checkpoint import StoredModel
 from lmforge.cli import run as command
-from lmforge.runs import Run
+from lmforge.core.checkpoint import StoredModel
+from lmforge.core.records.runs import Run
+from lmforge.lab.bench.bounds import BOUND_STEPS, BOUNDS, EQUAL_BITS, FP32, GPU, WEIGHTS_OF_SMALL_EPSILON
 from tests.conftest import Command, Refusal
 
 # By name: the number of ranks, and options besides those of `tiny_run`; further lines resume the run.

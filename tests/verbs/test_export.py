@@ -12,11 +12,11 @@ from safetensors import safe_open
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from lmforge.cli import run as command
-from lmforge.data.batch import Batch
-from lmforge.data.shards.folder import TokenFolder
-from lmforge.data.tokenizer import Tokenizer
-from lmforge.generate.model_loading import load_model
-from lmforge.model.layers import LanguageModel
+from lmforge.core.data.batch import Batch
+from lmforge.core.data.shards.folder import TokenFolder
+from lmforge.core.data.tokenizer import Tokenizer
+from lmforge.core.model.layers import LanguageModel
+from lmforge.serve.decoding.model_loading import load_model
 from tests.conftest import Command
 from tests.model.foreign import theirs_of
 
@@ -162,7 +162,7 @@ def test_exporting_needs_the_memory_of_one_tensor_not_of_the_model(
     program = (
         "import resource, sys\n"
         "from lmforge.cli import run\n"
-        "import lmforge.verbs.export, torch\n"
+        "import lmforge.ops.verbs.export, torch\n"
         "lmforge_only = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss\n"
         "assert run(['export', sys.argv[1], sys.argv[2]]) == 0\n"
         "print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - lmforge_only)\n"

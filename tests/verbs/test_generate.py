@@ -15,15 +15,15 @@ from starlette.testclient import TestClient
 from tokenizers import processors
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
-from lmforge.bench.bounds import FP32
 from lmforge.cli import run as command
-from lmforge.data.tokenizer import Tokenizer
-from lmforge.generate.engine import generate
-from lmforge.generate.model_loading import load_model
-from lmforge.generate.sampling import SamplingParams
-from lmforge.model.layers import LanguageModel
-from lmforge.runs import Run
+from lmforge.core.data.tokenizer import Tokenizer
+from lmforge.core.model.layers import LanguageModel
+from lmforge.core.records.runs import Run
+from lmforge.lab.bench.bounds import FP32
 from lmforge.serve.api import create_app
+from lmforge.serve.decoding.engine import generate
+from lmforge.serve.decoding.model_loading import load_model
+from lmforge.serve.decoding.sampling import SamplingParams
 from lmforge.serve.model_registry import ModelRegistry, ServingLimits
 from tests.conftest import Command, Refusal
 from tests.preloaded import preloaded

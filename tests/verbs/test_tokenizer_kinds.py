@@ -11,10 +11,10 @@ from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
 from lmforge.cli import run as command
-from lmforge.data.shards.folder import TokenFolder
-from lmforge.data.tokenizer import CHAT_SPECIAL_TOKENS, EOS_TOKEN, Tokenizer
-from lmforge.interop.export import export_folder
-from lmforge.model.layers import LanguageModel
+from lmforge.core.data.shards.folder import TokenFolder
+from lmforge.core.data.tokenizer import CHAT_SPECIAL_TOKENS, EOS_TOKEN, Tokenizer
+from lmforge.core.model.layers import LanguageModel
+from lmforge.hf.export import export_folder
 from tests.conftest import Command
 
 SPECIALS = ["<unk>", EOS_TOKEN, *CHAT_SPECIAL_TOKENS]

@@ -6,11 +6,11 @@ from dataclasses import replace
 import pytest
 from rich.console import Console
 
-from lmforge.monitor.run_status import RankStatus, RunStatus, run_state
-from lmforge.monitor.usage.devices import DeviceUsage
-from lmforge.monitor.usage.host import HostUsage, ProcessUsage
-from lmforge.monitor.usage.remote_hosts import HostAnswer
-from lmforge.verbs.running.top_screen import Snapshot, render_screen
+from lmforge.ops.monitor.run_status import RankStatus, RunStatus, run_state
+from lmforge.ops.monitor.usage.devices import DeviceUsage
+from lmforge.ops.monitor.usage.host import HostUsage, ProcessUsage
+from lmforge.ops.monitor.usage.remote_hosts import HostAnswer
+from lmforge.ops.verbs.running.top_screen import Snapshot, render_screen
 
 GPU = DeviceUsage(0, "NVIDIA H100 80GB HBM3", 98.0, 70 * 2**30, 80 * 2**30, 650.0, 700.0, 65.0, "", [4711])
 HOST = HostUsage("node1", 1e9, 64, 12.0, 8.0, 2**37, 2**40, 1e9, 2e9, [GPU], [ProcessUsage(1, "python", 99.0, 2**33)], [])

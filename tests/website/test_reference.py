@@ -11,9 +11,9 @@ import pytest
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from lmforge.config.options import Options
-from lmforge.config.verbs.running import PipelineOptions
-from lmforge.verbs.table import VERBS
+from lmforge.core.options.options import Options
+from lmforge.lab.verbs.table import VERBS
+from lmforge.ops.options.running import PipelineOptions
 from website.api_pages import api_pages
 from website.links import PAGES
 from website.options_page import STAGES, run_page, verbs_page
@@ -100,7 +100,7 @@ def test_every_page_stands_in_the_navigation_once_and_every_entry_is_a_page() ->
 def test_every_package_that_others_use_has_a_page() -> None:
     packages = {path.parent.name for path in (ROOT / "lmforge").glob("*/__init__.py")} - {"verbs", "bench", "config"}
     assert {f"reference/api/{name}.md" for name in packages} <= api_pages().keys()
-    assert "::: lmforge.objectives.preference\n" in api_pages()["reference/api/objectives.md"]
+    assert "::: lmforge.post.objectives.preference\n" in api_pages()["reference/api/objectives.md"]
 
 
 def test_the_newest_result_of_each_benchmark_is_shown() -> None:

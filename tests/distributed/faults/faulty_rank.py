@@ -16,11 +16,11 @@ from typing import Any
 import torch.distributed as dist
 
 from lmforge.cli import main
-from lmforge.cluster.distributed import DistributedContext
-from lmforge.data.loader import BatchLoader
-from lmforge.parallel.parallel_model import ModelWithLoss
-from lmforge.stages import run as stages
-from lmforge.stages.observers import Observers
+from lmforge.core import run as stages
+from lmforge.core.data.loader import BatchLoader
+from lmforge.core.distributed.distributed import DistributedContext
+from lmforge.core.parallel.parallel_model import ModelWithLoss
+from lmforge.core.stages.observers import Observers
 
 SLEEP = float(os.environ.get("SLEEP", "0"))
 FAULTY_STEP = int(os.environ.get("FAULTY_STEP", "7"))

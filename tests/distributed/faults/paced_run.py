@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from lmforge.cli import main
-from lmforge.data.loader import BatchLoader
+from lmforge.core.data.loader import BatchLoader
 
 PACE = Path(os.environ["PACE"])
 

@@ -1,0 +1,1 @@
+"""The part that trains: it imports no wing."""

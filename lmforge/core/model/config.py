@@ -1,0 +1,349 @@
+"""The config of a model: its fields, and which values are valid together. It does not import torch, so reading a config is
+fast. What the families have is described in family.py, the modules that take these numbers are in modules/,
+their spelling in a config.json is in hf/config_json.py, where a recipe gets them from is in hf/resolve.py, and what a
+model costs is in flops.py.
+"""
+
+import math
+from dataclasses import dataclass, field, replace
+from typing import Any, ClassVar, Self
+
+from lmforge.core import registry
+from lmforge.core.errors import UserError, did_you_mean
+from lmforge.core.files.untrusted import cut, quoted
+from lmforge.core.model.config_checks import check_latent_attention, check_numbers, check_options, number_problem
+from lmforge.core.model.family import Family, Linear, load_family, mixture_linears, name_layer_types
+from lmforge.core.model.presets import PRESETS
+from lmforge.core.options.ranges import MODEL_RANGES, ROPE_SCALING_RANGES
+
+
+@dataclass(frozen=True)
+class RopeScaling:
+    """How rotary frequencies are stretched beyond the sequence length that a model was first trained on.
+
+    `linear` divides every frequency by `factor`. `llama3` (Llama 3.1) divides the low frequencies, keeps the high ones and
+    interpolates between; its bounds are the wavelengths original_max_position_embeddings / low_ and high_freq_factor.
+    `yarn` (arXiv 2309.00071) does so between channel pairs that turn beta_fast and beta_slow times within
+    original_max_position_embeddings, at whole pairs if `truncate`, and multiplies cosines and sines by attention_factor: where
+    that is not given, by the paper's 0.1 ln(factor) + 1, or a ratio of two of these with mscale and mscale_all_dim.
+    """
+
+    rope_type: str
+    factor: float
+    low_freq_factor: float | None = None
+    high_freq_factor: float | None = None
+    original_max_position_embeddings: int | None = None
+    beta_fast: float | None = None
+    beta_slow: float | None = None
+    attention_factor: float | None = None
+    mscale: float | None = None
+    mscale_all_dim: float | None = None
+    truncate: bool | None = None
+
+
+@dataclass(frozen=True)
+class Rope:
+    """The rotary positions of a layer: frequencies are powers of `theta`."""
+
+    theta: float
+    scaling: RopeScaling | None = None
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """The config of a model, in Hugging Face's field names. Raises UserError for a model that cannot be built.
+
+    Fields that are left out are derived: num_key_value_heads is num_attention_heads, head_dim is hidden_size /
+    num_attention_heads, others are what the family has. rope_scaling may be a table as in a config.json.
+
+    model_type decides which options exist, since a config must survive the trip through transformers: see family.Family.
+
+    layer_types: "full_attention" or "sliding_attention" of each layer; the latter has the window, and its rotary positions
+    have the base rope_local_base_freq, if there is one. query_pre_attn_scalar: attention scores are divided by its root
+    instead of head_dim's. final_logit_softcapping: logits become c · tanh(logits / c).
+
+    num_experts: of each mixture; a token goes to num_experts_per_tok of them, with weights that sum to 1 if norm_topk_prob.
+    Every decoder_sparse_step-th layer is a mixture, but for mlp_only_layers. An expert has moe_intermediate_size channels, or
+    intermediate_size where that is 0. Training adds an auxiliary loss (mixture/balance.py) of weight router_aux_loss_coef where
+    output_router_logits is true, as transformers does.
+
+    The first first_k_dense_replace layers are dense, too. n_shared_experts more experts are for each token. A token chooses
+    among the experts of the best topk_group of n_group groups; its weights are multiplied by routed_scaling_factor.
+    With latent attention, head_dim is derived: the wider of queries (qk_nope_head_dim channels and qk_rope_head_dim rotated
+    ones, neighbours paired if rope_interleave) and values (v_head_dim); the narrower are padded. q_lora_rank 0: queries do not
+    come from a latent.
+
+    With `reward` the head returns one number for a text, its reward, instead of one for each token: transformers calls
+    this sequence classification with one label. Such a head is never tied nor capped, and no end-of-text token is its
+    padding token.
+    """
+
+    vocab_size: int
+    hidden_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    intermediate_size: int = 0
+    num_key_value_heads: int = 0
+    head_dim: int = 0
+    model_type: str = "llama"
+    max_position_embeddings: int = 2048
+    rope_theta: float = 10000.0
+    rope_scaling: RopeScaling | None = None
+    rms_norm_eps: float = 1e-6
+    layer_norm_epsilon: float = 1e-5
+    tie_word_embeddings: bool = False
+    # None: as the family has it.
+    attention_bias: bool = field(default=None)  # type: ignore[assignment]
+    attention_output_bias: bool = field(default=None)  # type: ignore[assignment]
+    mlp_bias: bool = False
+    qk_norm: bool = field(default=None)  # type: ignore[assignment]
+    sliding_window: int | None = None
+    layer_types: tuple[str, ...] | None = None
+    rope_local_base_freq: float | None = None
+    query_pre_attn_scalar: float | None = None
+    hidden_act: str = ""
+    final_logit_softcapping: float | None = None
+    num_experts: int = 0
+    num_experts_per_tok: int = 0
+    moe_intermediate_size: int = 0
+    norm_topk_prob: bool = False
+    router_aux_loss_coef: float = 0.0
+    output_router_logits: bool = False
+    decoder_sparse_step: int = 1
+    mlp_only_layers: tuple[int, ...] = ()
+    first_k_dense_replace: int = 0
+    n_shared_experts: int = 0
+    routed_scaling_factor: float = 1.0
+    n_group: int = 1
+    topk_group: int = 1
+    q_lora_rank: int = 0
+    kv_lora_rank: int = 0
+    qk_nope_head_dim: int = 0
+    qk_rope_head_dim: int = 0
+    v_head_dim: int = 0
+    rope_interleave: bool = False
+    reward: bool = False
+    initializer_range: float = 0.02
+    bos_token_id: int | None = None
+    eos_token_id: int | tuple[int, ...] | None = None
+    pad_token_id: int | None = None
+    # The content of a generation_config.json, if there was one.
+    generation_config: dict[str, Any] | None = field(default=None, hash=False)
+    # What computes it, as in the option model.implementation.
+    implementation: ClassVar[str] = "lmforge"
+
+    def __post_init__(self) -> None:
+        if registry.find("model_family", self.model_type) is None:
+            known = ", ".join(registry.names("model_family"))
+            raise UserError(f'model_type: "{self.model_type}" is not supported; choose one of {known}, or load its plugin')
+        if isinstance(self.rope_scaling, dict):
+            self._set("rope_scaling", _parse_rope_scaling(self.rope_scaling, self.max_position_embeddings))
+        for name in ("layer_types", "eos_token_id", "mlp_only_layers"):
+            if isinstance(getattr(self, name), list):
+                self._set(name, tuple(getattr(self, name)))
+        check_numbers(self, ("hidden_size", "num_attention_heads"))
+        family = self.family
+        if family.latent_attention:
+            check_latent_attention(self)
+            self._set("head_dim", max(self.qk_head_dim, self.v_head_dim))
+        for name, derived in (
+            ("intermediate_size", self.hidden_size * family.intermediate_ratio),
+            ("num_key_value_heads", self.num_attention_heads),
+            ("head_dim", _default_head_dim(self.hidden_size, self.num_attention_heads)),
+            ("hidden_act", family.activations[0]),
+        ):
+            if not getattr(self, name):
+                self._set(name, derived)
+        for name, value in (
+            ("attention_bias", family.attention_biases[0][0]),
+            ("qk_norm", family.qk_norm is not None),
+            ("rope_local_base_freq", family.local_rope_theta),
+            ("sliding_window", family.default_window),
+            ("query_pre_attn_scalar", self.head_dim if family.scales_scores else None),
+        ):
+            if getattr(self, name) is None:
+                self._set(name, value)
+        if self.layer_types is None and self.sliding_window is not None and family.windows == "by layer":
+            self._set("layer_types", name_layer_types(self.num_hidden_layers, family.window_pattern))
+        if self.attention_output_bias is None:
+            self._set("attention_output_bias", self.attention_bias and (True, False) not in family.attention_biases)
+        if self.reward:
+            self._set("tie_word_embeddings", False)
+            self._set("final_logit_softcapping", None)
+            # transformers reads the reward at the last token that is not padding, so padding must not be an end-of-text token.
+            ends = self.eos_token_id if isinstance(self.eos_token_id, tuple) else (self.eos_token_id,)
+            if self.pad_token_id in ends:
+                self._set("pad_token_id", None)
+        check_numbers(self, MODEL_RANGES)
+        check_options(self)
+
+    def _set(self, name: str, value: Any) -> None:
+        object.__setattr__(self, name, value)
+
+    @property
+    def family(self) -> Family:
+        """The description of its model_type; for a plugin's family, of the one that it extends."""
+        return load_family(base_model_type(self.model_type))
+
+    @property
+    def end_token_ids(self) -> frozenset[int]:
+        """The ids that end a text, as transformers reads them: generation_config.json's, else config.json's."""
+        ids = self.eos_token_id if self.generation_config is None else self.generation_config.get("eos_token_id")
+        return frozenset(id for id in ([ids] if isinstance(ids, int) else ids or ()) if 0 <= id < self.vocab_size)
+
+    @property
+    def num_outputs(self) -> int:
+        """The number of outputs of the head per token."""
+        return 1 if self.reward else self.vocab_size
+
+    @property
+    def expert_size(self) -> int:
+        """The channels of an expert."""
+        return self.moe_intermediate_size or self.intermediate_size
+
+    @property
+    def qk_head_dim(self) -> int:
+        """The channels of a head of queries and keys."""
+        return self.qk_nope_head_dim + self.qk_rope_head_dim or self.head_dim
+
+    @property
+    def rotary_dim(self) -> int:
+        """The channels of a head that are rotated."""
+        return self.qk_rope_head_dim or self.head_dim
+
+    @property
+    def sparse_layers(self) -> tuple[bool, ...]:
+        """Whether each layer is a mixture of experts."""
+        sparse = {*range(self.decoder_sparse_step - 1, self.num_hidden_layers, self.decoder_sparse_step)}
+        sparse -= {*self.mlp_only_layers, *range(self.first_k_dense_replace)}
+        return tuple(bool(self.num_experts) and layer in sparse for layer in range(self.num_hidden_layers))
+
+    @property
+    def layer_kinds(self) -> tuple[tuple[str | None, bool], ...]:
+        """For each layer its entry of layer_types, None where there are none, and whether it is a mixture of experts."""
+        return tuple(zip(self.layer_types or (None,) * self.num_hidden_layers, self.sparse_layers, strict=True))
+
+    def with_layers(self, count: int, layer_type: str | None = None, *, sparse: bool) -> Self:
+        """This model with `count` layers, all of one kind."""
+        types, dense = None if layer_type is None else (layer_type,) * count, self.num_experts and not sparse
+        first = "first_k_dense_replace" in self.family.fields
+        return replace(
+            self,
+            num_hidden_layers=count,
+            layer_types=types,
+            decoder_sparse_step=1,
+            mlp_only_layers=tuple(range(count)) if dense and not first else (),
+            first_k_dense_replace=count if dense and first else 0,
+        )
+
+    def block_linears(self, sparse: bool) -> tuple[Linear, ...]:
+        """The linear layers of a block, in the order of the forward pass."""
+        linears = self.family.linears(self)
+        if not sparse:
+            return linears
+        return (*(each for each in linears if not each.name.startswith("mlp.")), *mixture_linears(self))
+
+    @property
+    def layer_windows(self) -> tuple[int | None, ...]:
+        """For each layer, how many tokens back attention reaches, the token itself included; None is all of them."""
+        if self.layer_types is None:
+            return (self.sliding_window,) * self.num_hidden_layers
+        return tuple(self.sliding_window if each == "sliding_attention" else None for each in self.layer_types)
+
+    @property
+    def written_layer_types(self) -> list[str]:
+        """layer_types as a config.json names each layer."""
+        one = "full_attention" if self.sliding_window is None else "sliding_attention"
+        return [*(self.layer_types or (one,) * self.num_hidden_layers)]
+
+    @property
+    def layer_ropes(self) -> tuple[Rope | None, ...]:
+        """The rotary positions of each layer; None where positions are learned."""
+        if self.family.learned_positions:
+            return (None,) * self.num_hidden_layers
+        rope, local = Rope(self.rope_theta, self.rope_scaling), self.rope_local_base_freq
+        windowed = rope if local is None else Rope(local)
+        return tuple(windowed if each == "sliding_attention" else rope for each in self.written_layer_types)
+
+    @property
+    def max_sequence_length(self) -> int | None:
+        """The longest sequence that this model can compute, in tokens; None where there is no bound (rotary positions)."""
+        return self.max_position_embeddings if self.family.learned_positions else None
+
+    @property
+    def rotary_positions(self) -> int | None:
+        """For how many tokens its rotary positions are made; None where positions are of another kind."""
+        return None if self.family.learned_positions else self.max_position_embeddings
+
+    def check_length(self, num_tokens: int) -> None:
+        """Raise UserError where a sequence of `num_tokens` is longer than this model can compute."""
+        limit = self.max_sequence_length
+        if limit is not None and num_tokens > limit:
+            raise UserError(
+                f"this model reads at most {limit} tokens, not {num_tokens}: use shorter sequences (a prompt and its new "
+                "tokens are one sequence)"
+            )
+
+    def new_module(self) -> Any:
+        """The module that computes this model, on torch's default device."""
+        return registry.get("model_family", self.model_type).build(self)
+
+    def counted_parameters(self) -> tuple[int, int, int, int] | None:
+        """flops.ParameterCount's fields where they can only be counted from the modules; None where flops.py derives them."""
+        return None
+
+
+def base_model_type(model_type: str) -> str:
+    """The model_type whose config.json a registered one has. Raises UserError for one that is not registered."""
+    return str(registry.get("model_family", model_type).facts["like"])
+
+
+def get_preset(name: str) -> ModelConfig:
+    """A ready-made config by its name in presets.py. Raises UserError, with the nearest name, when there is none."""
+    if name not in PRESETS:
+        hint = did_you_mean(name, PRESETS) or ";"
+        raise UserError(f'"{cut(name)}" is neither a preset nor a folder{hint} presets: {", ".join(PRESETS)}')
+    return ModelConfig(**PRESETS[name])
+
+
+# Of each rope_type: the fields that it needs, and those that it may have.
+_ROPE_FIELDS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
+    "default": ((), ()),
+    "linear": (("factor",), ()),
+    "llama3": (("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"), ()),
+    "yarn": (
+        ("factor", "original_max_position_embeddings"),
+        ("beta_fast", "beta_slow", "attention_factor", "mscale", "mscale_all_dim"),
+    ),
+}
+
+
+def _parse_rope_scaling(table: dict[str, Any], max_positions: int) -> RopeScaling | None:
+    """A table of config.json. What it leaves out is derived as transformers does."""
+    rope_type = str(table.get("rope_type", table.get("type", "default")))
+    if rope_type not in _ROPE_FIELDS:
+        raise UserError(f'rope_scaling: rope_type "{rope_type}" is not supported; choose one of {", ".join(_ROPE_FIELDS)}')
+    needed, optional = _ROPE_FIELDS[rope_type]
+    values: dict[str, Any] = {name: table.get(name) for name in needed} | {
+        name: table[name] for name in optional if table.get(name) or (name, table.get(name)) == ("attention_factor", 0)
+    }
+    original = "original_max_position_embeddings"
+    if original in needed and original not in table:
+        values[original] = max_positions
+    if rope_type == "yarn" and "factor" in table and table["factor"] is None:
+        values["factor"] = max_positions / (values[original] or math.inf)
+    for name, value in values.items():
+        if problem := number_problem(value, ROPE_SCALING_RANGES[name], whole=name == original):
+            raise UserError(f'rope_scaling: rope_type "{rope_type}" needs {name}: {problem}')
+    if rope_type == "llama3" and table["low_freq_factor"] >= table["high_freq_factor"]:
+        raise UserError("rope_scaling: low_freq_factor must be below high_freq_factor")
+    if rope_type == "yarn":
+        values["truncate"] = table.get("truncate", True)
+        if not isinstance(values["truncate"], bool):
+            raise UserError(f"rope_scaling: truncate: expected true or false, got {quoted(values['truncate'])}")
+    return RopeScaling(rope_type, **values) if values else None
+
+
+def _default_head_dim(hidden_size: int, num_heads: int) -> int | None:
+    """head_dim where it is not given; None where the heads do not divide the width."""
+    return hidden_size // num_heads if hidden_size % num_heads == 0 else None

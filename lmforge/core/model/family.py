@@ -1,0 +1,272 @@
+"""What a model family is, said once and without torch: the matrices and norms of a block, the names of its modules, which
+options its configs have, and how its config.json spells them.
+
+Everything else follows from that: numbers of parameters and FLOPs (flops.py), the modules (decoder.py), the checks of configs
+(config.py), the split of tensor parallelism (core/parallel/tensor_parallel.py), and the translation of a config.json
+(hf/config_json.py). The families themselves are in families/, a file for each model_type.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import cache
+from importlib import import_module
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+
+from lmforge.core.errors import UserError
+from lmforge.core.files.untrusted import quoted
+
+if TYPE_CHECKING:
+    from lmforge.core.model.config import ModelConfig
+
+# Fields of a config.json that all families with rotary positions have.
+ROTARY_FIELDS = ("num_key_value_heads", "head_dim", "rms_norm_eps", "rope_theta")
+# Those that all mixtures of experts have.
+EXPERT_FIELDS = ("num_experts", "num_experts_per_tok", "router_aux_loss_coef", "output_router_logits")
+# Those that only some families have; of others they have the value that does nothing.
+OWN_FIELDS = (
+    *("moe_intermediate_size", "norm_topk_prob", "decoder_sparse_step", "mlp_only_layers", "first_k_dense_replace"),
+    *("n_shared_experts", "routed_scaling_factor", "n_group", "topk_group"),
+    *("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "rope_interleave"),
+)
+# What a router does, by the fields of a config.json, where a mixture of experts has no such field.
+ROUTER_VALUES: dict[str, Any] = {
+    "norm_topk_prob": False, "moe_intermediate_size": None, "decoder_sparse_step": 1, "mlp_only_layers": [],
+    "first_k_dense_replace": 0, "moe_layer_freq": 1, "n_shared_experts": 0, "shared_expert_intermediate_size": 0,
+    "routed_scaling_factor": 1, "n_group": 1, "topk_group": 1, "scoring_func": "softmax", "topk_method": "greedy",
+    "router_jitter_noise": 0,
+}  # fmt: skip
+# How most families store their experts (Family.stored_experts).
+STORED_EXPERTS = {
+    "mlp.experts.gate_up_proj": ("mlp.experts.{}.gate_proj.weight", "mlp.experts.{}.up_proj.weight"),
+    "mlp.experts.down_proj": ("mlp.experts.{}.down_proj.weight",),
+}
+
+
+@dataclass(frozen=True)
+class Linear:
+    """A linear layer of a block by its name there. A `residual` one writes into the residual stream: it starts with smaller
+    weights, and tensor parallelism splits its inputs; of the others it splits the outputs, but for a `whole` one. `experts` of
+    them may be stacked."""
+
+    name: str
+    inputs: int
+    outputs: int
+    bias: bool = False
+    residual: bool = False
+    experts: int = 1
+    whole: bool = False
+
+
+@dataclass(frozen=True)
+class Norm:
+    """A norm of a block by its name there, with `size` weights, and `eps` if it is not that of the model. `over` says what
+    tensor parallelism has split before it: the sequence of hidden states, the heads of queries and keys, or their channels,
+    over which the norm goes; nothing of latents."""
+
+    name: str
+    size: int
+    over: Literal["sequence", "heads", "channels", "latents"] = "sequence"
+    eps: float | None = None
+
+
+def gated_linears(config: ModelConfig) -> tuple[Linear, ...]:
+    """Grouped attention and a gated feed-forward, in the order of the forward pass."""
+    width, inner = config.hidden_size, config.intermediate_size
+    queries = config.num_attention_heads * config.head_dim
+    keys = config.num_key_value_heads * config.head_dim
+    return (
+        Linear("self_attn.q_proj", width, queries, config.attention_bias),
+        Linear("self_attn.k_proj", width, keys, config.attention_bias),
+        Linear("self_attn.v_proj", width, keys, config.attention_bias),
+        Linear("self_attn.o_proj", queries, width, config.attention_output_bias, residual=True),
+        Linear("mlp.gate_proj", width, inner, config.mlp_bias),
+        Linear("mlp.up_proj", width, inner, config.mlp_bias),
+        Linear("mlp.down_proj", inner, width, config.mlp_bias, residual=True),
+    )
+
+
+def latent_linears(config: ModelConfig) -> tuple[Linear, ...]:
+    """Latent attention (DeepSeek-V2, arXiv 2405.04434): keys and values, and queries if q_lora_rank, come from a few channels.
+    The feed-forward is gated."""
+    width, heads, bias = config.hidden_size, config.num_attention_heads, config.attention_bias
+    keys, queries, latents = config.kv_lora_rank, heads * config.qk_head_dim, config.q_lora_rank
+    down = (Linear("self_attn.q_a_proj", width, latents, bias, whole=True),) if latents else ()
+    return (
+        *down,
+        Linear("self_attn.q_b_proj", latents, queries) if latents else Linear("self_attn.q_proj", width, queries),
+        Linear("self_attn.kv_a_proj_with_mqa", width, keys + config.qk_rope_head_dim, bias, whole=True),
+        Linear("self_attn.kv_b_proj", keys, heads * (config.qk_nope_head_dim + config.v_head_dim)),
+        Linear("self_attn.o_proj", heads * config.v_head_dim, width, config.attention_output_bias, residual=True),
+        *(each for each in gated_linears(config) if each.name.startswith("mlp.")),
+    )
+
+
+def mixture_linears(config: ModelConfig) -> tuple[Linear, ...]:
+    """The router and the experts that a sparse block has in place of its feed-forward."""
+    width, inner, experts = config.hidden_size, config.expert_size, config.num_experts
+    shared = inner * config.n_shared_experts
+    linears = (
+        Linear("mlp.shared_experts.gate_proj", width, shared),
+        Linear("mlp.shared_experts.up_proj", width, shared),
+        Linear("mlp.shared_experts.down_proj", shared, width, residual=True),
+    )
+    return (
+        Linear("mlp.gate", width, experts),
+        Linear("mlp.experts.gate_up_proj", width, 2 * inner, experts=experts),
+        Linear("mlp.experts.down_proj", inner, width, residual=True, experts=experts),
+        *(linears if shared else ()),
+    )
+
+
+def read_rope(content: dict[str, Any], table: Any = None) -> dict[str, Any]:
+    """rope_scaling and rope_theta of a ModelConfig, from `table` or, as transformers chooses them, tables of a config.json.
+
+    `rope_scaling`, which transformers 4 writes, replaces `rope_parameters` of transformers 5, which has rope_theta too.
+    """
+    name = "rope_scaling" if content.get("rope_scaling") else "rope_parameters"
+    if table is None:
+        table, beside = content.get(name) or {}, content.get("original_max_position_embeddings")
+    else:
+        beside = None
+    if not isinstance(table, dict):
+        raise UserError(f"{name}: expected an object, got {quoted(table)}")
+    if nested := [key for key, value in table.items() if isinstance(value, dict)]:
+        raise UserError(f"{name}: {quoted(nested[0])}: positions of a type of layers are not supported in this family")
+    rotated = table.get("partial_rotary_factor", content.get("partial_rotary_factor"))
+    if rotated not in (None, 1):
+        raise UserError(f"partial_rotary_factor: {quoted(rotated)} is not supported; use a model that rotates whole heads")
+    if beside is not None:
+        table = {**table, "original_max_position_embeddings": beside}
+    theta = table.get("rope_theta")
+    return {"rope_scaling": table} | ({} if theta is None else {"rope_theta": theta})
+
+
+class ForeignLayout(NamedTuple):
+    """How another trainer names the tensors of a family: `marker` is one that only it has; `names` are ours by its, of a block
+    and of the ends, several joined by " + " where it fuses them; empty: they are ours, but linear layers are transposed."""
+
+    marker: str
+    names: Mapping[str, str]
+
+
+@dataclass(frozen=True)
+class Family:
+    """One model_type. The defaults are those of Llama.
+
+    Modules:
+        module: "module:class" that computes it.
+        linears: the linear layers of a block, in the order of the forward pass.
+        attention_norms, mlp_norms: names of the norms of a block: of what attention and feed-forward are given, and of what
+            they return; None where there is none.
+        layer_norm: norms subtract the mean and have biases. norm_offset: of an RMSNorm, as in layers.RMSNorm.
+        qk_norm: what queries and keys are normalized over: the channels of each head, or all channels; None: they are not.
+        latent_attention: `linears` are those of `latent_linears`. sigmoid_router: a router scores experts by sigmoids, and
+            chooses by scores with a bias, and by groups, as DeepSeek-V3's (arXiv 2412.19437).
+        activations: values of hidden_act; the first is the default.
+        scaled_embeddings: they are multiplied by sqrt(hidden_size).
+        learned_positions: instead of rotary ones.
+        transposed: weights of linear layers are stored [inputs, outputs].
+        why_not_split: why tensor parallelism cannot split it; empty where it can.
+        stored_experts: of a mixture of experts; the names on disk of the tensors of a block that are stored in pieces, in their
+            order along the rows, with a number for {} where each expert has its own.
+    Options of a config:
+        attention_biases: possible (attention_bias, attention_output_bias); the first is the default.
+        mlp_biases: whether mlp_bias may be true.
+        intermediate_ratio: intermediate_size / hidden_size where it is not given; 0: it must be.
+        grouped_heads: num_key_value_heads and head_dim may be chosen. heads_divide_width: transformers requires that.
+        windows: sliding_window: none, one for all layers, or for those that layer_types names.
+        default_window: of sliding_window. window_pattern: every how many layers one sees everything, where layer_types is not
+            given; 0: none does.
+        local_rope_theta: the default of rope_local_base_freq; None: it has none. scales_scores: it has query_pre_attn_scalar.
+        caps_logits: final_logit_softcapping is an option of transformers, too.
+    config.json:
+        architecture, classifier: transformers' classes.
+        fields: those of ModelConfig besides the common ones. names: by our names, where they differ.
+        defaults: what transformers assumes for fields that are left out. required_values: others are refused.
+        dropouts: written as zero.
+        read, write: fields of ModelConfig from a config.json, and the reverse, which are more than names; the former reads the
+            rotary positions, too.
+        optional_prefix: of tensor names on disk, which may leave it out.
+        unread_layers: the field, and its default, of how many layers after the last one a folder may have that nothing reads.
+        foreign_layouts: checkpoints of other trainers that can be imported, by their names. foreign_fields: those of a config
+            that they may lack.
+    """
+
+    architecture: str
+    classifier: str
+    module: str = "lmforge.core.model.modules.decoder:Decoder"
+    linears: Callable[[ModelConfig], tuple[Linear, ...]] = gated_linears
+    attention_norms: tuple[str | None, str | None] = ("input_layernorm", None)
+    mlp_norms: tuple[str | None, str | None] = ("post_attention_layernorm", None)
+    layer_norm: bool = False
+    norm_offset: float | None = None
+    qk_norm: Literal["heads", "channels"] | None = None
+    latent_attention: bool = False
+    sigmoid_router: bool = False
+    activations: tuple[str, ...] = ("silu", "swish")
+    scaled_embeddings: bool = False
+    learned_positions: bool = False
+    transposed: bool = False
+    why_not_split: str = ""
+    stored_experts: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    attention_biases: tuple[tuple[bool, bool], ...] = ((False, False),)
+    mlp_biases: bool = False
+    intermediate_ratio: int = 0
+    grouped_heads: bool = True
+    heads_divide_width: bool = False
+    windows: Literal["none", "all layers", "by layer"] = "none"
+    default_window: int | None = None
+    window_pattern: int = 0
+    local_rope_theta: float | None = None
+    scales_scores: bool = False
+    caps_logits: bool = False
+    fields: tuple[str, ...] = ROTARY_FIELDS
+    names: Mapping[str, str] = field(default_factory=dict)
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    required_values: Mapping[str, Any] = field(default_factory=dict)
+    dropouts: tuple[str, ...] = ("attention_dropout",)
+    read: Callable[[dict[str, Any]], dict[str, Any]] = read_rope
+    write: Callable[[ModelConfig], dict[str, Any]] = lambda config: {}
+    optional_prefix: str = ""
+    unread_layers: tuple[str, int] = ("", 0)
+    foreign_layouts: Mapping[str, ForeignLayout] = field(default_factory=dict)
+    foreign_fields: tuple[str, ...] = ()
+
+    def norms(self, config: ModelConfig) -> tuple[Norm, ...]:
+        """The norms of a block."""
+        sequence = [Norm(name, config.hidden_size) for name in (*self.attention_norms, *self.mlp_norms) if name]
+        if self.latent_attention:  # their eps is RMSNorm's default, whatever rms_norm_eps is
+            latents = {"q_a_layernorm": config.q_lora_rank, "kv_a_layernorm": config.kv_lora_rank}
+            sequence += [Norm(f"self_attn.{name}", size, "latents", 1e-6) for name, size in latents.items() if size]
+        if self.qk_norm is None:
+            return tuple(sequence)
+        heads = {"q_norm": config.num_attention_heads, "k_norm": config.num_key_value_heads}
+        return (
+            *sequence,
+            *(
+                Norm(f"self_attn.{name}", config.head_dim * (count if self.qk_norm == "channels" else 1), self.qk_norm)
+                for name, count in heads.items()
+            ),
+        )
+
+
+def name_layer_types(num_layers: int, every: int) -> tuple[str, ...]:
+    """The layer_types of a model in which every `every`-th layer sees everything (0: none does); the others have a window."""
+    return tuple(
+        "full_attention" if every and layer % every == 0 else "sliding_attention" for layer in range(1, num_layers + 1)
+    )
+
+
+@cache
+def load_family(model_type: str) -> Family:
+    """The description of a built-in model_type."""
+    family: Family = import_module(f"lmforge.core.model.families.{model_type}").FAMILY
+    return family
+
+
+def build_module(config: ModelConfig) -> Any:
+    """The module that computes a model of a built-in family, on torch's default device."""
+    module, _, name = config.family.module.partition(":")
+    return getattr(import_module(module), name)(config)

@@ -1,0 +1,344 @@
+"""The modules that all families are made of, and `LanguageModel`: what every model offers."""
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+from types import MappingProxyType
+from typing import Any, Literal, cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import gelu, linear, silu
+
+from lmforge.core.data.batch import Batch
+from lmforge.core.model.attention import ContextParallel, LayerKVCache, create_attention_mask
+from lmforge.core.model.config import ModelConfig
+from lmforge.core.model.incremental import IncrementalDecoder
+from lmforge.core.model.init_weights import FlatShard, InitialValue, initial_value
+from lmforge.core.model.parametrization import STANDARD, UNSCALED, Parametrization, Place, TensorScale
+from lmforge.core.model.rng.token_rng import TokenRng, neftune_noise_scale, perturb_embeddings
+from lmforge.core.model.rope import rotary_embedding
+
+_gelu_tanh = partial(gelu, approximate="tanh")
+# By their names in a config.json.
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "silu": silu,
+    "swish": silu,
+    "gelu": gelu,
+    "gelu_new": _gelu_tanh,
+    "gelu_pytorch_tanh": _gelu_tanh,
+}
+
+
+class Conv1D(nn.Module):
+    """x @ weight + bias, with the weight [in, out]: GPT-2 stores its linear maps transposed."""
+
+    def __init__(self, in_features: int, out_features: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(in_features, out_features))
+        self.bias = nn.Parameter(torch.empty(out_features))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return linear(x, self.weight.t(), self.bias)
+
+
+def add_linears(module: nn.Module, owner: str, config: ModelConfig, sparse: bool = False) -> None:
+    """Give `module`, which a block calls `owner`, the linear layers that the family describes there."""
+    for each in config.block_linears(sparse):
+        prefix, _, name = each.name.rpartition(".")
+        if prefix == owner:
+            sizes = each.inputs, each.outputs
+            module.add_module(name, Conv1D(*sizes) if config.family.transposed else nn.Linear(*sizes, bias=each.bias))
+
+
+def apply_linear(layer: nn.Module, x: Tensor, token_rng: TokenRng | None) -> Tensor:
+    """`layer(x)`; a layer with an adapter (lora.py) has its own dropout, and is given the `token_rng` for it."""
+    return layer(x) if token_rng is None or not hasattr(layer, "lora_A") else layer(x, token_rng)
+
+
+class GatedMLP(nn.Module):
+    """A gated feed-forward that a block calls `owner`."""
+
+    gate_proj: nn.Linear
+    up_proj: nn.Linear
+    down_proj: nn.Linear
+
+    def __init__(self, config: ModelConfig, owner: str = "mlp", sparse: bool = False) -> None:
+        super().__init__()
+        self.activation = ACTIVATIONS[config.hidden_act]
+        add_linears(self, owner, config, sparse)
+
+    def forward(self, x: Tensor, token_rng: TokenRng | None = None) -> Tensor:
+        gated = self.activation(apply_linear(self.gate_proj, x, token_rng)) * apply_linear(self.up_proj, x, token_rng)
+        return apply_linear(self.down_proj, gated, token_rng)
+
+
+def to_autocast_dtype(hidden: Tensor) -> Tensor:
+    """Embeddings in the dtype of autocast, where it is on. Autocast does not cast embeddings, so the residual stream would stay
+    fp32. FSDP computes in bf16 from the embedding on; with this class the other engines do, too.
+    """
+    device_type = hidden.device.type
+    if hidden.is_meta or not torch.is_autocast_enabled(device_type):  # torch has no autocast on the meta device
+        return hidden
+    return hidden.to(torch.get_autocast_dtype(device_type))
+
+
+def add_residual(hidden: Tensor, x: Tensor, token_rng: TokenRng | None, site: int) -> Tensor:
+    """hidden + dropout(x) at a site of the block; without `token_rng` there is no dropout."""
+    return hidden + (x if token_rng is None else token_rng.apply_dropout(x, site))
+
+
+class RMSNorm(nn.Module):
+    """x / sqrt(mean(x²) + eps) * weight (arXiv 1910.07467), over the last dimension.
+
+    Computed in fp32 whatever the dtype of the input, and returned in that dtype, as transformers does. Llama multiplies by
+    the weight after rounding to that dtype; with an `offset`, which is added to the weight, it is multiplied before.
+    """
+
+    def __init__(self, hidden_size: int, eps: float, offset: float | None = None) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(hidden_size))
+        self.eps, self.offset = eps, offset
+
+    def forward(self, x: Tensor) -> Tensor:
+        x32 = x.float()
+        normed = x32 * torch.rsqrt(x32.square().mean(-1, keepdim=True) + self.eps)
+        if self.offset is not None:
+            return (normed * (self.offset + self.weight.float())).to(x.dtype)
+        return (self.weight * normed.to(x.dtype)).to(x.dtype)
+
+
+Passes = Literal["operators", "fused", "stored"]
+
+
+@dataclass(frozen=True)
+class HeadOptions:
+    """Options of an output head besides its matrix product.
+
+    bias: [vocab], added to the logits. softcap: logits become softcap · tanh(logits / softcap) (Gemma 2, arXiv 2408.00118).
+    passes: what computes losses from logits. "operators" are torch's; others are compiled, those of a file NAME_passes.py in
+        objectives/.
+    """
+
+    bias: Tensor | None = None
+    softcap: float | None = None
+    passes: Passes = "operators"
+
+
+PLAIN_HEAD = HeadOptions()
+
+
+def cap_logits(logits: Tensor, softcap: float | None) -> Tensor:
+    """`logits` after soft-capping, of the same shape and dtype."""
+    return logits if softcap is None else softcap * torch.tanh(logits / softcap)
+
+
+class LMHead(nn.Module):
+    """The output projection: weight [vocab, width], or [1, width] of a reward model; bias [vocab], if any."""
+
+    passes: Passes = "operators"  # as in HeadOptions
+
+    def __init__(self, hidden_size: int, vocab_size: int, *, bias: bool = False, softcap: float | None = None) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(vocab_size, hidden_size))
+        self.bias = nn.Parameter(torch.empty(vocab_size)) if bias else None
+        self.softcap = softcap
+
+    def forward(self, hidden: Tensor, head_fn: Callable[..., Any] | None = None) -> Any:
+        """Logits [..., vocab] of hidden [..., width]; or head_fn(hidden, weight, head=HeadOptions), whatever that returns.
+
+        Objectives use `head_fn`: called through the module, so that hooks which gather a sharded weight run, it may go
+        through the weight in chunks, so that the full logits never exist.
+        """
+        if head_fn is None:
+            return cap_logits(nn.functional.linear(hidden, self.weight, self.bias), self.softcap)
+        return head_fn(hidden, self.weight, head=HeadOptions(self.bias, self.softcap, self.passes))
+
+
+class LanguageModel(nn.Module):
+    """What every model offers.
+
+    `forward(tokens, positions, document_ids, cache, rng_keys)` returns hidden states, which `lm_head` scores; `embeddings`,
+    `blocks`, `final_norm` and `lm_head` are the units that sharding wraps. Forward has three parts, so that a pipeline
+    stage can run its own: `embed`, `run_blocks`, `final_norm`.
+    """
+
+    # Names of modules: the token embedding and then the others, the list of blocks, the norm after them.
+    embedding_names: tuple[str, ...]
+    blocks_name: str
+    final_norm_name: str
+    lm_head: LMHead
+    # Set where a rank has only a part of each sequence: how attention gets the keys of the other parts.
+    context_parallel: ContextParallel | None = None
+    # Fraction of the numbers that dropout zeroes where a batch has rng keys: after the embedding, and in what attention and
+    # feed-forward add to the hidden states. Attention probabilities are never dropped.
+    dropout: float = 0.0
+    has_dropout: bool = True  # False for models without any, whose adapters have none either
+    # Strength of the noise that NEFTune adds to embeddings (token_rng.py), where a batch has rng keys.
+    neftune_noise_alpha: float = 0.0
+    balance: Any = None  # mixture.balance.Balance, of a model with mixtures of experts
+    activation_offload: Any = None  # parallel.activation_offload.ActivationOffload
+    lora_config: Any = None  # lora.LoraConfig of a model with adapters
+    parametrization: Parametrization = STANDARD  # how first values and learning rates follow from those of a base model
+    # With tensor parallel, hidden states are a part of the sequence: (which one, of how many).
+    sequence_parallel_shard: tuple[int, int] = (0, 1)
+    # With FSDP1, by their names in `named_parameters()`: what this rank holds of them, which their shapes do not say.
+    flat_shards: Mapping[str, FlatShard] = MappingProxyType({})
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.config = config
+
+    def forward(
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        document_ids: Tensor,
+        cache: Any = None,
+        rng_keys: Tensor | None = None,
+        document_starts: Tensor | None = None,
+        routed_experts: Tensor | None = None,
+    ) -> Tensor:
+        """Hidden states after the final norm: [sequences, length, hidden_size], ready for `lm_head`.
+
+        Args:
+            tokens, positions: int64 [sequences, length]; positions restart at each document.
+            document_ids: int32 [sequences, length], equal within a document, -1 on padding.
+            cache: keys and values of earlier tokens, to which the new ones are added (`KVCache.view`); each sequence is
+                one document then.
+            rng_keys: int64 [sequences, length], what dropout and NEFTune draw from; None turns both off.
+            document_starts: as in Batch, or None; with them attention may take a faster kernel.
+            routed_experts: as in Extras, or None: the experts of each token, in place of what routers choose.
+        """
+        token_rng = self.make_token_rng(rng_keys, document_ids)
+        hidden = self.embed(tokens, positions, token_rng)
+        hidden = self.run_blocks(
+            hidden,
+            positions,
+            document_ids,
+            cache,
+            token_rng=token_rng,
+            document_starts=document_starts,
+            routed_experts=routed_experts,
+        )
+        return self.final_norm(hidden)
+
+    def make_token_rng(self, rng_keys: Tensor | None, document_ids: Tensor) -> TokenRng | None:
+        """The random numbers of dropout and NEFTune on this rank for tokens with these keys; None where both are off."""
+        drops = self.dropout or (self.lora_config is not None and self.lora_config.dropout)
+        if rng_keys is None or not (drops or self.neftune_noise_alpha):
+            return None
+        part, parts = self.sequence_parallel_shard
+        scale = None
+        if self.neftune_noise_alpha:
+            scale = neftune_noise_scale(document_ids, self.config.hidden_size, self.neftune_noise_alpha)
+            scale = scale.chunk(parts, dim=1)[part]
+        return TokenRng(self.dropout, rng_keys.chunk(parts, dim=1)[part], scale)
+
+    def local_batch(self, batch: Batch) -> Batch:
+        """The part of a batch that this rank computes: all of it, except with context parallel."""
+        return batch if self.context_parallel is None else self.context_parallel.shard_batch(batch)
+
+    def embed(self, tokens: Tensor, positions: Tensor, token_rng: TokenRng | None = None) -> Tensor:
+        """The input of the first block: [sequences, length, hidden_size], in the compute dtype, as the residual stream is.
+
+        Raises UserError for sequences longer than the learned positions.
+        """
+        self.config.check_length(tokens.shape[1])
+        token_embedding, *position_embeddings = self.embeddings
+        hidden = token_embedding(tokens)
+        for embedding in position_embeddings:
+            hidden = hidden + embedding(positions)
+        hidden = to_autocast_dtype(hidden)
+        if self.config.family.scaled_embeddings:  # by a number in that dtype, as transformers does
+            hidden = hidden * torch.tensor(math.sqrt(self.config.hidden_size), dtype=hidden.dtype, device="cpu")
+        return perturb_embeddings(hidden, token_rng)
+
+    def run_blocks(
+        self,
+        hidden: Tensor,
+        positions: Tensor,
+        document_ids: Tensor,
+        cache: list[LayerKVCache] | None = None,
+        layer_indices: Iterable[int] | None = None,
+        token_rng: TokenRng | None = None,
+        document_starts: Tensor | None = None,
+        routed_experts: Tensor | None = None,
+    ) -> Tensor:
+        """`hidden` after the blocks of `layer_indices`, all of them by default; the same shape and dtype."""
+        blocks, windows, ropes = self.blocks, self.config.layer_windows, self.config.layer_ropes
+        if cache is None:
+            make_mask = partial(
+                create_attention_mask,
+                context_parallel=self.context_parallel,
+                document_starts=document_starts,
+                dtype=hidden.dtype,
+                head_dim=self.config.head_dim,
+            )
+            masks = {each: make_mask(document_ids, each) for each in set(windows)}
+        else:
+            masks = {each: cache[0].mask(each) for each in set(windows)}
+        rotary = {each: rotary_embedding(positions, each, self.config.rotary_dim) for each in set(ropes)}
+        # Attention has masks; a mixture balances and counts the tokens that are none of padding.
+        part, parts = self.sequence_parallel_shard
+        of_mixture = {"is_token": document_ids.chunk(parts, 1)[part] >= 0} if self.config.num_experts else {}
+        indices = [*range(len(blocks))] if layer_indices is None else [*layer_indices]
+        for layer in indices:
+            layer_cache = None if cache is None else cache[layer]
+            layer_rng = None if token_rng is None else token_rng.for_block(layer)
+            if routed_experts is not None:
+                of_mixture["routed_experts"] = routed_experts.chunk(parts, 1)[part][:, :, layer]
+            inputs = rotary[ropes[layer]], masks[windows[layer]], layer_cache, layer_rng
+            if self.activation_offload is None:
+                hidden = blocks[layer](hidden, *inputs, **of_mixture)
+                continue
+            with self.activation_offload.saving(blocks[layer], layer == indices[0], inputs):
+                hidden = blocks[layer](hidden, *inputs, **of_mixture)
+        return hidden
+
+    def incremental_decoder(
+        self, batch_size: int, max_length: int, *, device: torch.device, dtype: torch.dtype, records_experts: bool = False
+    ) -> Any:
+        """An incremental decoder of at most `batch_size` sequences of `max_length` tokens, with its cache in `dtype`.
+
+        Raises UserError where the model cannot compute that many tokens.
+        """
+        return IncrementalDecoder(self, batch_size, max_length, device=device, dtype=dtype, records_experts=records_experts)
+
+    def initial_values(
+        self, shapes: Mapping[str, torch.Size], seed: int, embedding_std: float | None = None
+    ) -> Iterator[tuple[str, InitialValue | Tensor]]:
+        """(name, first value) of the parameters of these names and full shapes; see init_weights.py."""
+        for name, shape in shapes.items():
+            is_embedding = name == f"{self.embedding_names[0]}.weight"
+            value = initial_value(name, shape, self.config, embedding_std if is_embedding else None)
+            offset = 0.0 if name.endswith("bias") else self.config.family.norm_offset or 0.0
+            yield name, value.scaled(self.tensor_scale(name, shape).init, offset)
+
+    def tensor_scale(self, name: str, shape: tuple[int, ...]) -> TensorScale:
+        """The factors of the parameter `name`, of this full shape, by the parametrization."""
+        if self.parametrization == STANDARD:  # of wrapped models too
+            return UNSCALED
+        place: Place = "block" if name.startswith(f"{self.blocks_name}.") else "final norm"
+        place = "embedding" if name.startswith(tuple(f"{each}." for each in self.embedding_names)) else place
+        place = "head" if name.startswith("lm_head.") else place
+        return self.parametrization.scale(name, shape, place, self.config)
+
+    def tie_weights(self) -> None:
+        """Tie the head's weight to the embedding's, where the config says so. Repeat after `to_empty`, which unties them."""
+        if self.config.tie_word_embeddings:
+            self.lm_head.weight = self.embeddings[0].weight  # type: ignore[assignment]
+
+    @property
+    def embeddings(self) -> list[nn.Embedding]:
+        """The token embedding, then the others."""
+        return [cast(nn.Embedding, self.get_submodule(name)) for name in self.embedding_names]
+
+    @property
+    def blocks(self) -> nn.ModuleList:
+        return cast(nn.ModuleList, self.get_submodule(self.blocks_name))
+
+    @property
+    def final_norm(self) -> nn.Module:
+        return self.get_submodule(self.final_norm_name)

@@ -1,0 +1,176 @@
+"""A decoder with rotary positions and a gated feed-forward, by its Hugging Face tensor names: Llama, Mistral, Qwen and others.
+
+What distinguishes them is in their descriptions (family.py): which norms there are, and over what they go. No loss here: the
+objective applies the head.
+"""
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import pad
+
+from lmforge.core.model.attention import AttentionMask, LayerKVCache, attend
+from lmforge.core.model.config import ModelConfig
+from lmforge.core.model.layers import GatedMLP, LanguageModel, LMHead, RMSNorm, add_linears, add_residual, apply_linear
+from lmforge.core.model.mixture.balance import Balance
+from lmforge.core.model.mixture.experts import MixtureOfExperts, local_weight
+from lmforge.core.model.rng.token_rng import TokenRng
+from lmforge.core.model.rope import RotaryEmbedding, yarn_mscale
+
+
+class Attention(nn.Module):
+    q_proj: nn.Linear
+    k_proj: nn.Linear
+    v_proj: nn.Linear
+    o_proj: nn.Linear
+    q_norm: RMSNorm
+    k_norm: RMSNorm
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.head_dim, self.value_dim, self.qk_norm = config.head_dim, config.head_dim, config.family.qk_norm
+        self.scale = None if config.query_pre_attn_scalar is None else config.query_pre_attn_scalar**-0.5
+        add_linears(self, "self_attn", config)
+        for norm in config.family.norms(config):
+            owner, _, name = norm.name.rpartition(".")
+            if owner == "self_attn":
+                self.add_module(name, _make_norm(config, norm.size, norm.eps))
+
+    def forward(
+        self,
+        x: Tensor,
+        rotary: RotaryEmbedding,
+        mask: AttentionMask,
+        cache: LayerKVCache | None,
+        token_rng: TokenRng | None = None,
+    ) -> Tensor:
+        q, k, v = (each.transpose(1, 2) for each in self.heads(x, rotary, token_rng))
+        if cache is not None:
+            k, v = cache.update(k, v)
+        attended = attend(q, k, v, mask, self.scale)[..., : self.value_dim].transpose(1, 2)
+        return apply_linear(self.o_proj, attended.flatten(2), token_rng)
+
+    def heads(self, x: Tensor, rotary: RotaryEmbedding, token_rng: TokenRng | None) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries, keys and values of x [sequences, length, width]: [sequences, length, heads, head_dim] each."""
+        q, k, v = (apply_linear(layer, x, token_rng) for layer in (self.q_proj, self.k_proj, self.v_proj))
+        if self.qk_norm == "channels":
+            q, k = self.q_norm(q), self.k_norm(k)
+        q, k, v = (each.unflatten(-1, (-1, self.head_dim)) for each in (q, k, v))
+        if self.qk_norm == "heads":
+            q, k = self.q_norm(q), self.k_norm(k)
+        return rotary.apply_rotary(q), rotary.apply_rotary(k), v
+
+
+class LatentAttention(Attention):
+    """Attention whose heads are computed from a few channels, the latents (DeepSeek-V2, arXiv 2405.04434): each has its own
+    `qk_nope_head_dim` channels of keys and queries, beside rotated ones, which are the same in all keys.
+
+    The narrower of queries and values are padded with zeros, for kernels and caches of one width.
+    """
+
+    q_a_proj: nn.Linear
+    q_b_proj: nn.Linear
+    kv_a_proj_with_mqa: nn.Linear
+    kv_b_proj: nn.Linear
+    q_a_layernorm: RMSNorm
+    kv_a_layernorm: RMSNorm
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__(config)
+        self.value_dim, self.interleaved = config.v_head_dim, config.rope_interleave
+        self.has_query_latent = config.q_lora_rank > 0
+        self.latents = config.kv_lora_rank, config.qk_rope_head_dim
+        self.query_parts = config.qk_nope_head_dim, config.qk_rope_head_dim
+        self.key_value_parts = config.qk_nope_head_dim, config.v_head_dim
+        scaling = config.rope_scaling
+        self.scale = yarn_mscale(scaling, scaling.mscale_all_dim if scaling else None) ** 2 * config.qk_head_dim**-0.5
+
+    def heads(self, x: Tensor, rotary: RotaryEmbedding, token_rng: TokenRng | None) -> tuple[Tensor, Tensor, Tensor]:
+        if self.has_query_latent:
+            queries = self.q_a_layernorm(apply_linear(self.q_a_proj, x, token_rng))
+            queries = apply_linear(self.q_b_proj, queries, token_rng)
+        else:
+            queries = apply_linear(self.q_proj, x, token_rng)
+        latent, rotated = apply_linear(self.kv_a_proj_with_mqa, x, token_rng).split(self.latents, dim=-1)
+        keys_values = apply_linear(self.kv_b_proj, self.kv_a_layernorm(latent), token_rng)
+        q_nope, q_rotated = queries.unflatten(-1, (-1, sum(self.query_parts))).split(self.query_parts, dim=-1)
+        k_nope, v = keys_values.unflatten(-1, (-1, sum(self.key_value_parts))).split(self.key_value_parts, dim=-1)
+        q_rotated = rotary.apply_rotary(q_rotated, self.interleaved)
+        # With tensor parallelism each rank has the latents whole, and the gradients from its own heads.
+        k_rotated = rotary.apply_rotary(local_weight(rotated).unsqueeze(2), self.interleaved)
+        k_rotated = k_rotated.expand(-1, -1, k_nope.shape[2], -1)
+        q, k = torch.cat((q_nope, q_rotated), dim=-1), torch.cat((k_nope, k_rotated), dim=-1)
+        q, k, v = (pad(each, (0, self.head_dim - each.shape[-1])) for each in (q, k, v))
+        return q, k, v
+
+
+class DecoderBlock(nn.Module):
+    """One layer: hidden + norm(attention(norm(hidden))), then the same with the feed-forward. The family says which of the
+    norms there are.
+
+    Only the weights differ from layer to layer, so that one compilation serves all blocks; `sparse` ones, which have a mixture
+    of experts as their feed-forward, need another.
+    """
+
+    def __init__(self, config: ModelConfig, sparse: bool = False) -> None:
+        super().__init__()
+        (self._before_attention, self._after_attention) = config.family.attention_norms
+        (self._before_mlp, self._after_mlp) = config.family.mlp_norms
+        self._is_sparse = sparse
+        self._add_norm(self._before_attention, config)
+        self.self_attn = (LatentAttention if config.family.latent_attention else Attention)(config)
+        self._add_norm(self._after_attention, config)
+        self._add_norm(self._before_mlp, config)
+        self.mlp = MixtureOfExperts(config) if sparse else GatedMLP(config)
+        self._add_norm(self._after_mlp, config)
+
+    def _add_norm(self, name: str | None, config: ModelConfig) -> None:
+        if name is not None:
+            self.add_module(name, _make_norm(config, config.hidden_size))
+
+    def _norm(self, name: str | None, x: Tensor) -> Tensor:
+        return x if name is None else getattr(self, name)(x)
+
+    def forward(
+        self,
+        hidden: Tensor,
+        rotary: RotaryEmbedding,
+        mask: AttentionMask,
+        cache: LayerKVCache | None = None,
+        token_rng: TokenRng | None = None,
+        **of_mixture: Tensor,
+    ) -> Tensor:
+        """hidden [sequences, length, hidden_size] → the same shape and dtype; `of_mixture`: what only a mixture is given."""
+        attended = self.self_attn(self._norm(self._before_attention, hidden), rotary, mask, cache, token_rng=token_rng)
+        hidden = add_residual(hidden, self._norm(self._after_attention, attended), token_rng, 0)
+        fed = self.mlp(self._norm(self._before_mlp, hidden), token_rng=token_rng, **of_mixture if self._is_sparse else {})
+        return add_residual(hidden, self._norm(self._after_mlp, fed), token_rng, 1)
+
+
+class DecoderBackbone(nn.Module):
+    """The modules under the name `model.`."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.layers = nn.ModuleList(DecoderBlock(config, sparse) for sparse in config.sparse_layers)
+        self.norm = _make_norm(config, config.hidden_size)
+
+
+class Decoder(LanguageModel):
+    """A language model of such a family, without its loss."""
+
+    embedding_names = ("model.embed_tokens",)
+    blocks_name = "model.layers"
+    final_norm_name = "model.norm"
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__(config)
+        self.model = DecoderBackbone(config)
+        self.lm_head = LMHead(config.hidden_size, config.num_outputs, softcap=config.final_logit_softcapping)
+        self.tie_weights()
+        if mixtures := [block.mlp for block in self.model.layers if isinstance(block.mlp, MixtureOfExperts)]:
+            self.balance = Balance(config, mixtures)
+
+
+def _make_norm(config: ModelConfig, size: int, eps: float | None = None) -> RMSNorm:
+    return RMSNorm(size, eps or config.rms_norm_eps, config.family.norm_offset)

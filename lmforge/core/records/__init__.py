@@ -1,0 +1,1 @@
+"""What lies on a disk: run directories, their records, manifests of checkpoints and data."""

@@ -1,0 +1,253 @@
+"""An attempt at a run, from the recipe that it writes to its report: what watches it, what it writes for reports and trackers,
+and how its failures are described."""
+
+import json
+import os
+import platform
+import re
+import shlex
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from functools import partial
+from pathlib import Path
+from typing import Any, BinaryIO, TypeVar
+
+from lmforge.core.distributed import distributed as cluster
+from lmforge.core.distributed.distributed import DistributedContext
+from lmforge.core.distributed.environment import JOB_VARIABLE, under_launcher
+from lmforge.core.distributed.memory import record_memory, write_memory_snapshot
+from lmforge.core.distributed.processes import signal_name
+from lmforge.core.distributed.rank_info import count_restarts, has_used_up_restarts, launcher_identity, threads_per_rank
+from lmforge.core.distributed.standby import describe_standby
+from lmforge.core.errors import DISK_FULL_ERRNOS, PeerLost, RunFailed, UserError, name_some, typed_command
+from lmforge.core.files.atomic_files import atomic_write_json, without_non_finite
+from lmforge.core.files.untrusted import cut, read_json
+from lmforge.core.options.stage import StageConfig
+from lmforge.core.parallel.validate import describe_unused_sharding
+from lmforge.core.records.runs import Run, storage_errors
+from lmforge.core.stages.custom_code import PluginCallbacks
+from lmforge.core.steps.determinism import explain_nondeterministic_op
+from lmforge.core.steps.resume import last_checkpoint_message
+from lmforge.ops.monitor.console import ConsoleLogger
+from lmforge.ops.monitor.rank_log import PEER_LOST_PATTERN, RankLog
+from lmforge.ops.monitor.watchdog import Watchdog
+from lmforge.ops.report.page import write_run_report
+from lmforge.ops.trackers.tracker_threads import TrackerThreads
+
+ConfigT = TypeVar("ConfigT", bound=StageConfig)
+# In the run's directory, for `again_if_restarted`: `launcher_identity` of every rank of the last attempt.
+LAUNCHERS = ".launchers.json"
+MAX_ERROR_CHARACTERS = 1000  # of an error in events.jsonl
+
+
+def again_if_restarted(config: ConfigT, run: Run, dist_ctx: DistributedContext) -> ConfigT:
+    """The recipe; after a restart by torchrun, without the options that apply only at the first start. Restarts are detected by
+    the recorded torchrun processes, since torchrun's own restart count is not set on all ranks after a host was lost or has
+    joined. Every rank calls it.
+    """
+    launchers = dist_ctx.all_gather(launcher_identity())
+
+    def choose() -> ConfigT:
+        with suppress(UserError, OSError):
+            if not set(read_json(run.path / LAUNCHERS, list[str])).isdisjoint(launchers):
+                return config.again()
+        return config
+
+    return dist_ctx.decide_on_rank0(choose)
+
+
+def has_torn_end(file: BinaryIO) -> bool:
+    """Whether the last line of an open file was not finished: its writer was killed, or the disk was full."""
+    size = file.seek(0, os.SEEK_END)
+    file.seek(max(0, size - 1))
+    return file.read(1) not in (b"", b"\n")
+
+
+class MetricsFile:
+    """Appends JSON objects, a line each, to `metrics.jsonl` or `experts.jsonl`."""
+
+    def __init__(self, path: Path) -> None:
+        self._file = open(path, "a+b")  # noqa: SIM115
+        if has_torn_end(self._file):
+            self._file.write(b"\n")
+
+    def write(self, record: dict[str, Any]) -> None:
+        self._file.write(json.dumps(without_non_finite(record)).encode() + b"\n")
+        self._file.flush()
+
+    def close(self) -> None:
+        self._file.close()
+
+
+class RunEvents:
+    """Appends events to `events.jsonl`, one object a line. Without a run, as on ranks other than 0, it does nothing.
+
+    Every event has `time` (ISO 8601, UTC), `kind` and `step` (steps done, None where not known). Kinds, and their fields:
+
+      start        an attempt begins: ranks, hosts, device     checkpoint   a save is requested: kept
+      model        model_type, parameters, trained             completions  sampled and scored: table, in `completions/`
+      sample       generated text: prompt, text                bad step     a step that was not used: reason
+      rollback     weights of an earlier step: to, reason      end          state (done, interrupted, failed), error
+      stall        no rank makes progress: reason              stall over   they do again: reason
+      failed rewards  the first of each kind: reason
+    """
+
+    def __init__(self, run: Run | None) -> None:
+        self._run = run
+
+    def add(self, kind: str, step: int | None, **fields: Any) -> None:
+        """Append an event. A file that cannot be written does not stop the training."""
+        if self._run is None or not self._run.holds_lock():
+            return
+        record = {"time": datetime.now(UTC).isoformat(timespec="milliseconds"), "kind": kind, "step": step, **fields}
+        line = json.dumps(record, ensure_ascii=False).encode(errors="replace")  # of a lone surrogate, which UTF-8 lacks
+        with suppress(OSError), open(self._run.events_path, "a+b") as file:
+            file.write((b"\n" if has_torn_end(file) else b"") + line + b"\n")
+
+
+@dataclass(frozen=True)
+class RunContext:
+    """The recipe, the run directory, the ranks, and where progress is reported. Every rank has one, with its own log."""
+
+    config: StageConfig
+    run: Run
+    dist_ctx: DistributedContext
+    watch: Watchdog
+    console: ConsoleLogger
+    log: RankLog
+    events: RunEvents
+    trackers: TrackerThreads
+    callbacks: PluginCallbacks = field(default_factory=PluginCallbacks)
+
+    @property
+    def memory_snapshot(self) -> Path:
+        """The file with what a GPU's memory held, for `log.memory_snapshot` and where memory runs out."""
+        return self.log.path.with_suffix(".memory.pickle")
+
+
+def start_attempt(config: StageConfig, run: Run, dist_ctx: DistributedContext, callbacks: PluginCallbacks) -> RunContext:
+    """Write the recipe, open this rank's log, and start the watchdog. Ranks other than 0 print to their logs from now on."""
+    attempt = dist_ctx.decide_on_rank0(partial(run.start_attempt, config))
+    launchers = [each for each in dist_ctx.all_gather(launcher_identity()) if each]
+    if dist_ctx.is_rank0 and launchers:
+        atomic_write_json(run.path / LAUNCHERS, launchers)
+    path = run.log_path(attempt, dist_ctx.rank_info.rank)
+    # A rank's host may see another folder at this path, or none.
+    with dist_ctx.raise_on_all(), storage_errors(path, "cannot be opened", "all hosts need the folder of the run"):
+        log = RankLog(path, dist_ctx.rank_info, attempt)
+    watch = Watchdog(
+        dist_ctx,
+        run.health_folder,
+        path,
+        stall_seconds=config.watch.stall_seconds,
+        timeout_seconds=config.watch.timeout_seconds,
+        may_write=run.has_own_token,  # a folder that is being moved has none for a moment
+        add_event=RunEvents(run).add,  # any rank may be the one that reports a stall
+    )
+    console = ConsoleLogger(dist_ctx, config.train.steps, path, panel=config.log.panel)
+    trackers = TrackerThreads(console.info, console.warn)
+    events = RunEvents(run if dist_ctx.is_rank0 else None)
+    if dist_ctx.is_rank0:
+        trackers.start(run, config)
+    if config.log.memory_snapshot:
+        record_memory(dist_ctx.device)
+    return RunContext(config, run, dist_ctx, watch, console, log, events, trackers, callbacks)
+
+
+def notes_on_ranks(config: StageConfig, dist_ctx: DistributedContext) -> list[str]:
+    """Lines about standby ranks, hosts with other code and sharding that is not used, and a hint where several ranks share one
+    machine's cores, since one process would be faster."""
+    ranks = dist_ctx.world_size
+    if ranks == 1:
+        return describe_unused_sharding(config.parallel, ranks, dist_ctx.device.type)
+    if dist_ctx.rank_info.local_world_size < ranks:
+        return [*describe_standby(), *cluster.describe_other_code(dist_ctx)]
+    if dist_ctx.device.type != "cpu":
+        return describe_standby()
+    cores = f"{threads_per_rank(1)} cores"
+    shared = f"{ranks} ranks share the {cores} of one machine: one process trains faster; leave --launch.processes out"
+    return [*describe_standby(), shared]
+
+
+def describe_used_up_restarts(dist_ctx: DistributedContext) -> list[str]:
+    """A line that names the hosts where torchrun restarts ranks no more. Every rank calls it."""
+    restarts = dist_ctx.all_gather((platform.node(), count_restarts()) if has_used_up_restarts() else None)
+    used_up = sorted({each for each in restarts if each})
+    hosts = name_some([f"{host} ({count} of {count})" for host, count in used_up])
+    return [f"torchrun's --max-restarts is used up on {hosts}: a rank that is lost there now ends the run"] if used_up else []
+
+
+def describe_stop(ctx: RunContext, stopped_by: int, step: int) -> str:
+    """What ended a run that is saved, and the command that continues it: of a job, by its launcher."""
+    by = "the loss of its launcher" if cluster.launcher_is_lost() else signal_name(stopped_by)
+    info, command = ctx.dist_ctx.rank_info, typed_command()
+    if JOB_VARIABLE in os.environ:
+        command += " launch"
+    elif info.world_size > 1 and not cluster.is_launched_by_us():
+        command = under_launcher(info, command)
+    again = f"{command} {ctx.config.of_stage} {shlex.quote(str(ctx.run.recipe_path))}"
+    return f"stopped by {by} after step {step}, which is saved; to continue: {again}"
+
+
+def write_memory(ctx: RunContext) -> None:
+    """Write what the GPU's memory holds, where the recipe asks for it."""
+    if ctx.config.log.memory_snapshot:
+        write_memory_snapshot(ctx.memory_snapshot)
+        ctx.console.info(f"memory     what the GPU held: {ctx.memory_snapshot} (open it at https://pytorch.org/memory_viz)")
+
+
+def end_attempt(ctx: RunContext, final_phase: str, error: str | None) -> None:
+    """Write how the attempt ended, `error` in one line if it failed, and close what `start_attempt` has opened."""
+    ctx.watch.stop(final_phase)
+    ctx.events.add("end", None, state=final_phase, error=error)
+    if ctx.run.holds_lock():
+        _write_report(ctx, final_phase)
+        ctx.trackers.finish(final_phase)
+    ctx.console.close()
+    ctx.log.close()
+
+
+def _write_report(ctx: RunContext, final_phase: str) -> None:
+    """On rank 0. Nothing is printed for an interrupted run, whose last line says how to resume."""
+    if not ctx.dist_ctx.is_rank0:
+        return
+    with suppress(OSError, ValueError):  # the log cannot be written either on a full disk
+        try:
+            path = write_run_report(ctx.run, final_phase)
+            if final_phase == "done":
+                ctx.console.info(f"report: {path}")
+        except Exception as problem:  # a failure here does not change how the run ended
+            ctx.console.warn(f"no report: {describe_failure(problem)}")
+
+
+def describe_failure(problem: BaseException) -> str:
+    """What ended the run, in one line: the text of an expected error, and the type of any other."""
+    is_foreseen = isinstance(problem, RunFailed | UserError)
+    text = str(problem) if is_foreseen else traceback.format_exception_only(problem)[-1]
+    return cut(" ".join(text.split()), MAX_ERROR_CHARACTERS)
+
+
+def is_lost_peer(problem: BaseException) -> re.Match[str] | None:
+    """Where in its text a collective says that the connection to another rank was lost."""
+    return PEER_LOST_PATTERN.search(str(problem)) if isinstance(problem, RuntimeError) else None
+
+
+@contextmanager
+def explain_failures(run: Run) -> Iterator[None]:
+    """Turn a lost rank, an operator without a deterministic form and a full disk into errors of one line."""
+    try:
+        yield
+    except Exception as problem:
+        # Peers fail too once they lose their groups: the rank that knows the cause claims the report before that.
+        cluster.claim_error_reporting()
+        failed, reason = RunFailed, explain_nondeterministic_op(problem)
+        if lost := is_lost_peer(problem):
+            failed, reason = PeerLost, f"another rank was lost ({lost[0].lower()})"
+        elif isinstance(problem, OSError) and problem.errno in DISK_FULL_ERRNOS:
+            reason = f"no room to write ({problem.strerror})"
+        if reason is None:
+            raise
+        raise failed(f"{run.path}: {reason}; {last_checkpoint_message(run)}") from problem

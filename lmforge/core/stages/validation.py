@@ -1,0 +1,88 @@
+"""What is measured of the model while it trains, besides its loss: scores of tasks, and generated samples.
+
+Scores are the same as from `lmforge evaluate --tasks` on the checkpoint of that step.
+"""
+
+from functools import partial
+
+from lmforge.core.data.tokenizer import Tokenizer
+from lmforge.core.errors import UserError
+from lmforge.core.model.config import ModelConfig
+from lmforge.core.options.sections import COMFORTABLE_MICRO_BATCH_TOKENS
+from lmforge.core.options.stage import StageConfig
+from lmforge.core.parallel.parallel_model import ParallelModel, unsharded_for_decoding
+from lmforge.core.stages.attempt import RunContext
+from lmforge.core.stages.inputs import RunInputs
+from lmforge.serve.decoding.engine import generate
+from lmforge.serve.decoding.model_loading import LoadedModel, prefix_and_stop_ids
+from lmforge.serve.decoding.sampling import SamplingParams
+from lmforge.serve.evaluate.tasks import QuestionTask, TaskSettings, check_task, load_task, run_task
+
+# Maximum sequences in a batch of a task. It does not depend on the number of ranks, or the last bits of scores would differ.
+MAX_TASK_BATCH_SIZE = 16
+# val/NAME/… are metrics of alignment, and of the sources of a mixture.
+RESERVED_TASK_NAMES = {"rewards": "alignment", "logps": "alignment", "tokens": "alignment"}
+RESERVED_TASK_NAMES |= {"loss": "each source", "bits_per_byte": "each source"}
+
+
+def open_validation_tasks(
+    config: StageConfig, tokenizer: Tokenizer, model_config: ModelConfig
+) -> tuple[tuple[QuestionTask, int], ...]:
+    """The tasks of a recipe, each with its batch size.
+
+    Raises UserError for files, few-shot examples and lengths that cannot be used; nothing of the run has been written.
+    """
+    options, opened = config.validation, dict[str, tuple[QuestionTask, int]]()
+    prefix_ids, _ = prefix_and_stop_ids(tokenizer, config.of_stage)
+    for path in options.tasks:
+        task = load_task(path)
+        if task.name in opened:
+            other = opened[task.name][0].path
+            raise UserError(f"validation.tasks: {other} and {path} would both be logged as val/{task.name}/…; rename one")
+        if task.name in RESERVED_TASK_NAMES:
+            owner = RESERVED_TASK_NAMES[task.name]
+            raise UserError(f"validation.tasks: {path}: val/{task.name}/… are metrics of {owner}; give the file another name")
+        settings = TaskSettings(num_fewshot=options.num_fewshot, limit=options.task_limit)
+        longest = check_task(task, tokenizer, model_config, prefix_ids, settings)
+        opened[task.name] = task, max(1, min(MAX_TASK_BATCH_SIZE, COMFORTABLE_MICRO_BATCH_TOKENS // longest))
+    return tuple(opened.values())
+
+
+def score_tasks(ctx: RunContext, inputs: RunInputs, parallel_model: ParallelModel, step: int) -> dict[str, float]:
+    """The scores of tasks, each with its batch size, by their names in metrics.jsonl. Every rank calls it."""
+    if not inputs.tasks:
+        return {}
+    scores: dict[str, float] = {}
+    options = ctx.config.validation
+    with unsharded_for_decoding(parallel_model) as model:
+        prefix_and_stop = prefix_and_stop_ids(inputs.tokenizer, ctx.config.of_stage)
+        loaded = LoadedModel(model, inputs.model_config, inputs.tokenizer, ctx.run.path, None, *prefix_and_stop)
+        for task, batch_size in inputs.tasks:
+            settings = TaskSettings(
+                num_fewshot=options.num_fewshot,
+                limit=options.task_limit,
+                batch_size=batch_size,
+                # Each batch is progress.
+                on_batch=partial(ctx.watch.set_phase, "evaluate", step),
+            )
+            result = run_task(task, loaded, ctx.dist_ctx, settings)["metrics"]
+            ctx.console.info(f"  {task.name}: {', '.join(f'{name} {score:.4f}' for name, score in result.items())}")
+            scores |= {f"val/{task.name}/{name}": score for name, score in result.items()}
+    return scores
+
+
+def write_samples(ctx: RunContext, parallel_model: ParallelModel, tokenizer: Tokenizer, step: int) -> None:
+    """Log what the model writes after the prompts of the recipe. Every rank calls it and generates the same text."""
+    config = ctx.config
+    with unsharded_for_decoding(parallel_model) as model:
+        completions = generate(
+            model,
+            tokenizer,
+            config.sample.prompts,
+            max_tokens=config.sample.max_tokens,
+            sampling=SamplingParams(config.sample.temperature),
+            seed=config.train.seed + step,
+        )
+    for prompt, completion in zip(config.sample.prompts, completions, strict=True):
+        ctx.events.add("sample", step, prompt=prompt, text=completion.text)
+        ctx.console.log_sample(step, prompt + completion.text)

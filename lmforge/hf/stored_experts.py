@@ -1,0 +1,50 @@
+"""Experts on disk: a tensor for each, as models are published, where a model has them stacked (family.Family.stored_experts).
+
+Every other tensor has one name in memory and on disk.
+"""
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+from torch import Tensor
+
+from lmforge.core.model.config import ModelConfig
+
+
+class Piece(NamedTuple):
+    """A tensor on disk, and which rows of which matrix it is in the stack that a model has."""
+
+    name: str
+    expert: int
+    rows: slice
+
+    def cut(self, stack: Tensor) -> Tensor:
+        return stack[self.expert, self.rows]
+
+    def cut_part(self, local: Tensor, part: tuple[slice, ...]) -> tuple[Tensor, tuple[slice, ...]] | None:
+        """What to read into a rank's `part` of the stack, `local`: a view of it, and a part of the tensor on disk."""
+        experts, rows, columns = part
+        begin, end = max(self.rows.start, rows.start), min(self.rows.stop, rows.stop)
+        if not experts.start <= self.expert < experts.stop or begin >= end:
+            return None
+        view = local[self.expert - experts.start, begin - rows.start : end - rows.start]
+        return view, (slice(begin - self.rows.start, end - self.rows.start), columns)
+
+
+def stored_name(name: str, config: ModelConfig) -> str:
+    """The name on disk of a tensor that is not a stack."""
+    for ours, theirs in config.family.stored_experts.items():
+        if name.endswith(f".{ours}"):
+            return name.removesuffix(ours) + theirs[0]
+    return name
+
+
+def pieces(name: str, shape: Sequence[int], config: ModelConfig) -> Iterator[Piece]:
+    """The tensors on disk of the stack with this name and full shape; none for any other tensor."""
+    for ours, theirs in config.family.stored_experts.items():
+        if name.endswith(f".{ours}") and len(shape) == 3:
+            count = shape[1] // len(theirs)
+            for expert in range(shape[0]):
+                for number, each in enumerate(theirs):
+                    rows = slice(number * count, (number + 1) * count)
+                    yield Piece(name.removesuffix(ours) + each.format(expert), expert, rows)

@@ -1,0 +1,86 @@
+"""First values of a wrapped model, as its family draws them in transformers.
+
+A family's initialization is recorded on the meta device, where it costs nothing. If it finally draws or fills the full tensor,
+as nearly all do, each rank draws its part as for our own models. Otherwise every rank draws the full tensor.
+"""
+
+from collections.abc import Callable, Collection, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from lmforge.core.data.order import derive_key
+from lmforge.core.errors import UserError
+from lmforge.core.model.init_weights import InitialValue
+from lmforge.core.model.rng.weight_rng import standard_normal, standard_uniform
+
+# torch's default arguments, which it leaves out.
+_VALUES: dict[Any, Callable[..., InitialValue]] = {
+    torch.ops.aten.normal_.default: lambda mean=0.0, std=1.0: InitialValue(standard_normal, mean, std),
+    torch.ops.aten.uniform_.default: lambda low=0.0, high=1.0: InitialValue(
+        standard_uniform, (low + high) / 2, (high - low) / 2
+    ),
+    torch.ops.aten.fill_.Scalar: lambda value: InitialValue(loc=value),
+    torch.ops.aten.zero_.default: lambda: InitialValue(),
+}
+
+
+class _InPlaceCalls(TorchDispatchMode):
+    """Records which operators write into which memory: (operator, shape written, other arguments) by storage."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: dict[int, list[tuple[Any, torch.Size, tuple[Any, ...]]]] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func._schema.is_mutable:
+            storage = args[0].untyped_storage()._cdata
+            self.calls.setdefault(storage, []).append((func, args[0].shape, args[1:]))
+        return func(*args, **(kwargs or {}))
+
+
+@torch.no_grad()
+def family_initial_values(causal: Any, names: Collection[str], seed: int) -> Iterator[tuple[str, InitialValue | Tensor]]:
+    """(name, first value) of the parameters called `names` of a model of transformers on the meta device.
+
+    A full tensor is fp32 on the CPU, drawn by a generator that is seeded with the seed and its module's name. Raises UserError
+    where transformers leaves a tensor without a value.
+    """
+    for name, module in causal.named_modules():
+        own = {short: each for short, each in module.named_parameters(recurse=False) if f"{name}.{short}" in names}
+        if not own:
+            continue
+        with _InPlaceCalls() as recorded:
+            causal._init_weights(module)
+        drawn: dict[str, Tensor] = {}
+        for short, parameter in own.items():
+            value = _value_of(recorded.calls.get(parameter.untyped_storage()._cdata, []), parameter.shape)
+            if value is None and not drawn:
+                drawn = _drawn_in_full(causal, name, module, seed)
+            yield f"{name}.{short}", drawn[short] if value is None else value
+
+
+def _value_of(calls: list[tuple[Any, torch.Size, tuple[Any, ...]]], shape: torch.Size) -> InitialValue | None:
+    """The first value of a parameter of this shape after these calls; None where the last one does not overwrite all of it."""
+    if not calls:
+        return None
+    operator, written, arguments = calls[-1]
+    return _VALUES[operator](*arguments) if operator in _VALUES and written == shape else None
+
+
+def _drawn_in_full(causal: Any, name: str, module: nn.Module, seed: int) -> dict[str, Tensor]:
+    """The first values of all parameters of a module, which stays on the meta device."""
+    own = dict(module.named_parameters(recurse=False))
+    with torch.device("cpu"), torch.random.fork_rng(devices=[]):
+        torch.manual_seed(derive_key(seed, "weights", name))
+        for short, parameter in own.items():
+            module.register_parameter(short, nn.Parameter(torch.full(parameter.shape, torch.nan)))
+        causal._init_weights(module)
+    drawn = {short: module.get_parameter(short).detach() for short in own}
+    for short, parameter in own.items():
+        if drawn[short].isnan().any():
+            raise UserError(f"model: transformers does not initialize {name}.{short}; start from a folder's weights")
+        module.register_parameter(short, parameter)
+    return drawn

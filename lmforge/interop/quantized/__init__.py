@@ -1,1 +1,0 @@
-"""Folders whose weights are quantized. Begin with bitsandbytes_folder.py; DeepSeek's float8 is read in interop/weights.py."""

@@ -1,0 +1,1 @@
+"""Before and beside a run: plan, ladder, bench, compare."""

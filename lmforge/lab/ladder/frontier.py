@@ -1,0 +1,218 @@
+"""What a fit says about larger runs: their loss, the best size for a number of FLOPs, and what another size costs.
+
+FLOPs are `flops_per_token` of the target over its parameters, times parameters and tokens: FLOPS_CONVENTION for its shape, and
+nearly that for models of other sizes. Everything is plain values for JSON: `conclusions` has all of it.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from math import exp, isfinite, log
+from operator import attrgetter
+from typing import Any
+
+import numpy as np
+
+from lmforge.core.errors import UserError
+from lmforge.lab.ladder.fit import LEVEL, Fit, fit_points, interval
+from lmforge.lab.ladder.law import EXPONENTS, Law
+
+FAR = 100  # FLOPs of the target over those of the largest run: beyond, a law says little
+NOISY = 0.015  # deviation of runs from the law: twice that of seeds of the quickstart
+FLAT = 0.01  # of the loss: sizes that cost no more are as good
+SIZE_RATIOS = (0.25, 0.35, 0.5, 0.7, 1.0, 1.4, 2.0, 3.0, 4.0)  # over the best size
+FRONTIER_POINTS, CHECK_DRAWS = 30, 200
+
+
+@dataclass(frozen=True)
+class Target:
+    """The big run. `parameters` as in `Point`; `bytes_per_token` is of its held-out text."""
+
+    parameters: float
+    tokens: float
+    flops_per_token: float
+    bytes_per_token: float | None = None
+
+    @property
+    def flops(self) -> float:
+        return self.flops_per_token * self.tokens
+
+    def flops_of(self, parameters: float, tokens: float) -> float:
+        return self.flops_per_token / self.parameters * parameters * tokens
+
+    def tokens_of(self, flops: float, parameters: float) -> float:
+        return flops / (self.flops_per_token / self.parameters * parameters)
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A value of the law, and the interval of LEVEL of the laws that the runs allow, widened to hold it."""
+
+    value: float
+    low: float
+    high: float
+
+
+def estimate(fit: Fit, value_of: Callable[[Law], float]) -> Estimate:
+    return _estimate(value_of(fit.law), [value_of(law) for law in fit.draws])
+
+
+def _estimate(value: float, drawn: list[float]) -> Estimate:
+    low, high = interval(drawn)
+    return Estimate(value, min(low, value), max(high, value))
+
+
+def predicted_loss(fit: Fit, parameters: float, tokens: float) -> Estimate:
+    """The loss of one run, in nats per token. The interval has the noise of that run too, so that it holds what is measured."""
+    chance = np.random.default_rng(0).standard_normal(len(fit.draws))
+    pairs = zip(fit.draws, fit.noises, chance, strict=True)
+    losses = [law.loss(parameters, tokens) * exp(noise * one) for law, noise, one in pairs]
+    return _estimate(fit.law.loss(parameters, tokens), losses)
+
+
+def best_size(law: Law, target: Target, flops: float) -> float:
+    """The parameters with the lowest loss for a number of FLOPs."""
+    log_pairs = log(target.tokens_of(flops, 1))  # parameters times tokens
+    log_ratio = log(max(law.alpha * law.A, 1e-300)) - log(max(law.beta * law.B, 1e-300))
+    return exp(min(max((log_ratio + law.beta * log_pairs) / (law.alpha + law.beta), 0), log_pairs))
+
+
+def loss_at(law: Law, target: Target, flops: float, size_ratio: float = 1) -> float:
+    """The loss for a number of FLOPs with the best size times `size_ratio`."""
+    parameters = size_ratio * best_size(law, target, flops)
+    return law.loss(parameters, target.tokens_of(flops, parameters))
+
+
+def flops_ratio(law: Law, target: Target, flops: float, size_ratio: float) -> float:
+    """How many times the FLOPs reach the best loss for `flops` with the best size times `size_ratio`; inf where none do."""
+    parameters = size_ratio * best_size(law, target, flops)
+    left = loss_at(law, target, flops) - law.loss(parameters, float("inf"))
+    return target.flops_of(parameters, (law.B / left) ** (1 / law.beta)) / flops if left > 0 else float("inf")
+
+
+def flat_range(law: Law, target: Target, flops: float) -> tuple[float, float]:
+    """The lowest and the highest ratio to the best size whose loss is within FLAT of the best."""
+    ratios = np.geomspace(1e-3, 1e3, 601)
+    best = loss_at(law, target, flops)
+    good = [ratio for ratio in ratios if loss_at(law, target, flops, ratio) <= (1 + FLAT) * best]
+    return float(min(good)), float(max(good))
+
+
+def cautions(fit: Fit, target: Target) -> list[str]:
+    """What a reader of the prediction must know: each a line."""
+    largest = max(target.flops_of(each.parameters, each.tokens) for each in fit.points)
+    lines = [f"{name} is left out: {reason}" for name, reason in fit.left_out]
+    if target.flops > FAR * largest:
+        times = f"{target.flops / largest:,.0f} times the FLOPs of the largest run"
+        lines.append(f"the target has {times}: beyond {FAR} times a law says little")
+    ratios = [each.tokens / each.parameters for each in fit.points]
+    if not min(ratios) / 2 <= target.tokens / target.parameters <= 2 * max(ratios):
+        lines.append(
+            f"the target has {target.tokens / target.parameters:.3g} tokens for each parameter, "
+            f"the runs {min(ratios):.3g} to {max(ratios):.3g}"
+        )
+    for name, exponent, what in (("A", "alpha", "size"), ("B", "beta", "number of tokens")):
+        if getattr(fit.best, name) == 0:
+            lines.append(
+                f"{name} is 0 in the best law: these runs do not show what a larger {what} gains, nor what the best size is"
+            )
+        elif not EXPONENTS[0] * 1.01 < (value := getattr(fit.best, exponent)) < EXPONENTS[1] / 1.01:
+            lines.append(f"{exponent} is {value:.2g} in the best law, the end of its range: no such law fits these runs well")
+    if (noise := float(np.median(fit.noises))) > NOISY:
+        lines.append(
+            f"losses of the runs are {noise:.1%} from the law: are they too short, or is the learning rate too high for them? "
+            "longer ones, or --ladder.learning_rates, would show it"
+        )
+    if fit.law != fit.best:
+        lines.append("the law that fits best is an extreme one of those that the runs allow: all values are of a middle one")
+    for name in ("alpha", "beta"):
+        low, high = fit.interval(attrgetter(name))
+        if high / low > (EXPONENTS[1] / EXPONENTS[0]) ** 0.5:
+            lines.append(
+                f"the runs hardly fix {name}: {low:.2g} to {high:.2g}; more of them, and other sizes and token counts, would"
+            )
+    return lines
+
+
+def check_largest(fit: Fit) -> dict[str, Any] | None:
+    """The run with the most FLOPs, as the smaller models predict it: what the ladder would have said of it before it was
+    trained. None where they cannot fix a law."""
+    largest = max(fit.points, key=lambda each: each.parameters * each.tokens)
+    try:
+        smaller = fit_points([each for each in fit.points if each.parameters < largest.parameters], draws=CHECK_DRAWS)
+    except UserError:
+        return None
+    predicted = predicted_loss(smaller, largest.parameters, largest.tokens)
+    found = {"name": largest.name, "loss": largest.loss, "predicted": asdict(predicted)}
+    return found | {"is_inside": predicted.low <= largest.loss <= predicted.high}
+
+
+def conclusions(fit: Fit, target: Target) -> dict[str, Any]:
+    """Everything that follows from a fit about a target, as values for JSON. Intervals are of LEVEL."""
+    flops, law = target.flops, fit.law
+    loss = predicted_loss(fit, target.parameters, target.tokens)
+    own = target.parameters / best_size(law, target, flops)
+    smallest = min(target.flops_of(each.parameters, each.tokens) for each in fit.points)
+    return {
+        "level": LEVEL,
+        "law": {name: asdict(estimate(fit, attrgetter(name))) for name in asdict(law)},
+        "noise": float(np.median(fit.noises)),
+        "points": [
+            asdict(each) | {"predicted": law.loss(each.parameters, each.tokens), "residual": residual}
+            for each, residual in zip(fit.points, fit.residuals(), strict=True)
+        ],
+        "left_out": [{"name": name, "reason": reason} for name, reason in fit.left_out],
+        "cautions": cautions(fit, target),
+        "check": check_largest(fit),
+        "target": asdict(target) | {"flops": flops, "loss": asdict(loss), "bits_per_byte": _bits(loss, target)},
+        "best": _best(fit, target, flops),
+        "flat": dict(zip(("low", "high"), flat_range(law, target, flops), strict=True)),
+        "sizes": [_with_size(fit, target, ratio, own) for ratio in sorted({*SIZE_RATIOS, own})],
+        "frontier": [_best(fit, target, float(each)) for each in np.geomspace(smallest, 10 * flops, FRONTIER_POINTS)],
+    }
+
+
+def compare(fits: Mapping[str, Fit], target: Target) -> list[dict[str, Any]]:
+    """For each pair of mixtures, the loss of the first less that of the second at the target, and whether its interval leaves
+    out 0. Their losses must be of the same held-out text."""
+    names = list(fits)
+    pairs = [(a, b) for place, a in enumerate(names) for b in names[place + 1 :]]
+    found = []
+    for a, b in pairs:
+        losses = [
+            [law.loss(target.parameters, target.tokens) for law in (fits[each].law, *fits[each].draws)] for each in (a, b)
+        ]
+        differences = [one - other for one, other in zip(*losses, strict=False)]
+        difference = _estimate(differences[0], differences[1:])
+        found.append({"first": a, "second": b, **asdict(difference), "decided": difference.low > 0 or difference.high < 0})
+    return found
+
+
+def _bits(loss: Estimate, target: Target) -> dict[str, float] | None:
+    """In bits per byte."""
+    if target.bytes_per_token is None:
+        return None
+    return {name: value / log(2) / target.bytes_per_token for name, value in asdict(loss).items()}
+
+
+def _best(fit: Fit, target: Target, flops: float) -> dict[str, Any]:
+    """The best size, its tokens and its loss for a number of FLOPs."""
+    size = estimate(fit, lambda law: best_size(law, target, flops))
+    tokens = estimate(fit, lambda law: target.tokens_of(flops, best_size(law, target, flops)))
+    loss = estimate(fit, lambda law: loss_at(law, target, flops))
+    return {"flops": flops, "parameters": asdict(size), "tokens": asdict(tokens), "loss": asdict(loss)}
+
+
+def _with_size(fit: Fit, target: Target, ratio: float, own: float) -> dict[str, Any]:
+    """What another size than the best costs: loss for the same FLOPs, and FLOPs and tokens for the same loss."""
+    flops = target.flops
+    parameters = ratio * best_size(fit.law, target, flops)
+    times = flops_ratio(fit.law, target, flops, ratio)
+    return {
+        "ratio": ratio,
+        "is_target": ratio == own,
+        "parameters": parameters,
+        "tokens": target.tokens_of(flops, parameters),
+        "loss": loss_at(fit.law, target, flops, ratio),
+        "same_loss_flops": times if isfinite(times) else None,
+        "same_loss_tokens": target.tokens_of(times * flops, parameters) if isfinite(times) else None,
+    }

@@ -1,0 +1,1 @@
+"""Options of the verbs of the lab."""

@@ -1,0 +1,401 @@
+"""`lmforge plan`: prints what a run will need and cost; with `--search` the configurations that fit, why the others are slower,
+and the fastest as recipes. The arithmetic is in plan/prediction."""
+
+import json
+import shlex
+import sys
+from dataclasses import asdict
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Column, Table
+
+from lmforge.core.errors import RunFailed, UserError, format_bytes, format_count, format_duration
+from lmforge.core.files.atomic_files import atomic_write_text, check_output
+from lmforge.core.files.untrusted import describe_os_error
+from lmforge.core.model.flops import active_parameters, describe_experts
+from lmforge.core.options.load import STAGES
+from lmforge.core.options.options import to_toml, validate_options
+from lmforge.core.options.stage import PretrainConfig
+from lmforge.core.parallel.dims import plan_batches
+from lmforge.lab.options.plan import AnyPlanConfig
+from lmforge.lab.plan.planning import (
+    Machine,
+    find_machine,
+    make_step_config,
+    predict_phases,
+    predict_step,
+    suggest_reduction,
+    with_default_batch,
+)
+from lmforge.lab.plan.prediction.predict import Prediction, RunCost, can_reduce_once, peak_memory, run_cost
+from lmforge.lab.plan.prediction.search import Candidate, SearchResult, in_fewer_bits, search, suggest_what_fits, why_slower
+from lmforge.lab.plan.prediction.simulator import COMPUTE, HOST_COPIES, NETWORK
+from lmforge.lab.plan.prediction.step_config import StepConfig
+from lmforge.ops.terminal.cells import page_console
+from lmforge.ops.verbs.show.describe import resolve_model, resolve_teacher
+from lmforge.ops.verbs.show.describe_data import find_vocab_size
+
+SHOWN = 10
+# The options that a search chooses, and their values, for which the best configuration of each is shown.
+CHOICES = (
+    "engine",
+    "sharding",
+    "tensor_parallel_degree",
+    "context_parallel_degree",
+    "pipeline_parallel_degree",
+    "expert_parallel_degree",
+    "activation_checkpointing",
+    "activation_offload",
+    "cpu_offload",
+)
+# Characters of the picture of a step.
+PICTURE_WIDTH, PICTURE_HEIGHT = 72, 8
+
+
+def run_plan(config: AnyPlanConfig) -> int:
+    """Print the plan of a recipe. Returns the exit status. Raises UserError where the recipe does not fit the GPUs."""
+    if config.plan.search:
+        return run_search(config)
+    machine = find_machine(config.plan)
+    config, batch_note = with_default_batch(config)
+    config = config.model_copy(update={"plan": machine.with_disk(config.plan)})
+    step_config, vocabulary = _step_config(config, machine)
+    prediction = predict_step(step_config, machine)
+    phases = predict_phases(config, prediction, machine)
+    cost = run_cost(phases, config.plan, machine.gpu, async_save=config.checkpoint.async_save)
+    budget = config.plan.usable * machine.gpu.memory_bytes
+    fits_device = prediction.device_bytes <= budget
+    host_bytes = prediction.host_bytes
+    fits = fits_device and host_bytes <= machine.host_memory_bytes
+    on_host = f"{format_bytes(host_bytes)} of host memory on each host, for offload"
+    advice = "" if fits_device else suggest_what_fits(step_config, lambda other: sum(peak_memory(other).values()), budget)
+    if fits_device and not fits:
+        advice = f"it takes {on_host}, which has {format_bytes(machine.host_memory_bytes)}; use more hosts, or no offload"
+    if config.plan.output == "json":
+        print(json.dumps(_as_json(prediction, phases, cost, fits, advice, machine) | {"vocabulary": vocabulary}, indent=1))
+        return 0
+    console = page_console(110)
+    options = prediction.step_config.options
+    where = f"{config.plan.gpus} × {machine.gpu.name}"
+    if machine.network is not None:
+        where += f", {machine.gpus_per_host} per host, {machine.network.name}"
+    lines = [*batch_note, f"{where}; {machine.describe_constants(step_config.dtype)}", vocabulary]
+    if any(step_config.model.sparse_layers):
+        lines.append(f"{step_config.parameters.total:,} parameters; experts: {describe_experts(step_config.model)}")
+    console.print(escape("\n".join(lines)), soft_wrap=True)
+    once = can_reduce_once(prediction.step_config) and not options.reduce_every_micro_batch
+    reduced = "; gradients reduced once per step (reduce_every_micro_batch = false), which takes memory" if once else ""
+    engine = options.engine if not prediction.step_config.is_fsdp else f"{options.engine} {prediction.step_config.dims}"
+    console.print(
+        f"{engine}; {prediction.step_config.accumulation} × {prediction.step_config.micro_batch_size} sequences of"
+        f" {prediction.step_config.sequence_length:,} tokens per rank; activation checkpointing:"
+        f" {options.activation_checkpointing}; {'compiled' if prediction.step_config.compiled else 'not compiled'}{reduced}",
+        soft_wrap=True,
+    )
+    console.print(_memory_table(prediction))
+    console.print(picture(prediction), soft_wrap=True)
+    low, high = (format_bytes(each) for each in prediction.memory_interval)
+    room = format_bytes(budget)
+    into = room if fits or not fits_device else "the hosts"
+    verdict = f"fits into {room}" if fits else f"[bold]does not fit[/bold] into {into}; {advice}"
+    console.print(f"memory     {low} to {high} per rank, peak in: {prediction.peak_at}; {verdict}\n", soft_wrap=True)
+    console.print(_time_table(prediction))
+    slow, fast = prediction.speed_interval
+    console.print(
+        f"speed      {prediction.tokens_per_second:,.0f} tokens/s per GPU ({slow:,.0f} to {fast:,.0f}),"
+        f" MFU {prediction.mfu:.0%}, {prediction.step_seconds:.3g} s per step; most time: {prediction.bottleneck}\n",
+        soft_wrap=True,
+    )
+    if faster := suggest_reduction(prediction, machine, config.plan.usable):
+        console.print(f"gradients  {faster}\n", soft_wrap=True)
+    if host_bytes:
+        console.print(f"host       {on_host}")
+    _print_phases(console, phases)
+    _print_cost(console, prediction, cost, config)
+    return 0
+
+
+def _step_config(config: AnyPlanConfig, machine: Machine) -> tuple[StepConfig, str]:
+    """The step, and a line that says whose vocabulary it has. A preset or a folder has its own: it gets that of data which the
+    recipe names, not of what happens to lie in the default folder."""
+    has_own = config.model.preset is not None or config.model.source is not None
+    names_data = not {"folder", "sources"}.isdisjoint(config.data.model_fields_set)
+    vocab_size = find_vocab_size(config) if names_data or not has_own else None
+    model = resolve_model(config, vocab_size)
+    whose = "the model's own" if has_own else "lmforge's default"
+    if model.vocab_size == vocab_size and isinstance(config, PretrainConfig):
+        whose = f"of the tokenizer in {', '.join(source.folder for source in config.data.all_sources)}"
+    step_config = make_step_config(config, model, config.plan.gpus, machine, resolve_teacher(config))
+    return step_config, f"vocabulary {model.vocab_size:,} tokens, {whose}"
+
+
+def _memory_table(prediction: Prediction) -> Table:
+    title = "memory of the fullest rank at its peak"
+    table = Table("what", Column("GiB", justify="right"), title=title, title_justify="left")
+    for name, count in sorted(prediction.memory.items(), key=lambda item: -item[1]):
+        if count >= 2**20:
+            table.add_row(name, f"{count / 2**30:.2f}")
+    table.add_section()
+    table.add_row("total", f"{prediction.device_bytes / 2**30:.2f}")
+    return table
+
+
+def _time_table(prediction: Prediction) -> Table:
+    numbers = (Column(name, justify="right") for name in ("ms", "of the step"))
+    table = Table("what", *numbers, title="time of a step", title_justify="left")
+    waits = {"(exposed communication)": prediction.exposed_seconds, "(pipeline bubble)": prediction.bubble_seconds}
+    waits["(waiting for the host)"] = prediction.host_seconds
+    parts = {name: seconds for name, seconds in prediction.seconds.items() if name not in (COMPUTE, NETWORK, HOST_COPIES)}
+    for name, seconds in [*sorted(parts.items(), key=lambda item: -item[1]), *waits.items()]:
+        if seconds > 0:
+            table.add_row(name, f"{1e3 * seconds:,.1f}", f"{seconds / prediction.step_seconds:.0%}")
+    table.add_section()
+    table.add_row("per step; collectives overlap with kernels", f"{1e3 * prediction.step_seconds:,.1f}", "")
+    return table
+
+
+def live_peaks(prediction: Prediction) -> list[float]:
+    """The maximum bytes of live tensors in each of PICTURE_WIDTH equal parts of the operations, in issue order."""
+    values = [count for _, count in prediction.timeline]
+    edges = [len(values) * at // PICTURE_WIDTH for at in range(PICTURE_WIDTH + 1)]
+    return [max(values[first : max(first + 1, after)]) for first, after in pairwise(edges)]
+
+
+def picture(prediction: Prediction) -> str:
+    """Live memory over the operations of the simulated micro-batches, as bars of characters."""
+    columns = live_peaks(prediction)
+    most = max(columns)
+    bars = " ▁▂▃▄▅▆▇█"
+    lines = []
+    for row in range(PICTURE_HEIGHT, 0, -1):
+        cells = (min(8, max(0, round(8 * (count / most * PICTURE_HEIGHT - row + 1)))) for count in columns)
+        label = f"{most / 2**30 * row / PICTURE_HEIGHT:7.1f} GiB " if row in (PICTURE_HEIGHT, PICTURE_HEIGHT // 2) else " " * 12
+        lines.append(label + "".join(bars[cell] for cell in cells))
+    shown = "" if prediction.step_config.accumulation <= 3 else f", 3 of {prediction.step_config.accumulation} micro-batches"
+    return "\n".join([*lines, f"{'':12}live memory in the order in which operations are issued{shown}"])
+
+
+def _print_phases(console: Console, phases: list[tuple[int, Prediction]]) -> None:
+    """For a run with several sequence lengths: memory and the times above are those of the longest."""
+    for steps, each in phases if len(phases) > 1 else ():
+        console.print(
+            f"phase      {steps:,} steps with sequences of {each.step_config.sequence_length:,} tokens:"
+            f" {each.tokens_per_second:,.0f} tokens/s per GPU, {each.step_seconds:.3g} s per step",
+            soft_wrap=True,
+        )
+
+
+def _run_intervals(prediction: Prediction, cost: RunCost) -> dict[str, tuple[float, float]]:
+    """(least, most) of what the speed decides about a whole run."""
+    below, above = (each / prediction.tokens_per_second for each in prediction.speed_interval)
+    values = {name: getattr(cost, name) for name in ("days", "gpu_hours", "kilowatt_hours", "price")}
+    return {name: (value / above, value / below) for name, value in values.items()}
+
+
+def _print_cost(console: Console, prediction: Prediction, cost: RunCost, config: AnyPlanConfig) -> None:
+    intervals = _run_intervals(prediction, cost)
+
+    def described(name: str, unit: str = "") -> str:
+        values = [getattr(cost, name), *intervals[name]]
+        if name == "days":
+            words = [f"{days:,.1f} days" if days >= 1 else format_duration(days * 86400) for days in values]
+        else:
+            words = [f"{value:,.0f}" if value >= 10 else f"{value:.2g}" for value in values]
+        return f"{words[0]}{unit} ({words[1]} to {words[2]})"
+
+    price = f", {described('price')} at {config.plan.price:g} a GPU-hour" if config.plan.price else ""
+    console.print(
+        f"run        {cost.steps:,} steps = {cost.tokens:,} tokens: {described('days')},"
+        f" {described('gpu_hours', ' GPU-hours')}, {described('kilowatt_hours', ' kWh')}{price}",
+        soft_wrap=True,
+    )
+    every = format_count(cost.checkpoint_every_steps, "step")
+    console.print(
+        f"checkpoint {format_bytes(cost.checkpoint_bytes)}, written in {format_duration(cost.checkpoint_seconds)} at"
+        f" {config.plan.disk_gb_s:.3g} GB/s; best every {format_duration(cost.checkpoint_every_seconds)}"
+        f" ({every}, Young-Daly); {cost.failures:.2g} failures expected, goodput {cost.goodput:.1%}",
+        soft_wrap=True,
+    )
+
+
+def _as_json(
+    prediction: Prediction, phases: list[tuple[int, Prediction]], cost: RunCost, fits: bool, advice: str, machine: Machine
+) -> dict[str, Any]:
+    seconds = ("step_seconds", "seconds", "exposed_seconds", "bubble_seconds", "host_seconds")
+    return {
+        "memory_bytes": {name: round(count) for name, count in prediction.memory.items()},
+        "peak_at": prediction.peak_at,
+        "timeline_bytes": [round(each) for each in live_peaks(prediction)],
+        **{name: round(getattr(prediction, name)) for name in ("live_bytes", "reserved_bytes", "device_bytes")},
+        "device_bytes_interval": [round(each) for each in prediction.memory_interval],
+        "capacity_bytes": machine.gpu.memory_bytes,
+        "fits": fits,
+        "advice": advice,
+        **{name: getattr(prediction, name) for name in seconds},
+        "tokens_per_second_per_gpu": prediction.tokens_per_second,
+        "tokens_per_second_per_gpu_interval": list(prediction.speed_interval),
+        "parameters": prediction.step_config.parameters.total,
+        "active_parameters": active_parameters(prediction.step_config.model),
+        "mfu": prediction.mfu,
+        "bottleneck": prediction.bottleneck,
+        "constants": dict(zip(("measured", "data sheets"), machine.constants(prediction.step_config.dtype), strict=True)),
+        "phases": [
+            {"steps": steps, "sequence_length": each.step_config.sequence_length, "step_seconds": each.step_seconds}
+            for steps, each in phases
+        ],
+        "run": asdict(cost),
+        "run_intervals": _run_intervals(prediction, cost),
+    }
+
+
+def run_search(config: AnyPlanConfig) -> int:
+    """Search, print and write. Raises UserError where nothing can be tried, RunFailed where nothing fits."""
+    files = _files(config)
+    for file in files:
+        check_output(file, "--write")
+    machine = find_machine(config.plan)
+    parallel = config.parallel.model_copy(update={"engine": "auto", "sharding": None, "shard_degree": None})
+    degrees = {f"{name}_parallel_degree": 1 for name in ("tensor", "context", "pipeline", "expert")}
+    plain = config.model_copy(update={"parallel": parallel.model_copy(update=degrees | {"cpu_offload": False})})
+    base, vocabulary = _step_config(plain, machine)
+    size = plan_batches(plain, 1).global_batch_size
+    budget = config.plan.usable * machine.gpu.memory_bytes
+    rates = machine.rates(base.dtype)
+    result = search(base, size, machine.gpu, rates, budget, config.plan.configurations, config.train.float8)
+    for smaller in in_fewer_bits(base):
+        if result.best or not result.tried:
+            break
+        result = search(smaller, size, machine.gpu, rates, budget, config.plan.configurations, config.train.float8)
+    if result.tried == 0:
+        raise UserError(
+            f"--search: a global batch of {size} sequences cannot be divided over {config.plan.gpus} GPUs; change"
+            " train.global_batch_size or plan.gpus"
+        )
+    if config.plan.output == "json":
+        print(json.dumps(_search_as_json(result) | {"vocabulary": vocabulary}, indent=1))
+    else:
+        print(f"{config.plan.gpus} × {machine.gpu.name}; {machine.describe_constants(base.dtype)}")
+        print(vocabulary)
+        lengths = {phase.sequence_length for phase in config.data.phases} if isinstance(config, PretrainConfig) else set()
+        if lengths - {None, base.sequence_length}:
+            print(f"phases differ in sequence length: the search is for the longest, {base.sequence_length:,} tokens")
+        _print_search(result, config, budget)
+        if result.best and (bits := result.best[0].step_config.bits) != base.bits:
+            print(f"with {' and '.join(bits)} as it is nothing fits; this changes results")
+        if not config.train.float8 and machine.gpu.peak_flops("fp8") is not None:
+            print("float8 changes results and is tried only with --train.float8 true")
+    if not result.best:
+        least = result.too_large[0].needs if result.too_large else "nothing"
+        mend = "raise --configurations, or use more GPUs" if result.left_out else "use more GPUs"
+        raise RunFailed(f"--search: no configuration fits into {format_bytes(budget)}; the smallest takes {least}; {mend}")
+    written = list(zip(files, result.best, strict=False))
+    for file, candidate in written:
+        _write(candidate, config, file)
+    if len(written) < len(files):
+        print(f"--finalists {len(files)}: only {len(written)} are known to fit", file=sys.stderr)
+    if len(written) > 1:
+        print(_how_to_measure([file for file, _ in written], config, machine), file=sys.stderr)
+    return 0
+
+
+def _print_search(result: SearchResult, config: AnyPlanConfig, budget: float) -> None:
+    console = page_console(130)
+    counts = f"{result.tried:,} configurations tried: {len(result.fitting):,} fit into {format_bytes(budget)},"
+    left = f", {result.left_out:,} left out by --configurations" if result.left_out else ""
+    console.print(f"{counts} {len(result.too_large):,} do not, {result.refused:,} are refused by a run{left}")
+    if not result.best:
+        return
+    winner = result.best[0]
+    table = Table(title="fastest", title_justify="left")
+    for name in ("configuration", "tokens/s per GPU", "MFU", "GiB", "why slower"):
+        table.add_column(name, justify="left" if name in ("configuration", "why slower") else "right")
+    for each in result.best[:SHOWN]:
+        speed = f"{each.tokens_per_second:,.0f}"
+        reason = "" if each is winner else why_slower(each, winner)
+        table.add_row(each.step_config.describe(), speed, f"{each.mfu:.0%}", f"{each.device_bytes / 2**30:.1f}", reason)
+    console.print(table)
+    title = "the best configuration with each alternative"
+    table = Table("choice", "configuration", "why it loses", title=title, title_justify="left")
+    for choice, candidate, reason in other_choices(result):
+        table.add_row(choice, candidate.step_config.describe(), reason)
+    console.print(table)
+
+
+def other_choices(result: SearchResult) -> list[tuple[str, Candidate, str]]:
+    """For each value of an option that the winner does not have: the best candidate with it, and why it is slower."""
+    winner, rows = result.best[0], list[tuple[str, Candidate, str]]()
+    seen: set[tuple[str, Any]] = {(name, getattr(winner.step_config.options, name)) for name in CHOICES}
+    seen.add(("micro_batch_size", winner.step_config.micro_batch_size))
+    for each in (*result.fitting, *result.too_large):
+        for name in (*CHOICES, "micro_batch_size"):
+            value = each.step_config.micro_batch_size if name == "micro_batch_size" else getattr(each.step_config.options, name)
+            if (name, value) in seen or value is None:
+                continue
+            seen.add((name, value))
+            fits = each in result.fitting
+            reason = why_slower(each, winner) if fits else f"does not fit: {each.needs} at least"
+            rows.append((f"{name} = {value}", each, reason))
+    return sorted(rows, key=lambda row: row[0])
+
+
+def _files(config: AnyPlanConfig) -> list[Path]:
+    """The recipes to write, the fastest first."""
+    first = config.plan.write
+    if first is None:
+        return []
+    if not first.name:
+        raise UserError(f"--write: {first} is a folder; name a file")
+    return [first, *(first.with_stem(f"{first.stem}-{number}") for number in range(2, config.plan.finalists + 1))]
+
+
+def _write(prediction: Prediction, config: AnyPlanConfig, file: Path) -> None:
+    """The recipe with the configuration that was found, as `lmforge pretrain` reads it."""
+    table = config.model_dump(mode="json", exclude={"plan"})
+    options = prediction.step_config.options.model_dump(mode="json")
+    table["parallel"] |= options
+    table["train"] |= {"micro_batch_size": prediction.step_config.micro_batch_size, "float8": prediction.step_config.float8}
+    table["run"] |= {"name": ""}
+    for name, value in prediction.step_config.bits.items():
+        section, _, option = name.partition(".")
+        table[section][option] = value
+    recipe = validate_options(STAGES[config.of_stage], table, str(file))
+    header = (
+        f"# Found by `lmforge plan --search` for {config.plan.gpus} x {config.plan.gpu_type}:"
+        f" {prediction.step_config.describe()}.\n# By estimate {prediction.tokens_per_second:,.0f} tokens/s per GPU and"
+        f" {prediction.device_bytes / 2**30:.1f} GiB.\n"
+    )
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        atomic_write_text(file, header + to_toml(recipe, changed_only=True))
+    except OSError as problem:
+        raise UserError(f"--write: {describe_os_error(problem, file)}; name another file") from None
+    print(f"wrote {file}", file=sys.stderr)
+
+
+def _how_to_measure(files: list[Path], config: AnyPlanConfig, machine: Machine) -> str:
+    """The command that measures recipes on the real machine."""
+    if not isinstance(config, PretrainConfig):
+        return "lmforge bench measures recipes of pretraining only"
+    if config.plan.gpus > machine.gpus_per_host:
+        return f"to measure them: on {config.plan.gpus} GPUs, torchrun … -m lmforge bench FILE for each"
+    if any("," in str(file) for file in files):  # which separates the values of a sweep
+        return f"to measure them: lmforge bench FILE --launch.processes {config.plan.gpus} for each"
+    calibration = [f"--log.calibration {shlex.quote(str(config.plan.calibration))}"] * (config.plan.calibration is not None)
+    sweep = shlex.quote(f"recipe={','.join(map(str, files))}")
+    words = ["lmforge bench --sweep", sweep, f"--launch.processes {config.plan.gpus}", *calibration]
+    return f"to measure them: {' '.join(words)}"
+
+
+def _search_as_json(result: SearchResult) -> dict[str, Any]:
+    best = []
+    for each in result.best:
+        row = {"configuration": each.step_config.describe(), "tokens_per_second_per_gpu": each.tokens_per_second}
+        options = each.step_config.options.model_dump(mode="json")
+        row |= {"device_bytes": round(each.device_bytes), "parallel": options}
+        best.append({**row, **each.step_config.bits})
+    counts = {"tried": result.tried, "fitting": len(result.fitting), "too_large": len(result.too_large)}
+    return {**counts, "refused": result.refused, "left_out": result.left_out, "best": best}

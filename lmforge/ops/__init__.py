@@ -1,0 +1,1 @@
+"""Running and watching: jobs, monitor, logs, reports, trackers, runs, show, download, doctor."""

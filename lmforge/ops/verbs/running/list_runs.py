@@ -1,0 +1,140 @@
+"""`lmforge runs`: a table of the runs in a folder, once or repeatedly."""
+
+import json
+import os
+import time
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from rich.console import Group, RenderableType
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+
+from lmforge.core.errors import UserError, format_duration
+from lmforge.core.files.untrusted import cut, describe_os_error
+from lmforge.core.records.runs import Run
+from lmforge.ops.monitor.run_status import RUN_GOES_ON, read_run_status
+from lmforge.ops.options.running import RunsOptions
+from lmforge.ops.report.run_data import last_state
+from lmforge.ops.terminal.cells import BAD, page_console
+from lmforge.ops.verbs.running.top_screen import STATE_STYLES
+
+REFRESH_SECONDS = 2.0
+COLUMNS = ("run", "stage", "state", "step", "loss", "val", "tok/s", "MFU", "left", "written")
+LEFT_ALIGNED = COLUMNS[:3]
+# In a narrower terminal optional columns are left out.
+NARROW_COLUMNS, NARROW = ("stage", "MFU"), 100
+FILE_COLUMNS = 200  # where the output is no terminal
+
+
+@dataclass(frozen=True)
+class RunRow:
+    """One run. Values that it has not measured, or does not measure, are None. `written` in seconds since the epoch."""
+
+    name: str
+    stage: str
+    state: str
+    step: int
+    steps: int
+    loss: float | None
+    validation: float | None
+    tokens_per_second: float | None
+    mfu: float | None
+    seconds_left: float | None
+    written: float
+    problem: str = ""
+
+
+def list_runs(options: RunsOptions) -> int:
+    """Print the table, or keep it up to date. Raises UserError where the folder cannot be read."""
+    if options.output == "json":
+        for row in read_runs(options.folder):
+            print(json.dumps(asdict(row)))
+        return 0
+    console = page_console(FILE_COLUMNS)
+    rows = read_runs(options.folder)
+    if not options.watch:
+        if not rows:
+            raise UserError(f"{options.folder}: no runs in this folder")
+        console.print(_table(rows, console.width))
+        return 0
+    with (
+        suppress(KeyboardInterrupt),
+        Live(_table(rows, console.width), console=console, auto_refresh=False, screen=False) as live,
+    ):
+        while True:
+            time.sleep(REFRESH_SECONDS)
+            live.update(_table(read_runs(options.folder), console.width), refresh=True)
+    return 0
+
+
+def read_runs(folder: Path) -> list[RunRow]:
+    """The runs of a folder: active ones first, then by the time of their last write, the newest first."""
+    try:
+        with os.scandir(folder) as entries:
+            names = sorted(entry.name for entry in entries if entry.is_dir())
+    except OSError as problem:
+        raise UserError(f"{describe_os_error(problem, folder)}; name the folder that holds the runs") from None
+    rows = []
+    for run in (Run(folder / name) for name in names):
+        try:
+            rows += [_read_run(run)] if run.exists() else []
+        except (UserError, OSError):
+            if run.exists():  # otherwise it was removed while it was read
+                raise
+    return sorted(rows, key=lambda row: (row.state not in RUN_GOES_ON, -row.written))
+
+
+def _read_run(run: Run) -> RunRow:
+    status = read_run_status(run)
+    state = last_state(run, status)
+    written = run.recipe_path.stat().st_mtime
+    with suppress(OSError):
+        written = max(written, run.metrics_path.stat().st_mtime)
+    try:
+        config = run.load_config()
+    except UserError as problem:
+        return RunRow(run.path.name, "?", state, status.step, 0, None, None, None, None, None, written, str(problem))
+    last = status.metrics
+    return RunRow(
+        run.path.name,
+        config.of_stage,
+        state,
+        status.step,
+        config.train.steps,
+        last.get("loss"),
+        last.get("val/loss", last.get("val/reward")),
+        last.get("tokens_per_second"),
+        last.get("mfu"),
+        last.get("seconds_left") if state in RUN_GOES_ON else None,
+        written,
+    )
+
+
+def _table(rows: list[RunRow], width: int) -> RenderableType:
+    table = Table(box=None, pad_edge=False, header_style="dim")
+    columns = [name for name in COLUMNS if width >= NARROW or name not in NARROW_COLUMNS]
+    for name in columns:
+        table.add_column(name, justify="left" if name in LEFT_ALIGNED else "right", no_wrap=True, overflow="ellipsis")
+    now = time.time()
+    for row in rows:
+        cells: dict[str, str | Text] = {
+            "run": Text(cut(row.name, 60)),
+            "stage": row.stage,
+            "state": Text(row.state, STATE_STYLES.get(row.state, BAD)),
+            "step": f"{row.step:,}/{row.steps:,}" if row.steps else f"{row.step:,}",
+            "loss": _number(row.loss, ".4f"),
+            "val": _number(row.validation, ".4f"),
+            "tok/s": _number(row.tokens_per_second, ",.0f"),
+            "MFU": _number(row.mfu, ".0%"),
+            "left": "" if row.seconds_left is None else format_duration(row.seconds_left),
+            "written": f"{format_duration(now - row.written)} ago",
+        }
+        table.add_row(*(cells[name] for name in columns))
+    return Group(table, *(Text(f"{row.name}: {row.problem}", "red") for row in rows if row.problem))
+
+
+def _number(value: float | None, words: str) -> str:
+    return "" if value is None else format(value, words)

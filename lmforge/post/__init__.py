@@ -1,0 +1,1 @@
+"""Fine-tuning after pretraining: examples, preferences, distillation, reinforcement learning, rewards, environments."""

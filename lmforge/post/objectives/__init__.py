@@ -1,0 +1,1 @@
+"""Losses of preferences, policies and distillation."""

@@ -1,0 +1,1 @@
+"""Options of fine-tuning and alignment."""

@@ -1,0 +1,285 @@
+"""`lmforge chat`: a conversation with a model in the terminal, or over pipes with one line a turn."""
+
+import json
+import re
+import secrets
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from rich.console import Console
+
+from lmforge.core.data.order import derive_key
+from lmforge.core.errors import UserError
+from lmforge.core.files.atomic_files import create_file
+from lmforge.core.files.untrusted import expand_home
+from lmforge.post.environments.appending import TurnEncoder
+from lmforge.post.environments.environment import tool_message
+from lmforge.post.environments.process import EnvironmentPool
+from lmforge.serve.decoding.engine import Engine, GenerationRequest
+from lmforge.serve.decoding.model_loading import LoadedModel, load_model, resolve_device_and_dtype, resolve_max_length
+from lmforge.serve.decoding.prompts import MAX_PROMPT_BYTES, PromptTooLong, check_room
+from lmforge.serve.decoding.text_streamer import TextStreamer
+from lmforge.serve.options.models import ChatOptions
+
+# Characters that move a terminal's cursor or change its colours: a model must not send them.
+CONTROL_CHARACTERS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
+MAX_ANSWERS = 16  # to one turn, as long as they call tools
+HELP = """\
+/help            show this list
+/reset           start a new conversation with the same system prompt
+/undo            remove the last turn and its answer
+/retry           generate another answer to the last turn
+/system TEXT     set the system prompt; without TEXT, remove it
+/temperature X   set the sampling temperature; 0 is greedy
+/save FILE       write the conversation to a new file, in the format of training data
+/exit            leave, as does Ctrl-D; Ctrl-C stops an answer"""
+
+
+class ExitChat(Exception):
+    """The user leaves the conversation."""
+
+
+def run_chat(options: ChatOptions) -> int:
+    """Chat until the input ends. Raises UserError; in a terminal, errors of a turn are printed and the conversation goes on."""
+    device, dtype = resolve_device_and_dtype(options.device, options.dtype)
+    loaded = load_model(options.model, device, dtype, warn=partial(print, file=sys.stderr))
+    session = ChatSession(loaded, options, to_terminal=sys.stdout.isatty())
+    interactive = sys.stdin.isatty()
+    if interactive:
+        print(f"{loaded.path}  (/help lists the commands)", file=sys.stderr)
+    read_line = _read_terminal_line if interactive else partial(next, _read_piped_lines(), None)
+    while True:
+        try:
+            if (line := read_line()) is None:
+                return 0
+        except KeyboardInterrupt:
+            if not interactive:
+                raise
+            print("\n(/exit or Ctrl-D leaves)", file=sys.stderr)
+            continue
+        try:
+            session.handle_line(line)
+        except ExitChat:
+            return 0
+        except UserError as problem:
+            if not interactive:
+                raise
+            print(f"lmforge: {problem}", file=sys.stderr)
+
+
+def _read_piped_lines() -> Iterator[str]:
+    for number, line in enumerate(iter(partial(sys.stdin.buffer.readline, MAX_PROMPT_BYTES + 1), b""), start=1):
+        if len(line) > MAX_PROMPT_BYTES:
+            raise UserError(f"standard input, line {number}: longer than {MAX_PROMPT_BYTES:,} bytes")
+        try:
+            yield line.decode("utf-8").rstrip("\r\n")
+        except UnicodeDecodeError:
+            raise UserError(f"standard input, line {number}: not UTF-8 text") from None
+
+
+def _read_terminal_line() -> str | None:
+    """The next line; None after Ctrl-D."""
+    import readline  # noqa: F401 - line editing in input()
+
+    try:
+        return input("> ")
+    except EOFError:
+        print()
+        return None
+
+
+class ChatTools:
+    """Tools of a conversation, in a process of their own."""
+
+    def __init__(self, spec: str, loaded: LoadedModel) -> None:
+        """Raises UserError where they cannot be used, or the chat template knows no tools."""
+        self.pool = EnvironmentPool(spec)
+        declared = self.pool.declarations.get("")
+        if declared is None or declared.reply_roles != ["tool"]:
+            raise UserError(f"--tools {spec}: an environment with turns of its own; name a function, or a class of tools")
+        self.encoder = TurnEncoder(loaded.tokenizer, declared.tools)
+        self._begin()
+
+    def _begin(self) -> None:
+        [begun] = self.pool.reset([{"prompt": [{"role": "user", "content": ""}]}])
+        if begun.error:
+            raise UserError(f"--tools {self.pool.spec}: {begun.error}")
+
+    def call(self, answer: dict[str, Any]) -> list[dict[str, Any]]:
+        """What the tools return to the calls of an answer. Tools that have failed begin anew."""
+        reply = self.pool.step({0: answer})[0]
+        if not reply.error:
+            return list(reply.messages)
+        self._begin()
+        return [tool_message(call, str({"error": reply.error})) for call in answer["tool_calls"]]
+
+
+class ChatSession:
+    """A conversation, and the engine that answers it."""
+
+    def __init__(self, loaded: LoadedModel, options: ChatOptions, *, to_terminal: bool) -> None:
+        """Raises UserError where the model has no chat template."""
+        try:
+            loaded.chat_template  # noqa: B018
+        except UserError as problem:
+            raise UserError(f"{options.model}: {problem}; continue a text with lmforge generate {options.model}") from None
+        self._loaded, self._options = loaded, options
+        self._max_length = resolve_max_length(loaded, options.max_length)
+        vocab_size = loaded.tokenizer.vocab_size
+        self._engine = Engine(loaded.model, vocab_size=vocab_size, max_batch_size=1, max_length=self._max_length)
+        self._sampling = loaded.sampling(0.8, temperature=options.temperature, top_k=options.top_k, top_p=options.top_p)
+        self._seed = secrets.randbelow(2**31) if options.seed is None else options.seed
+        self._num_answers = 0
+        self._system = options.system
+        self._turns: list[dict[str, Any]] = []
+        self._tools = None if options.tools is None else ChatTools(options.tools, loaded)
+        self._to_terminal = to_terminal
+        self._commands: dict[str, Callable[[str], None]] = {
+            "/help": lambda _: print(HELP, file=sys.stderr),
+            "/reset": lambda _: self._turns.clear(),
+            "/undo": self._undo,
+            "/retry": self._retry,
+            "/system": self._set_system,
+            "/temperature": self._set_temperature,
+            "/save": self._save,
+            "/exit": self._exit,
+        }
+
+    def handle_line(self, line: str) -> None:
+        """Carry out a command, or answer a turn. Raises UserError, and then leaves the conversation as it was, or ExitChat."""
+        word, _, argument = line.strip().partition(" ")
+        previous = self._turns.copy()
+        try:
+            if word.startswith("/"):
+                if word not in self._commands:
+                    raise UserError(f"{word}: no such command; /help lists them")
+                self._commands[word](argument.strip())
+            elif word:
+                self._turns.append({"role": "user", "content": line})
+                self._answer()
+        except UserError:
+            self._turns = previous
+            raise
+
+    @property
+    def _messages(self) -> list[dict[str, Any]]:
+        system = [{"role": "system", "content": self._system}] if self._system else []
+        return system + self._turns
+
+    def _answer(self) -> None:
+        """Answer the last turn, and what the tools return that this calls. Raises UserError where there is no room for it."""
+        for _ in range(MAX_ANSWERS):
+            answer = self._read(self._stream_answer(self._request()))
+            self._turns.append(answer)
+            if self._tools is None or not answer.get("tool_calls"):
+                return
+            for message in self._tools.call(answer):
+                self._turns.append(message)
+                self._print(f"{message['name']}: {message['content']}\n")
+        raise UserError(f"still calls tools after {MAX_ANSWERS} answers; use /retry")
+
+    def _read(self, streamer: TextStreamer) -> dict[str, Any]:
+        ended = streamer.finish_reason == "stop" and streamer.token_ids[-1] in self._loaded.chat_stop_ids
+        if self._tools is None:
+            return {"role": "assistant", "content": streamer.text}
+        return self._tools.encoder.read_answer(streamer.token_ids, self._num_answers, ended)
+
+    def _request(self) -> GenerationRequest:
+        schemas = self._tools and self._tools.encoder.tools
+        prompt = self._loaded.chat_template.encode_prompt(self._messages, schemas or None)
+        try:
+            available = check_room(len(prompt), self._max_length)
+        except PromptTooLong as problem:
+            raise PromptTooLong(f"{problem}; use /undo or /reset") from None
+        self._num_answers += 1
+        return GenerationRequest(
+            prompt_ids=prompt,
+            max_tokens=min(available, self._options.max_tokens or self._loaded.answer_length(len(prompt), available)),
+            sampling=self._sampling,
+            seed=derive_key(self._seed, "answer", self._num_answers),
+            stop_token_ids=self._loaded.chat_stop_ids,
+        )
+
+    def _stream_answer(self, request: GenerationRequest) -> TextStreamer:
+        """Print an answer as it is generated, until it ends or Ctrl-C stops it."""
+        streamer = TextStreamer(self._loaded.tokenizer, self._loaded.stop_strings)
+        start = time.perf_counter()
+        with _deferred_interrupts() as interrupted:
+            request_id = self._engine.add_request(request)
+            while self._engine.num_unfinished and not streamer.finish_reason and not interrupted.is_set():
+                for token in self._engine.step():
+                    self._print(streamer.add(token.token_id, is_stop=token.finish_reason == "stop"))
+            self._engine.cancel(request_id)
+            self._print(streamer.finish())
+            print(flush=True)
+        if self._to_terminal:
+            count, seconds = len(streamer.token_ids), time.perf_counter() - start
+            note = f"({count} tokens, {count / seconds:.1f} tokens/s{', stopped' if interrupted.is_set() else ''})"
+            Console(stderr=True, highlight=False).print(note, style="dim")
+        return streamer
+
+    def _print(self, text: str) -> None:
+        if self._to_terminal:
+            text = CONTROL_CHARACTERS.sub("\N{REPLACEMENT CHARACTER}", text)
+        if text:
+            print(text, end="", flush=True)
+
+    def _drop_answer(self) -> None:
+        """Leave the last turn of the user at the end."""
+        if not self._turns:
+            raise UserError("the conversation is empty")
+        while self._turns[-1]["role"] != "user":
+            self._turns.pop()
+
+    def _undo(self, _: str) -> None:
+        self._drop_answer()
+        self._turns.pop()
+
+    def _retry(self, _: str) -> None:
+        self._drop_answer()
+        self._answer()
+
+    def _set_system(self, text: str) -> None:
+        self._system = text or None
+
+    def _set_temperature(self, text: str) -> None:
+        try:
+            temperature = float(text)
+        except ValueError:
+            temperature = -1.0
+        if not 0 <= temperature < float("inf"):
+            raise UserError(f"/temperature {text}".rstrip() + ": expected a number of at least 0")
+        self._sampling = replace(self._sampling, temperature=temperature)
+
+    def _save(self, name: str) -> None:
+        if not name:
+            raise UserError("/save: expected the name of a file")
+        with create_file(expand_home(name)) as file:
+            file.write(json.dumps({"messages": self._messages}, ensure_ascii=False) + "\n")
+
+    def _exit(self, _: str) -> None:
+        raise ExitChat
+
+
+@contextmanager
+def _deferred_interrupts() -> Iterator[threading.Event]:
+    """The first Ctrl-C sets the event, so that the block can stop at a safe point; the second raises KeyboardInterrupt."""
+    interrupted = threading.Event()
+
+    def on_interrupt(number: int, frame: object) -> None:
+        if interrupted.is_set():
+            raise KeyboardInterrupt
+        interrupted.set()
+
+    previous = signal.signal(signal.SIGINT, on_interrupt)
+    try:
+        yield interrupted
+    finally:
+        signal.signal(signal.SIGINT, previous)

@@ -1,5 +1,0 @@
-"""Alignment: rollouts with their scores, and the reference model.
-
-Begin with `rollouts.py`. The losses are in objectives/, reward functions in rewards/, what each method calls of this in
-`stages/specs.py`.
-"""

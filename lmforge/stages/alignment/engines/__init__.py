@@ -1,4 +1,0 @@
-"""Servers that sample for a run: what one is asked by HTTP, and starting them.
-
-Begin with `rollout_server.py`. Which server gets which request is in `stages/alignment/remote_sampling.py`.
-"""

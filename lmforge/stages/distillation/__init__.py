@@ -1,4 +1,0 @@
-"""What `lmforge distill` has of its own: the teacher, what is stored of it, and batches with what it says.
-
-The loss is in objectives/distillation.py. Begin with batches.py.
-"""

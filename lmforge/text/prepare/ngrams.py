@@ -1,0 +1,31 @@
+"""Hashes of runs of words, by which near duplicates and evaluation texts are recognised."""
+
+import re
+
+import numpy as np
+import xxhash
+
+from lmforge.core.data.order import splitmix64
+
+WORD = re.compile(r"\w+")
+# The step of splitmix64 (Steele et al. 2014), without which 0 would be mixed to 0.
+COUNTER_STEP = np.uint64(0x9E3779B97F4A7C15)
+
+
+def word_hashes(text: str) -> np.ndarray:
+    """A hash of each word of a text, uint64 [words], regardless of case and of what is between words."""
+    return np.array([xxhash.xxh3_64_intdigest(word.encode()) for word in WORD.findall(text.lower())], np.uint64)
+
+
+def ngram_hashes(words: np.ndarray, n: int) -> np.ndarray:
+    """A hash of each run of `n` words, uint64 [words − n + 1]; none if there are fewer words."""
+    count = max(0, len(words) - n + 1)
+    hashes = np.zeros(count, np.uint64)
+    for place in range(n if count else 0):
+        hashes = mix(hashes) + words[place : place + count]
+    return mix(hashes)
+
+
+def mix(values: np.ndarray) -> np.ndarray:
+    """A bijection of 64-bit numbers in which each bit of a result depends on each bit of the value (splitmix64)."""
+    return splitmix64(values + COUNTER_STEP)

@@ -1,7 +1,0 @@
-"""AdamW and Muon, the schedules of the learning rate, and how parameters are put into groups.
-
-Begin with `optimizer.py` (`build_optimizer`).
-
-For others: `build_optimizer`, `build_schedule`. Not here: which steps are bad (train/bad_steps.py), and the
-bytes of states (plan/memory.py).
-"""
