@@ -5,5 +5,5 @@ Begin with objective.py (the interface of every objective) and language.py (next
 pairs (preference.py), `PolicyObjective`, `PolicyLossConfig` and the advantages (policy.py), and
 `token_logprobs`, `score_text` and `document_sums` (logprobs.py). fused_passes.py and stored_passes.py have passes over the
 logits that are compiled, for GPUs and for CPUs, and sharded_head.py heads that are sharded over ranks. Where rewards come from
-is in rewards/; which objective a recipe selects is in stages/.
+is in post/rewards/; which objective a recipe selects is in core/stages/.
 """

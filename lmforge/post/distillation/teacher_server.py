@@ -1,6 +1,6 @@
 """A teacher that is a server: `lmforge serve` or vLLM, which says the likeliest tokens of each place of a prompt.
 
-What is stored of them is in stored.py. The calls are those of vLLM's interface for ids (stages/alignment/engines).
+What is stored of them is in stored.py. The calls are those of vLLM's interface for ids (post/rl/engines).
 """
 
 import os

@@ -2,7 +2,7 @@
 
 As in language.py, a chunk of tokens is scored at a time, here through both heads, and its gradient is computed while its
 logits exist: the full logits of neither model ever do. A teacher is its hidden states and its head, or tokens of it that were
-stored before: the likeliest, or drawn ones. What runs teachers and stores tokens is in stages/distillation/.
+stored before: the likeliest, or drawn ones. What runs teachers and stores tokens is in post/distillation/.
 """
 
 import math

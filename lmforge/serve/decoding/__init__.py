@@ -4,5 +4,5 @@ Begin with engine.py (`Engine`, `generate`); sampling.py turns logits into token
 model_loading.py opens runs, checkpoints, Hugging Face folders and adapters. For others: `load_model`, `LoadedModel`, `Engine`,
 `GenerationRequest`, `generate`, `SamplingParams`, `TextStreamer`.
 
-KV caches and incremental decoding are model/'s; rollouts of reinforcement learning are stages/'s.
+KV caches and incremental decoding are in core/model/; rollouts of reinforcement learning in post/rl/.
 """

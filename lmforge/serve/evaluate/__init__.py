@@ -4,5 +4,5 @@ Begin with perplexity.py (`evaluate_loss`), measure_loss.py (of a model, and the
 `run_task`). likelihood.py scores continuations, lm_eval_model.py is the model
 that the harness calls (imported only where the harness is installed). For others: those functions, and `run_lm_eval`.
 
-Losses themselves are objectives/'; what `lmforge evaluate` prints is verbs/'.
+Losses themselves are in core/losses/; what `lmforge evaluate` prints is in serve/verbs/.
 """
