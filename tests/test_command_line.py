@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from lmforge.cli import TRAINING_NOTES
-from lmforge.core.options.load import SHORT_OPTIONS, STAGES
+from lmforge.core.options.load import STAGES
 from lmforge.core.options.options import iter_options
 from lmforge.lab.verbs.table import VERBS
 
@@ -28,7 +28,8 @@ def what_may_be_typed() -> set[str]:
             by_position = isinstance(extra, dict) and "positional" in extra
             lines.add(f"{verb} {name}" if by_position else f"{verb} --{name}")
         known = {".".join(path) for path, _ in iter_options(about.options)}
-        lines |= {f"{verb} --{short}" for short, full in SHORT_OPTIONS.items() if full in known}
+        shorts = getattr(about.options, "SHORT", {})
+        lines |= {f"{verb} --{short}" for short, full in shorts.items() if full in known and not full.startswith("plan.")}
     return lines
 
 

@@ -33,7 +33,7 @@ from lmforge.hf.export import export_folder
 from lmforge.hf.resolve import resolve_model_config
 from lmforge.lab.options.bench import BenchConfig
 from lmforge.lab.options.ladder import LadderConfig
-from lmforge.lab.options.plan import PLAN_OPTIONS, PlanConfig
+from lmforge.lab.options.plan import PlanConfig
 from lmforge.lab.verbs.table import VERBS
 from lmforge.post.options.align import AlignConfig
 from lmforge.post.options.tuning import DistillConfig
@@ -79,7 +79,7 @@ FLAGS = {
     "trace",
     "calibrate",
 }
-FLAGS |= set(PLAN_OPTIONS)
+FLAGS |= set(PlanConfig.SHORT)
 
 
 @dataclass(frozen=True)

@@ -35,6 +35,7 @@ class RegistryKind:
 KINDS = {
     kind.name: kind
     for kind in (
+        RegistryKind("stage", "run", "run.stage"),
         RegistryKind("objective", "objective", "objective.name"),
         RegistryKind("optimizer", "optimizer", "optimizer.name"),
         RegistryKind("schedule", "schedule", "schedule.name"),
@@ -74,9 +75,8 @@ class Entry:
         """The implementation. Raises UserError where a plugin's cannot be imported."""
         if not isinstance(self.implementation, str):
             return self.implementation
-        module, _, name = self.implementation.partition(":")
         with self._plugin_errors(f"{self.implementation} cannot be imported:"):
-            return getattr(importlib.import_module(module), name)
+            return import_named(self.implementation)
 
     def build(self, *arguments: Any) -> Any:
         """What the implementation returns for `arguments`. Raises UserError where a plugin's raises anything."""
@@ -94,6 +94,12 @@ class Entry:
                 raise
             words = str(error) if isinstance(error, UserError) else f"{what} {describe_exception(error)}"
             raise UserError(f"{self.origin}: {self.kind} {self.name}: {words}") from error
+
+
+def import_named(name: str) -> Any:
+    """What "module:name" names."""
+    module, _, attribute = name.partition(":")
+    return getattr(importlib.import_module(module), attribute)
 
 
 _entries: dict[tuple[str, str], Entry] = {}

@@ -24,8 +24,8 @@ from lmforge.core.errors import DISK_FULL_ERRNOS, UserError
 from lmforge.core.files.atomic_files import PARTIAL_SUFFIX, atomic_write_json, atomic_write_text, check_output
 from lmforge.core.files.locks import hold_lock
 from lmforge.core.files.untrusted import cut, is_inner_path, quoted, read_json
+from lmforge.core.records.kinds import MODEL_NAME_PATTERN, is_hub_name
 
-MODEL_NAME_PATTERN = re.compile(r"(?P<name>[A-Za-z0-9][\w.-]*/[A-Za-z0-9_][\w.-]*)(@(?P<revision>[\w.][\w./-]*))?")
 COMMIT_PATTERN = re.compile(r"[0-9a-f]{40}")
 DIGEST_PATTERN = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")
 SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME = "model.safetensors", "model.safetensors.index.json"
@@ -44,8 +44,6 @@ MAX_INDEX_BYTES = 2**28
 BLOCK_BYTES = 1 << 20
 MAX_ATTEMPTS, RETRY_SECONDS = 5, 1.0
 TIMEOUT_SECONDS, REPORT_EVERY_SECONDS = 30.0, 10.0
-# Folder names of lmforge's defaults and documentation: runs/x is never a model of an organization "runs".
-LOCAL_FOLDERS = frozenset({"runs", "data", "models", "checkpoints"})
 # A compute node without a network may silently drop packets.
 LOOKUP_SECONDS = 10.0
 
@@ -96,18 +94,6 @@ def parse_model_name(name: str, revision: str | None = None) -> tuple[str, str]:
     if not is_inner_path(chosen):  # the cache has a file of that name
         raise UserError(f"{cut(name)}: {quoted(chosen)} is not a revision of a model on the hub; leave it out for its newest")
     return parts["name"], chosen
-
-
-def is_hub_name(source: str | Path) -> bool:
-    """Whether `source` must be a model on the hub: it has the form of such a name, and is not a local path.
-
-    In a folder that exists, or in one of LOCAL_FOLDERS, it is a path, if a misspelt one (runs/quikstart), unless a revision
-    follows.
-    """
-    parts, path = MODEL_NAME_PATTERN.fullmatch(str(source)), Path(str(source))  # of an address, too
-    if parts is None or path.exists():
-        return False
-    return parts["revision"] is not None or not (path.parent.exists() or str(path.parent) in LOCAL_FOLDERS)
 
 
 def resolve_model_folder(source: Path, required: Literal["weights", "config.json", "tokenizer.json"] = "weights") -> Path:

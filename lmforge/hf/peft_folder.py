@@ -22,8 +22,8 @@ from lmforge.core.model import build_model
 from lmforge.core.model.init_weights import LORA_SUFFIXES
 from lmforge.core.model.lora import ALL_LINEAR, LoraConfig, adapted_name
 from lmforge.core.model.mixture.experts import Experts
+from lmforge.core.records.kinds import ADAPTER_CONFIG, Kind, kind_of
 from lmforge.hf.export import new_folder
-from lmforge.hf.kinds import ADAPTER_CONFIG, Kind, kind_of
 from lmforge.hf.resolve import resolve_model_config
 from lmforge.hf.safetensors_file import SafetensorsFile, write_safetensors
 from lmforge.hf.weights import LM_HEAD_WEIGHT

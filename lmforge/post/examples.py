@@ -20,9 +20,10 @@ from lmforge.core.errors import UserError, prefix_errors
 from lmforge.core.options.mixture import FileSourceOptions
 from lmforge.core.parallel.dims import plan_batches
 from lmforge.core.stages.inputs import RunInputs, check_model
-from lmforge.core.stages.pretrained import download_pretrained, find_required_pretrained, open_tuned_model
+from lmforge.core.stages.pretrained import download_pretrained
 from lmforge.post.options.align import AlignDataOptions
 from lmforge.post.options.tuning import ConversationOptions, ExampleOptions, TunedConfig
+from lmforge.post.tuned_model import find_required_pretrained, open_tuned_model
 from lmforge.text.chat.conversations import read_conversations
 from lmforge.text.chat.examples import (
     EXAMPLES_VERSION,

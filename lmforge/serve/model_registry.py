@@ -10,9 +10,9 @@ from typing import Any
 import torch
 
 from lmforge.core.errors import UserError
+from lmforge.core.records.kinds import MODELS, Kind, kind_of, unexpected
 from lmforge.core.records.runs import STEP_PREFIX, Run
 from lmforge.hf.hub import resolve_model_folder
-from lmforge.hf.kinds import MODELS, Kind, kind_of, unexpected
 from lmforge.serve.batching import ContinuousBatcher
 from lmforge.serve.decoding.engine import Engine
 from lmforge.serve.decoding.model_loading import LoadedModel, load_model, resolve_max_length

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from lmforge.core.errors import UserError
-from lmforge.hf.kinds import MODELS, Kind, kind_of, unexpected
+from lmforge.core.records.kinds import MODELS, Kind, kind_of, unexpected
 
 # The files of a folder → what it is. The manifests of checkpoints and of token folders have one name.
 FOLDERS = {

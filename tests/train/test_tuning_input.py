@@ -22,12 +22,12 @@ from lmforge.core.options.options import validate_options
 from lmforge.core.records.runs import Run
 from lmforge.core.stages.enter_run import check_resumable
 from lmforge.core.stages.inputs import RunInputs, describe_long_sequences
-from lmforge.core.stages.pretrained import find_required_pretrained
 from lmforge.core.steps.resume import ResumePoint
 from lmforge.post.examples import example_folder_paths, open_example_inputs, prepare_examples
 from lmforge.post.options.align import AlignConfig
 from lmforge.post.options.tuning import SftConfig
 from lmforge.post.rl.prompt_inputs import PromptPacking, open_prompt_inputs, prepare_prompts
+from lmforge.post.tuned_model import find_required_pretrained
 from lmforge.text.chat.examples import ExampleFolder
 from tests.conftest import Command, Refusal
 

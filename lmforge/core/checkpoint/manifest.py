@@ -11,9 +11,9 @@ import torch
 from lmforge.core.checkpoint.storage import digest_file
 from lmforge.core.errors import UserError
 from lmforge.core.files.atomic_files import PARTIAL_SUFFIX
+from lmforge.core.records.kinds import Kind, kind_of, unexpected
 from lmforge.core.records.manifests import CorruptCheckpoint, Manifest, check_sizes, read_manifest, unreadable
 from lmforge.core.records.runs import MANIFEST, Run
-from lmforge.hf.kinds import Kind, kind_of, unexpected
 
 TENSOR_SUFFIX = ".distcp"
 T = TypeVar("T")

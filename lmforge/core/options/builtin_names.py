@@ -29,15 +29,21 @@ DOCUMENT_SOURCES = {
 # Each is a file of this name.
 FAMILIES = sorted(module.name for module in iter_modules([str(Path(__file__).parents[1] / "model" / "families")]))
 BUILT_IN_NAMES: dict[str, dict[str, str]] = {
+    "stage": {
+        "pretrain": "lmforge.core.stages.specs:pretrain_stage",
+        "sft": "lmforge.post.stages:sft_stage",
+        "distill": "lmforge.post.stages:distill_stage",
+        "align": "lmforge.post.stages:align_stage",
+    },
     "objective": {
         "next-token": "lmforge.core.stages.objectives:build_next_token_objective",
-        "distillation": "lmforge.core.stages.objectives:build_distillation_objective",
-        "dpo": "lmforge.core.stages.objectives:build_dpo",
-        "orpo": "lmforge.core.stages.objectives:build_orpo",
-        "simpo": "lmforge.core.stages.objectives:build_simpo",
-        "kto": "lmforge.core.stages.objectives:build_kto",
-        "reward": "lmforge.core.stages.objectives:build_reward_model_objective",
-        "grpo": "lmforge.core.stages.objectives:build_policy_objective",
+        "distillation": "lmforge.post.objectives.builders:build_distillation_objective",
+        "dpo": "lmforge.post.objectives.builders:build_dpo",
+        "orpo": "lmforge.post.objectives.builders:build_orpo",
+        "simpo": "lmforge.post.objectives.builders:build_simpo",
+        "kto": "lmforge.post.objectives.builders:build_kto",
+        "reward": "lmforge.post.objectives.builders:build_reward_model_objective",
+        "grpo": "lmforge.post.objectives.builders:build_policy_objective",
     },
     "optimizer": {
         "adamw": "lmforge.core.optim.optimizer:build_adamw",
@@ -69,6 +75,11 @@ BUILT_IN_NAMES: dict[str, dict[str, str]] = {
 }
 # Properties of a name that are needed without importing its implementation (docs/extending.md).
 FACTS: dict[tuple[str, str], dict[str, Any]] = {
+    ("stage", "pretrain"): {"config": "lmforge.core.options.stage:PretrainConfig"},
+    ("stage", "sft"): {"config": "lmforge.post.options.tuning:SftConfig"},
+    ("stage", "distill"): {"config": "lmforge.post.options.tuning:DistillConfig"},
+    ("stage", "align"): {"config": "lmforge.post.options.align:AlignConfig"},
+    **{("objective", name): {"method": True} for name in ("dpo", "orpo", "simpo", "kto", "reward", "grpo")},
     ("optimizer", "adamw"): {"reads_found_inf": True},
     ("optimizer", "muon"): {"reads_found_inf": True, "needs_matrices": True},
     **{("model_family", name): {"like": name} for name in BUILT_IN_NAMES["model_family"]},

@@ -10,39 +10,33 @@ from lmforge.core.errors import UserError, did_you_mean
 from lmforge.core.files.untrusted import quoted
 from lmforge.core.options.extend import extended
 from lmforge.core.options.options import Options, OptionsT, merge_options, parse_options, read_recipe, validate_options
-from lmforge.core.options.stage import PretrainConfig, StageConfig
+from lmforge.core.options.stage import StageConfig
 from lmforge.core.plugins import load_plugins, resolve_plugins
-from lmforge.core.registry import KINDS, names_unchecked
-from lmforge.lab.options.plan import PLAN_OPTIONS
-from lmforge.post.options.align import AlignConfig
-from lmforge.post.options.tuning import DistillConfig, SftConfig
+from lmforge.core.registry import KINDS, find, import_named, names, names_unchecked
 
 StageConfigT = TypeVar("StageConfigT", bound=StageConfig)
 
-STAGES: dict[str, type[StageConfig]] = {
-    "pretrain": PretrainConfig,
-    "sft": SftConfig,
-    "distill": DistillConfig,
-    "align": AlignConfig,
-}
+
+class _Stages(Mapping[str, type[StageConfig]]):
+    """The config class of each stage by its name; a class is imported when it is first asked for."""
+
+    def __getitem__(self, name: str) -> type[StageConfig]:
+        entry = find("stage", name)
+        if entry is None:
+            raise KeyError(name)
+        config: type[StageConfig] = import_named(entry.facts["config"])
+        return config
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(names("stage"))
+
+    def __len__(self) -> int:
+        return len(names("stage"))
+
+
+STAGES = _Stages()
 # Options that override arguments and recipe when a stage resumes: what was to be deleted has been deleted.
 RESUME_ARGUMENTS = ["--run.overwrite", "false", "--run.resume", "auto"]
-# Options that may be typed without their section.
-SHORT_OPTIONS = {
-    "method": "align.method",
-    "teacher": "distill.teacher",
-    "deterministic": "train.deterministic",
-    "environment": "launch.environment",
-    "resume": "run.resume",
-    "stage_to": "data.stage_to",
-    "sweep": "bench.sweep",
-    "trace": "bench.trace",
-    "calibrate": "bench.calibrate",
-    "out": "bench.out",
-    "budget": "ladder.budget",
-    "dry_run": "ladder.dry_run",
-    "mixtures": "ladder.mixtures",
-}
 
 
 def config_class(recipe: dict[str, object], source: str) -> type[StageConfig]:
@@ -143,11 +137,11 @@ def build_config(stage: str, options: Mapping[str, Any], recipe: Path | None = N
 
 
 def _expand_short_options(options_class: type[StageConfig], arguments: list[str]) -> list[str]:
-    """Spell out SHORT_OPTIONS, and those of a plan. `--resume` without a value means required."""
-    short_options, expanded = SHORT_OPTIONS | {name: f"plan.{name}" for name in PLAN_OPTIONS}, []
+    """Spell out the short options of a class. `--resume` without a value means required."""
+    expanded = []
     for at, word in enumerate(arguments):
         name = re.match(r"--([\w-]+)(?==|$)", word)
-        full = short_options.get(name[1].replace("-", "_")) if name else None
+        full = options_class.SHORT.get(name[1].replace("-", "_")) if name else None
         if name is None or full is None or full.partition(".")[0] not in options_class.model_fields:
             expanded.append(word)
             continue

@@ -71,6 +71,11 @@ class FileSourceOptions(SourceOptions):
 AnySourceOptions = TokenSourceOptions | FileSourceOptions
 
 
+def labels_of_mixture(sources: Sequence[AnySourceOptions]) -> list[str]:
+    """The labels of several sources; empty where there is one."""
+    return [source.label for source in sources] if len(sources) > 1 else []
+
+
 class PhaseOptions(Options):
     """A part of the run with a mixture of its own. Phases follow each other; later ones may be added while a run goes on."""
 

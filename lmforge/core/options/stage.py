@@ -2,19 +2,21 @@
 pretraining."""
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import ClassVar, Literal, Self
 
 from lmforge.core import registry
 from lmforge.core.errors import UserError, nearest_multiples
 from lmforge.core.files.untrusted import expand_home, name_problem
+from lmforge.core.options.lora import LoraOptions
 from lmforge.core.options.mixture import (
     FOLDER_MEANING,
     QUARANTINE,
     PhaseOptions,
     TokenSourceOptions,
     folder_problems,
+    labels_of_mixture,
     mixture_problems,
 )
 from lmforge.core.options.operation import CheckpointOptions, LaunchOptions, LogOptions, WatchOptions
@@ -49,6 +51,15 @@ class StageConfig(Options):
 
     of_stage: ClassVar[Stage] = "pretrain"
     of_verb: ClassVar[str | None] = None
+    # Whether it begins from a model that was trained before.
+    is_fine_tuning: ClassVar[bool] = False
+    # Options that may be typed without their section.
+    SHORT: ClassVar[Mapping[str, str]] = {
+        "deterministic": "train.deterministic",
+        "environment": "launch.environment",
+        "resume": "run.resume",
+        "stage_to": "data.stage_to",
+    }
     # The class that a verb uses instead for a recipe of another stage.
     FOR_STAGE: ClassVar[Mapping[str, "type[StageConfig]"]] = {}
     ESSENTIAL: ClassVar[str] = f"model.preset model.source {ESSENTIAL_TO_TRAINING}"
@@ -141,6 +152,41 @@ class StageConfig(Options):
     def checkpoint_every_steps(self) -> int:
         return self.checkpoint.every_steps or max(1, self.train.steps // 10)
 
+    # What the stages after pretraining answer otherwise.
+
+    @property
+    def adapter_options(self) -> LoraOptions | None:
+        """The options of adapters; None for a stage that has none."""
+        return None
+
+    @property
+    def neftune_noise_alpha(self) -> float:
+        """NEFTune's noise on the embeddings; 0 for none."""
+        return 0.0
+
+    @property
+    def trains_reward_model(self) -> bool:
+        return False
+
+    @property
+    def group_size(self) -> int:
+        """Sequences of a batch that belong together and stay on one rank, such as completions of one prompt."""
+        return 1
+
+    @property
+    def default_objective(self) -> str:
+        """The objective of a recipe that names none."""
+        return "next-token"
+
+    @property
+    def source_names(self) -> list[str]:
+        """The names of the sources of a mixture whose losses are told apart; empty where there is one source."""
+        return []
+
+    def with_models(self, source: Path | None, replace_model: Callable[[Path], Path]) -> Self:
+        """The same options with another `model.source`, and each other model that they name replaced. Raises UserError."""
+        return self.model_copy(update={"model": self.model.model_copy(update={"source": source})})
+
 
 class PretrainDataOptions(SequenceOptions):
     """What the model is trained on: one token folder, or a mixture of several."""
@@ -208,3 +254,7 @@ class PretrainConfig(StageConfig):
         (("data", "quarantine"), ("data", "sources")),
     )
     data: PretrainDataOptions = section(PretrainDataOptions, "training data")
+
+    @property
+    def source_names(self) -> list[str]:
+        return labels_of_mixture(self.data.all_sources)

@@ -10,7 +10,6 @@ from lmforge.core.errors import UserError
 from lmforge.core.options.batch_plan import BatchPlan, batch_plan
 from lmforge.core.options.sections import ParallelOptions
 from lmforge.core.options.stage import StageConfig
-from lmforge.post.options.align import AlignConfig
 
 if TYPE_CHECKING:  # a dry run derives the dimensions without importing torch
     from torch.distributed.device_mesh import DeviceMesh
@@ -108,8 +107,7 @@ def data_parallel_rank_and_size(options: ParallelOptions, rank: int, world_size:
 def plan_batches(config: StageConfig, world_size: int) -> BatchPlan:
     """How the global batch of a recipe is cut for `world_size` ranks. Raises UserError where a rank would have none of it."""
     _, size = data_parallel_rank_and_size(config.parallel, 0, world_size)
-    group = config.rollout.num_generations if isinstance(config, AlignConfig) and config.align.method == "grpo" else 1
-    return batch_plan(config.train, config.data.sequence_length, size, group)
+    return batch_plan(config.train, config.data.sequence_length, size, config.group_size)
 
 
 def parallel_dims(options: ParallelOptions, world_size: int, local_world_size: int) -> ParallelDims:

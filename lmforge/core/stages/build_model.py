@@ -26,7 +26,6 @@ from lmforge.core.stages.inputs import RunInputs
 from lmforge.core.stages.parameter_counts import count_parameters, get_lora_config
 from lmforge.core.steps.bad_steps import BadStepDetector
 from lmforge.core.steps.resume import ResumePoint, load_resume_point
-from lmforge.post.options.tuning import TunedConfig
 
 
 @dataclass(frozen=True)
@@ -95,14 +94,14 @@ def build_model_and_optimizer(
     model = empty_model(config, model_config)
     model.dropout = config.model.dropout
     if model.balance is not None:
-        options, tunes = config.model, isinstance(config, TunedConfig)
+        options = config.model
         speed = options.bias_update_speed
-        speed = DEFAULT_BIAS_UPDATE_SPEED * (not tunes) if speed is None else speed
+        if speed is None:
+            speed = 0.0 if config.is_fine_tuning else DEFAULT_BIAS_UPDATE_SPEED
         model.balance.config = BalanceConfig(options.router_aux_loss_scope, options.router_z_loss_coef, speed)
-    if isinstance(config, TunedConfig):
-        model.neftune_noise_alpha = config.model.neftune_noise_alpha
-        if (adapters := get_lora_config(config)) is not None:
-            add_lora(model, adapters)
+    model.neftune_noise_alpha = config.neftune_noise_alpha
+    if (adapters := get_lora_config(config)) is not None:
+        add_lora(model, adapters)
 
     def fill_weights(model: LanguageModel) -> None:
         """Nothing is sent between ranks."""

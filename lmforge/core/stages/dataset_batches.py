@@ -20,7 +20,6 @@ from lmforge.core.stages.attempt import RunContext
 from lmforge.core.stages.build_model import BuiltModel
 from lmforge.core.stages.inputs import RunInputs
 from lmforge.core.steps.metrics import MetricsAccumulator
-from lmforge.post.options.tuning import TunedConfig
 from lmforge.serve.evaluate.perplexity import evaluate_loss, local_batches
 
 
@@ -29,10 +28,10 @@ def build_loader(
 ) -> BatchLoader:
     """The loader of this rank's part of every global batch."""
     rank, size = data_parallel_rank_and_size(config.parallel, dist_ctx.rank_info.rank, dist_ctx.world_size)
-    is_random = config.model.dropout > 0  # whether the model uses random numbers per token
-    if isinstance(config, TunedConfig):
-        is_random |= config.model.neftune_noise_alpha > 0
-        is_random |= config.lora.rank is not None and config.lora.dropout > 0
+    adapters = config.adapter_options
+    drops_in_adapters = adapters is not None and adapters.rank is not None and adapters.dropout > 0
+    # Whether the model uses random numbers per token.
+    is_random = config.model.dropout > 0 or config.neftune_noise_alpha > 0 or drops_in_adapters
     return BatchLoader(
         dataset,
         global_batch_size=batch_plan.global_batch_size,

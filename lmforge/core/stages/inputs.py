@@ -24,7 +24,6 @@ from lmforge.core.stages.parameter_counts import build_meta_model, get_lora_conf
 from lmforge.core.stages.pretrained import check_base, check_has_weights, find_pretrained, prefer_staged, resolve_model_config
 from lmforge.core.stages.training_data import TokenSources
 from lmforge.hf.config_json import to_config_json
-from lmforge.post.options.align import AlignConfig
 from lmforge.serve.evaluate.tasks import QuestionTask
 
 
@@ -118,7 +117,7 @@ def check_model(config: StageConfig, model_config: ModelConfig, batch_plan: Batc
         raise UserError(
             "model.embedding_initializer_range: this head is tied to the embedding; untie it, or leave that option out"
         )
-    if model_config.reward and not (isinstance(config, AlignConfig) and config.align.method == "reward"):
+    if model_config.reward and not config.trains_reward_model:
         raise UserError(
             f"{config.model.source}: a reward model, which generates no text; only align.method = reward can start from it"
         )

@@ -15,14 +15,14 @@ from lmforge.core.model.quantization.matrices import quantized_matrices
 from lmforge.core.model.state_bytes import ParameterCounts, count_all
 from lmforge.core.options.stage import StageConfig
 from lmforge.core.parallel.validate import check_float8_layers
-from lmforge.post.options.tuning import TunedConfig
 
 
 def get_lora_config(config: StageConfig) -> LoraConfig | None:
     """The adapters of a recipe; None where all weights are trained."""
-    if not isinstance(config, TunedConfig) or config.lora.rank is None:
+    adapters = config.adapter_options
+    if adapters is None or adapters.rank is None:
         return None
-    return LoraConfig(**config.lora.model_dump())
+    return LoraConfig(**adapters.model_dump())
 
 
 def build_meta_model(model_config: ModelConfig, lora: LoraConfig | None) -> LanguageModel:

@@ -18,21 +18,19 @@ from lmforge.core.checkpoint import Manifest
 from lmforge.core.data.shards.staged_copy import find_staged
 from lmforge.core.data.tokenizer import Tokenizer
 from lmforge.core.distributed.distributed import DistributedContext
-from lmforge.core.errors import UserError, prefix_errors
+from lmforge.core.errors import UserError
 from lmforge.core.model.config import ModelConfig
 from lmforge.core.model.layers import LanguageModel
 from lmforge.core.model.presets import PRESETS
+from lmforge.core.options.lora import LoraOptions
 from lmforge.core.options.sections import ModelOptions
 from lmforge.core.options.stage import StageConfig
+from lmforge.core.records.kinds import MODELS, Kind, kind_of, unexpected
 from lmforge.hf.config_json import is_nf4_folder, read_config_json
 from lmforge.hf.hub import cache_folder, resolve_model_folder
-from lmforge.hf.kinds import MODELS, Kind, kind_of, unexpected
 from lmforge.hf.peft_folder import base_model_of, base_model_overrides, load_peft_folder, tokenizer_folder
 from lmforge.hf.resolve import check_balance, model_config_from_options, stored_model_config
 from lmforge.hf.weights import LM_HEAD_WEIGHT, continue_adapters, describe_folder, load_folder, merge_adapters
-from lmforge.post.options.align import AlignConfig
-from lmforge.post.options.tuning import DistillConfig, LoraOptions, TunedConfig
-from lmforge.post.rewards.functions import is_model_folder
 
 ConfigT = TypeVar("ConfigT", bound=StageConfig)
 # Of a file in `content_digest`: 1 MiB in all.
@@ -141,27 +139,6 @@ def resolve_model_config(config: StageConfig, pretrained: Pretrained | None, voc
     return pretrained.resolve_model_config(config.model, vocab_size)
 
 
-def open_tuned_model(config: TunedConfig) -> tuple[Pretrained, Tokenizer, ModelConfig]:
-    """The model that a recipe tunes, its tokenizer and its model config. Raises UserError where there are no weights."""
-    pretrained = find_required_pretrained(config)
-    check_has_weights(pretrained)
-    check_base(pretrained, config.lora)
-    if config.lora.base_dtype and pretrained.adapters and isinstance(config, AlignConfig) and config.reference is not None:
-        way = "use a method without one (orpo, simpo), or merge them first (lmforge.save_model)"
-        raise UserError(
-            f"align.reference = {config.reference}: {pretrained.adapters} is adapters, which the reference would lack; {way}"
-        )
-    tokenizer = pretrained.tokenizer()
-    return pretrained, tokenizer, pretrained.resolve_model_config(config.model, tokenizer.vocab_size)
-
-
-def find_required_pretrained(config: TunedConfig) -> Pretrained:
-    """The model that a recipe tunes. Raises UserError where it names none, or no data."""
-    config.require_inputs()
-    assert config.model.source is not None
-    return prefer_staged(config, find_pretrained(config.model.source, "weights"))
-
-
 def prefer_staged(config: StageConfig, pretrained: Pretrained) -> Pretrained:
     """The same model, read from the copy on this host's own disk where data.stage_to has one."""
     adapters = pretrained.adapters and find_staged(config.data.stage_to, pretrained.adapters)
@@ -197,7 +174,7 @@ def pin_checkpoints(config: ConfigT) -> ConfigT:
     """The recipe with runs in model.source, rollout.reward_functions and distill.teacher replaced by their checkpoints. So a
     resumed run uses the same ones, even if those runs have saved newer checkpoints.
     """
-    return _with_sources(config, config.model.source and _pin(config.model.source), _pin)
+    return config.with_models(config.model.source and _pin(config.model.source), _pin)
 
 
 def _pin(source: Path) -> Path:
@@ -224,19 +201,4 @@ def with_original_sources(config: ConfigT, manifest: Manifest | None) -> tuple[C
     before = [Path(spec) for spec in manifest.recipe.get("rollout", {}).get("reward_functions", [])]
     before += [Path(teacher)] if (teacher := manifest.recipe.get("distill", {}).get("teacher")) else []
     of_run = {path.parent: path for path in before if kind_of(path) == Kind.CHECKPOINT}
-    return _with_sources(config, source, lambda model: of_run.get(model.parent, model)), notes
-
-
-def _with_sources(config: ConfigT, source: Path | None, replace_model: Callable[[Path], Path]) -> ConfigT:
-    """The recipe with another model.source, and other reward models in rollout.reward_functions or another teacher."""
-    update: dict[str, Any] = {"model": config.model.model_copy(update={"source": source})}
-    if isinstance(config, AlignConfig):
-        specs = config.rollout.reward_functions
-        with prefix_errors("rollout.reward_functions"):
-            specs = tuple(str(replace_model(Path(spec))) if is_model_folder(spec) else spec for spec in specs)
-        update["rollout"] = config.rollout.model_copy(update={"reward_functions": specs})
-    if isinstance(config, DistillConfig) and config.distill.teacher is not None and not config.distill.server:
-        with prefix_errors("distill.teacher"):
-            teacher = replace_model(config.distill.teacher)
-        update["distill"] = config.distill.model_copy(update={"teacher": teacher})
-    return config.model_copy(update=update)
+    return config.with_models(source, lambda model: of_run.get(model.parent, model)), notes

@@ -3,7 +3,7 @@
 
 import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import ClassVar, Literal
 
@@ -44,6 +44,10 @@ class BenchConfig(PretrainConfig):
     """lmforge bench [RECIPE.toml] [--sweep section.option=value,value …] [--calibrate]: speed and memory of a step."""
 
     of_verb: ClassVar[str | None] = "bench"
+    SHORT: ClassVar[Mapping[str, str]] = {
+        **PretrainConfig.SHORT,
+        **{name: f"bench.{name}" for name in ("sweep", "trace", "calibrate", "out")},
+    }
     ESSENTIAL: ClassVar[str] = (
         "bench.steps bench.warmup_steps bench.sweep bench.trace bench.calibrate bench.out bench.output"
         " data.sequence_length model.preset model.source train.global_batch_size train.micro_batch_size train.dtype"

@@ -1,7 +1,7 @@
 """The options of `lmforge ladder`: how many small runs predict a big one, and what they may cost."""
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -14,6 +14,7 @@ from lmforge.core.files.untrusted import quoted
 from lmforge.core.options.options import Options, option, section
 from lmforge.core.options.ranges import COUNT, RATIO, SCALE
 from lmforge.core.options.stage import PretrainConfig
+from lmforge.lab.options.plan import SHORT as PLAN_SHORT
 from lmforge.lab.options.plan import MachineOptions
 
 BudgetUnit = Literal["share", "FLOPs", "GPU-hours", "price"]
@@ -89,6 +90,11 @@ class LadderConfig(PretrainConfig):
     """lmforge ladder RECIPE.toml --budget 0.1: predict a big run by a ladder of small ones, before it is paid for."""
 
     of_verb: ClassVar[str | None] = "ladder"
+    SHORT: ClassVar[Mapping[str, str]] = {
+        **PretrainConfig.SHORT,
+        **PLAN_SHORT,
+        **{name: f"ladder.{name}" for name in ("budget", "dry_run", "mixtures")},
+    }
     ESSENTIAL: ClassVar[str] = (
         "ladder.budget ladder.target ladder.runs ladder.mixtures ladder.sizes ladder.tokens_per_parameter"
         " ladder.learning_rates ladder.parallel_runs ladder.dry_run plan.gpus plan.gpu_type plan.price plan.calibration"

@@ -53,7 +53,7 @@ class PlanOptions(MachineOptions):
 
 
 # Those that may be typed without their section.
-PLAN_OPTIONS = tuple(name for name in PlanOptions.model_fields if name != "usable")
+SHORT = {name: f"plan.{name}" for name in PlanOptions.model_fields if name != "usable"}
 ESSENTIAL = (
     "plan.gpus plan.gpu_type plan.gpus_per_host plan.network plan.hardware plan.calibration plan.price plan.search"
     " plan.write plan.finalists plan.output data.sequence_length model.preset train.global_batch_size"
@@ -68,6 +68,7 @@ class SftPlanConfig(SftConfig):
     """lmforge plan RECIPE.toml: the same for a recipe of `lmforge sft`, with adapters or all weights."""
 
     of_verb: ClassVar[str | None] = "plan"
+    SHORT: ClassVar[Mapping[str, str]] = {**SftConfig.SHORT, **SHORT}
     ESSENTIAL: ClassVar[str] = f"{ESSENTIAL} lora.rank"
     plan: PlanOptions = PLAN
 
@@ -76,6 +77,7 @@ class DistillPlanConfig(DistillConfig):
     """lmforge plan RECIPE.toml: the same for a recipe of `lmforge distill`, with its teacher."""
 
     of_verb: ClassVar[str | None] = "plan"
+    SHORT: ClassVar[Mapping[str, str]] = {**DistillConfig.SHORT, **SHORT}
     ESSENTIAL: ClassVar[str] = f"{ESSENTIAL} lora.rank"
     plan: PlanOptions = PLAN
 
@@ -84,6 +86,7 @@ class AlignPlanConfig(AlignConfig):
     """lmforge plan RECIPE.toml: the same for a recipe of `lmforge align`: preferences or a reward model."""
 
     of_verb: ClassVar[str | None] = "plan"
+    SHORT: ClassVar[Mapping[str, str]] = {**AlignConfig.SHORT, **SHORT}
     ESSENTIAL: ClassVar[str] = f"{ESSENTIAL} align.method lora.rank"
     plan: PlanOptions = PLAN
 
@@ -92,6 +95,7 @@ class PlanConfig(PretrainConfig):
     """lmforge plan [RECIPE.toml] --gpus N --gpu_type NAME: memory, speed and cost of a run before it starts."""
 
     of_verb: ClassVar[str | None] = "plan"
+    SHORT: ClassVar[Mapping[str, str]] = {**PretrainConfig.SHORT, **SHORT}
     FOR_STAGE: ClassVar[Mapping[str, type[StageConfig]]] = {
         "sft": SftPlanConfig,
         "distill": DistillPlanConfig,

@@ -19,16 +19,16 @@ from lmforge.core.data.shards.format import SHARDS_MANIFEST
 from lmforge.core.errors import UserError, format_bytes
 from lmforge.core.model.state_bytes import checkpoint_bytes
 from lmforge.core.options.stage import PretrainConfig, StageConfig
+from lmforge.core.records.kinds import Kind, kind_of
 from lmforge.core.records.runs import Run, is_local
 from lmforge.core.stages.inputs import open_pretrain_inputs
 from lmforge.core.stages.parameter_counts import count_parameters, get_lora_config
-from lmforge.core.stages.pretrained import find_required_pretrained
 from lmforge.core.stages.training_data import open_source
 from lmforge.hf.hub import find_cached, parse_model_name
-from lmforge.hf.kinds import Kind, kind_of
 from lmforge.ops.doctor import Finding, Status
 from lmforge.post.options.align import AlignConfig
 from lmforge.post.options.tuning import TunedConfig
+from lmforge.post.tuned_model import find_required_pretrained
 from lmforge.text.chat.examples import hash_files
 
 BLOCK_BYTES, WRITE_BYTES, WRITE_SECONDS = 16 * 2**20, 256 * 2**20, 1.0

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from lmforge.core.errors import UserError
+from lmforge.core.records.kinds import Kind, unexpected
 from lmforge.core.records.runs import Run
-from lmforge.hf.kinds import Kind, unexpected
 from lmforge.ops.jobs.job import JOB_FILE, LAUNCH_FOLDER
 from lmforge.ops.monitor.heartbeat import FINAL_PHASES, SILENT_AFTER_SECONDS, heartbeat_paths
 from lmforge.ops.monitor.stall import PeerStatus, classify_ranks, read_peer

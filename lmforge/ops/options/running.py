@@ -10,7 +10,7 @@ from typing import Literal
 
 from lmforge.core.errors import UserError
 from lmforge.core.files.untrusted import cut, name_problem, quoted, words_problem
-from lmforge.core.options.load import SHORT_OPTIONS, STAGES, config_class, parse_config
+from lmforge.core.options.load import STAGES, config_class, parse_config
 from lmforge.core.options.operation import LaunchOptions
 from lmforge.core.options.options import OUTPUT_FORMAT, Options, argument, option, parse_options, read_recipe
 from lmforge.core.options.ranges import COUNT, RANKS
@@ -138,7 +138,7 @@ def _split_options(words: list[str]) -> tuple[list[str], list[str]]:
         if option_name := re.match(r"--([A-Za-z][\w-]*)(?==|$)", word):
             name = option_name[1].replace("-", "_")
             target = own if name in LaunchCommandOptions.model_fields else rest
-            if name in LaunchOptions.model_fields and name not in SHORT_OPTIONS:
+            if name in LaunchOptions.model_fields and name not in StageConfig.SHORT:
                 word = f"--launch.{name}{word[option_name.end() :]}"
         elif re.match(r"--[A-Za-z]", word):
             target = rest

@@ -11,8 +11,8 @@ from lmforge.core.options.load import STAGES, parse_config, read_config
 from lmforge.core.options.mixture import is_remote
 from lmforge.core.options.options import Options, parse_options, read_recipe, validate_options
 from lmforge.core.options.stage import PretrainConfig, StageConfig
+from lmforge.core.records.kinds import Kind, is_hub_name, kind_of
 from lmforge.hf import hub
-from lmforge.hf.kinds import Kind, kind_of
 from lmforge.hf.peft_folder import base_model_of
 from lmforge.lab.verbs.table import VERBS
 from lmforge.ops.options.running import PipelineOptions
@@ -98,10 +98,10 @@ def _items_of_recipe(config: StageConfig) -> Iterator[HubItem]:
 
 
 def _items_of_verb(options: Options) -> Iterator[HubItem]:
-    if isinstance(options, PrepareOptions) and hub.is_hub_name(options.source):
+    if isinstance(options, PrepareOptions) and is_hub_name(options.source):
         yield HubItem(options.source, "dataset")
     for name, weights in MODEL_OPTIONS.items():
         given = getattr(options, name, None) or ()
         for each in given if isinstance(given, tuple) else (given,):
-            if hub.is_hub_name(each):
+            if is_hub_name(each):
                 yield HubItem(str(each), weights=weights)

@@ -23,9 +23,9 @@ from lmforge.core.model.config import ModelConfig
 from lmforge.core.model.flops import parameter_count
 from lmforge.core.model.mixture.experts import BIAS
 from lmforge.core.parallel.precision import DTYPES
+from lmforge.core.records.kinds import Kind, kind_of
 from lmforge.hf.export import export_folder
 from lmforge.hf.hub import resolve_model_folder
-from lmforge.hf.kinds import Kind, kind_of
 from lmforge.hf.layouts import LAYOUTS, LayoutHints, convert_checkpoint
 from lmforge.hf.peft_folder import base_model_of, load_peft_folder, save_peft_folder
 from lmforge.hf.resolve import resolve_model_config, stored_model_config

@@ -1,13 +1,13 @@
 """The options of `lmforge align`: preferences, reward models and reinforcement learning from rewards."""
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import Field
 
-from lmforge.core.errors import UserError
+from lmforge.core.errors import UserError, prefix_errors
 from lmforge.core.options.options import Options, option, section, with_default
 from lmforge.core.options.ranges import COUNT, DURATION, FRACTION, LENGTH, NONZERO_FRACTION, SCALE, SCALE_OR_0, SEQUENCES
 from lmforge.core.options.sections import Stage
@@ -211,6 +211,11 @@ class RolloutOptions(Options):
                 yield f"rollout.engine_urls: {url}: expected http://HOST:PORT"
 
 
+def is_model_folder(spec: str) -> bool:
+    """Whether a reward is named by a folder, which is a reward model's."""
+    return Path(spec).is_dir()
+
+
 # Options of alignment that only some methods read.
 METHODS_THAT_READ = {
     "loss_type": ("dpo",),
@@ -228,6 +233,7 @@ class AlignConfig(TunedConfig):
     """lmforge align [RECIPE.toml] --method dpo|kto|orpo|simpo|reward|grpo: align a model with preferences or rewards."""
 
     of_stage: ClassVar[Stage] = "align"
+    SHORT: ClassVar[Mapping[str, str]] = {**TunedConfig.SHORT, "method": "align.method"}
     ESSENTIAL: ClassVar[str] = (
         "align.method align.loss_type align.beta align.reference rollout.reward_functions rollout.num_generations"
         f" rollout.max_completion_length {TunedConfig.ESSENTIAL}"
@@ -239,6 +245,26 @@ class AlignConfig(TunedConfig):
     @property
     def kind(self) -> str:
         return {"kto": "unpaired", "reward": "pairs-with-margins", "grpo": "prompts"}.get(self.align.method, "pairs")
+
+    @property
+    def trains_reward_model(self) -> bool:
+        return self.align.method == "reward"
+
+    @property
+    def group_size(self) -> int:
+        return self.rollout.num_generations if self.align.method == "grpo" else 1
+
+    @property
+    def default_objective(self) -> str:
+        return self.align.method
+
+    def with_models(self, source: Path | None, replace_model: Callable[[Path], Path]) -> Self:
+        changed = super().with_models(source, replace_model)
+        with prefix_errors("rollout.reward_functions"):
+            specs = tuple(
+                str(replace_model(Path(spec))) if is_model_folder(spec) else spec for spec in self.rollout.reward_functions
+            )
+        return changed.model_copy(update={"rollout": self.rollout.model_copy(update={"reward_functions": specs})})
 
     @property
     def beta(self) -> float:

@@ -1,16 +1,17 @@
 """The options of `lmforge sft`, most of which alignment shares: examples instead of token shards, adapters, shorter runs; and
 those that `lmforge distill` has beside them."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, Self
 
 from pydantic import model_validator
 
-from lmforge.core.errors import UserError
-from lmforge.core.options.mixture import FileSourceOptions, WeightUnit, mixture_problems
+from lmforge.core.errors import UserError, prefix_errors
+from lmforge.core.options.lora import LoraOptions
+from lmforge.core.options.mixture import FileSourceOptions, WeightUnit, labels_of_mixture, mixture_problems
 from lmforge.core.options.options import Alternatives, Options, option, section, with_default
-from lmforge.core.options.ranges import COUNT_OR_0, DURATION, FRACTION, LENGTH, MODEL_RANGES, PROBABILITY, SCALE, SCALE_OR_0
+from lmforge.core.options.ranges import COUNT_OR_0, DURATION, FRACTION, LENGTH, PROBABILITY, SCALE, SCALE_OR_0
 from lmforge.core.options.sections import (
     ConversationFormat,
     ModelOptions,
@@ -93,38 +94,6 @@ class TunedModelOptions(ModelOptions):
     )
 
 
-class LoraOptions(Options):
-    """LoRA: low-rank adapters (Hu et al., arXiv 2106.09685) are trained beside frozen weights. Names are PEFT's."""
-
-    rank: int | None = option(None, "rank of the adapters (PEFT: r); none trains all weights", **MODEL_RANGES["hidden_size"])
-    alpha: float = option(32.0, "the adapters' output is scaled by alpha / rank (PEFT: lora_alpha)", **SCALE)
-    target_modules: tuple[str, ...] = option(("all-linear",), "layers with adapters: names such as q_proj, or all-linear")
-    target_parameters: tuple[str, ...] = option(
-        (), "parameters of mixtures of experts with adapters: experts.gate_up_proj, experts.down_proj, gate.weight"
-    )
-    dropout: float = option(0.0, "dropout probability of the adapters' inputs (PEFT: lora_dropout)", **PROBABILITY)
-    use_rslora: bool = option(False, "scale by alpha / sqrt(rank) instead (arXiv 2312.03732)")
-    base_dtype: Literal["nf4", "int8"] | None = option(
-        None,
-        "the frozen matrices of the blocks in 4 bits (nf4: QLoRA, arXiv 2305.14314) or 8, as bitsandbytes stores them; none:"
-        " in train.master_dtype",
-    )
-    double_quant: bool = option(False, "lora.base_dtype = nf4: its scales in 8 bits too (bnb_4bit_use_double_quant)")
-
-    def problems(self) -> Iterator[str]:
-        if self.base_dtype and self.rank is None:
-            yield f"lora.base_dtype = {self.base_dtype}: nothing would be trained with lora.rank = none; give lora.rank"
-        if self.double_quant and self.base_dtype != "nf4":
-            yield "lora.double_quant: only with lora.base_dtype = nf4; leave it out"
-        if self.base_dtype and (kept := [each for each in self.target_parameters if each.endswith("gate.weight")]):
-            yield (
-                f"lora.base_dtype = {self.base_dtype}: {kept[0]}, of lora.target_parameters, is a router's and stays in full"
-                " precision; leave one of the two out"
-            )
-        if self.dropout and self.target_parameters:
-            yield "lora.dropout: not with lora.target_parameters, as in PEFT; leave one of the two out"
-
-
 class TunedTrainOptions(TrainOptions):
     """The training loop. You set the global batch size; micro-batches and accumulation steps follow from it."""
 
@@ -168,6 +137,7 @@ class TuningOptimizer(OptimizerOptions):
 class TunedConfig(StageConfig):
     """What the configs of fine-tuning and alignment have in common."""
 
+    is_fine_tuning: ClassVar[bool] = True
     ESSENTIAL: ClassVar[str] = (
         "model.source data.files data.validation_files data.sequence_length lora.rank lora.target_modules"
         f" lora.target_parameters {ESSENTIAL_TO_TRAINING}"
@@ -183,6 +153,14 @@ class TunedConfig(StageConfig):
     def kind(self) -> str:
         """What its examples are."""
         return "conversations"
+
+    @property
+    def adapter_options(self) -> LoraOptions:
+        return self.lora
+
+    @property
+    def neftune_noise_alpha(self) -> float:
+        return self.model.neftune_noise_alpha
 
     def require_inputs(self) -> None:
         """Raise UserError where the recipe and the command line do not say what to begin from, and what to learn from."""
@@ -245,6 +223,10 @@ class SftConfig(TunedConfig):
     ALTERNATIVES: ClassVar[Alternatives] = (*StageConfig.ALTERNATIVES, *SOURCES_INSTEAD)
     ESSENTIAL: ClassVar[str] = f"data.sources data.format data.mask data.packing {TunedConfig.ESSENTIAL}"
     data: ConversationOptions = section(ConversationOptions, "conversations to train on")
+
+    @property
+    def source_names(self) -> list[str]:
+        return labels_of_mixture(self.data.file_sources)
 
 
 class DistillOptions(Options):
@@ -312,11 +294,24 @@ class DistillConfig(SftConfig):
     """lmforge distill [RECIPE.toml] --teacher MODEL: train a small model on what a larger one says of each token."""
 
     of_stage: ClassVar[Stage] = "distill"
+    SHORT: ClassVar[Mapping[str, str]] = {**SftConfig.SHORT, "teacher": "distill.teacher"}
     ESSENTIAL: ClassVar[str] = (
         "distill.teacher distill.logprobs distill.lmbda distill.beta distill.temperature distill.kd_ratio model.source"
         f" data.files data.sequence_length lora.rank {ESSENTIAL_TO_TRAINING}"
     )
     distill: DistillOptions = section(DistillOptions, "the teacher, and the loss")
+
+    @property
+    def default_objective(self) -> str:
+        return "distillation"
+
+    def with_models(self, source: Path | None, replace_model: Callable[[Path], Path]) -> Self:
+        changed = super().with_models(source, replace_model)
+        if self.distill.teacher is None or self.distill.server:
+            return changed
+        with prefix_errors("distill.teacher"):
+            teacher = replace_model(self.distill.teacher)
+        return changed.model_copy(update={"distill": self.distill.model_copy(update={"teacher": teacher})})
 
     def require_inputs(self) -> None:
         super().require_inputs()

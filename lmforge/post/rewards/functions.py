@@ -11,7 +11,6 @@ import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, closing
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Protocol
 
 from lmforge.core import registry
@@ -19,6 +18,7 @@ from lmforge.core.errors import UserError
 from lmforge.core.files.untrusted import cut, list_names
 from lmforge.core.foreign_code import ProcessLost, start_server
 from lmforge.core.plugins import files_of
+from lmforge.post.options.align import is_model_folder
 
 # Used instead of a file: functions registered by name, by lmforge or a plugin.
 REGISTERED = "registered names"
@@ -201,11 +201,6 @@ def load_reward_functions(
         opened.pop_all()
     workers += [] if environment is None else [environment]
     return RewardFunctions(workers, dict(zip(specs, weights, strict=True)), timeout_seconds)
-
-
-def is_model_folder(spec: str) -> bool:
-    """Whether a reward is named by a folder, which is a reward model's."""
-    return Path(spec).is_dir()
 
 
 def _functions_accepting(worker: RewardWorker, column: str) -> list[str]:

@@ -30,8 +30,7 @@ from lmforge.core.plugins import describe_plugins
 from lmforge.core.stages.attempt import RunContext
 from lmforge.core.stages.inputs import RunInputs
 from lmforge.post.environments.process import identify
-from lmforge.post.options.align import AlignConfig
-from lmforge.post.rewards.functions import is_model_folder
+from lmforge.post.options.align import AlignConfig, is_model_folder
 
 JOURNAL_FOLDER = "rollouts"  # in the run
 SEQUENCE_TENSORS = {"tokens": torch.int64, "labels": torch.int64, "positions": torch.int64, "document_ids": torch.int32}

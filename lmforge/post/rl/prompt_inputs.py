@@ -21,13 +21,14 @@ from lmforge.core.options.extend import entry_options
 from lmforge.core.options.sections import ModelOptions
 from lmforge.core.parallel.dims import plan_batches
 from lmforge.core.stages.inputs import RunInputs, check_model
-from lmforge.core.stages.pretrained import download_pretrained, find_pretrained, open_tuned_model
+from lmforge.core.stages.pretrained import download_pretrained, find_pretrained
 from lmforge.post.environments.appending import TurnEncoder
 from lmforge.post.environments.process import EnvironmentPool, identify
-from lmforge.post.options.align import AlignConfig, RolloutOptions
-from lmforge.post.rewards.functions import is_model_folder, load_reward_functions
+from lmforge.post.options.align import AlignConfig, RolloutOptions, is_model_folder
+from lmforge.post.rewards.functions import load_reward_functions
 from lmforge.post.rl.engines.rollout_server import check_servers
 from lmforge.post.rl.episodes import Turns
+from lmforge.post.tuned_model import open_tuned_model
 from lmforge.serve.decoding.model_loading import check_reward_head
 from lmforge.text.chat.examples import hash_files, select_validation
 from lmforge.text.chat.preferences import PromptCounts, TokenizedPrompt, encode_completions, read_prompt_columns, read_prompts

@@ -36,9 +36,10 @@ from lmforge.core.parallel.validate import choose_engine
 from lmforge.core.stages.attempt import RunContext
 from lmforge.core.stages.build_model import BuiltModel, empty_model
 from lmforge.core.stages.inputs import RunInputs
-from lmforge.core.stages.pretrained import Pretrained, find_required_pretrained
+from lmforge.core.stages.pretrained import Pretrained
 from lmforge.hf.config_json import to_config_json
 from lmforge.post.options.align import AlignConfig
+from lmforge.post.tuned_model import find_required_pretrained
 
 # The number of sequences that all ranks together compute and write at once, for any number of ranks.
 CHUNK_SEQUENCES = 64

@@ -16,8 +16,8 @@ from lmforge.core.distributed.distributed import DistributedContext
 from lmforge.core.distributed.memory import check_fits
 from lmforge.core.errors import UserError
 from lmforge.core.losses.logprobs import score_text
+from lmforge.core.records.kinds import Kind, kind_of
 from lmforge.core.records.runs import is_local
-from lmforge.hf.kinds import Kind, kind_of
 from lmforge.serve.decoding.model_loading import LoadedModel
 from lmforge.serve.decoding.prompts import check_token_ids
 from lmforge.serve.evaluate.perplexity import evaluate_loss, local_batches

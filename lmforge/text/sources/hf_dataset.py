@@ -11,11 +11,11 @@ from typing import Any
 
 from lmforge.core.errors import UserError, how_to_install
 from lmforge.core.files.untrusted import expand_home, list_names
+from lmforge.core.records.kinds import is_hub_name
 from lmforge.hf.hub import (
     LOOKUP_SECONDS,
     cache_folder,
     hub_errors_as_user_errors,
-    is_hub_name,
     offline_message,
     parse_model_name,
     read_download_record,

@@ -5,8 +5,8 @@ from pathlib import Path
 from lmforge.core.errors import UserError
 from lmforge.core.files.atomic_files import check_output
 from lmforge.core.options.options import read_recipe, validate_options
+from lmforge.core.records.kinds import Kind, kind_of, unexpected
 from lmforge.core.records.runs import Run
-from lmforge.hf.kinds import Kind, kind_of, unexpected
 from lmforge.ops.options.running import PipelineOptions, ReportOptions
 from lmforge.ops.report.page import REPORT_FILE, is_report, write_report
 from lmforge.ops.verbs.running.jobs import JobWatch

@@ -13,7 +13,7 @@ from lmforge.core.options.sections import ModelOptions, OptimizerOptions
 from lmforge.core.options.stage import PretrainConfig, StageConfig
 from lmforge.core.parallel.dims import parallel_dims, plan_batches
 from lmforge.core.parallel.validate import check_parallel, choose_engine
-from lmforge.hf.kinds import Kind, kind_of
+from lmforge.core.records.kinds import Kind, kind_of
 from lmforge.hf.resolve import model_config_from_options
 from lmforge.ops.verbs.show.describe_data import describe_data
 from lmforge.post.options.align import AlignConfig

@@ -20,10 +20,10 @@ from lmforge.core.options.load import read_config
 from lmforge.core.options.options import validate_options
 from lmforge.core.options.ranges import COUNT
 from lmforge.core.options.stage import PretrainConfig, StageConfig
+from lmforge.core.records.kinds import Kind, kind_of, unexpected
 from lmforge.core.records.run_records import BadStepFile, CompletionRecord, read_bad_step
 from lmforge.core.records.runs import Run
 from lmforge.core.stages.training_data import TokenSources
-from lmforge.hf.kinds import Kind, kind_of, unexpected
 from lmforge.ops.verbs.show.describe_data import align_right
 from lmforge.post.options.tuning import TunedConfig
 from lmforge.text.chat.example_display import RESET, format_example

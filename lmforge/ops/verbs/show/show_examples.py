@@ -11,7 +11,7 @@ import numpy as np
 from lmforge.core.data.packing import TokenizedExample
 from lmforge.core.data.tokenizer import Tokenizer
 from lmforge.core.errors import UserError
-from lmforge.hf.kinds import Kind, kind_of
+from lmforge.core.records.kinds import Kind, kind_of
 from lmforge.ops.options.examine import ShowOptions
 from lmforge.ops.verbs.show.show_data import parse_range, render_example
 from lmforge.post.options.tuning import renamed_fields

@@ -4,6 +4,7 @@ The files of a folder tell by their names. Nothing is read but the beginning of 
 own reader says. No torch here.
 """
 
+import re
 from collections.abc import Sequence
 from enum import StrEnum
 from pathlib import Path
@@ -12,9 +13,11 @@ from lmforge.core.errors import UserError
 from lmforge.core.files.untrusted import CHUNK_BYTES, MAX_LISTED, cut, open_file
 from lmforge.core.records.manifests import EXAMPLES_MANIFEST, UNFINISHED, is_of_checkpoint
 from lmforge.core.records.runs import MANIFEST, Run, checkpoint_step
-from lmforge.hf.hub import is_hub_name
 
 HF_CONFIG, ADAPTER_CONFIG = "config.json", "adapter_config.json"
+MODEL_NAME_PATTERN = re.compile(r"(?P<name>[A-Za-z0-9][\w.-]*/[A-Za-z0-9_][\w.-]*)(@(?P<revision>[\w.][\w./-]*))?")
+# Folder names of lmforge's defaults and documentation: runs/x is never a model of an organization "runs".
+LOCAL_FOLDERS = frozenset({"runs", "data", "models", "checkpoints"})
 
 
 class Kind(StrEnum):
@@ -64,6 +67,18 @@ def kind_of(name: str | Path) -> Kind:
     if Run(path).checkpoints_folder.is_dir():
         return Kind.RUN
     return Kind.FOREIGN if (path / ".metadata").exists() else Kind.FOLDER
+
+
+def is_hub_name(source: str | Path) -> bool:
+    """Whether `source` must be a model on the hub: it has the form of such a name, and is not a local path.
+
+    In a folder that exists, or in one of LOCAL_FOLDERS, it is a path, if a misspelt one (runs/quikstart), unless a revision
+    follows.
+    """
+    parts, path = MODEL_NAME_PATTERN.fullmatch(str(source)), Path(str(source))  # of an address, too
+    if parts is None or path.exists():
+        return False
+    return parts["revision"] is not None or not (path.parent.exists() or str(path.parent) in LOCAL_FOLDERS)
 
 
 def unexpected(name: str | Path, expected: Sequence[Kind | str], hint: str = "") -> UserError:
