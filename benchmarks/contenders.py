@@ -26,6 +26,7 @@ from lmforge.core.loop import train
 from lmforge.core.losses.language import NextTokenObjective
 from lmforge.core.model import build_model
 from lmforge.core.model.config import ModelConfig
+from lmforge.core.model.config_json import to_config_json
 from lmforge.core.model.init_weights import init_adapters, init_weights
 from lmforge.core.model.lora import adapter_parameters, add_lora
 from lmforge.core.model.quantization import blocks
@@ -52,7 +53,6 @@ from lmforge.core.steps.bad_steps import BadStepDetector
 from lmforge.core.steps.checkpoints import Checkpoints
 from lmforge.core.steps.metrics import Throughput, peak_memory_gib
 from lmforge.core.steps.resume import ResumePoint
-from lmforge.hf.config_json import to_config_json
 from lmforge.ops.monitor.console import ConsoleLogger
 from lmforge.ops.monitor.rank_log import RankLog
 from lmforge.ops.monitor.watchdog import Watchdog

@@ -21,9 +21,9 @@ from typing import Any
 import torch
 from setting import benchmark_parser, machine, machine_lines, run_lmforge, train_run, write_result
 
+from lmforge.core.model.resolve import stored_model_config
 from lmforge.core.records.manifests import read_manifest
 from lmforge.core.records.runs import Run
-from lmforge.hf.resolve import stored_model_config
 from lmforge.lab.ladder.rungs import scaled_parameters
 
 TOKENS_PER_PARAMETER = 20

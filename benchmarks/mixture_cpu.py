@@ -20,10 +20,10 @@ from setting import benchmark_parser, machine, machine_lines, run_lmforge, summa
 
 from lmforge.core.distributed.rank_info import threads_per_rank
 from lmforge.core.model.config import ModelConfig
+from lmforge.core.model.config_json import to_config_json
 from lmforge.core.model.flops import flops_per_token, parameter_count
 from lmforge.core.options.sections import ModelOptions
 from lmforge.core.parallel.precision import has_native_bf16, missing_for_compile
-from lmforge.hf.config_json import to_config_json
 from lmforge.hf.resolve import model_config_from_options
 
 MIXTURE = "lmforge, mixture"

@@ -19,9 +19,9 @@ from setting import benchmark_parser, machine, machine_lines, summarize, tokens_
 
 from lmforge.core.distributed.rank_info import threads_per_rank
 from lmforge.core.model.config import ModelConfig
+from lmforge.core.model.config_json import to_config_json
 from lmforge.core.model.flops import FLOPS_CONVENTION, flops_per_token, parameter_count
 from lmforge.core.parallel.precision import has_native_bf16, missing_for_compile
-from lmforge.hf.config_json import to_config_json
 
 PEAK_SECONDS = 1.5
 # Written out rather than a preset, so that results stay comparable when presets change.

@@ -31,11 +31,11 @@ from lmforge.core.errors import EXIT_PEER_LOST
 from lmforge.core.files.atomic_files import PARTIAL_SUFFIX
 from lmforge.core.model import build_model
 from lmforge.core.model.config import get_preset
+from lmforge.core.model.config_json import to_config_json
 from lmforge.core.model.init_weights import init_weights
 from lmforge.core.parallel import precision
 from lmforge.core.records.manifests import BLOCK_BYTES, checkpoint_checksum
 from lmforge.core.records.runs import MANIFEST, Run
-from lmforge.hf.config_json import to_config_json
 from lmforge.hf.export import export_folder
 from lmforge.hf.resolve import resolve_model_config
 from lmforge.hf.safetensors_file import SafetensorsFile

@@ -22,12 +22,12 @@ from lmforge.core.errors import UserError
 from lmforge.core.files.untrusted import parse_json, parse_toml, quoted
 from lmforge.core.model import build_model
 from lmforge.core.model.config import get_preset
+from lmforge.core.model.config_json import to_config_json
 from lmforge.core.options.load import parse_config
 from lmforge.core.options.stage import PretrainConfig
 from lmforge.core.records.kinds import is_hub_name
 from lmforge.core.stages.attempt import notes_on_ranks
 from lmforge.core.stages.inputs import check_model
-from lmforge.hf.config_json import to_config_json
 from lmforge.hf.resolve import resolve_model_config
 from lmforge.serve.verbs import generate
 from tests.conftest import Command, Refusal

@@ -14,13 +14,13 @@ from lmforge.cli import run
 from lmforge.core.data.shards.folder import TokenFolder
 from lmforge.core.errors import UserError
 from lmforge.core.model.config import get_preset
+from lmforge.core.model.config_json import to_config_json
 from lmforge.core.model.flops import parameter_count
 from lmforge.core.model.presets import PRESETS
 from lmforge.core.records.manifests import checkpoint_checksum
 from lmforge.core.records.run_records import read_metrics, skipped_batches
 from lmforge.core.records.runs import Run
 from lmforge.core.stages.training_data import TokenSources
-from lmforge.hf.config_json import to_config_json
 from lmforge.ops.verbs.show.show import show
 from tests.conftest import Command, Refusal, only_line
 

@@ -40,6 +40,8 @@ KINDS = {
         RegistryKind("optimizer", "optimizer", "optimizer.name"),
         RegistryKind("schedule", "schedule", "schedule.name"),
         RegistryKind("model_family", "model", "model.model_type"),
+        RegistryKind("implementation", "model", "model.implementation"),
+        RegistryKind("weight_source", "model", "model.source"),
         RegistryKind("document_source", "", "the suffix of a file"),
         RegistryKind("reward", "rollout", "rollout.reward_functions"),
         RegistryKind("environment", "rollout", "rollout.environment"),

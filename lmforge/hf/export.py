@@ -17,15 +17,16 @@ from lmforge.core.errors import UserError
 from lmforge.core.files.atomic_files import atomic_folder, check_output
 from lmforge.core.model import build_model
 from lmforge.core.model.config import ModelConfig
+from lmforge.core.model.config_json import to_config_json
 from lmforge.core.model.init_weights import named_tensors
+from lmforge.core.model.merge_adapters import LM_HEAD_WEIGHT
 from lmforge.core.model.mixture.experts import BIAS
-from lmforge.hf.config_json import to_config_json
 from lmforge.hf.hub import SAFE_WEIGHTS_INDEX_NAME
 from lmforge.hf.safetensors_file import write_safetensors
 from lmforge.hf.stored_experts import pieces, stored_name
 from lmforge.hf.transformers_causal_lm import to_stored_tensors
 from lmforge.hf.transformers_model import TransformersConfig
-from lmforge.hf.weights import CLASSIFIER_HEAD_WEIGHT, LM_HEAD_WEIGHT
+from lmforge.hf.weights import CLASSIFIER_HEAD_WEIGHT
 
 _TOKENIZER_FILES = (
     "tokenizer.json",

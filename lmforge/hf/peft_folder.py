@@ -21,12 +21,12 @@ from lmforge.core.files.untrusted import compile_pattern, read_json
 from lmforge.core.model import build_model
 from lmforge.core.model.init_weights import LORA_SUFFIXES
 from lmforge.core.model.lora import ALL_LINEAR, LoraConfig, adapted_name
+from lmforge.core.model.merge_adapters import LM_HEAD_WEIGHT
 from lmforge.core.model.mixture.experts import Experts
 from lmforge.core.records.kinds import ADAPTER_CONFIG, Kind, kind_of
 from lmforge.hf.export import new_folder
 from lmforge.hf.resolve import resolve_model_config
 from lmforge.hf.safetensors_file import SafetensorsFile, write_safetensors
-from lmforge.hf.weights import LM_HEAD_WEIGHT
 
 ADAPTER_WEIGHTS_FILE = "adapter_model.safetensors"
 _PREFIX = "base_model.model."

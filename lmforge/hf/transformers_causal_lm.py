@@ -21,9 +21,9 @@ from torch import Tensor, nn
 
 from lmforge.core.errors import UserError, how_to_install, prefix_errors
 from lmforge.core.files.untrusted import quoted
+from lmforge.core.model.config_json import reject_extreme_sizes
 from lmforge.core.model.layers import cap_logits
 from lmforge.core.options.ranges import MODEL_RANGES
-from lmforge.hf.config_json import reject_extreme_sizes
 
 MIN_TRANSFORMERS_VERSION = (5, 20)
 # Their positions are slopes on the distance of two tokens, so they do not need document boundaries.

@@ -20,10 +20,10 @@ from torch.nn.utils.rnn import pad_sequence
 
 from lmforge.core.errors import UserError
 from lmforge.core.model.config import ModelConfig
+from lmforge.core.model.config_json import NUM_EXPERTS_FIELDS
 from lmforge.core.model.family import Family
 from lmforge.core.model.init_weights import LORA_SUFFIXES, InitialValue
 from lmforge.core.model.layers import LanguageModel, LMHead, to_autocast_dtype
-from lmforge.hf.config_json import NUM_EXPERTS_FIELDS
 from lmforge.hf.transformers_causal_lm import (
     ALIBI_MODEL_TYPES,
     build_causal_lm,

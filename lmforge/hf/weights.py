@@ -13,14 +13,14 @@ import torch
 from torch import Tensor, nn
 
 from lmforge.core.errors import UserError, name_some
-from lmforge.core.model import build_model
 from lmforge.core.model.config import base_model_type
+from lmforge.core.model.config_json import fp8_block, is_nf4_folder, is_supported_family, read_config_json
 from lmforge.core.model.family import load_family
 from lmforge.core.model.init_weights import LORA_SUFFIXES, local_part, named_tensors
 from lmforge.core.model.layers import LanguageModel
-from lmforge.core.model.lora import LoraConfig, adapted_name, lora_delta
+from lmforge.core.model.lora import LoraConfig, adapted_name
+from lmforge.core.model.merge_adapters import LM_HEAD_WEIGHT, copy_part, full_model_of
 from lmforge.core.model.quantization.matrices import quantized_matrices
-from lmforge.hf.config_json import fp8_block, is_nf4_folder, is_supported_family, read_config_json
 from lmforge.hf.hub import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, indexed_weight_files
 from lmforge.hf.quantized.bitsandbytes_folder import stored_matrices
 from lmforge.hf.resolve import resolve_model_config
@@ -31,8 +31,7 @@ from lmforge.hf.transformers_model import TransformersModel
 
 SCALE_SUFFIX = "_scale_inv"  # of the scales of a tensor in float8, beside its name
 StoredFiles = dict[str, tuple[SafetensorsFile, str]]  # our name of a tensor → its file, and its name there
-# Our head, and the head of a classifier of transformers.
-LM_HEAD_WEIGHT, CLASSIFIER_HEAD_WEIGHT = "lm_head.weight", "score.weight"
+CLASSIFIER_HEAD_WEIGHT = "score.weight"  # of a classifier of transformers
 LM_HEAD_BIAS = "lm_head.bias"
 # Which field of config.json says that there are tensors of these names.
 _FLAGS = {
@@ -58,7 +57,7 @@ def load_folder(folder: str | Path, model: nn.Module, new_names: Collection[str]
     """
     folder = Path(folder)
     local = dict(named_tensors(model))
-    full_model = _full_model(model)
+    full_model = full_model_of(model)
     absent = (*LORA_SUFFIXES, *new_names)
     expected, matrices = dict[str, Tensor](), quantized_matrices(full_model)  # a wrapped model's own
     for name, each in named_tensors(full_model):
@@ -136,12 +135,6 @@ def load_folder(folder: str | Path, model: nn.Module, new_names: Collection[str]
             copy_part(local[name], quantized[name].quantize(value) if name in quantized else value)
 
 
-def copy_part(parameter: Tensor, whole: Tensor) -> None:
-    """Fill this rank's part of a parameter from the whole tensor."""
-    target, part = local_part(parameter)
-    target.copy_(whole[part])
-
-
 def describe_folder(folder: Path) -> list[str]:
     """What is done with the weights of a Hugging Face folder besides reading them, in words."""
     content = read_config_json(folder / "config.json")
@@ -217,7 +210,7 @@ def continue_adapters(
 
     Arguments and errors are those of `merge_adapters`. Raises UserError too where the model's adapters are others.
     """
-    own, full_model = model.lora_config, _full_model(model)
+    own, full_model = model.lora_config, full_model_of(model)
     if own is None or own.stored is None:
         return dict(tensors)
     if full_model is not model:
@@ -241,51 +234,6 @@ def continue_adapters(
         if name in local:
             copy_part(local[name], value * (lora_config.scaling / own.scaling) if name.endswith(LORA_SUFFIXES[1]) else value)
     return left
-
-
-@torch.no_grad()
-def merge_adapters(model: LanguageModel, lora_config: LoraConfig, tensors: Mapping[str, Tensor], source: str) -> None:
-    """Add low-rank adapters, full tensors by our names, to the weights of a model in place; other tensors replace its own.
-
-    In a sharded model each rank adds to its own part; a pipeline stage may lack layers; adapters that the model has itself stay
-    as they are. Raises UserError, beginning with `source` (where they come from), unless each fits the model.
-    """
-    local = dict(model.named_parameters())
-    full_model = _full_model(model)
-    shapes = {name: [*each.shape] for name, each in full_model.named_parameters()}
-    whole = {name: tensor for name, tensor in tensors.items() if not name.endswith(LORA_SUFFIXES)}
-    tied = (model.embedding_names[0], "lm_head") if model.config.tie_word_embeddings else ()
-    if any(f"{layer}{end}" in tensors for layer in tied for end in (".weight", LORA_SUFFIXES[0])):
-        raise UserError(f"{source}: changes the embedding or the head, which its model ties; export that to a folder first")
-    for name, value in whole.items():
-        _check_shape(source, name, shapes, [*value.shape])
-        if name in local:
-            target, part = local_part(local[name])
-            target.copy_(value[part])
-    never_transposed = {LM_HEAD_WEIGHT, *(f"{each}.weight" for each in model.embedding_names)}
-    for layer in dict.fromkeys(name.removesuffix(end) for name in tensors for end in LORA_SUFFIXES if name.endswith(end)):
-        name = adapted_name(layer)
-        transposed = model.config.family.transposed and name not in never_transposed
-        a, b = (tensors.get(f"{layer}{end}") for end in LORA_SUFFIXES)
-        if a is None or b is None or (*a.shape[:-2], a.shape[-2]) != (*b.shape[:-2], b.shape[-1]):
-            raise UserError(f"{source}: {layer}: not a pair of matrices of one rank; copy the folder again")
-        _check_shape(source, name, shapes, [a.shape[1], b.shape[0]] if transposed else [*b.shape[:-1], a.shape[-1]])
-        if name in local:
-            target, part = local_part(local[name])
-            if a.ndim == 3:  # only this rank's experts
-                a, b, part = a[part[0]], b[part[0]], (slice(None), *part[1:])
-            target += lora_delta(lora_config.scaling, a, b, transposed)[part].to(target.device)
-
-
-def _check_shape(source: str, name: str, shapes: Mapping[str, list[int]], sizes: list[int]) -> None:
-    if shapes.get(name) != sizes:
-        ours = "has none" if name not in shapes else f"has {shapes[name]}"
-        raise UserError(f"{source}: adapters for another model: they are for {name} {sizes}, and the model {ours}")
-
-
-def _full_model(model: Any) -> Any:
-    """The full model, for names and shapes, of which `model` may be a pipeline stage."""
-    return model if isinstance(model, TransformersModel) else build_model(model.config, "meta")
 
 
 def _check_converted(folder: Path, expected: dict[str, Tensor], converted: Mapping[str, Tensor]) -> None:

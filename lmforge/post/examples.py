@@ -20,7 +20,7 @@ from lmforge.core.errors import UserError, prefix_errors
 from lmforge.core.options.mixture import FileSourceOptions
 from lmforge.core.parallel.dims import plan_batches
 from lmforge.core.stages.inputs import RunInputs, check_model
-from lmforge.core.stages.pretrained import download_pretrained
+from lmforge.core.stages.weight_source import download_weights
 from lmforge.post.options.align import AlignDataOptions
 from lmforge.post.options.tuning import ConversationOptions, ExampleOptions, TunedConfig
 from lmforge.post.tuned_model import find_required_pretrained, open_tuned_model
@@ -108,7 +108,7 @@ def prepare_examples(config: TunedConfig, dist_ctx: DistributedContext) -> None:
     Raises UserError where there is no such model, or an example is not valid.
     """
     config.require_inputs()
-    download_pretrained(config, dist_ctx)
+    download_weights(config, dist_ctx)
     dist_ctx.run_once_per_folder(partial(_tokenize_examples, config), config.data.folder)
 
 

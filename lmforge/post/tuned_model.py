@@ -3,7 +3,7 @@
 from lmforge.core.data.tokenizer import Tokenizer
 from lmforge.core.errors import UserError
 from lmforge.core.model.config import ModelConfig
-from lmforge.core.stages.pretrained import Pretrained, check_base, check_has_weights, find_pretrained, prefer_staged
+from lmforge.hf.pretrained import Pretrained, find_pretrained
 from lmforge.post.options.align import AlignConfig
 from lmforge.post.options.tuning import TunedConfig
 
@@ -11,8 +11,8 @@ from lmforge.post.options.tuning import TunedConfig
 def open_tuned_model(config: TunedConfig) -> tuple[Pretrained, Tokenizer, ModelConfig]:
     """The model that a recipe tunes, its tokenizer and its model config. Raises UserError where there are no weights."""
     pretrained = find_required_pretrained(config)
-    check_has_weights(pretrained)
-    check_base(pretrained, config.lora)
+    pretrained.check_has_weights()
+    pretrained.check_base(config.lora)
     if config.lora.base_dtype and pretrained.adapters and isinstance(config, AlignConfig) and config.reference is not None:
         way = "use a method without one (orpo, simpo), or merge them first (lmforge.save_model)"
         raise UserError(
@@ -26,4 +26,4 @@ def find_required_pretrained(config: TunedConfig) -> Pretrained:
     """The model that a recipe tunes. Raises UserError where it names none, or no data."""
     config.require_inputs()
     assert config.model.source is not None
-    return prefer_staged(config, find_pretrained(config.model.source, "weights"))
+    return find_pretrained(config.model.source, "weights").staged(config.data.stage_to)

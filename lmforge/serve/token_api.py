@@ -25,7 +25,7 @@ from torch import Tensor
 from lmforge.core.data.batch import Batch
 from lmforge.core.errors import UserError
 from lmforge.core.files.untrusted import cut
-from lmforge.hf.config_json import to_config_json
+from lmforge.core.model.config_json import to_config_json
 from lmforge.hf.weights import load_folder
 from lmforge.post.objectives.distillation import DistillationConfig, top_log_probs
 from lmforge.serve.batching import MIN_LOGPROB, ContinuousBatcher, QueuedRequest

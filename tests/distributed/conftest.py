@@ -13,8 +13,8 @@ from lmforge.core import checkpoint
 from lmforge.core.checkpoint import Manifest
 from lmforge.core.model import build_model
 from lmforge.core.model.init_weights import named_tensors
+from lmforge.core.model.resolve import stored_model_config
 from lmforge.core.records.runs import Run
-from lmforge.hf.resolve import stored_model_config
 from lmforge.lab.bench.bounds import FP32
 from tests.distributed.shapes import SAMPLES
 from tests.preloaded import on_ranks

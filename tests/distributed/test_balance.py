@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
+from lmforge.core.model.config_json import to_config_json
 from lmforge.core.records.runs import Run
-from lmforge.hf.config_json import to_config_json
 from tests.conftest import Command
 from tests.distributed.conftest import Recipe, assert_agree, weights
 from tests.distributed.shapes import SHAPES

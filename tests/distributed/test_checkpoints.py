@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 from _pytest.mark import ParameterSet
 
+from lmforge.core.model.resolve import stored_model_config
 from lmforge.core.records.runs import Run
 from lmforge.hf.export import export_folder
-from lmforge.hf.resolve import stored_model_config
 from lmforge.lab.bench import bounds
 from tests.distributed.conftest import Recipe, losses, newest_checkpoint, run_cases, weights
 

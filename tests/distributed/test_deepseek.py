@@ -9,8 +9,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from lmforge.core.model.config_json import to_config_json
 from lmforge.core.records.runs import Run
-from lmforge.hf.config_json import to_config_json
 from lmforge.lab.bench.bounds import FP32, MUON
 from lmforge.lab.bench.parity import weights_difference
 from tests.conftest import Command

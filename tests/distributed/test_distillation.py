@@ -21,7 +21,7 @@ from lmforge.core.errors import UserError
 from lmforge.core.options.load import parse_config
 from lmforge.core.records.runs import Run
 from lmforge.core.stages.inputs import RunInputs
-from lmforge.core.stages.pretrained import find_pretrained
+from lmforge.hf.pretrained import find_pretrained
 from lmforge.lab.bench.bounds import FP32
 from lmforge.post.distillation.stored import StoredPacking, begin_stored, distilled_datasets, record_dtype
 from lmforge.post.distillation.teacher import open_distill_inputs

@@ -15,7 +15,7 @@ from lmforge.core.distributed.distributed import DistributedContext
 from lmforge.core.distributed.rank_info import RankInfo
 from lmforge.core.losses.logprobs import score_text
 from lmforge.core.model.layers import LanguageModel
-from lmforge.serve.evaluate.perplexity import evaluate_loss
+from lmforge.core.steps.perplexity import evaluate_loss
 
 CPU = torch.device("cpu")
 ScoreFn = Callable[[Batch], torch.Tensor]

@@ -17,10 +17,10 @@ from lmforge.cli import run as command
 from lmforge.core.data.tokenizer import Tokenizer, train_tokenizer
 from lmforge.core.errors import UserError
 from lmforge.core.model import build_model
+from lmforge.core.model.config_json import to_config_json
+from lmforge.core.model.resolve import model_config_from_json
 from lmforge.hf import weights
-from lmforge.hf.config_json import to_config_json
 from lmforge.hf.export import export_folder
-from lmforge.hf.resolve import model_config_from_json
 from lmforge.hf.safetensors_file import SafetensorsFile
 from lmforge.serve.decoding.engine import Engine, GenerationRequest
 from lmforge.serve.decoding.model_loading import LoadedModel, load_model

@@ -8,12 +8,13 @@ from typing import Any
 
 import pytest
 import torch
+from lmforge.hf.pickle_trial import try_pickle
 from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING
 
+from lmforge.core.checkpoint.safe_reader import METADATA_FILE, SafeReader, _MetadataUnpickler
 from lmforge.core.errors import UserError
 from lmforge.hf import pickle_trial
-from lmforge.hf.pickle_trial import try_pickle
-from lmforge.hf.torch_checkpoints import METADATA_FILE, SafeReader, _MetadataUnpickler, open_tensor_source
+from lmforge.hf.torch_checkpoints import open_tensor_source
 from tests.fuzzing import ENDLESS_PICKLES
 
 

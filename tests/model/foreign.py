@@ -10,7 +10,8 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 from lmforge.core.model import build_model
 from lmforge.core.model.config import ModelConfig
 from lmforge.core.model.layers import LanguageModel
-from lmforge.hf.resolve import model_config_from_json, resolve_model_config
+from lmforge.core.model.resolve import model_config_from_json
+from lmforge.hf.resolve import resolve_model_config
 from lmforge.hf.weights import load_folder
 from tests.model.conftest import shaken
 

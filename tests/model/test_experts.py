@@ -15,6 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from lmforge.core.errors import UserError
 from lmforge.core.model import build_model
 from lmforge.core.model.config import ModelConfig
+from lmforge.core.model.config_json import to_config_json
 from lmforge.core.model.init_weights import named_tensors
 from lmforge.core.model.mixture.experts import MixtureOfExperts, Router
 from lmforge.core.model.mixture.grouped_mm import grouped_linear
@@ -22,7 +23,6 @@ from lmforge.core.optim.muon import Muon
 from lmforge.core.options.activation_checkpointing import CHECKPOINTING_MODES
 from lmforge.core.options.sections import ModelOptions
 from lmforge.core.parallel.activation_checkpointing import apply_activation_checkpointing
-from lmforge.hf.config_json import to_config_json
 from lmforge.hf.export import export_folder
 from lmforge.hf.resolve import model_config_from_options, resolve_model_config
 from lmforge.hf.safetensors_file import SafetensorsFile, write_safetensors

@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from lmforge.core.model import build_model
+from lmforge.core.model.config_json import to_config_json
 from lmforge.core.model.init_weights import init_weights
 from lmforge.core.model.mixture.experts import BIAS
-from lmforge.hf.config_json import to_config_json
 from tests.model.conftest import MODEL_TYPES, drawn_config
 
 
@@ -23,7 +23,7 @@ def test_a_tensor_has_the_same_values_whatever_else_the_model_holds(draw: random
     first = parameters(small, 3)
     torch.manual_seed(draw.randrange(1000))
     deeper = {**to_config_json(small), "num_hidden_layers": 3, "tie_word_embeddings": False}
-    from lmforge.hf.resolve import model_config_from_json
+    from lmforge.core.model.resolve import model_config_from_json
 
     second = parameters(model_config_from_json(deeper, "here"), 3)
     for name, value in first.items():

@@ -19,6 +19,7 @@ from lmforge.core.model import build_model
 from lmforge.core.model.init_weights import init_adapters, init_weights
 from lmforge.core.model.layers import LanguageModel
 from lmforge.core.model.lora import LoraConfig, LoraLinear, adapter_parameters, add_lora, disable_adapters
+from lmforge.core.model.merge_adapters import merge_adapters
 from lmforge.core.optim.optimizer import build_optimizer, named_optimizer_state
 from lmforge.core.options.sections import GroupOptions, OptimizerOptions, ParallelOptions
 from lmforge.core.parallel.activation_checkpointing import apply_activation_checkpointing
@@ -26,7 +27,7 @@ from lmforge.core.parallel.validate import check_lora
 from lmforge.hf.export import export_folder
 from lmforge.hf.peft_folder import load_peft_folder, save_peft_folder
 from lmforge.hf.resolve import resolve_model_config
-from lmforge.hf.weights import load_folder, merge_adapters
+from lmforge.hf.weights import load_folder
 from lmforge.lab.bench.parity import ParityData
 from tests.distributed.shapes import SHAPES
 from tests.model.conftest import drawn_config

@@ -201,7 +201,7 @@ def test_an_exported_model_has_the_logits_of_transformers() -> None:
 
 
 def to_transformers(model: LanguageModel, transformers: Any) -> Any:
-    from lmforge.hf.config_json import to_config_json
+    from lmforge.core.model.config_json import to_config_json
 
     content = to_config_json(model.config)
     theirs = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model(**content)).double()

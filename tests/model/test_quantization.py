@@ -23,9 +23,9 @@ from lmforge.core.model.lora import LoraConfig, adapter_parameters, add_lora, di
 from lmforge.core.model.quantization.blocks import BlockFormat, dequantize, dynamic_values, quantize
 from lmforge.core.model.quantization.matrices import quantized_matrices
 from lmforge.core.parallel.activation_checkpointing import apply_activation_checkpointing
-from lmforge.core.stages.pretrained import find_pretrained
 from lmforge.hf.export import export_folder
 from lmforge.hf.peft_folder import save_peft_folder
+from lmforge.hf.pretrained import find_pretrained
 from lmforge.hf.resolve import resolve_model_config
 from lmforge.hf.weights import describe_folder, load_folder
 from tests.distributed.shapes import SHAPES

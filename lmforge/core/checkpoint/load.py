@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from lmforge.core.checkpoint.async_save import StateDict
+from lmforge.core.checkpoint.safe_reader import METADATA_FILE, SafeReader, flatten_names
 from lmforge.core.checkpoint.storage import VerifyingFileSystem
 from lmforge.core.errors import UserError
 from lmforge.core.files.untrusted import check_content
@@ -20,13 +21,12 @@ from lmforge.core.model import build_model
 from lmforge.core.model.init_weights import LORA_SUFFIXES, named_tensors
 from lmforge.core.model.layers import LanguageModel
 from lmforge.core.model.lora import LoraConfig, adapted_name, add_lora, lora_delta
+from lmforge.core.model.merge_adapters import copy_part, merge_adapters
 from lmforge.core.model.quantization.matrices import QuantizedMatrix, quantized_matrices
+from lmforge.core.model.resolve import stored_model_config
 from lmforge.core.options.lora import LoraOptions
 from lmforge.core.records.manifests import CorruptCheckpoint, Manifest, read_manifest
 from lmforge.core.records.runs import MANIFEST
-from lmforge.hf.resolve import stored_model_config
-from lmforge.hf.torch_checkpoints import METADATA_FILE, SafeReader, flatten_names
-from lmforge.hf.weights import copy_part, merge_adapters
 
 # A single process saves and loads without process groups on purpose; torch warns about this each time.
 warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")

@@ -1,6 +1,6 @@
 """The config of a model: its fields, and which values are valid together. It does not import torch, so reading a config is
 fast. What the families have is described in family.py, the modules that take these numbers are in modules/,
-their spelling in a config.json is in hf/config_json.py, where a recipe gets them from is in hf/resolve.py, and what a
+their spelling in a config.json is in core/model/config_json.py, where a recipe gets them from is in hf/resolve.py, and what a
 model costs is in flops.py.
 """
 

@@ -3,7 +3,7 @@ options its configs have, and how its config.json spells them.
 
 Everything else follows from that: numbers of parameters and FLOPs (flops.py), the modules (decoder.py), the checks of configs
 (config.py), the split of tensor parallelism (core/parallel/tensor_parallel.py), and the translation of a config.json
-(hf/config_json.py). The families themselves are in families/, a file for each model_type.
+(core/model/config_json.py). The families themselves are in families/, a file for each model_type.
 """
 
 from __future__ import annotations

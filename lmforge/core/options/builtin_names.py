@@ -56,6 +56,11 @@ BUILT_IN_NAMES: dict[str, dict[str, str]] = {
         "constant": "lmforge.core.optim.schedules:constant",
     },
     "model_family": dict.fromkeys(FAMILIES, "lmforge.core.model.family:build_module"),
+    "implementation": {
+        "lmforge": "lmforge.core.model.resolve:build_from_json",
+        "transformers": "lmforge.hf.transformers_model:to_transformers_config",
+    },
+    "weight_source": {"pretrained": "lmforge.hf.pretrained:PretrainedModels"},
     "document_source": {
         suffix: f"lmforge.text.sources.units:{unit}"
         for unit, suffixes in DOCUMENT_SOURCES.items()

@@ -20,7 +20,7 @@ from lmforge.core.stages.attempt import RunContext
 from lmforge.core.stages.build_model import BuiltModel
 from lmforge.core.stages.inputs import RunInputs
 from lmforge.core.steps.metrics import MetricsAccumulator
-from lmforge.serve.evaluate.perplexity import evaluate_loss, local_batches
+from lmforge.core.steps.perplexity import evaluate_loss, local_batches
 
 
 def build_loader(

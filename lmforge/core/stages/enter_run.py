@@ -14,6 +14,7 @@ from lmforge.core.data.shards.staged_copy import stage_folder
 from lmforge.core.distributed.distributed import DistributedContext
 from lmforge.core.errors import UserError
 from lmforge.core.model.config import ModelConfig
+from lmforge.core.model.resolve import stored_model_config
 from lmforge.core.options.stage import PretrainConfig, StageConfig
 from lmforge.core.parallel.dims import parallel_dims
 from lmforge.core.parallel.precision import DTYPES, with_dtype
@@ -22,10 +23,9 @@ from lmforge.core.plugins import describe_changes, describe_plugins
 from lmforge.core.records.runs import Run, is_local, parse_location
 from lmforge.core.stages.attempt import again_if_restarted
 from lmforge.core.stages.inputs import RunInputs
-from lmforge.core.stages.pretrained import ConfigT, find_pretrained, pin_checkpoints, with_original_sources
 from lmforge.core.stages.validation import open_validation_tasks
+from lmforge.core.stages.weight_source import ConfigT, find_weights, pin_checkpoints, with_original_sources
 from lmforge.core.steps.resume import ResumePoint, find_resume_point
-from lmforge.hf.resolve import stored_model_config
 from lmforge.ops.jobs.launchers import check_no_job
 from lmforge.ops.monitor.predicted_loss import read_predicted_loss
 from lmforge.ops.trackers.tracker import check_trackers
@@ -107,8 +107,8 @@ def _stage_inputs(config: StageConfig, stage_to: Path) -> None:
     if isinstance(config, PretrainConfig):
         folders = list(filter(is_local, (parse_location(source.folder) for source in config.data.all_sources)))
     if config.model.source is not None and config.model.load_weights:
-        pretrained = find_pretrained(config.model.source, "weights")
-        folders += [pretrained.folder, *([pretrained.adapters] if pretrained.adapters else [])]
+        weights = find_weights(config.model.source, "weights")
+        folders += [weights.folder, *([weights.adapters] if weights.adapters else [])]
     for folder in folders:
         if folder.is_dir():
             stage_folder(stage_to, folder, partial(print, file=sys.stderr, flush=True))

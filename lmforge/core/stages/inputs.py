@@ -11,6 +11,7 @@ from lmforge.core.data.tokenizer import Tokenizer
 from lmforge.core.errors import UserError
 from lmforge.core.files.untrusted import quoted
 from lmforge.core.model.config import ModelConfig
+from lmforge.core.model.config_json import to_config_json
 from lmforge.core.model.layers import LanguageModel
 from lmforge.core.model.parametrization import relative_to_base
 from lmforge.core.optim.optimizer import assign_groups
@@ -21,9 +22,8 @@ from lmforge.core.parallel.dims import plan_batches
 from lmforge.core.parallel.validate import check_parallel
 from lmforge.core.plugins import describe_plugins
 from lmforge.core.stages.parameter_counts import build_meta_model, get_lora_config
-from lmforge.core.stages.pretrained import check_base, check_has_weights, find_pretrained, prefer_staged, resolve_model_config
 from lmforge.core.stages.training_data import TokenSources
-from lmforge.hf.config_json import to_config_json
+from lmforge.core.stages.weight_source import find_weights, resolve_model_config
 from lmforge.serve.evaluate.tasks import QuestionTask
 
 
@@ -82,7 +82,7 @@ def open_pretrain_inputs(config: PretrainConfig, world_size: int) -> RunInputs:
     batch_plan = plan_batches(config, world_size)
     sources = TokenSources.open(config)
     tokenizer = sources.tokenizer
-    pretrained = prefer_staged(config, find_pretrained(config.model.source)) if config.model.source else None
+    pretrained = find_weights(config.model.source).staged(config.data.stage_to) if config.model.source else None
     has_tokenizer = pretrained and (pretrained.tokenizer_folder / "tokenizer.json").exists()
     if pretrained and has_tokenizer and pretrained.tokenizer().hash != tokenizer.hash:
         folder = pretrained.tokenizer_folder
@@ -92,8 +92,8 @@ def open_pretrain_inputs(config: PretrainConfig, world_size: int) -> RunInputs:
     check_model(config, model_config, batch_plan, tokenizer)
     load_weights = None
     if pretrained and config.model.load_weights:
-        check_has_weights(pretrained)
-        check_base(pretrained, None)
+        pretrained.check_has_weights()
+        pretrained.check_base(None)
         load_weights = pretrained.load_weights
     for length in config.data.sequence_lengths:
         check_parallel(config.parallel, model_config, replace(batch_plan, sequence_length=length))

@@ -25,8 +25,8 @@ from lmforge.core.stages.attempt import MetricsFile, RunContext
 from lmforge.core.stages.build_model import BuiltModel
 from lmforge.core.stages.inputs import RunInputs
 from lmforge.core.stages.parameter_counts import count_parameters, get_lora_config, training_flops_per_token
-from lmforge.core.stages.pretrained import find_pretrained
 from lmforge.core.stages.validation import score_tasks, write_samples
+from lmforge.core.stages.weight_source import find_weights
 from lmforge.core.steps.bad_steps import BadStep
 from lmforge.core.steps.callbacks import BatchSource, LoopCallbacks
 from lmforge.core.steps.metrics import Throughput, describe_device
@@ -318,7 +318,7 @@ def log_summary(
     if built.point.manifest is None:
         words = [f"random, seed {config.train.seed}"]
         if inputs.load_weights and config.model.source is not None:
-            words = [f"of {config.model.source}", *find_pretrained(config.model.source).notes]
+            words = [f"of {config.model.source}", *find_weights(config.model.source).notes]
         log(f"weights    {', '.join(words)}")
     log(f"data       {inputs.data_summary}")
     log(f"batch      {inputs.batch_plan}")

@@ -13,7 +13,7 @@ from lmforge.core.stages.attempt import RunContext
 from lmforge.core.stages.build_model import BuiltModel
 from lmforge.core.stages.dataset_batches import DatasetBatches
 from lmforge.core.stages.inputs import RunInputs, open_pretrain_inputs
-from lmforge.core.stages.pretrained import download_pretrained
+from lmforge.core.stages.weight_source import download_weights
 from lmforge.core.steps.callbacks import BatchSource
 
 
@@ -38,4 +38,4 @@ def spec_of(config: StageConfig) -> StageSpec:
 
 
 def pretrain_stage(config: PretrainConfig) -> StageSpec:
-    return StageSpec(download_pretrained, open_pretrain_inputs, DatasetBatches)
+    return StageSpec(download_weights, open_pretrain_inputs, DatasetBatches)

@@ -30,8 +30,8 @@ from lmforge.core.parallel.precision import DTYPES, choose_compile, with_dtype
 from lmforge.core.parallel.validate import check_parallel, describe_unused_sharding
 from lmforge.core.stages.build_model import build_model_and_optimizer
 from lmforge.core.stages.dataset_batches import build_loader
-from lmforge.core.stages.pretrained import find_pretrained, resolve_model_config
 from lmforge.core.stages.training_data import TokenSources, find_missing_folders
+from lmforge.core.stages.weight_source import find_weights, resolve_model_config
 from lmforge.core.steps.determinism import set_determinism
 from lmforge.core.steps.metrics import describe_device, peak_memory_gib
 from lmforge.lab.options.bench import BenchConfig
@@ -60,7 +60,7 @@ class _Trial:
         # Compared steps must have one sequence length.
         config = config.model_copy(update={"data": config.data.model_copy(update={"phases": ()})})
         tokens = None if find_missing_folders(config) else TokenSources.open(config)
-        pretrained = find_pretrained(config.model.source) if config.model.source else None
+        pretrained = find_weights(config.model.source) if config.model.source else None
         self._model_config = resolve_model_config(config, pretrained, tokens.tokenizer.vocab_size if tokens else None)
         check_parallel(config.parallel, self._model_config, self._plan)
         for line in describe_unused_sharding(config.parallel, dist_ctx.world_size, dist_ctx.device.type):

@@ -22,12 +22,12 @@ from lmforge.core.errors import EXIT_PEER_LOST, RunFailed, UserError
 from lmforge.core.files.atomic_files import atomic_write_text
 from lmforge.core.files.locks import try_lock
 from lmforge.core.files.untrusted import cut
+from lmforge.core.model.resolve import stored_model_config
 from lmforge.core.options.options import to_toml
 from lmforge.core.options.stage import PretrainConfig
 from lmforge.core.records.manifests import CorruptCheckpoint, read_manifest
 from lmforge.core.records.runs import Run
 from lmforge.core.steps.bad_steps import IN_A_ROW
-from lmforge.hf.resolve import stored_model_config
 from lmforge.lab.ladder.law import Point
 from lmforge.lab.ladder.rungs import Trial, scaled_parameters
 from lmforge.ops.jobs.job import read_job

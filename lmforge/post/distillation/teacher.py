@@ -23,8 +23,8 @@ from lmforge.core.parallel.validate import check_parallel
 from lmforge.core.stages.attempt import RunContext
 from lmforge.core.stages.build_model import BuiltModel
 from lmforge.core.stages.inputs import RunInputs
-from lmforge.core.stages.pretrained import Pretrained, check_has_weights, find_pretrained
 from lmforge.hf.hub import cache_folder
+from lmforge.hf.pretrained import Pretrained, find_pretrained
 from lmforge.post.distillation.stored import check_stored
 from lmforge.post.distillation.teacher_server import TeacherServer
 from lmforge.post.examples import open_example_inputs, prepare_examples
@@ -50,7 +50,7 @@ def find_teacher(config: DistillConfig) -> Pretrained:
     assert config.distill.teacher is not None
     with prefix_errors("distill.teacher"):
         teacher = find_pretrained(config.distill.teacher, "weights")
-        check_has_weights(teacher)
+        teacher.check_has_weights()
         return teacher
 
 

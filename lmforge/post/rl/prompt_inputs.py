@@ -21,7 +21,8 @@ from lmforge.core.options.extend import entry_options
 from lmforge.core.options.sections import ModelOptions
 from lmforge.core.parallel.dims import plan_batches
 from lmforge.core.stages.inputs import RunInputs, check_model
-from lmforge.core.stages.pretrained import download_pretrained, find_pretrained
+from lmforge.core.stages.weight_source import download_weights
+from lmforge.hf.pretrained import find_pretrained
 from lmforge.post.environments.appending import TurnEncoder
 from lmforge.post.environments.process import EnvironmentPool, identify
 from lmforge.post.options.align import AlignConfig, RolloutOptions, is_model_folder
@@ -64,7 +65,7 @@ def prepare_prompts(config: AlignConfig, dist_ctx: DistributedContext) -> None:
     Raises UserError where one of them cannot be used.
     """
     config.require_inputs()
-    download_pretrained(config, dist_ctx)
+    download_weights(config, dist_ctx)
     dist_ctx.run_once_per_host(partial(_check_prompts_and_rewards, config))
 
 

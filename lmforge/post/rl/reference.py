@@ -26,6 +26,7 @@ from lmforge.core.errors import UserError
 from lmforge.core.files.atomic_files import atomic_write
 from lmforge.core.losses.logprobs import token_logprobs
 from lmforge.core.losses.objective import replayed_experts
+from lmforge.core.model.config_json import to_config_json
 from lmforge.core.model.layers import LanguageModel
 from lmforge.core.model.lora import disable_adapters
 from lmforge.core.options.sections import ParallelOptions
@@ -36,8 +37,7 @@ from lmforge.core.parallel.validate import choose_engine
 from lmforge.core.stages.attempt import RunContext
 from lmforge.core.stages.build_model import BuiltModel, empty_model
 from lmforge.core.stages.inputs import RunInputs
-from lmforge.core.stages.pretrained import Pretrained
-from lmforge.hf.config_json import to_config_json
+from lmforge.hf.pretrained import Pretrained
 from lmforge.post.options.align import AlignConfig
 from lmforge.post.tuned_model import find_required_pretrained
 

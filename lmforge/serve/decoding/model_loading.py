@@ -18,13 +18,15 @@ from lmforge.core.errors import UserError
 from lmforge.core.model import build_model
 from lmforge.core.model.config import ModelConfig
 from lmforge.core.model.layers import LanguageModel
+from lmforge.core.model.merge_adapters import merge_adapters
+from lmforge.core.model.resolve import stored_model_config
 from lmforge.core.parallel.precision import choose_dtype
 from lmforge.core.records.kinds import Kind, kind_of
 from lmforge.core.records.runs import parse_location
 from lmforge.hf.hub import resolve_model_folder
 from lmforge.hf.peft_folder import base_model_of, base_model_overrides, load_peft_folder, tokenizer_folder
-from lmforge.hf.resolve import resolve_model_config, stored_model_config
-from lmforge.hf.weights import describe_folder, load_folder, merge_adapters
+from lmforge.hf.resolve import resolve_model_config
+from lmforge.hf.weights import describe_folder, load_folder
 from lmforge.serve.decoding.prompts import PromptTooLong
 from lmforge.serve.decoding.sampling import SamplingParams, choose_sampling
 from lmforge.text.chat.templates import ChatTemplate

@@ -14,7 +14,7 @@ from torch.nn.functional import pad
 from lmforge.core.data.order import splitmix64
 from lmforge.core.errors import UserError
 from lmforge.core.files.untrusted import quoted
-from lmforge.hf.config_json import NEUTRAL_SAMPLING
+from lmforge.core.model.config_json import NEUTRAL_SAMPLING
 
 # A request's numbers are the SplitMix64 stream of its seed: a counter with this increment, scrambled by `splitmix64`.
 _SPLITMIX_INCREMENT = 0x9E3779B97F4A7C15

@@ -18,9 +18,9 @@ from lmforge.core.errors import UserError
 from lmforge.core.losses.logprobs import score_text
 from lmforge.core.records.kinds import Kind, kind_of
 from lmforge.core.records.runs import is_local
+from lmforge.core.steps.perplexity import evaluate_loss, local_batches
 from lmforge.serve.decoding.model_loading import LoadedModel
 from lmforge.serve.decoding.prompts import check_token_ids
-from lmforge.serve.evaluate.perplexity import evaluate_loss, local_batches
 from lmforge.text.chat.conversations import detect_format, read_conversations
 from lmforge.text.chat.examples import ExampleFolder, ExamplePacking, TokenizedExamples, example_dataset
 from lmforge.text.sources.folders import FileSplit, content_suffix, describe_left_out, find_files

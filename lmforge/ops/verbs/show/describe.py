@@ -112,7 +112,7 @@ def _resolve(options: ModelOptions, vocab_size: int | None = None) -> ModelConfi
     source = options.source
     if source is None or kind_of(source) in (Kind.HUB_NAME, Kind.HF_FOLDER):
         return model_config_from_options(options, vocab_size)
-    from lmforge.core.stages.pretrained import find_pretrained  # with torch, which reads checkpoints
+    from lmforge.hf.pretrained import find_pretrained  # with torch, which reads checkpoints
 
     return find_pretrained(source).resolve_model_config(options, vocab_size)
 

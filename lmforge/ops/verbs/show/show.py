@@ -9,13 +9,14 @@ from lmforge.core.files.untrusted import describe_os_error
 from lmforge.core.model.config import get_preset
 from lmforge.core.model.flops import active_parameters, parameter_count
 from lmforge.core.model.presets import PRESETS
+from lmforge.core.model.resolve import stored_model_config
 from lmforge.core.options.load import read_config
 from lmforge.core.options.stage import PretrainConfig
 from lmforge.core.records.kinds import Kind, kind_of, unexpected
 from lmforge.core.records.manifests import CorruptCheckpoint, check_sizes, read_manifest
 from lmforge.core.records.run_records import newest_values, skipped_batches
 from lmforge.core.records.runs import Run
-from lmforge.hf.resolve import resolve_model_config, stored_model_config
+from lmforge.hf.resolve import resolve_model_config
 from lmforge.ops.options.examine import ShowOptions
 from lmforge.ops.verbs.show.describe import describe_model, describe_recipe
 from lmforge.ops.verbs.show.describe_data import describe_data

@@ -24,7 +24,7 @@ def show_examples(options: ShowOptions, model: Path) -> str:
     """Conversations, pairs, unpaired preferences or prompts of a file, as a model's tokenizer and chat template encode them.
 
     Tokens that the loss counts are in colour, or in brackets where there is none. Raises UserError for a wrong record."""
-    from lmforge.core.stages.pretrained import find_pretrained  # with torch, which reads checkpoints
+    from lmforge.hf.pretrained import find_pretrained  # with torch, which reads checkpoints
 
     # A folder may hold a tokenizer alone.
     tokenizer = Tokenizer.open(model) if kind_of(model) == Kind.FOLDER else find_pretrained(model).tokenizer()

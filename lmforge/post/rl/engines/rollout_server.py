@@ -20,7 +20,7 @@ from pydantic import BaseModel, Field
 from lmforge.core.errors import UserError
 from lmforge.core.files.untrusted import MAX_LISTED, cut, parse_json, quoted
 from lmforge.core.model.config import ModelConfig
-from lmforge.hf.config_json import to_config_json
+from lmforge.core.model.config_json import to_config_json
 from lmforge.post.options.align import RolloutOptions
 from lmforge.post.rl.sampling import SampleRequest, SamplingSettings
 from lmforge.serve.decoding.sampling import SamplingParams
