@@ -43,10 +43,12 @@ from lmforge.core.options.sections import (
 from lmforge.core.options.stage import PretrainConfig, StageConfig
 from lmforge.core.parallel.precision import DTYPES
 from lmforge.core.records.runs import Run
+from lmforge.core.seams import Monitors
 from lmforge.core.stages.attempt import RunContext, RunEvents
 from lmforge.core.stages.build_model import BuiltModel, build_model_and_optimizer
 from lmforge.core.stages.dataset_batches import DatasetBatches
 from lmforge.core.stages.inputs import RunInputs
+from lmforge.core.stages.observer import ObservedRun
 from lmforge.core.stages.observers import Observers
 from lmforge.core.stages.parameter_counts import get_lora_config, training_flops_per_token
 from lmforge.core.steps.bad_steps import BadStepDetector
@@ -56,7 +58,6 @@ from lmforge.core.steps.resume import ResumePoint
 from lmforge.ops.monitor.console import ConsoleLogger
 from lmforge.ops.monitor.rank_log import RankLog
 from lmforge.ops.monitor.watchdog import Watchdog
-from lmforge.ops.trackers.tracker_threads import TrackerThreads
 from lmforge.post.options.tuning import LoraOptions, SftConfig, TunedTrainOptions, TuningOptimizer, TuningSchedule
 
 WARM_UP_STEPS = 10
@@ -196,8 +197,8 @@ def run_lmforge(
     tokenizer = TokenFolder.open(contest.folder / "tokens").tokenizer
     log = RankLog(folder / "log", ranks.rank_info, attempt=1)
     watch = Watchdog(ranks, folder, log.path)
-    console, nowhere = TakesTurns(turns, ranks, ENDLESS_STEPS, log.path), (RunEvents(None), TrackerThreads(print, print))
-    ctx = RunContext(config, Run(folder), ranks, watch, console, log, *nowhere)
+    console = TakesTurns(turns, ranks, ENDLESS_STEPS, log.path)
+    ctx = RunContext(config, Run(folder), ranks, Monitors(log, watch, console), RunEvents(None))
     checkpointer = AsyncCheckpointer(ctx.run, ranks, RetentionPolicy(1), metadata={}, tokenizer=tokenizer, log=ctx.console.info)
     inputs = RunInputs(tokenizer, contest.stream(), None, contest.shape, plan, "", "", None)
     detector = BadStepDetector(ranks, spike_sigmas=None, window_steps=1)
@@ -205,7 +206,7 @@ def run_lmforge(
     batches = DatasetBatches(ctx, inputs, built)
     flops = partial(training_flops_per_token, config, contest.shape)
     throughput = Throughput(parallel_model, batches, flops, None, ENDLESS_STEPS, {})
-    observers = Observers(ctx, inputs, built, batches, checkpointer, throughput, None)
+    observers = Observers(ObservedRun(ctx, inputs, built, batches, throughput), checkpointer)
     try:
         train(
             parallel_model,

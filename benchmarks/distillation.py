@@ -20,9 +20,10 @@ from torch import Tensor
 from lmforge.core.data.batch import Batch, Extras
 from lmforge.core.data.order import token_rng_keys
 from lmforge.core.data.shards.folder import TokenFolder
+from lmforge.core.losses.top_logprobs import top_log_probs
 from lmforge.core.model.layers import LanguageModel
 from lmforge.post.distillation.stored import record_dtype
-from lmforge.post.objectives.distillation import DistillationConfig, DistillationObjective, TeacherHead, top_log_probs
+from lmforge.post.objectives.distillation import DistillationConfig, DistillationObjective, TeacherHead
 from lmforge.serve.decoding.model_loading import load_model
 
 KEPT, LENGTH, HEAD_DIM = 64, 128, 16
@@ -83,7 +84,7 @@ class Comparison:
             loss, gradient = self._score(extras, sampled=True)
             return loss - excess, gradient, 0.0
         keys = torch.from_numpy(token_rng_keys(draw, 0, *self.batch.tokens.shape)) if sampled else None
-        read = partial(top_log_probs, k=KEPT, config=replace(self.config, sampled=sampled), rng_keys=keys)
+        read = partial(top_log_probs, k=KEPT, temperature=self.config.temperature, rng_keys=keys)
         ids, values = self.teacher.lm_head(self.hidden, read)
         mass = 0.0 if sampled else 1 - values[..., -1].exp().mean().item()
         return *self._score(Extras(teacher_ids=ids.float(), teacher_logprobs=values), sampled=sampled), mass

@@ -48,11 +48,11 @@ from lmforge.core.model.config_json import to_config_json
 from lmforge.core.model.flops import FLOPS_CONVENTION, parameter_count
 from lmforge.core.options.activation_checkpointing import CheckpointingMode
 from lmforge.core.options.sections import ParallelOptions
+from lmforge.core.parallel.peak_flops import rank_peak_flops
 from lmforge.core.parallel.precision import has_native_bf16
 from lmforge.core.stages.parameter_counts import get_lora_config, training_flops_per_token
 from lmforge.lab.bench.step_timing import OUT_OF_MEMORY, ran_out_of_memory
 from lmforge.lab.plan.hardware import data_sheets
-from lmforge.lab.plan.peak_flops import rank_peak_flops
 from lmforge.lab.plan.planning import Machine, predict_step
 from lmforge.lab.plan.prediction.predict import Prediction
 from lmforge.lab.plan.prediction.step_config import StepConfig

@@ -1,4 +1,4 @@
-"""The `lmforge` command: parses a command line, carries out its verb (see `lab/verbs/table.py`), and ends with a status.
+"""The `lmforge` command: parses a command line, carries out its verb (see `core/options/verbs.py`), and ends with a status.
 
 The module of a verb is imported when it is called, so that `--help` answers before torch could be imported.
 """
@@ -33,10 +33,10 @@ from lmforge.core.options.help_text import format_help
 from lmforge.core.options.load import RESUME_ARGUMENTS, STAGES, load_extended, parse_config, parse_verb
 from lmforge.core.options.options import MAX_NAME_WIDTH, Options, iter_options, read_recipe
 from lmforge.core.options.stage import StageConfig
+from lmforge.core.options.verbs import VERBS
 from lmforge.core.parallel.dims import plan_batches
 from lmforge.core.records.runs import Run
 from lmforge.lab.options.bench import BenchConfig
-from lmforge.lab.verbs.table import VERBS
 from lmforge.ops.monitor.rank_log import losing_output
 from lmforge.ops.options.examine import DoctorOptions
 from lmforge.ops.options.running import LaunchVerbOptions, parse_launch

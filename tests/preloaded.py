@@ -295,7 +295,7 @@ if __name__ == "__main__":
     import torch.distributed.launcher.api  # noqa: F401  imported by a launcher
     from torch.distributed.elastic.multiprocessing.subprocess_handler import subprocess_handler
 
-    from lmforge.lab.verbs.table import VERBS
+    from lmforge.core.options.verbs import VERBS
     from tests import rounding
 
     for verb in VERBS.values():  # a verb's modules are imported when it is called

@@ -18,7 +18,7 @@ from lmforge.core.errors import UserError, typed_command
 from lmforge.core.options.load import parse_config
 from lmforge.core.options.options import iter_options, validate_options
 from lmforge.core.options.stage import PretrainConfig, StageConfig
-from lmforge.lab.verbs.table import VERBS
+from lmforge.core.options.verbs import VERBS
 from lmforge.post.options.tuning import SftConfig
 from tests.conftest import Command, Refusal
 

@@ -7,7 +7,7 @@ import pytest
 from lmforge.cli import TRAINING_NOTES
 from lmforge.core.options.load import STAGES
 from lmforge.core.options.options import iter_options
-from lmforge.lab.verbs.table import VERBS
+from lmforge.core.options.verbs import VERBS
 
 FILE = Path(__file__).parent / "command_line.txt"
 ADDED = "# --- added since ---"

@@ -29,12 +29,12 @@ from lmforge.core.errors import how_to_install
 from lmforge.core.model import build_model
 from lmforge.core.model.init_weights import init_weights
 from lmforge.core.options.options import iter_options
+from lmforge.core.options.verbs import VERBS
 from lmforge.hf.export import export_folder
 from lmforge.hf.resolve import resolve_model_config
 from lmforge.lab.options.bench import BenchConfig
 from lmforge.lab.options.ladder import LadderConfig
 from lmforge.lab.options.plan import PlanConfig
-from lmforge.lab.verbs.table import VERBS
 from lmforge.post.options.align import AlignConfig
 from lmforge.post.options.tuning import DistillConfig
 from tests.model.foreign import theirs_of

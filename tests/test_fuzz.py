@@ -24,9 +24,9 @@ import lmforge as package
 from lmforge.core.data.tokenizer import StreamDecoder, Tokenizer
 from lmforge.core.errors import UserError
 from lmforge.core.options.options import iter_options
+from lmforge.core.options.verbs import VERBS
 from lmforge.core.records.manifests import checkpoint_checksum
 from lmforge.core.records.runs import MANIFEST
-from lmforge.lab.verbs.table import VERBS
 from tests.conftest import without_shape
 from tests.fuzzing import (
     DAMAGED_PICKLES,

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from lmforge.core.options.options import iter_options
-from lmforge.lab.verbs.table import VERBS
+from lmforge.core.options.verbs import VERBS
 from tests.conftest import Refusal
 from tests.model.test_layouts import TOLD, saved_by_torchtitan, torchtitan_state
 

@@ -10,8 +10,8 @@ from pydantic.fields import FieldInfo
 from lmforge.core.options.help_text import default_text, type_name
 from lmforge.core.options.options import OptionPath, Options, iter_options
 from lmforge.core.options.stage import PretrainConfig, StageConfig
+from lmforge.core.options.verbs import VERBS
 from lmforge.lab.options.bench import BenchConfig
-from lmforge.lab.verbs.table import VERBS
 from lmforge.ops.options.running import PipelineOptions
 from lmforge.post.options.align import AlignConfig
 from lmforge.post.options.tuning import DistillConfig, SftConfig

@@ -3,6 +3,7 @@ lmforge (see `cli.run`)."""
 
 import difflib
 import errno
+import re
 import shlex
 import shutil
 import sys
@@ -34,6 +35,12 @@ class RunFailed(Exception):
 
 class LockLost(RunFailed):
     """Another process may write into the run's folder, or the folder is gone: this attempt writes nothing there any more."""
+
+
+# Messages of gloo and NCCL when the other rank is lost.
+PEER_LOST_PATTERN = re.compile(
+    r"[Cc]onnection (closed|reset|refused)|[Bb]roken pipe|remote process exited|NCCL communicator was aborted"
+)
 
 
 class PeerLost(RunFailed):

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from functools import reduce
 from typing import Any
 
 from lmforge.core.errors import UserError, did_you_mean
@@ -35,7 +36,16 @@ class RegistryKind:
 KINDS = {
     kind.name: kind
     for kind in (
+        RegistryKind("verb", "", "the command line"),
+        RegistryKind("doctor_check", "", "lmforge doctor"),
+        RegistryKind("chat_tools", "", "lmforge chat --tools"),
         RegistryKind("stage", "run", "run.stage"),
+        RegistryKind("monitor", "log", "every run"),
+        RegistryKind("run_check", "log", "every run"),
+        RegistryKind("attempt_observer", "log", "every run"),
+        RegistryKind("observer", "log", "every run"),
+        RegistryKind("memory_estimator", "log", "every run"),
+        RegistryKind("data_sheets", "log", "every run"),
         RegistryKind("objective", "objective", "objective.name"),
         RegistryKind("optimizer", "optimizer", "optimizer.name"),
         RegistryKind("schedule", "schedule", "schedule.name"),
@@ -146,6 +156,20 @@ def entries(kind: str | None = None) -> list[Entry]:
     """Everything that is registered, or everything of a kind; built-in entries come first."""
     chosen = [entry for entry in _entries.values() if kind in (None, entry.kind)]
     return sorted(chosen, key=lambda entry: entry.origin != BUILT_IN)
+
+
+def chosen(kind: str, **roots: Any) -> list[Entry]:
+    """The entries of a kind: those with a fact `when` only where it is so. It names something of `roots`, such as
+    "config.log.trackers", that is then set, not empty and not zero; of a tuple, some of it."""
+
+    def is_chosen(entry: Entry) -> bool:
+        if "when" not in entry.facts:
+            return True
+        root, *names = entry.facts["when"].split(".")
+        value = reduce(getattr, names, roots[root])
+        return any(value) if isinstance(value, tuple) else bool(value)
+
+    return [entry for entry in entries(kind) if is_chosen(entry)]
 
 
 def find(kind: str, name: str) -> Entry | None:

@@ -9,6 +9,7 @@ from functools import partial
 
 import torch
 
+from lmforge.core import registry
 from lmforge.core.distributed.distributed import CONTROL_TIMEOUT, destroy_distributed, init_distributed
 from lmforge.core.distributed.standby import leave_out_ranks, stand_by
 from lmforge.core.errors import LockLost, RunFailed, UserError, format_duration
@@ -16,7 +17,9 @@ from lmforge.core.loop import train
 from lmforge.core.losses.objective import Objective
 from lmforge.core.optim.schedules import build_schedule
 from lmforge.core.options.stage import StageConfig
+from lmforge.core.parallel.peak_flops import rank_peak_flops
 from lmforge.core.records.runs import Run
+from lmforge.core.seams import MemoryEstimator
 from lmforge.core.stages.attempt import (
     RunContext,
     describe_failure,
@@ -33,13 +36,13 @@ from lmforge.core.stages.build_model import build, build_checkpointer
 from lmforge.core.stages.custom_code import NO_CUSTOM_CODE, CustomCode
 from lmforge.core.stages.enter_run import describe_config_changes, enter_run
 from lmforge.core.stages.inputs import RunInputs, describe_long_sequences
+from lmforge.core.stages.observer import ObservedRun
 from lmforge.core.stages.observers import Observers, build_throughput, log_summary
+from lmforge.core.stages.out_of_memory import explain_out_of_memory
 from lmforge.core.stages.specs import StageSpec, spec_of
 from lmforge.core.steps.checkpoints import Checkpoints
 from lmforge.core.steps.determinism import set_determinism
 from lmforge.core.steps.resume import ResumePoint, last_checkpoint_message, verify_finished
-from lmforge.lab.plan.out_of_memory import MemoryEstimator, explain_out_of_memory
-from lmforge.lab.plan.peak_flops import rank_peak_flops
 
 
 def run_stage(config: StageConfig, custom: CustomCode = NO_CUSTOM_CODE) -> int:
@@ -59,8 +62,10 @@ def run_stage(config: StageConfig, custom: CustomCode = NO_CUSTOM_CODE) -> int:
         with explain_failures(run):
             config, inputs, point = enter_run(config, run, dist_ctx, spec.prepare_data, spec.open_inputs)
             with dist_ctx.raise_on_all():
-                estimator = MemoryEstimator.of_run(
-                    config, inputs.model_config, inputs.batch_plan, dist_ctx, step=point.step, teacher=inputs.teacher
+                estimator: MemoryEstimator = (
+                    registry.get("memory_estimator", "estimator")
+                    .load()
+                    .of_run(config, inputs.model_config, inputs.batch_plan, dist_ctx, step=point.step, teacher=inputs.teacher)
                 )
                 if point.step < config.train.steps:
                     estimator.check(dist_ctx)
@@ -110,11 +115,12 @@ def _train(
     if point.step >= steps:
         log(f"{ctx.run.path}: trained to step {point.step} already; give a larger --train.steps to continue")
         return 0
-    with explain_out_of_memory(estimator, dist_ctx, ctx.watch.describe_progress, ctx.memory_snapshot, ctx.run.holds_lock):
+    with explain_out_of_memory(
+        estimator.suggest_what_fits, dist_ctx, ctx.watch.describe_progress, ctx.memory_snapshot, ctx.run.holds_lock
+    ):
         built = build(ctx, inputs, point, objective)
         peak_flops = rank_peak_flops(dist_ctx, built.dtype)
-        prediction = estimator.predict_run(config, dist_ctx.device) if dist_ctx.is_rank0 else None
-        log_summary(ctx, inputs, built, peak_flops, prediction)
+        log_summary(ctx, inputs, built, peak_flops)
         checkpointer = build_checkpointer(ctx, inputs, built)
         began, batches = time.perf_counter(), None
         try:
@@ -124,7 +130,7 @@ def _train(
                 batches = spec.build_batches(ctx, inputs, built)
                 stack.callback(batches.close)
                 throughput = build_throughput(ctx, inputs, built, batches, peak_flops)
-                observers = Observers(ctx, inputs, built, batches, checkpointer, throughput, prediction)
+                observers = Observers(ObservedRun(ctx, inputs, built, batches, throughput), checkpointer)
                 stack.callback(observers.close)
                 done, stopped_by = train(
                     built.parallel_model,

@@ -7,9 +7,10 @@ Others are `Objective` (core/losses/objective.py), `StageSpec` (core/stages/spec
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Literal, Protocol, Self
+from typing import Any, Literal, NamedTuple, Protocol, Self
 
 from lmforge.core.data.tokenizer import Tokenizer
+from lmforge.core.distributed.distributed import DistributedContext
 from lmforge.core.model.config import ModelConfig
 from lmforge.core.model.layers import LanguageModel
 from lmforge.core.options.lora import LoraOptions
@@ -66,3 +67,98 @@ class WeightSources(Protocol):
 
     find: Callable[[Path, WeightFile], WeightSource]
     cache_folder: Callable[[], Path]
+
+
+class Console(Protocol):
+    """What a person sees of a run. Every rank has one; those other than rank 0 write to their logs alone."""
+
+    def info(self, line: str) -> None:
+        """Print a line."""
+
+    def warn(self, line: str) -> None:
+        """Print a warning."""
+
+    def start_progress(self, step: int) -> None:
+        """The first step of an attempt is about to begin."""
+
+    def update_progress(self, step: int) -> None:
+        """A step is done."""
+
+    def log_metrics(self, record: dict[str, Any]) -> None:
+        """Show a record of metrics.jsonl."""
+
+    def log_sample(self, step: int, text: str) -> None:
+        """Show a text that the model has generated."""
+
+    def stop_progress(self) -> None:
+        """The last step is done."""
+
+    def close(self) -> None:
+        """Nothing is printed after this."""
+
+
+class Watch(Protocol):
+    """Publishes what a rank does, and names one that makes no progress."""
+
+    def set_phase(self, phase: str, step: int | None = None) -> None:
+        """What this rank does from now on."""
+
+    def follow_compilation(self) -> None:
+        """From now on a step may compile, which takes long."""
+
+    def watch_disk(self, folder: Path, next_checkpoint_bytes: Callable[[], int]) -> None:
+        """Say where the disk of `folder` has too little space for what will be saved."""
+
+    def describe_progress(self) -> str:
+        """The step and phase of this rank, in words."""
+
+    def check_step_times(self, step: int, step_seconds: float, pipeline_rank: int) -> list[str]:
+        """Lines about ranks that are slow, and about a step time that rises. Every rank calls it."""
+
+    def stop(self, final_phase: str) -> None:
+        """The attempt ends in this phase: done, interrupted or failed."""
+
+
+class AttemptLog(Protocol):
+    """The log of a rank in one attempt, which takes all that is printed."""
+
+    @property
+    def path(self) -> Path:
+        """Its file."""
+
+    def write(self, line: str) -> None:
+        """Add a line that is not printed."""
+
+    def write_failure(self, problem: BaseException, progress: str) -> None:
+        """Write how this rank failed."""
+
+    def close(self) -> None:
+        """Give the output back."""
+
+
+class Monitors(NamedTuple):
+    """What watches an attempt on this rank."""
+
+    log: AttemptLog
+    watch: Watch
+    console: Console
+
+
+class AttemptObserver(Protocol):
+    """Follows the files of a run on rank 0, from the beginning of an attempt to its end."""
+
+    def on_record(self) -> None:
+        """A record was added to metrics.jsonl."""
+
+    def end(self, state: str) -> None:
+        """The attempt has ended: done, interrupted or failed. It raises nothing."""
+
+
+class MemoryEstimator(Protocol):
+    """What a run needs on each rank."""
+
+    def check(self, dist_ctx: DistributedContext) -> None:
+        """Raise UserError, before anything is built, where the run certainly does not fit on this rank."""
+
+    def suggest_what_fits(self, available_bytes: float) -> str:
+        """Advice after the run did not fit into so many bytes on each rank."""

@@ -25,9 +25,9 @@ from torch import Tensor
 from lmforge.core.data.batch import Batch
 from lmforge.core.errors import UserError
 from lmforge.core.files.untrusted import cut
+from lmforge.core.losses.top_logprobs import top_log_probs
 from lmforge.core.model.config_json import to_config_json
 from lmforge.hf.weights import load_folder
-from lmforge.post.objectives.distillation import DistillationConfig, top_log_probs
 from lmforge.serve.batching import MIN_LOGPROB, ContinuousBatcher, QueuedRequest
 from lmforge.serve.decoding.engine import GeneratedToken, GenerationRequest
 from lmforge.serve.decoding.sampling import SamplingParams
@@ -237,10 +237,10 @@ def token_routes(registry: ModelRegistry, read_body: ReadBody, weight_updates: b
 @torch.no_grad()
 def _score_prompt(served: ServedModel, token_ids: list[int], k: int) -> tuple[Tensor, Tensor]:
     """The ids of the `k` likeliest tokens after each of a prompt, and their logarithms at temperature 1."""
-    model, config = served.loaded.model, DistillationConfig(0.0, 1.0, 1.0, served.vocab_size)
+    model, vocab_size = served.loaded.model, served.vocab_size
     batch = Batch.from_token_lists([token_ids]).to(model.lm_head.weight.device)
     hidden = model(batch.tokens, batch.positions, batch.document_ids, document_starts=batch.document_starts)
-    ids, values = model.lm_head(hidden, partial(top_log_probs, k=min(k, served.vocab_size), config=config))
+    ids, values = model.lm_head(hidden, partial(top_log_probs, k=min(k, vocab_size), vocab_size=vocab_size))
     return ids[0], values[0]
 
 

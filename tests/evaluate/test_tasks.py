@@ -20,8 +20,9 @@ from lmforge.core.options.options import parse_options
 from lmforge.serve.decoding.engine import generate
 from lmforge.serve.decoding.model_loading import LoadedModel, load_model
 from lmforge.serve.decoding.sampling import SamplingParams
-from lmforge.serve.evaluate.tasks import TaskSettings, check_task, load_task, run_task
+from lmforge.serve.evaluate.tasks import TaskSettings, check_task, run_task
 from lmforge.serve.options.models import EvaluateOptions
+from lmforge.text.questions import load_task
 from tests.conftest import Refusal
 from tests.preloaded import preloaded
 

@@ -12,15 +12,10 @@ from lmforge.core.data.batch import Batch
 from lmforge.core.data.labels import IGNORE_INDEX
 from lmforge.core.data.order import token_rng_keys
 from lmforge.core.losses.language import NextTokenObjective
+from lmforge.core.losses.top_logprobs import drawn_tokens, top_log_probs
 from lmforge.core.model.layers import LanguageModel
 from lmforge.post.objectives import distillation
-from lmforge.post.objectives.distillation import (
-    DistillationConfig,
-    DistillationObjective,
-    TeacherHead,
-    drawn_tokens,
-    top_log_probs,
-)
+from lmforge.post.objectives.distillation import DistillationConfig, DistillationObjective, TeacherHead
 from tests.objectives.oracle import (
     Document,
     assert_as_trl,
@@ -53,7 +48,10 @@ def beside(teacher: LanguageModel, batch: Batch, config: DistillationConfig) -> 
 def stored(teacher: LanguageModel, batch: Batch, config: DistillationConfig, k: int) -> tuple[DistillationObjective, Batch]:
     """The same with the teacher's k likeliest tokens, or k drawn ones."""
     keys = torch.from_numpy(token_rng_keys(0, 0, *batch.tokens.shape)) if config.sampled else None
-    ids, values = teacher.lm_head(hidden_states(teacher, batch), partial(top_log_probs, k=k, config=config, rng_keys=keys))
+    ids, values = teacher.lm_head(
+        hidden_states(teacher, batch),
+        partial(top_log_probs, k=k, temperature=config.temperature, vocab_size=config.vocab_size, rng_keys=keys),
+    )
     return DistillationObjective(config), add(batch, teacher_ids=ids.float(), teacher_logprobs=values)
 
 

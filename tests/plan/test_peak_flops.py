@@ -12,7 +12,7 @@ from lmforge.core.distributed.rank_info import RankInfo, threads_per_rank
 from lmforge.core.model.flops import FLOPS_CONVENTION
 from lmforge.core.parallel import cpu_flops
 from lmforge.core.parallel.cpu_flops import cpu_peak_flops, measure_peak_flops
-from lmforge.lab.plan.peak_flops import rank_peak_flops
+from lmforge.core.parallel.peak_flops import rank_peak_flops
 
 CPU = torch.device("cpu")
 Measured = list[tuple[torch.dtype, int]]

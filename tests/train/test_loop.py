@@ -33,9 +33,11 @@ from lmforge.core.options.sections import OptimizerOptions, ParallelOptions
 from lmforge.core.options.stage import PretrainConfig
 from lmforge.core.parallel.parallelize import parallelize
 from lmforge.core.records.runs import Run
+from lmforge.core.seams import Monitors
 from lmforge.core.stages.attempt import MetricsFile, RunContext, RunEvents
 from lmforge.core.stages.build_model import BuiltModel
 from lmforge.core.stages.inputs import RunInputs
+from lmforge.core.stages.observer import ObservedRun
 from lmforge.core.stages.observers import Observers, StepProfiler
 from lmforge.core.steps import metrics
 from lmforge.core.steps.bad_steps import BadStepDetector
@@ -46,7 +48,6 @@ from lmforge.core.steps.resume import ResumePoint
 from lmforge.ops.monitor.console import ConsoleLogger
 from lmforge.ops.monitor.watchdog import Watchdog
 from lmforge.ops.report.page import ReportThread
-from lmforge.ops.trackers.tracker_threads import TrackerThreads
 from tests.conftest import Command, Refusal
 
 Capture = pytest.CaptureFixture[str]
@@ -137,11 +138,12 @@ def run_loop(
         validate_options(PretrainConfig, options),
         Run(tmp_path),
         dist_ctx,
-        Watchdog(dist_ctx, tmp_path / "health", tmp_path / "log"),
-        ConsoleLogger(dist_ctx, steps, None),
-        cast(Any, None),
+        Monitors(
+            cast(Any, None),
+            Watchdog(dist_ctx, tmp_path / "health", tmp_path / "log"),
+            ConsoleLogger(dist_ctx, steps, None),
+        ),
         RunEvents(None),
-        TrackerThreads(print, print),
     )
     metadata = {"plan_hash": "", "global_batch_size": 2, "hf_config": {}, "recipe": {}, "tokenizer_hash": "", "written_by": {}}
     checkpointer = AsyncCheckpointer(
@@ -154,7 +156,7 @@ def run_loop(
     )
     built = BuiltModel(parallel_model, optimizer, objective, detector, ResumePoint(), torch.float32, compiled, "")
     throughput = Throughput(parallel_model, batches, lambda length: 1.0, None, steps, {})
-    observers = Observers(ctx, inputs, built, batches, checkpointer, throughput, None)
+    observers = Observers(ObservedRun(ctx, inputs, built, batches, throughput), checkpointer)
     try:
         train(
             parallel_model,

@@ -8,8 +8,8 @@ import pytest
 from lmforge.cli import run
 from lmforge.core.options.load import STAGES, parse_config
 from lmforge.core.records.runs import Run
-from lmforge.core.stages.observers import PREDICTED_STEPS, PredictionCheck
 from lmforge.lab.plan import out_of_memory
+from lmforge.lab.plan.observer import PREDICTED_STEPS, PredictionCheck
 from lmforge.lab.plan.planning import RunPrediction, predict_run
 from lmforge.lab.plan.prediction.step_config import StepConfig
 from lmforge.ops.report.run_data import read_run

@@ -12,7 +12,7 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from lmforge.core.options.options import Options
-from lmforge.lab.verbs.table import VERBS
+from lmforge.core.options.verbs import VERBS
 from lmforge.ops.options.running import PipelineOptions
 from website.api_pages import api_pages
 from website.links import PAGES

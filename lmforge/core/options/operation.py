@@ -60,8 +60,9 @@ class LogOptions(Options):
         None, "trace these steps with torch's profiler, one file per rank: FIRST:LAST, such as 10:13"
     )
     calibration: Path | None = option(
-        None, "a file of `lmforge bench --calibrate`, from which the speed that is logged at the start is predicted"
+        None, "with log.predict: a file of `lmforge bench --calibrate`, from which the speed is predicted"
     )
+    predict: bool = option(False, "predict memory and speed of the run, and compare them with its first 20 steps")
     prediction: Path | None = option(
         None, "a file of `lmforge ladder`: the report draws the predicted loss, and a run that leaves its interval says so"
     )

@@ -15,6 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
 
+from lmforge.core import registry
 from lmforge.core.distributed import distributed as cluster
 from lmforge.core.distributed.distributed import DistributedContext
 from lmforge.core.distributed.environment import JOB_VARIABLE, under_launcher
@@ -22,20 +23,16 @@ from lmforge.core.distributed.memory import record_memory, write_memory_snapshot
 from lmforge.core.distributed.processes import signal_name
 from lmforge.core.distributed.rank_info import count_restarts, has_used_up_restarts, launcher_identity, threads_per_rank
 from lmforge.core.distributed.standby import describe_standby
-from lmforge.core.errors import DISK_FULL_ERRNOS, PeerLost, RunFailed, UserError, name_some, typed_command
+from lmforge.core.errors import DISK_FULL_ERRNOS, PEER_LOST_PATTERN, PeerLost, RunFailed, UserError, name_some, typed_command
 from lmforge.core.files.atomic_files import atomic_write_json, without_non_finite
 from lmforge.core.files.untrusted import cut, read_json
 from lmforge.core.options.stage import StageConfig
 from lmforge.core.parallel.validate import describe_unused_sharding
-from lmforge.core.records.runs import Run, storage_errors
+from lmforge.core.records.runs import Run
+from lmforge.core.seams import AttemptLog, AttemptObserver, Console, Monitors, Watch
 from lmforge.core.stages.custom_code import PluginCallbacks
 from lmforge.core.steps.determinism import explain_nondeterministic_op
 from lmforge.core.steps.resume import last_checkpoint_message
-from lmforge.ops.monitor.console import ConsoleLogger
-from lmforge.ops.monitor.rank_log import PEER_LOST_PATTERN, RankLog
-from lmforge.ops.monitor.watchdog import Watchdog
-from lmforge.ops.report.page import write_run_report
-from lmforge.ops.trackers.tracker_threads import TrackerThreads
 
 ConfigT = TypeVar("ConfigT", bound=StageConfig)
 # In the run's directory, for `again_if_restarted`: `launcher_identity` of every rank of the last attempt.
@@ -115,12 +112,22 @@ class RunContext:
     config: StageConfig
     run: Run
     dist_ctx: DistributedContext
-    watch: Watchdog
-    console: ConsoleLogger
-    log: RankLog
+    monitors: Monitors
     events: RunEvents
-    trackers: TrackerThreads
+    observers: tuple[AttemptObserver, ...] = ()
     callbacks: PluginCallbacks = field(default_factory=PluginCallbacks)
+
+    @property
+    def log(self) -> AttemptLog:
+        return self.monitors.log
+
+    @property
+    def watch(self) -> Watch:
+        return self.monitors.watch
+
+    @property
+    def console(self) -> Console:
+        return self.monitors.console
 
     @property
     def memory_snapshot(self) -> Path:
@@ -134,27 +141,15 @@ def start_attempt(config: StageConfig, run: Run, dist_ctx: DistributedContext, c
     launchers = [each for each in dist_ctx.all_gather(launcher_identity()) if each]
     if dist_ctx.is_rank0 and launchers:
         atomic_write_json(run.path / LAUNCHERS, launchers)
-    path = run.log_path(attempt, dist_ctx.rank_info.rank)
-    # A rank's host may see another folder at this path, or none.
-    with dist_ctx.raise_on_all(), storage_errors(path, "cannot be opened", "all hosts need the folder of the run"):
-        log = RankLog(path, dist_ctx.rank_info, attempt)
-    watch = Watchdog(
-        dist_ctx,
-        run.health_folder,
-        path,
-        stall_seconds=config.watch.stall_seconds,
-        timeout_seconds=config.watch.timeout_seconds,
-        may_write=run.has_own_token,  # a folder that is being moved has none for a moment
-        add_event=RunEvents(run).add,  # any rank may be the one that reports a stall
-    )
-    console = ConsoleLogger(dist_ctx, config.train.steps, path, panel=config.log.panel)
-    trackers = TrackerThreads(console.info, console.warn)
+    # Any rank may be the one that reports a stall.
+    monitors: Monitors = registry.get("monitor", "monitors").build(config, run, dist_ctx, attempt, RunEvents(run).add)
     events = RunEvents(run if dist_ctx.is_rank0 else None)
+    observers: list[AttemptObserver] = []
     if dist_ctx.is_rank0:
-        trackers.start(run, config)
+        observers = [entry.build(run, config, monitors.console) for entry in registry.chosen("attempt_observer", config=config)]
     if config.log.memory_snapshot:
         record_memory(dist_ctx.device)
-    return RunContext(config, run, dist_ctx, watch, console, log, events, trackers, callbacks)
+    return RunContext(config, run, dist_ctx, monitors, events, tuple(observers), callbacks)
 
 
 def notes_on_ranks(config: StageConfig, dist_ctx: DistributedContext) -> list[str]:
@@ -204,23 +199,10 @@ def end_attempt(ctx: RunContext, final_phase: str, error: str | None) -> None:
     ctx.watch.stop(final_phase)
     ctx.events.add("end", None, state=final_phase, error=error)
     if ctx.run.holds_lock():
-        _write_report(ctx, final_phase)
-        ctx.trackers.finish(final_phase)
+        for observer in ctx.observers:
+            observer.end(final_phase)
     ctx.console.close()
     ctx.log.close()
-
-
-def _write_report(ctx: RunContext, final_phase: str) -> None:
-    """On rank 0. Nothing is printed for an interrupted run, whose last line says how to resume."""
-    if not ctx.dist_ctx.is_rank0:
-        return
-    with suppress(OSError, ValueError):  # the log cannot be written either on a full disk
-        try:
-            path = write_run_report(ctx.run, final_phase)
-            if final_phase == "done":
-                ctx.console.info(f"report: {path}")
-        except Exception as problem:  # a failure here does not change how the run ended
-            ctx.console.warn(f"no report: {describe_failure(problem)}")
 
 
 def describe_failure(problem: BaseException) -> str:

@@ -7,7 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from lmforge.core import checkpoint
+from lmforge.core import checkpoint, registry
 from lmforge.core.checkpoint import Manifest
 from lmforge.core.data.mixture import describe_plan_change
 from lmforge.core.data.shards.staged_copy import stage_folder
@@ -23,12 +23,9 @@ from lmforge.core.plugins import describe_changes, describe_plugins
 from lmforge.core.records.runs import Run, is_local, parse_location
 from lmforge.core.stages.attempt import again_if_restarted
 from lmforge.core.stages.inputs import RunInputs
-from lmforge.core.stages.validation import open_validation_tasks
+from lmforge.core.stages.observer import chosen_observers
 from lmforge.core.stages.weight_source import ConfigT, find_weights, pin_checkpoints, with_original_sources
 from lmforge.core.steps.resume import ResumePoint, find_resume_point
-from lmforge.ops.jobs.launchers import check_no_job
-from lmforge.ops.monitor.predicted_loss import read_predicted_loss
-from lmforge.ops.trackers.tracker import check_trackers
 
 # Options in the plan hash, which identifies the sequences and their order. The hash also covers the files.
 DATA_OPTIONS = (
@@ -65,7 +62,6 @@ def enter_run(
     resumes, token = dist_ctx.decide_on_rank0(partial(lock_run, run, config))
     run.share_lock(token)
     with dist_ctx.raise_on_all():
-        check_trackers(config.log.trackers)
         if config.log.memory_snapshot and dist_ctx.device.type != "cuda":
             raise UserError(f"log.memory_snapshot: only for a GPU, and this run is on a {dist_ctx.device.type}; leave it out")
         choose_engine(config.parallel, dist_ctx.world_size, dist_ctx.device.type)
@@ -84,10 +80,11 @@ def enter_run(
                 f" of them {size // sequences_per_epoch:,} times; use a smaller batch"
             )
         config = config.with_steps(sequences_per_epoch, size)
-    if config.log.prediction is not None and not resumes:  # a run that resumes says it, and goes on without
-        dist_ctx.decide_on_rank0(partial(read_predicted_loss, config.log.prediction, config.train.steps))
-    open_tasks = partial(open_validation_tasks, config, inputs.tokenizer, inputs.model_config)
-    inputs = replace(inputs, tasks=dist_ctx.decide_on_rank0(open_tasks))
+    opened = {
+        entry.name: dist_ctx.decide_on_rank0(partial(entry.load().open, config, inputs, resumes))
+        for entry in chosen_observers(config, inputs.model_config)
+    }
+    inputs = replace(inputs, opened=opened)
     point = dist_ctx.decide_on_rank0(partial(find_resume_point, run, config.train.steps)) if resumes else ResumePoint()
     config, notes = with_original_sources(config, point.manifest)
     written_in = point.manifest.written_by.get("dtype") if point.manifest else None
@@ -122,7 +119,8 @@ def lock_run(run: Run, config: StageConfig) -> tuple[bool, str]:
         raise UserError(f"{run.path}: a file, where the run's directory would be; choose another --run.name")
     if run.is_not_a_run():
         raise UserError(f"{run.path}: not empty and not a run of lmforge; choose another --run.name")
-    check_no_job(run.path)
+    for entry in registry.chosen("run_check", config=config):
+        entry.build(config, run)
     # On this machine a run of another machine may have only checkpoints.
     exists = run.exists() or bool(run.external_checkpoints and run.checkpoint_steps())
     if not exists and config.run.resume == "required":

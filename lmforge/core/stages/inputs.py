@@ -24,7 +24,6 @@ from lmforge.core.plugins import describe_plugins
 from lmforge.core.stages.parameter_counts import build_meta_model, get_lora_config
 from lmforge.core.stages.training_data import TokenSources
 from lmforge.core.stages.weight_source import find_weights, resolve_model_config
-from lmforge.serve.evaluate.tasks import QuestionTask
 
 
 @dataclass(frozen=True)
@@ -37,7 +36,7 @@ class RunInputs:
     source_folders        the folder of each source of a mixture, by its name
     load_weights          fills a model with its first weights and returns the names it left out; None: random weights
     sequences_per_sample  sequences of a batch made from each sequence of `train_dataset`
-    tasks                 tasks scored at each validation, each with its batch size
+    opened                what observers have opened, by their names
     teacher               of a distillation: the model whose forward pass each batch takes; None where it was stored
     dtype_reason          why the compute dtype is what the recipe says, in words
     """
@@ -52,7 +51,7 @@ class RunInputs:
     load_weights: Callable[[LanguageModel], frozenset[str]] | None
     source_folders: Mapping[str, str] = field(default_factory=dict)
     sequences_per_sample: int = 1
-    tasks: tuple[tuple[QuestionTask, int], ...] = ()
+    opened: Mapping[str, Any] = field(default_factory=dict)
     teacher: ModelConfig | None = None
     dtype_reason: str = ""
 

@@ -44,6 +44,11 @@ class BatchSource(Protocol):
         """Called when training ends."""
 
 
+def is_due(every_steps: int | None, step: int) -> bool:
+    """Whether what is done every so many steps is done at this one."""
+    return every_steps is not None and step % every_steps == 0
+
+
 class LoopCallbacks:
     """What the loop calls on every rank at the same steps, in this order. Here nothing happens; what is attached to a run is in
     core/stages/observers.py. `step` counts the steps that are done."""
@@ -81,3 +86,6 @@ class LoopCallbacks:
 
     def on_step_end(self, step: int, record: dict[str, Any], is_stopping: bool) -> None:
         """After everything else at this step. `record` is empty between log steps. A signal may be `stopping` the run."""
+
+    def close(self) -> None:
+        """Training has ended, also where it has failed."""

@@ -26,6 +26,7 @@ from lmforge.core.model.flops import FLOPS_CONVENTION, flops_per_token, paramete
 from lmforge.core.options.batch_plan import BatchPlan
 from lmforge.core.parallel.dims import data_parallel_rank_and_size, plan_batches
 from lmforge.core.parallel.parallel_model import train_step
+from lmforge.core.parallel.peak_flops import rank_peak_flops
 from lmforge.core.parallel.precision import DTYPES, choose_compile, with_dtype
 from lmforge.core.parallel.validate import check_parallel, describe_unused_sharding
 from lmforge.core.stages.build_model import build_model_and_optimizer
@@ -36,7 +37,6 @@ from lmforge.core.steps.determinism import set_determinism
 from lmforge.core.steps.metrics import describe_device, peak_memory_gib
 from lmforge.lab.options.bench import BenchConfig
 from lmforge.lab.plan.out_of_memory import MemoryEstimator
-from lmforge.lab.plan.peak_flops import rank_peak_flops
 
 TIMED_PHASES = ("data", "forward", "backward", "reduce", "optimizer")
 COLLECTIVE_NAMES = ("gloo:", "ncclDevKernel", "ncclKernel")

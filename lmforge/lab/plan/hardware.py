@@ -142,3 +142,9 @@ def read_hardware(path: Path | None) -> Hardware:
         gpus=(*gpus, *(each for each in data_sheets().gpus if each.name not in own_gpus)),
         networks=(*networks, *(each for each in data_sheets().networks if each.name not in own_networks)),
     )
+
+
+def gpu_peak_flops(name: str, dtype: str) -> float | None:
+    """Peak FLOP/s of a GPU by the name that its driver gives; None where it is not in the hardware file."""
+    gpu = data_sheets().find(name)
+    return None if gpu is None else gpu.peak_flops(dtype)

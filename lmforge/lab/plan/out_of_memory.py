@@ -6,26 +6,15 @@ scaled up by the same factor, until it does not.
 """
 
 import traceback
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
 from typing import Self
 
 import torch
 
 from lmforge.core.distributed.distributed import DistributedContext
-from lmforge.core.distributed.host_memory import format_memory
-from lmforge.core.distributed.memory import (
-    available_memory,
-    check_fits,
-    describe_request,
-    is_out_of_memory,
-    peak_resident_bytes,
-    write_memory_snapshot,
-)
-from lmforge.core.errors import RunFailed, UserError
+from lmforge.core.distributed.memory import check_fits, peak_resident_bytes
+from lmforge.core.errors import UserError
 from lmforge.core.model.config import ModelConfig
 from lmforge.core.model.state_bytes import DTYPE_BYTES, ParameterCounts, checkpoint_bytes
 from lmforge.core.options.batch_plan import BatchPlan
@@ -149,39 +138,3 @@ class MemoryEstimator:
             )
         except UserError as problem:
             return f"there is no estimate of what would fit: {problem}"
-
-
-@contextmanager
-def explain_out_of_memory(
-    estimator: MemoryEstimator,
-    dist_ctx: DistributedContext,
-    describe_progress: Callable[[], str],
-    snapshot: Path,
-    may_write: Callable[[], bool],
-) -> Iterator[None]:
-    """Raise RunFailed, in one line that says what would have fitted, where memory runs out inside.
-
-    Enter it before anything large is built. `describe_progress` says how far the run got. The content of a GPU's memory is
-    written to `snapshot` if `may_write` says so.
-    """
-    before = available_memory(dist_ctx.device, dist_ctx.rank_info.local_world_size)
-    try:
-        yield
-    except (MemoryError, RuntimeError) as problem:
-        if not is_out_of_memory(problem):
-            raise
-        then = available_memory(dist_ctx.device, dist_ctx.rank_info.local_world_size)
-        if writes := dist_ctx.device.type == "cuda" and may_write():
-            write_memory_snapshot(snapshot)
-        # The frames of the failed step hold its tensors, which could leave no memory for this message.
-        traceback.clear_frames(problem.__traceback__)
-        reason = describe_request(problem)
-        if then is not None:
-            used, free = format_memory(then.used_bytes), format_memory(then.free_bytes)
-            reason += f", with {used} in use and {free} left of {then.limited_by}"
-        if writes:
-            reason += f" (what it held: {snapshot})"
-        way = "the free memory is not known"
-        if before is not None:
-            way = estimator.suggest_what_fits(before.free_bytes)
-        raise RunFailed(f"rank {dist_ctx.rank_info.rank}, {describe_progress()}: out of memory: {reason}; {way}") from problem

@@ -19,7 +19,6 @@ from lmforge.core.options.options import read_recipe, to_toml, validate_options
 from lmforge.core.options.stage import PretrainConfig
 from lmforge.core.records.runs import storage_errors
 from lmforge.core.stages.training_data import TokenSources
-from lmforge.core.stages.validation import open_validation_tasks
 from lmforge.lab.ladder.charts import short
 from lmforge.lab.ladder.costs import Cost, Costs
 from lmforge.lab.ladder.downstream import predict_scores
@@ -32,6 +31,7 @@ from lmforge.lab.ladder.rungs import Trial, check_target, make_rung, plan_rungs,
 from lmforge.lab.ladder.runs import Reached, RungRunner, check_same_text, read_rung
 from lmforge.lab.ladder.text import adopt, as_planned, most_epochs, repeated
 from lmforge.lab.options.ladder import Budget, LadderConfig
+from lmforge.serve.validation import open_validation_tasks
 
 MOST_TIMES = 1000  # the FLOPs of ladder.target over the recipe's, or the reverse: proportions are kept from there
 RECIPES, RECORD, TARGET, PREDICTION = "recipes", "ladder.json", "target.toml", "prediction.json"

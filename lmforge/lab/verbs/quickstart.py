@@ -21,9 +21,9 @@ from lmforge.core.distributed.launch import launch_local
 from lmforge.core.errors import RunFailed, typed_command
 from lmforge.core.files.atomic_files import atomic_folder
 from lmforge.core.options.load import STAGES, parse_config
+from lmforge.core.options.verbs import VERBS
 from lmforge.core.records.runs import Run
 from lmforge.lab.bench.bounds import bound_of_splits, relative_difference
-from lmforge.lab.verbs.table import VERBS
 from lmforge.ops.options.running import QuickstartOptions
 from lmforge.serve.options.models import EvaluateOptions, GenerateOptions
 from lmforge.text.chat.library_functions import TRAIN_FILE, VALIDATION_FILE

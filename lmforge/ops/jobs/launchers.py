@@ -8,6 +8,8 @@ from types import ModuleType
 from lmforge.core.distributed.environment import JOB_VARIABLE
 from lmforge.core.distributed.waiting import print_line
 from lmforge.core.errors import UserError
+from lmforge.core.options.stage import StageConfig
+from lmforge.core.records.runs import Run
 from lmforge.ops.jobs import pbs, scripts, sessions, slurm
 from lmforge.ops.jobs.job import JOB_SCRIPT, NODE_SCRIPT, Job, JobPlan, JobState, read_job
 
@@ -70,6 +72,11 @@ def job_state(job: Job) -> tuple[JobState, str]:
     """The state of a job now, and a few words about it. Raises UserError where its scheduler does not answer."""
     state: tuple[JobState, str] = _MODULES[job.launcher].state(job)
     return state
+
+
+def check_no_job_of(config: StageConfig, run: Run) -> None:
+    """Raise UserError where the folder of a run belongs to a job that this process is not of."""
+    check_no_job(run.path)
 
 
 def check_no_job(run_folder: Path) -> None:

@@ -12,6 +12,8 @@ from torch import Tensor
 from lmforge.core.distributed.distributed import DistributedContext
 from lmforge.core.errors import name_some
 from lmforge.core.model.layers import LanguageModel
+from lmforge.core.stages.attempt import MetricsFile
+from lmforge.core.stages.observer import ObservedRun, Observer
 
 # After so many steps without a token an expert is called dead.
 DEAD_AFTER_STEPS = 100
@@ -80,3 +82,29 @@ class ExpertLoad:
                 names = name_some([*map(str, experts)], limit=8)
                 lines.append(f"layer {layer}: no token went to expert {names} for {DEAD_AFTER_STEPS} steps")
         return lines
+
+
+class ExpertObserver(Observer):
+    """The load of experts in the metrics of a run, and all counts in its experts.jsonl."""
+
+    def __init__(self, run: ObservedRun) -> None:
+        super().__init__(run)
+        self._ctx = run.ctx
+        self._load = ExpertLoad(run.built.parallel_model.model, run.ctx.dist_ctx, run.built.point.step)
+        self._file = MetricsFile(run.ctx.run.experts_path) if run.ctx.dist_ctx.is_rank0 else None
+
+    def on_rollback(self, step: int, to: int, reason: str) -> None:
+        self._load.discard(to)
+
+    def on_log(self, step: int, record: dict[str, Any]) -> None:
+        load, lines = self._load.take(step)
+        record |= load
+        counts = self._load.record(self._ctx.config.train.steps)
+        if counts is not None and self._file is not None and self._ctx.run.holds_lock():
+            self._file.write(counts)
+        for line in lines:
+            self._ctx.console.warn(line)
+
+    def close(self) -> None:
+        if self._file is not None:
+            self._file.close()

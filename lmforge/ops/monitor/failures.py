@@ -12,10 +12,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from lmforge.core.errors import PEER_LOST_PATTERN
 from lmforge.core.records.runs import Run
 from lmforge.ops.monitor.heartbeat import MAX_HEARTBEAT_SECONDS
 from lmforge.ops.monitor.log_files import LogFile, LogLine, open_log
-from lmforge.ops.monitor.rank_log import FAILED, PEER_FAILED, PEER_LOST_PATTERN, TIMED_OUT_PATTERN
+from lmforge.ops.monitor.rank_log import FAILED, PEER_FAILED, TIMED_OUT_PATTERN
 from lmforge.ops.monitor.run_status import RUN_ENDED, RankStatus, RunStatus
 
 # A failure is at the end of a log.

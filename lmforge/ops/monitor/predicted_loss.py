@@ -2,13 +2,16 @@
 
 from bisect import bisect_right
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 from pydantic import BaseModel, Field
 
 from lmforge.core.errors import UserError
 from lmforge.core.files.untrusted import describe_os_error, read_json
+from lmforge.core.options.stage import StageConfig
 from lmforge.core.records.run_records import Measure, StepNumber
+from lmforge.core.stages.inputs import RunInputs
+from lmforge.core.stages.observer import ObservedRun, Observer
 
 
 class PredictedLoss(BaseModel):
@@ -58,3 +61,28 @@ class LossWatch:
             return None
         where = f"val/loss {loss:.4f}, predicted {predicted:.4f} ({low:.4f} to {high:.4f})"
         return f"step {step}: {where}: {'outside' if self._is_outside else 'again inside'} the ladder's interval"
+
+
+class LossObserver(Observer):
+    """Compares the validation losses of a run with those that a ladder has predicted (log.prediction)."""
+
+    @classmethod
+    def open(cls, config: StageConfig, inputs: RunInputs, resumes: bool) -> None:
+        """A run that resumes says what is wrong with the prediction, and goes on without it."""
+        if config.log.prediction is not None and not resumes:
+            read_predicted_loss(config.log.prediction, config.train.steps)
+
+    def __init__(self, run: ObservedRun) -> None:
+        super().__init__(run)
+        self._console = run.ctx.console
+        self._watch: LossWatch | None = None
+        config = run.ctx.config
+        if config.log.prediction is not None and run.ctx.dist_ctx.is_rank0:
+            try:
+                self._watch = LossWatch(read_predicted_loss(config.log.prediction, config.train.steps))
+            except UserError as problem:  # refused where a run begins; one that resumes needs no prediction to train
+                self._console.warn(f"{problem}; validation losses are compared with none")
+
+    def on_record(self, step: int, record: dict[str, Any]) -> None:
+        if self._watch is not None and (line := self._watch.check(step, record.get("val/loss"))):
+            self._console.warn(line)

@@ -20,14 +20,10 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from lmforge.core.distributed.rank_info import RankInfo
-from lmforge.core.errors import PeerLost
+from lmforge.core.errors import PEER_LOST_PATTERN, PeerLost
 
 # Prefixes of the line about a rank's failure: by itself, or because of another rank.
 FAILED, PEER_FAILED = "FAILED at ", "PEER FAILED at "
-# Messages of gloo and NCCL when the other rank is lost.
-PEER_LOST_PATTERN = re.compile(
-    r"[Cc]onnection (closed|reset|refused)|[Bb]roken pipe|remote process exited|NCCL communicator was aborted"
-)
 # Their messages when the other rank does not join: the rank that prints it waited for another.
 TIMED_OUT_PATTERN = re.compile(r"Timed out waiting|[Ww]ait timeout|[Cc]ollective operation timeout|[Ss]ocket [Tt]imeout")
 

@@ -14,7 +14,10 @@ from typing import Any
 
 from lmforge.core.files.atomic_files import atomic_write, without_non_finite
 from lmforge.core.files.untrusted import open_file
+from lmforge.core.options.stage import StageConfig
 from lmforge.core.records.runs import Run
+from lmforge.core.seams import Console
+from lmforge.core.stages.attempt import describe_failure
 from lmforge.ops.report.run_data import read_run, subject, verdict
 
 REPORT_FILE = "report.html"  # in a run
@@ -85,6 +88,28 @@ class ReportThread:
         """Wait for the report that is being written: it must not replace the last one."""
         if self._thread is not None:
             self._thread.join(timeout=CLOSE_SECONDS)
+
+
+class RunReport:
+    """The report of a run that trains: written from time to time, and at the end."""
+
+    def __init__(self, run: Run, config: StageConfig, console: Console) -> None:
+        self._run, self._console = run, console
+        self._thread = ReportThread(run)
+
+    def on_record(self) -> None:
+        self._thread.write_if_due()
+
+    def end(self, state: str) -> None:
+        """Nothing is printed for an interrupted run, whose last line says how to resume."""
+        self._thread.close()
+        with suppress(OSError, ValueError):  # the log cannot be written either on a full disk
+            try:
+                path = write_run_report(self._run, state)
+                if state == "done":
+                    self._console.info(f"report: {path}")
+            except Exception as problem:  # a failure here does not change how the run ended
+                self._console.warn(f"no report: {describe_failure(problem)}")
 
 
 def render(runs: Sequence[dict[str, Any]], title: str | None = None) -> str:

@@ -8,6 +8,8 @@ from typing import Any, Protocol
 
 from lmforge.core import registry
 from lmforge.core.errors import UserError, how_to_install
+from lmforge.core.options.stage import StageConfig
+from lmforge.core.records.runs import Run
 
 
 @dataclass(frozen=True)
@@ -66,6 +68,11 @@ class Tracker(Protocol):
 
     def close(self, state: str) -> None:
         """Send what is left. `state`: done, interrupted or failed."""
+
+
+def check_trackers_of(config: StageConfig, run: Run) -> None:
+    """Raise UserError where a tracker of a recipe cannot be used."""
+    check_trackers(config.log.trackers)
 
 
 def check_trackers(names: Sequence[str]) -> None:

@@ -25,6 +25,7 @@ from lmforge.core.options.load import flat_options
 from lmforge.core.options.stage import StageConfig
 from lmforge.core.records.run_records import Count, read_first_completions
 from lmforge.core.records.runs import Run
+from lmforge.core.seams import Console
 from lmforge.ops.trackers.tracker import Table, TrackedRun, Tracker
 
 MAX_LINE_BYTES = 2**22  # longer records are left out
@@ -245,3 +246,17 @@ class _TrackerThread(threading.Thread):
     def _close(self) -> None:
         self._tracker.close(self._state)
         self._unsent_end.remove("the end of the run")
+
+
+class RunTrackers:
+    """The trackers of a run that trains."""
+
+    def __init__(self, run: Run, config: StageConfig, console: Console) -> None:
+        self._threads = TrackerThreads(console.info, console.warn)
+        self._threads.start(run, config)
+
+    def on_record(self) -> None:
+        self._threads.wake()
+
+    def end(self, state: str) -> None:
+        self._threads.finish(state)

@@ -18,6 +18,7 @@ from pathlib import Path
 from types import FrameType
 from typing import NoReturn
 
+from lmforge.core import registry
 from lmforge.core.distributed.rank_info import read_rank_info
 from lmforge.core.errors import EXIT_PEER_LOST, RunFailed, UserError, name_some
 from lmforge.core.files.atomic_files import atomic_write_text
@@ -50,15 +51,12 @@ def _examine_here(options: DoctorOptions) -> int:
     reach rank 0.
     """
     if options.parity:
-        from lmforge.lab.bench.parity_table import check_parity
-
-        return check_parity(options)
+        return int(registry.get("doctor_check", "parity").build(options))
     info = read_rank_info()
     config = read_config(options.recipe) if options.recipe is not None else None
     if options.coordinates and config is not None:
-        from lmforge.lab.bench.coordinates_table import check_coordinates
-
-        return check_coordinates(config, resolve_model(config, find_vocab_size(config)), options.steps, options.output)
+        model = resolve_model(config, find_vocab_size(config))
+        return int(registry.get("doctor_check", "coordinates").build(config, model, options.steps, options.output))
     findings = list(examine_machine(options.device)) if info.local_rank == 0 else []
     if any(finding.name == "torch" and finding.status == "fail" for finding in findings):
         _print_findings(findings, options.output)

@@ -11,10 +11,10 @@ from lmforge.core.options.load import STAGES, parse_config, read_config
 from lmforge.core.options.mixture import is_remote
 from lmforge.core.options.options import Options, parse_options, read_recipe, validate_options
 from lmforge.core.options.stage import PretrainConfig, StageConfig
+from lmforge.core.options.verbs import VERBS
 from lmforge.core.records.kinds import Kind, is_hub_name, kind_of
 from lmforge.hf import hub
 from lmforge.hf.peft_folder import base_model_of
-from lmforge.lab.verbs.table import VERBS
 from lmforge.ops.options.running import PipelineOptions
 from lmforge.ops.verbs.running.pipeline import plan_stages
 from lmforge.serve.options.models import DownloadOptions

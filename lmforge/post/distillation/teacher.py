@@ -15,6 +15,7 @@ from lmforge.core.data.tokenizer import Tokenizer
 from lmforge.core.distributed.distributed import DistributedContext
 from lmforge.core.errors import UserError, prefix_errors
 from lmforge.core.files.untrusted import quoted
+from lmforge.core.losses.top_logprobs import top_log_probs
 from lmforge.core.model import build_model
 from lmforge.core.model.layers import HeadOptions
 from lmforge.core.options.sections import ModelOptions
@@ -28,7 +29,7 @@ from lmforge.hf.pretrained import Pretrained, find_pretrained
 from lmforge.post.distillation.stored import check_stored
 from lmforge.post.distillation.teacher_server import TeacherServer
 from lmforge.post.examples import open_example_inputs, prepare_examples
-from lmforge.post.objectives.distillation import DistillationConfig, TeacherHead, top_log_probs
+from lmforge.post.objectives.distillation import DistillationConfig, TeacherHead
 from lmforge.post.options.tuning import DistillConfig
 from lmforge.post.rl.reference import build_frozen_model, with_extras
 from lmforge.serve.decoding.model_loading import check_reward_head
@@ -132,7 +133,7 @@ def _packed_top_of_head(
 ) -> Tensor:
     if rng_keys is not None and isinstance(weight, DTensor):  # whose hidden states are a part of each sequence
         rng_keys = rng_keys.chunk(weight.device_mesh.size(), dim=1)[weight.device_mesh.get_local_rank()]
-    ids, values = top_log_probs(hidden, weight, k, config, head, rng_keys)
+    ids, values = top_log_probs(hidden, weight, k, config.temperature, config.vocab_size, head, rng_keys)
     packed = torch.cat([ids.float(), values], -1)
     if isinstance(weight, DTensor):
         packed = DTensor.from_local(packed, weight.device_mesh, [Shard(1)], run_check=False).full_tensor()

@@ -11,17 +11,15 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 from rich.console import Console
 
+from lmforge.core import registry
 from lmforge.core.data.order import derive_key
 from lmforge.core.errors import UserError
 from lmforge.core.files.atomic_files import create_file
 from lmforge.core.files.untrusted import expand_home
-from lmforge.post.environments.appending import TurnEncoder
-from lmforge.post.environments.environment import tool_message
-from lmforge.post.environments.process import EnvironmentPool
 from lmforge.serve.decoding.engine import Engine, GenerationRequest
 from lmforge.serve.decoding.model_loading import LoadedModel, load_model, resolve_device_and_dtype, resolve_max_length
 from lmforge.serve.decoding.prompts import MAX_PROMPT_BYTES, PromptTooLong, check_room
@@ -95,30 +93,24 @@ def _read_terminal_line() -> str | None:
         return None
 
 
-class ChatTools:
-    """Tools of a conversation, in a process of their own."""
+class AnswerReader(Protocol):
+    """Reads tool calls out of answers."""
 
-    def __init__(self, spec: str, loaded: LoadedModel) -> None:
-        """Raises UserError where they cannot be used, or the chat template knows no tools."""
-        self.pool = EnvironmentPool(spec)
-        declared = self.pool.declarations.get("")
-        if declared is None or declared.reply_roles != ["tool"]:
-            raise UserError(f"--tools {spec}: an environment with turns of its own; name a function, or a class of tools")
-        self.encoder = TurnEncoder(loaded.tokenizer, declared.tools)
-        self._begin()
+    tools: list[Any]
 
-    def _begin(self) -> None:
-        [begun] = self.pool.reset([{"prompt": [{"role": "user", "content": ""}]}])
-        if begun.error:
-            raise UserError(f"--tools {self.pool.spec}: {begun.error}")
+    def read_answer(self, token_ids: list[int], number: int, ended: bool) -> dict[str, Any]:
+        """The message of an answer."""
+
+
+class ChatTools(Protocol):
+    """Tools of a conversation."""
+
+    @property
+    def encoder(self) -> AnswerReader:
+        """What reads their calls."""
 
     def call(self, answer: dict[str, Any]) -> list[dict[str, Any]]:
-        """What the tools return to the calls of an answer. Tools that have failed begin anew."""
-        reply = self.pool.step({0: answer})[0]
-        if not reply.error:
-            return list(reply.messages)
-        self._begin()
-        return [tool_message(call, str({"error": reply.error})) for call in answer["tool_calls"]]
+        """What the tools return to the calls of an answer."""
 
 
 class ChatSession:
@@ -139,7 +131,9 @@ class ChatSession:
         self._num_answers = 0
         self._system = options.system
         self._turns: list[dict[str, Any]] = []
-        self._tools = None if options.tools is None else ChatTools(options.tools, loaded)
+        self._tools: ChatTools | None = None
+        if options.tools is not None:
+            self._tools = registry.get("chat_tools", "environment").build(options.tools, loaded)
         self._to_terminal = to_terminal
         self._commands: dict[str, Callable[[str], None]] = {
             "/help": lambda _: print(HELP, file=sys.stderr),

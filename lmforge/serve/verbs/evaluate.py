@@ -16,8 +16,9 @@ from lmforge.core.files.atomic_files import create_file
 from lmforge.core.parallel.precision import decide_dtype
 from lmforge.serve.decoding.model_loading import LoadedModel, load_model
 from lmforge.serve.evaluate.measure_loss import measure_loss
-from lmforge.serve.evaluate.tasks import TaskSettings, load_task, run_task
+from lmforge.serve.evaluate.tasks import TaskSettings, run_task
 from lmforge.serve.options.models import EvaluateOptions
+from lmforge.text.questions import load_task
 
 
 def run_evaluate(options: EvaluateOptions) -> int:

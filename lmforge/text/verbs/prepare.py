@@ -6,7 +6,6 @@ import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
-from pathlib import Path
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
@@ -24,6 +23,7 @@ from lmforge.text.prepare.dist_context import DistContext, SingleProcessContext
 from lmforge.text.prepare.pack import pack_folder
 from lmforge.text.prepare.prepare import PreparationSummary, prepare
 from lmforge.text.prepare.steps import ProgressCallback
+from lmforge.text.questions import load_texts
 from lmforge.text.sources.folders import describe_left_out
 from lmforge.text.sources.plugin_unit import PluginReaders
 from lmforge.text.sources.records import UNUSABLE, describe_special_text
@@ -56,7 +56,7 @@ def run_prepare(options: PrepareOptions) -> int:
         with dist_ctx.raise_on_all():
             if options.tokenizer is not None:
                 chosen["tokenizer"] = resolve_model_folder(options.tokenizer, "tokenizer.json")
-            chosen["evaluation_texts"] = [text for path in options.decontaminate for text in _load_texts(path)]
+            chosen["evaluation_texts"] = [text for path in options.decontaminate for text in load_texts(path)]
         try:
             with _progress() as progress:
                 summary = prepare(options.source, options.out, progress=progress, dist_ctx=dist_ctx, **chosen)
@@ -83,12 +83,6 @@ def _join_ranks() -> AbstractContextManager[DistContext]:
     from lmforge.core.distributed.distributed import init_distributed  # it takes torch, and a lone process does not
 
     return init_distributed("cpu")
-
-
-def _load_texts(path: Path) -> list[str]:
-    from lmforge.serve.evaluate.tasks import load_texts  # it takes torch too
-
-    return load_texts(path)
 
 
 def _print_summary(summary: PreparationSummary, seconds: float) -> None:

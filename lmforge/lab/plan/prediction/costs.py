@@ -4,6 +4,7 @@ with its loss. Blocks differ only in their windows, and in whether they are a mi
 from dataclasses import dataclass
 
 from lmforge.core.data.labels import loss_chunk_tokens, stores_exponentials
+from lmforge.core.losses.top_logprobs import CHUNK_TOKENS
 from lmforge.core.model.flops import mixture_parameters
 from lmforge.core.model.state_bytes import DTYPE_BYTES
 from lmforge.core.options.activation_checkpointing import FullCheckpointing, NoCheckpointing
@@ -11,7 +12,6 @@ from lmforge.lab.plan.operators import Product, Work
 from lmforge.lab.plan.prediction.rates import Rates, make_group
 from lmforge.lab.plan.prediction.step_config import StepConfig
 from lmforge.lab.plan.traces import BlockTrace, trace_block, trace_head
-from lmforge.post.objectives.distillation import CHUNK_TOKENS
 
 # The length of traces that stand for all.
 LENGTH = 1024

@@ -6,6 +6,7 @@ import os
 import psutil
 
 from lmforge.core.options.load import STAGES
+from lmforge.core.stages.observer import ObservedRun, Observer
 
 # Pipelines and the quickstart train in their own process, or start ranks.
 TRAINING_VERBS = {*STAGES, "quickstart", "run"}
@@ -30,3 +31,13 @@ def _is_training(command: list[str]) -> bool:
     words = [os.path.basename(word) for word in command]
     follows = itertools.pairwise(words)
     return words[0].startswith("python") and any(one == "lmforge" and other in TRAINING_VERBS for one, other in follows)
+
+
+class SharedCores(Observer):
+    """Says at the start of a run on CPUs which other trainings use its cores."""
+
+    def __init__(self, run: ObservedRun) -> None:
+        super().__init__(run)
+        if run.ctx.dist_ctx.device.type != "cuda" and (others := other_trainings()):
+            processes = ", ".join(map(str, others))
+            run.ctx.console.info(f"shared     other trainings use these cores too, so each is slower: process {processes}")

@@ -21,8 +21,8 @@ from lmforge.core.files.atomic_files import atomic_write_json
 from lmforge.core.files.untrusted import quoted, read_bounded, read_json
 from lmforge.core.options.load import RESUME_ARGUMENTS, STAGES
 from lmforge.core.options.options import read_recipe, validate_options
+from lmforge.core.options.verbs import VERBS
 from lmforge.core.records.runs import Run, storage_errors
-from lmforge.lab.verbs.table import VERBS
 from lmforge.ops.options.running import PipelineOptions, PipelineStageOptions, RunPipelineOptions
 
 # The pipeline says where the run of a stage is, since later stages look for it there.

@@ -4,6 +4,7 @@ Scores are the same as from `lmforge evaluate --tasks` on the checkpoint of that
 """
 
 from functools import partial
+from typing import Any
 
 from lmforge.core.data.tokenizer import Tokenizer
 from lmforge.core.errors import UserError
@@ -13,10 +14,13 @@ from lmforge.core.options.stage import StageConfig
 from lmforge.core.parallel.parallel_model import ParallelModel, unsharded_for_decoding
 from lmforge.core.stages.attempt import RunContext
 from lmforge.core.stages.inputs import RunInputs
+from lmforge.core.stages.observer import ObservedRun, Observer
+from lmforge.core.steps.callbacks import is_due
 from lmforge.serve.decoding.engine import generate
 from lmforge.serve.decoding.model_loading import LoadedModel, prefix_and_stop_ids
 from lmforge.serve.decoding.sampling import SamplingParams
-from lmforge.serve.evaluate.tasks import QuestionTask, TaskSettings, check_task, load_task, run_task
+from lmforge.serve.evaluate.tasks import TaskSettings, check_task, run_task
+from lmforge.text.questions import QuestionTask, load_task
 
 # Maximum sequences in a batch of a task. It does not depend on the number of ranks, or the last bits of scores would differ.
 MAX_TASK_BATCH_SIZE = 16
@@ -48,27 +52,53 @@ def open_validation_tasks(
     return tuple(opened.values())
 
 
-def score_tasks(ctx: RunContext, inputs: RunInputs, parallel_model: ParallelModel, step: int) -> dict[str, float]:
-    """The scores of tasks, each with its batch size, by their names in metrics.jsonl. Every rank calls it."""
-    if not inputs.tasks:
-        return {}
-    scores: dict[str, float] = {}
-    options = ctx.config.validation
-    with unsharded_for_decoding(parallel_model) as model:
-        prefix_and_stop = prefix_and_stop_ids(inputs.tokenizer, ctx.config.of_stage)
-        loaded = LoadedModel(model, inputs.model_config, inputs.tokenizer, ctx.run.path, None, *prefix_and_stop)
-        for task, batch_size in inputs.tasks:
-            settings = TaskSettings(
-                num_fewshot=options.num_fewshot,
-                limit=options.task_limit,
-                batch_size=batch_size,
-                # Each batch is progress.
-                on_batch=partial(ctx.watch.set_phase, "evaluate", step),
-            )
-            result = run_task(task, loaded, ctx.dist_ctx, settings)["metrics"]
-            ctx.console.info(f"  {task.name}: {', '.join(f'{name} {score:.4f}' for name, score in result.items())}")
-            scores |= {f"val/{task.name}/{name}": score for name, score in result.items()}
-    return scores
+class TaskObserver(Observer):
+    """Scores the tasks of validation.tasks at each validation."""
+
+    @classmethod
+    def open(cls, config: StageConfig, inputs: RunInputs, resumes: bool) -> tuple[tuple[QuestionTask, int], ...]:
+        return open_validation_tasks(config, inputs.tokenizer, inputs.model_config)
+
+    def __init__(self, run: ObservedRun) -> None:
+        super().__init__(run)
+        self._run = run
+        self._tasks: tuple[tuple[QuestionTask, int], ...] = run.inputs.opened["tasks"]
+
+    def validate(self, step: int, required: bool) -> dict[str, float]:
+        """The scores, by their names in metrics.jsonl. Every rank calls it."""
+        ctx, inputs = self._run.ctx, self._run.inputs
+        scores: dict[str, float] = {}
+        options = ctx.config.validation
+        with unsharded_for_decoding(self._run.built.parallel_model) as model:
+            prefix_and_stop = prefix_and_stop_ids(inputs.tokenizer, ctx.config.of_stage)
+            loaded = LoadedModel(model, inputs.model_config, inputs.tokenizer, ctx.run.path, None, *prefix_and_stop)
+            for task, batch_size in self._tasks:
+                settings = TaskSettings(
+                    num_fewshot=options.num_fewshot,
+                    limit=options.task_limit,
+                    batch_size=batch_size,
+                    # Each batch is progress.
+                    on_batch=partial(ctx.watch.set_phase, "evaluate", step),
+                )
+                result = run_task(task, loaded, ctx.dist_ctx, settings)["metrics"]
+                ctx.console.info(f"  {task.name}: {', '.join(f'{name} {score:.4f}' for name, score in result.items())}")
+                scores |= {f"val/{task.name}/{name}": score for name, score in result.items()}
+        return scores
+
+
+class SampleObserver(Observer):
+    """Writes what the model generates after the prompts of a recipe, every sample.every_steps."""
+
+    def __init__(self, run: ObservedRun) -> None:
+        super().__init__(run)
+        self._run = run
+
+    def on_step_end(self, step: int, record: dict[str, Any], is_stopping: bool) -> None:
+        run = self._run
+        if not is_stopping and is_due(run.ctx.config.sample.every_steps, step):
+            run.ctx.watch.set_phase("sample", step)
+            with run.throughput.excluded("sample"):
+                write_samples(run.ctx, run.built.parallel_model, run.inputs.tokenizer, step)
 
 
 def write_samples(ctx: RunContext, parallel_model: ParallelModel, tokenizer: Tokenizer, step: int) -> None:

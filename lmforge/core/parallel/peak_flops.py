@@ -4,11 +4,11 @@ from functools import partial
 
 import torch
 
+from lmforge.core import registry
 from lmforge.core.distributed.distributed import DistributedContext
 from lmforge.core.distributed.rank_info import threads_per_rank
 from lmforge.core.parallel.cpu_flops import cpu_peak_flops
 from lmforge.core.parallel.precision import dtype_name
-from lmforge.lab.plan.hardware import data_sheets
 
 
 def rank_peak_flops(dist_ctx: DistributedContext, dtype: torch.dtype) -> float | None:
@@ -17,8 +17,10 @@ def rank_peak_flops(dist_ctx: DistributedContext, dtype: torch.dtype) -> float |
     The ranks of a host share its cores: a CPU's peak is measured with the threads of all of them, and divided.
     """
     if dist_ctx.device.type == "cuda":
-        gpu = data_sheets().find(torch.cuda.get_device_name(dist_ctx.device))
-        return None if gpu is None else gpu.peak_flops(dtype_name(dtype))
+        peak: float | None = registry.get("data_sheets", "gpus").build(
+            torch.cuda.get_device_name(dist_ctx.device), dtype_name(dtype)
+        )
+        return peak
     ranks = dist_ctx.rank_info.local_world_size
     threads = min(ranks * torch.get_num_threads(), threads_per_rank(1))
     return dist_ctx.decide_on_rank0(partial(cpu_peak_flops, dtype, threads)) / ranks

@@ -1,0 +1,80 @@
+"""The verbs of the command line: options and function of each. A verb that is registered is in `lmforge --help` and in
+pipelines.
+
+A verb is registered by name (builtin_names.py): its function, "module:name", which is called with the options and returns the
+exit status; and as facts `config`, the class of its options, and what else `Verb` says. So reading the names imports nothing
+that the verbs need.
+"""
+
+import gc
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from lmforge.core.options.options import Options
+from lmforge.core.registry import entries, find, import_named
+
+
+@contextmanager
+def imports_not_garbage() -> Iterator[None]:
+    """For a block of imports: importing torch creates hundreds of thousands of lasting objects. The garbage collector would
+    scan them repeatedly, which takes half a second. It is paused for the block, and excludes these objects afterwards."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.freeze()
+        if was_on:
+            gc.enable()
+
+
+@dataclass(frozen=True)
+class Verb:
+    """A verb: its options, and the function that carries it out.
+
+    options: a class whose docstring begins with the verb's usage and summary, `lmforge VERB ARGUMENTS: SUMMARY.`
+    function: "module:name", called with the options; it returns the exit status.
+    distributed: the options name a number of processes; `lmforge` starts that many ranks, which call the function together.
+    writes: its work is what it writes or serves, not what it prints: it goes on where nothing reads its output.
+    pass_arguments: the function is called with the command line too, without the verb.
+    """
+
+    options: type[Options]
+    function: str
+    distributed: bool = False
+    writes: bool = False
+    pass_arguments: bool = False
+
+    @property
+    def usage(self) -> str:
+        return (self.options.__doc__ or "").partition(": ")[0]
+
+    @property
+    def summary(self) -> str:
+        return (self.options.__doc__ or "").partition(": ")[2].removesuffix(".")
+
+    def load(self) -> Callable[..., int]:
+        with imports_not_garbage():
+            function: Callable[..., int] = import_named(self.function)
+        return function
+
+
+class _Verbs(Mapping[str, Verb]):
+    """The verbs by their names; the options of one are imported when it is asked for."""
+
+    def __getitem__(self, name: str) -> Verb:
+        entry = find("verb", name)
+        if entry is None:
+            raise KeyError(name)
+        facts = dict(entry.facts)
+        return Verb(import_named(facts.pop("config")), entry.implementation, **facts)
+
+    def __iter__(self) -> Iterator[str]:
+        return (entry.name for entry in entries("verb"))
+
+    def __len__(self) -> int:
+        return len(entries("verb"))
+
+
+VERBS = _Verbs()
