@@ -84,7 +84,8 @@ class Comparison:
             loss, gradient = self._score(extras, sampled=True)
             return loss - excess, gradient, 0.0
         keys = torch.from_numpy(token_rng_keys(draw, 0, *self.batch.tokens.shape)) if sampled else None
-        read = partial(top_log_probs, k=KEPT, temperature=self.config.temperature, rng_keys=keys)
+        temperature, vocab_size = self.config.temperature, self.config.vocab_size
+        read = partial(top_log_probs, k=KEPT, temperature=temperature, vocab_size=vocab_size, rng_keys=keys)
         ids, values = self.teacher.lm_head(self.hidden, read)
         mass = 0.0 if sampled else 1 - values[..., -1].exp().mean().item()
         return *self._score(Extras(teacher_ids=ids.float(), teacher_logprobs=values), sampled=sampled), mass

@@ -130,7 +130,7 @@ def _train(
                 batches = spec.build_batches(ctx, inputs, built)
                 stack.callback(batches.close)
                 throughput = build_throughput(ctx, inputs, built, batches, peak_flops)
-                observers = Observers(ObservedRun(ctx, inputs, built, batches, throughput), checkpointer)
+                observers = Observers(ObservedRun(ctx, inputs, built, batches, throughput, estimator), checkpointer)
                 stack.callback(observers.close)
                 done, stopped_by = train(
                     built.parallel_model,

@@ -97,7 +97,7 @@ def world(recipe: Recipe, lmforge: Command, tmp_path_factory: pytest.TempPathFac
     assert lmforge("export", folder / "teacher", folder / "padded").returncode == 0
     pad_vocabulary(folder / "padded")
     alone = [
-        world.words("online"),
+        world.words("online", "--log.predict", "true"),
         world.words("online padded", teacher="padded", steps=2),
         world.words("reverse", "--distill.beta", 1, "--distill.temperature", 2, "--lora.rank", 4),
         world.words("text", "--distill.kd_ratio", 0, steps=2),
@@ -109,7 +109,7 @@ def world(recipe: Recipe, lmforge: Command, tmp_path_factory: pytest.TempPathFac
         # The second run computes what the first has written no more, and continues with what is missing.
         world.words("stored", *stored(folder / "few"), "--train.steps", 1),
         world.words("drawn", *drawn(folder / "draws")),
-        world.words("sampled", *SAMPLED),
+        world.words("sampled", *SAMPLED, "--log.predict", "true"),
         world.words("sampled resumed", *SAMPLED, "--train.steps", 3),
         world.words("sampled resumed", *SAMPLED),
     ]
@@ -151,9 +151,10 @@ def test_a_line_warns_where_what_is_stored_is_little_of_the_teacher(world: World
     assert "likeliest tokens hold" not in logs["stored all"]
 
 
-def test_a_run_is_predicted_unless_it_samples(world: World) -> None:
+def test_a_run_is_predicted_where_it_is_asked_unless_it_samples(world: World) -> None:
     assert "predicted  memory" in world.run("online").log_path(1, 0).read_text()
     assert "predicted  distill.lmbda = 0.5 is not predicted" in world.run("sampled").log_path(1, 0).read_text()
+    assert "predicted  " not in world.run("text").log_path(1, 0).read_text()
 
 
 @pytest.mark.parametrize(

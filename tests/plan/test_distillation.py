@@ -105,7 +105,7 @@ def test_live_tensors_at_the_peak_of_a_distillation_are_those_that_are_predicted
     models: Path, lmforge: Command, capfd: pytest.CaptureFixture[str], tmp_path: Path, ranks: int, more: list[str]
 ) -> None:
     given = distillation(models, *more, "--train.global_batch_size", 12 * ranks)
-    kept = {"run.folder": tmp_path, "run.name": "a", "data.folder": tmp_path / "examples"}
+    kept = {"run.folder": tmp_path, "run.name": "a", "data.folder": tmp_path / "examples", "log.predict": "true"}
     done = lmforge("distill", *given, *words(kept), "--plugins", models / "measure.py", ranks=ranks, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert "predicted  memory" in done.stdout

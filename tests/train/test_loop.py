@@ -46,8 +46,8 @@ from lmforge.core.steps.checkpoints import Checkpoints
 from lmforge.core.steps.metrics import Throughput
 from lmforge.core.steps.resume import ResumePoint
 from lmforge.ops.monitor.console import ConsoleLogger
+from lmforge.ops.monitor.usage.other_trainings import SharedCores
 from lmforge.ops.monitor.watchdog import Watchdog
-from lmforge.ops.report.page import ReportThread
 from tests.conftest import Command, Refusal
 
 Capture = pytest.CaptureFixture[str]
@@ -183,13 +183,13 @@ def run_loop(
 
 def test_what_cannot_be_closed_leaves_nothing_else_open(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     closed = []
-    for observer in (MetricsFile, ReportThread):
+    for observer in (MetricsFile, SharedCores):
         monkeypatch.setattr(observer, "close", lambda self: closed.append(type(self)))
     for observer, name, number in ((StepProfiler, "close", errno.ENOSPC), (ConsoleLogger, "stop_progress", errno.EIO)):
         monkeypatch.setattr(observer, name, Mock(side_effect=OSError(number, "")))
     with pytest.raises(OSError, match="Errno"):
         run_loop(RandomBatches(None), 1, tmp_path, device="cpu", compiled=False)
-    assert closed == [MetricsFile, ReportThread]
+    assert closed == [SharedCores, MetricsFile]
 
 
 def test_what_observes_a_run_changes_no_bit_of_it(tmp_path: Path) -> None:

@@ -30,6 +30,7 @@ WORDS: dict[str, object] = {
     "schedule.warmup_steps": 0,
     "train.threads": 1,
     "log.every_steps": 8,
+    "log.predict": "true",
     "checkpoint.last_save_model_only": "true",
 }
 

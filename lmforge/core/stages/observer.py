@@ -6,6 +6,7 @@ from typing import Any
 from lmforge.core import registry
 from lmforge.core.model.config import ModelConfig
 from lmforge.core.options.stage import StageConfig
+from lmforge.core.seams import MemoryEstimator
 from lmforge.core.stages.attempt import RunContext
 from lmforge.core.stages.build_model import BuiltModel
 from lmforge.core.stages.inputs import RunInputs
@@ -22,6 +23,8 @@ class ObservedRun:
     built: BuiltModel
     batches: BatchSource
     throughput: Throughput
+    # Made before the model was built.
+    memory: MemoryEstimator | None = None
 
 
 class Observer(LoopCallbacks):

@@ -22,14 +22,11 @@ class PredictionObserver(Observer):
         self._check: PredictionCheck | None = None
         if not run.ctx.dist_ctx.is_rank0:
             return
-        config, dist_ctx, inputs = run.ctx.config, run.ctx.dist_ctx, run.inputs
-        estimator = MemoryEstimator.of_run(
-            config, inputs.model_config, inputs.batch_plan, dist_ctx, step=run.built.point.step, teacher=inputs.teacher
-        )
-        prediction = estimator.predict_run(config, dist_ctx.device)
+        assert isinstance(run.memory, MemoryEstimator)
+        prediction = run.memory.predict_run(run.ctx.config, run.ctx.dist_ctx.device)
         log = run.ctx.console.info
         log(f"predicted  {prediction if isinstance(prediction, str) else prediction.describe()}")
-        self._check = PredictionCheck(prediction, inputs.batch_plan.tokens, run.built.point.step, log)
+        self._check = PredictionCheck(prediction, run.inputs.batch_plan.tokens, run.built.point.step, log)
 
     def on_weights_updated(self, step: int, seconds: float, has_compiled: bool) -> None:
         if self._check is not None and step != self._first_step and not has_compiled:
