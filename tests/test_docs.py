@@ -355,7 +355,7 @@ def test_extras_are_installed_by_one_command_which_stands_on_the_first_page_alon
     commands = {page: re.findall(r"^.*pip install.*$", page.read_text(encoding="utf-8"), re.M) for page in pages}
     assert {page: lines for page, lines in commands.items() if lines} == {START: [how_to_install("serve")]}
     named = [path for path in PACKAGE.rglob("*.py") if "pip install" in path.read_text(encoding="utf-8")]
-    assert named == [PACKAGE / "errors.py"]
+    assert named == [PACKAGE / "core" / "errors.py"]
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

@@ -5,17 +5,18 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 # What only lmforge itself calls: commands, measurements, and the options, which have pages of their own.
-LEFT_OUT = {"verbs", "bench", "config", "recipes"}
+LEFT_OUT = {"verbs", "options", "bench", "recipes"}
 
 
 def api_pages() -> dict[str, str]:
     """Pages by their names in the site, in the order of the navigation."""
-    packages = sorted(path.parent.name for path in (ROOT / "lmforge").glob("*/__init__.py"))
+    folders = sorted(path.parent.relative_to(ROOT / "lmforge") for path in (ROOT / "lmforge").rglob("__init__.py"))
     pages = {"index": _top_page()}
-    pages |= {name: _page(f"lmforge.{name}") for name in packages if name not in LEFT_OUT}
-    nested = sorted((ROOT / "lmforge").glob("*/*/__init__.py"))
-    names = [".".join(path.parent.relative_to(ROOT / "lmforge").parts) for path in nested]
-    pages |= {name: _page(f"lmforge.{name}") for name in names if name.partition(".")[0] not in LEFT_OUT}
+    pages |= {
+        ".".join(each.parts): _page(".".join(("lmforge", *each.parts)))
+        for each in folders
+        if each.parts and LEFT_OUT.isdisjoint(each.parts)
+    }
     return {f"reference/api/{name}.md": text for name, text in sorted(pages.items(), key=lambda item: item[0] != "index")}
 
 

@@ -60,9 +60,9 @@ def assert_trained(done: subprocess.CompletedProcess[str], folder: Path, referen
 def test_hosts_that_differ_are_named(laboratory: Laboratory, tiny_options: list[str], tmp_path: Path) -> None:
     """In code, in a line; in data, which one of them does not have."""
     other = tmp_path / "other"
-    other.write_text((ROOT / "lmforge" / "errors.py").read_text() + "# another commit\n")
+    other.write_text((ROOT / "lmforge" / "core" / "errors.py").read_text() + "# another commit\n")
     tokens = tiny_options[tiny_options.index("--data.folder") + 1]
-    mounted = {f"mount --bind {other}": ROOT / "lmforge" / "errors.py", "mount -t tmpfs none": Path(tokens)}
+    mounted = {f"mount --bind {other}": ROOT / "lmforge" / "core" / "errors.py", "mount -t tmpfs none": Path(tokens)}
     for mount, where in mounted.items():
         assert laboratory.run("node2", f"{mount} {where}").returncode == 0
         try:
