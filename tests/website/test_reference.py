@@ -100,7 +100,7 @@ def test_every_page_stands_in_the_navigation_once_and_every_entry_is_a_page() ->
 def test_every_package_that_others_use_has_a_page() -> None:
     packages = {path.parent.name for path in (ROOT / "lmforge").glob("*/__init__.py")}
     assert {f"reference/api/{name}.md" for name in packages} <= api_pages().keys()
-    assert "::: lmforge.post.objectives.preference\n" in api_pages()["reference/api/post.objectives.md"]
+    assert "::: lmforge.post.objectives.policy\n" in api_pages()["reference/api/post.objectives.md"]
 
 
 def test_the_newest_result_of_each_benchmark_is_shown() -> None:
