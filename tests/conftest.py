@@ -22,6 +22,7 @@ except ImportError:  # where only the tests for a GPU run: none of them draws wi
     hypothesis = None
 
 from lmforge.cli import limit_spinning, run
+from lmforge.core import plugins, registry
 from lmforge.text.prepare.prepare import prepare
 from tests import seeds, tools
 from tests.cluster.laboratory import Laboratory
@@ -293,3 +294,13 @@ def tiny_run(tiny_options: list[str], lmforge: Command, tmp_path_factory: pytest
     done = lmforge("pretrain", *tiny_options, "--run.folder", folder, "--run.name", "tiny")
     assert done.returncode == 0, done.stdout + done.stderr
     return folder / "tiny"
+
+
+@pytest.fixture
+def registered() -> Iterator[None]:
+    """What a test registers is gone after it."""
+    before = dict(registry._entries), dict(plugins._files)
+    yield
+    for current, earlier in zip((registry._entries, plugins._files), before, strict=True):
+        current.clear()  # type: ignore[attr-defined]
+        current.update(earlier)  # type: ignore[attr-defined]

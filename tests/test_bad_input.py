@@ -387,11 +387,16 @@ def test_a_checkpoint_that_carries_a_program_is_refused_and_does_not_run(
     assert mark.exists()  # it is a working one
 
 
-LIMITED = """
-import resource, sys
-resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
+RETRIES_SOON = """
 from lmforge.cli import main
+from lmforge.core.steps import checkpoints
+checkpoints.FINAL_RETRY_SECONDS = 0.1
 main()
+"""
+LIMITED = f"""
+import resource
+resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
+{RETRIES_SOON}
 """
 # "$1" the run to copy, "$2" the bytes that are to be free beside it, "$3" where to copy the end of it; then the command.
 IN_A_SMALL_DISK = """
@@ -447,10 +452,9 @@ def test_a_full_disk_ends_the_run_in_one_line_and_costs_no_checkpoint(
     trained: Run, tiny_options: list[str], tmp_path: Path, free: int, expected: str
 ) -> None:
     words = ["pretrain", *tiny_options, "--run.folder", "disk", "--run.name", "tiny", "--train.steps", "8"]
-    words += ["--checkpoint.retry_seconds", "0.1"]
     shell = ["unshare", "-rm", "sh", "-c", IN_A_SMALL_DISK, "sh", str(trained.path), str(free), "left"]
     need("the right to mount")
-    command = [*shell, sys.executable, "-m", "lmforge", *words]
+    command = [*shell, sys.executable, "-c", RETRIES_SOON, *words]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300)
     message = assert_failed_and_kept(done, Run(tmp_path / "left"), contents(trained.path))
     assert message.startswith(expected)
@@ -466,7 +470,6 @@ def test_a_checkpoint_over_the_limit_of_a_file_ends_the_run_in_one_line(
     """
     before = contents(trained.path)
     words = [*onwards, "--train.steps", "8", "--checkpoint.every_steps", "1"]
-    words += ["--checkpoint.retry_seconds", "0.1", "--checkpoint.max_failures", "9"]
     done = program(LIMITED, *words)
     message = assert_failed_and_kept(done, trained, before)
     assert message.startswith(

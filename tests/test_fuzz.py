@@ -286,6 +286,7 @@ def test_serialised(part: int, carry_out: CarryOut, tiny_run: Path, command_on: 
             return command_on(rng, thing), f"{path.name}, mutated: {content[:300]!r}"
         (newest / MANIFEST).unlink()
         told = ["--num_attention_heads", "2", "--rope_theta", "10000", "--layout", rng.choice(["auto", "torchtitan", "fms"])]
+        told += ["--plugins", str(Path(__file__).parents[1] / "examples" / "checkpoint_layouts" / "torchtitan_and_fms.py")]
         return ["import", str(newest), str(case / "out"), *told], f"{path.name}, mutated: {content[:300]!r}"
 
     carry_out(draw, 10)

@@ -7,7 +7,6 @@ import pickle
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -28,6 +27,7 @@ from tests.conftest import Command
 
 ROOT = Path(__file__).parents[1]
 PLUGINS = ROOT / "examples" / "plugins"
+pytestmark = pytest.mark.usefixtures("registered")
 TINY = """
 [data]
 folder = "{folder}"
@@ -50,16 +50,6 @@ every_steps = 1
 [checkpoint]
 every_steps = 2
 """
-
-
-@pytest.fixture(autouse=True)
-def registered() -> Iterator[None]:
-    """What a test registers is gone after it."""
-    before = dict(registry._entries), dict(plugins._files)
-    yield
-    for current, earlier in zip((registry._entries, plugins._files), before, strict=True):
-        current.clear()  # type: ignore[attr-defined]
-        current.update(earlier)  # type: ignore[attr-defined]
 
 
 @pytest.fixture

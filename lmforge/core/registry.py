@@ -53,6 +53,7 @@ KINDS = {
         RegistryKind("implementation", "model", "model.implementation"),
         RegistryKind("weight_source", "model", "model.source"),
         RegistryKind("document_source", "", "the suffix of a file"),
+        RegistryKind("checkpoint_layout", "layout", "--layout"),
         RegistryKind("reward", "rollout", "rollout.reward_functions"),
         RegistryKind("environment", "rollout", "rollout.environment"),
         RegistryKind("tracker", "log", "log.trackers"),
@@ -134,6 +135,8 @@ def register(kind: str, name: str, implementation: Any = None, *, options: type[
     origin = _origin.get()
     if kind == "model_family" and origin != BUILT_IN and facts.get("like") not in names(kind):
         raise UserError(f"{kind} {name}: give like=…, the model_type whose config it has: {', '.join(names(kind))}")
+    if kind == "checkpoint_layout" and not {"marker", "like"} <= facts.keys():
+        raise UserError(f"{kind} {name}: give marker=…, a tensor that only it has, and like=…, the model_type that it becomes")
 
     def add(given: Any) -> Any:
         if not callable(given) and not (isinstance(given, str) and re.fullmatch(r"[\w.]+:\w+", given)):

@@ -1,5 +1,5 @@
 """Reading and writing the formats of other programs: config.json and safetensors folders of Hugging Face, PEFT's adapters,
-PyTorch's Distributed Checkpoint (DCP), checkpoints of nanoGPT, torchtitan and fms-fsdp, and models of transformers, wrapped.
+PyTorch's Distributed Checkpoint (DCP), checkpoints of other trainers (by plugins), and models of transformers, wrapped.
 
 Our own checkpoints are in checkpoint/, which reads DCP files through torch_checkpoints.py. Nothing here unpickles code, and no
 code that comes with a folder runs.

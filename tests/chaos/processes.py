@@ -18,6 +18,7 @@ from typing import Any
 
 from lmforge import cli
 from lmforge.core.distributed.rendezvous import free_port
+from lmforge.core.steps import checkpoints
 
 COMMAND = [sys.executable, "-m", "lmforge"]
 
@@ -153,6 +154,7 @@ def _be_rank(words: list[str], place: dict[str, str], outputs: Path, largest_fil
             outlet.give()
         if largest_file is not None:
             resource.setrlimit(resource.RLIMIT_FSIZE, (largest_file, largest_file))
+        checkpoints.RETRY_SECONDS = checkpoints.FINAL_RETRY_SECONDS = 0.2
         status = cli.run(words)
     except BaseException:
         traceback.print_exc()

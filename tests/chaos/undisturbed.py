@@ -36,8 +36,6 @@ RECIPE = {
     "validation.sequences": 5,
     "checkpoint.every_steps": EVERY,
     "checkpoint.keep_last": 3,
-    "checkpoint.retry_seconds": 0.2,
-    "checkpoint.max_failures": 3,
     "watch.stall_seconds": STALL_SECONDS,
     "watch.timeout_seconds": 45,
     "launch.max_restarts": 0,

@@ -3,7 +3,6 @@
 import argparse
 import gzip
 import hashlib
-import io
 import itertools
 import json
 import os
@@ -13,7 +12,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import tarfile
 import tempfile
 import time
 from pathlib import Path
@@ -263,11 +261,6 @@ def unusable_corpus(folder: Path) -> Path:
     (folder / "c.txt").write_bytes(b"caf\xe9")
     (folder / "d.txt").write_text("a text\n")
     (folder / "e.txt").write_text("x" * (MAX_LINE_CHARACTERS + 1))
-    with tarfile.open(folder / "f.tar", "w") as archive:
-        for name, content in (("1.json", b"{broken"), ("2.json", b'{"text": "two"}'), ("3.txt", b"\xff")):
-            member = tarfile.TarInfo(name)
-            member.size = len(content)
-            archive.addfile(member, io.BytesIO(content))
     return folder
 
 
@@ -279,12 +272,12 @@ def test_documents_that_cannot_be_used_are_left_out_counted_and_listed_by_their_
     options = ["--skip_invalid", "--vocab_size", "301", "--deduplicate", "exact"]
     for workers in (1, 2):
         assert run(["prepare", str(folder), str(tmp_path / f"out{workers}"), *options, "--workers", str(workers)]) == 0
-        assert "left out  10 documents: that cannot be used, listed in its left-out.txt" in capfd.readouterr().out
+        assert "left out  8 documents: that cannot be used, listed in its left-out.txt" in capfd.readouterr().out
     assert content(tmp_path / "out1") == content(tmp_path / "out2")
-    assert sum(len(stored_texts(tmp_path / "out1", split)) for split in (TRAIN_SPLIT, VALIDATION_SPLIT)) == 204
+    assert sum(len(stored_texts(tmp_path / "out1", split)) for split in (TRAIN_SPLIT, VALIDATION_SPLIT)) == 203
     listed = (tmp_path / "out1" / "left-out.txt").read_text().splitlines()
     places = ["a.jsonl:8: not", "a.jsonl:28: the field 'text'", "a.jsonl:48: no field", "a.jsonl:68: ", "a.jsonl:88: "]
-    places += ["b.csv, row 2: 1 field", "f.tar: 1.json: not", "f.tar: 3.txt: not UTF-8", "c.txt: not UTF-8", "e.txt: a line of"]
+    places += ["b.csv, row 2: 1 field", "c.txt: not UTF-8", "e.txt: a line of"]
     assert [sum(place in line for line in listed) for place in places] == [1] * len(places) == [1] * len(listed)
     assert "a.jsonl:8: not valid JSON" in refused("prepare", folder, tmp_path / "refused", *options[1:], "--workers", 1)
     whole = [str(folder / "d.txt"), str(tmp_path / "out1"), "--vocab_size", "301"]

@@ -1,18 +1,16 @@
-"""Kinds of files besides text, JSON lines and parquet: tables, HTML pages, tar files, and suffixes from the user."""
+"""Kinds of files besides text, JSON lines and parquet: tables, HTML pages, and suffixes from the user."""
 
 import csv
 import gzip
 import io
-import json
-import tarfile
 from pathlib import Path
 
 import pytest
-import zstandard
 
 from lmforge.core.errors import UserError
-from lmforge.text.sources.html_text import extract_text
+from lmforge.text.sources import text_sources
 from lmforge.text.sources.text_sources import TextSource, open_text_source
+from lmforge.text.sources.units import extract_text
 
 HARD = ["plain", 'with "quotes", commas\tand tabs', "two\nlines", "", "héllo ☃", "\r\n", " blanks "]
 
@@ -63,19 +61,29 @@ def test_a_bad_row_of_a_table_is_named(tmp_path: Path, content: bytes, message: 
 
 # --- HTML ------------------------------------------------------------------------------------------------------------
 
-PAGE = """<!DOCTYPE html>
-<html><head><title>Tea &amp; time</title><style>p { color: red }</style>
-<script type="module">if (a < b) { document.write("<p>not text</p>") }</script></head>
-<body><!-- a comment --><h1>The   first
-heading</h1><p>One <b>bold</b>, one&nbsp;<i>not</i>.<br/>A new line.</p>
-<ul><li>a</li><li>b</li></ul><pre>  kept
-    as it is</pre><noscript>Enable scripts</noscript><p>2 &lt; 3 &#8364;</body></html>
+PARAGRAPHS = [f"Paragraph {number} is long enough to be the text of a page, not its navigation." for number in range(5)]
+PAGE = f"""<!DOCTYPE html>
+<html><head><title>Tea &amp; time</title><style>p {{ color: red }}</style>
+<script type="module">if (a < b) {{ document.write("<p>not text</p>") }}</script></head>
+<body><!-- a comment --><nav><a href="/">Home</a> <a href="/blog">Blog</a></nav>
+<article><h1>The   first
+heading</h1><p>One <b>bold</b>, one&nbsp;<i>not</i>.<br/>A new line.</p>{"".join(f"<p>{each}</p>" for each in PARAGRAPHS)}
+<pre>  kept
+    as it is</pre><p>2 &lt; 3 &#8364;</p></article><footer>All rights reserved</footer></body></html>
 """
-TEXT = "Tea & time\n\nThe first heading\n\nOne bold, one not.\nA new line.\n\na\nb\n\n  kept\n    as it is\n\n2 < 3 €"
+TEXT = "\n".join(
+    ["The first heading", "One bold, one\xa0not.", "A new line.", *PARAGRAPHS, "  kept", "    as it is", "2 < 3 €"]
+)
 
 
-def test_the_text_of_a_page_has_no_markup_no_scripts_and_no_styles() -> None:
+def test_the_text_of_a_page_has_no_markup_no_navigation_no_scripts_and_no_styles() -> None:
     assert extract_text(PAGE) == TEXT
+
+
+def test_a_page_without_main_text_gives_what_is_visible_and_an_empty_one_nothing(capfd: pytest.CaptureFixture[str]) -> None:
+    assert extract_text("<html><body><nav><a href='/'>Home</a></nav></body></html>") == "Home"
+    assert [extract_text(page) for page in ("", "<html><script>let a = 1</script></html>")] == ["", ""]
+    assert capfd.readouterr().err == ""
 
 
 def test_pages_are_read_as_their_text_plain_and_compressed(tmp_path: Path) -> None:
@@ -83,57 +91,26 @@ def test_pages_are_read_as_their_text_plain_and_compressed(tmp_path: Path) -> No
     (tmp_path / "b.htm.gz").write_bytes(gzip.compress(PAGE.encode()))
     (tmp_path / "c.xhtml").write_text("<html><script src='x'/><p>seen</p></html>")
     (tmp_path / "d.md").write_text("<p>Markdown stays as it is.</p>")
-    first, second, third, fourth = texts(open_text_source(str(tmp_path)))
-    assert first == second == extract_text(PAGE)
-    assert third == "seen"
-    assert fourth == "<p>Markdown stays as it is.</p>"
+    assert texts(open_text_source(str(tmp_path))) == [TEXT, TEXT, "seen", "<p>Markdown stays as it is.</p>"]
 
 
-# --- tar and WebDataset ----------------------------------------------------------------------------------------------
+def test_without_the_package_a_page_is_refused_with_the_extra_and_other_files_are_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(text_sources, "find_spec", lambda name: None)
+    (tmp_path / "a.md").write_text("a text")
+    assert texts(open_text_source(str(tmp_path))) == ["a text"]
+    (tmp_path / "b.html").write_text(PAGE)
+    said = refusal(tmp_path)
+    assert said.startswith(f"{tmp_path / 'b.html'}: a page of HTML needs the package trafilatura; ")
+    assert "[html]" in said
 
 
-def pack(path: Path, members: list[tuple[str, bytes]]) -> None:
-    buffer = io.BytesIO()
-    with tarfile.open(fileobj=buffer, mode="w") as archive:
-        for name, content in members:
-            info = tarfile.TarInfo(name)
-            info.size = len(content)
-            archive.addfile(info, io.BytesIO(content))
-    raw = buffer.getvalue()
-    packers = {".gz": gzip.compress, ".zst": zstandard.compress, ".tar": bytes}
-    path.write_bytes(packers[path.suffix](raw))
-
-
-@pytest.mark.parametrize("name", ["a.tar", "a.tar.gz", "a.tar.zst"])
-def test_a_text_of_a_tar_file_is_a_document_and_so_is_the_field_of_a_json(tmp_path: Path, name: str) -> None:
-    members = [
-        ("x/0001.txt", "first ☃".encode()),
-        ("x/0001.jpg", b"\xff\xd8"),
-        ("x/0001.json", b'{"caption": "of the first"}'),  # beside a text: what else is known of it
-        ("x/0002.json", json.dumps({"text": "second"}).encode()),
-        ("README", b"not read"),
-        ("y/0002.txt", b""),
-    ]
-    pack(tmp_path / name, members)
-    source = open_text_source(str(tmp_path))
-    assert texts(source) == ["first ☃", "second", ""]
-
-
-def test_a_bad_tar_file_is_named_with_the_member(tmp_path: Path) -> None:
-    path = tmp_path / "a.tar"
-    pack(path, [("a.jpg", b"x")])
-    assert refusal(path) == f"{path}: holds no .txt and no .json: a tar of other files is not read"
-    pack(path, [("a.json", b'{"body": "x"}')])
-    assert refusal(path).startswith(f"{path}: a.json: no field 'text': there are body")
-    pack(path, [("a.json", b'{"text": ')])
-    assert refusal(path).startswith(f"{path}: a.json: not valid JSON")
-    pack(path, [("a.txt", b"x"), ("b.txt", b"ab\xff")])
-    assert refusal(path).startswith(f"{path}: b.txt: not UTF-8 at byte 2")
-    pack(path, [("a.txt", b"x" * 5000)])
-    path.write_bytes(path.read_bytes()[:2000])
-    assert refusal(path).startswith(f"{path}: cannot be read as tar")
-    path.write_bytes(b"this is no tar file")
-    assert refusal(path).startswith(f"{path}: cannot be read as tar")
+def test_another_version_of_the_package_makes_another_source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "a.html").write_text(PAGE)
+    before = open_text_source(str(tmp_path)).fingerprint()
+    monkeypatch.setattr(text_sources, "version", lambda name: "0.0")
+    assert open_text_source(str(tmp_path)).fingerprint() != before
 
 
 # --- suffixes that a user names ----------------------------------------------------------------------------------------

@@ -259,7 +259,8 @@ def test_a_parquet_file_without_the_field_names_those_it_has(tmp_path: Path) -> 
         ("a.xlsx", b"PK\x03\x04", ".xlsx files are not read; convert its rows to .jsonl or .parquet"),
         ("a.pdf", b"%PDF-1.7\n", ".pdf files are not read; extract its text to a .txt"),
         ("a.docx", b"PK\x03\x04", ".docx files are not read; extract its text to a .txt"),
-        ("a.zip", b"PK\x03\x04", ".zip files are not read; unpack it: of packed files .gz, .zst and .tar are read"),
+        ("a.zip", b"PK\x03\x04", ".zip files are not read; unpack it: of packed files .gz and .zst are read"),
+        ("a.tar.gz", b"\x1f\x8b", ".tar files are not read; unpack it"),
         ("a.txt.bz2", b"BZh9", ".bz2 files are not read; unpack it"),
         ("a.strange", b"hello", ".strange files are not read; if it is plain text, name its suffix in --text_suffixes"),
         (

@@ -1,4 +1,5 @@
-"""Tokenized corpora of other trainers, written from the published descriptions of their formats."""
+"""Tokenized corpora of other trainers, written from the published descriptions of their formats. Those of Megatron-LM and llm.c
+are read by the plugins of examples/token_files/."""
 
 import json
 import struct
@@ -11,13 +12,18 @@ import pytest
 
 from lmforge.core.data.shards.folder import TokenFolder
 from lmforge.core.data.tokenizer import Tokenizer
+from lmforge.core.plugins import load_plugins
 from lmforge.text.prepare.prepare import prepare
 from lmforge.text.sources import token_files
+from lmforge.text.sources.plugin_unit import PluginReaders
 from lmforge.text.sources.records import ReadProgress
 from lmforge.text.sources.token_files import find_token_files, open_token_source
 from tests.conftest import Refusal
 from tests.seeds import fresh_random
 
+pytestmark = pytest.mark.usefixtures("registered")
+
+PLUGINS = Path(__file__).parents[2] / "examples" / "token_files"
 EOS, BOS = 0, 1
 Documents = list[list[int]]
 
@@ -106,13 +112,21 @@ def write_llmc_llama3(path: Path, documents: Documents) -> Path:
 
 
 WRITERS = [write_fms, write_megatron, write_nanogpt, write_llmc, write_llmc_llama3]
+NEEDED = {write_megatron: "megatron.py", write_llmc: "llmc.py", write_llmc_llama3: "llmc.py"}
+
+
+def readers_of(write: object) -> PluginReaders:
+    """The plugin that reads what is written so, loaded."""
+    paths = tuple(str(PLUGINS / name) for writer, name in NEEDED.items() if writer is write)
+    load_plugins(paths)
+    return PluginReaders(paths)
 
 
 @pytest.mark.parametrize("write", WRITERS)
 def test_documents_are_imported_as_they_are_with_one_end_of_text_each(tmp_path: Path, tokenizer: Path, write: object) -> None:
     documents = some_documents()
     source = write(tmp_path / "x" if write is write_fms else tmp_path, documents)  # type: ignore[operator]
-    summary = prepare(str(source), tmp_path / "out", tokenizer=tokenizer, validation_ratio=0.1)
+    summary = prepare(str(source), tmp_path / "out", tokenizer=tokenizer, validation_ratio=0.1, readers=readers_of(write))
     folder = TokenFolder.open(tmp_path / "out")
     stored = []
     for name in folder.splits:
@@ -129,21 +143,25 @@ def test_units_of_any_size_have_each_document_once_and_in_order(
 ) -> None:
     documents = some_documents()
     source = write(tmp_path / "x" if write is write_fms else tmp_path, documents)  # type: ignore[operator]
-    opened = open_token_source(str(source), find_token_files(str(source)), Tokenizer.open(tokenizer))
+    readers = readers_of(write)
+    files = find_token_files(str(source), readers)
+    opened = open_token_source(str(source), files, Tokenizer.open(tokenizer), readers=readers)
     for unit_bytes, chunk in ((1, 1), (7, 3), (100, 64), (10**9, 10**6)):
         monkeypatch.setattr(token_files, "UNIT_BYTES", unit_bytes)
         monkeypatch.setattr(token_files, "CHUNK_TOKENS", chunk)
         units = opened.units()
         assert [ids.tolist() for unit in units for ids in unit.documents(ReadProgress())] == documents
         assert sum(unit.size for unit in units) == opened.size
-        assert len(units) > 10 or unit_bytes > 7
+        assert len(units) > 10 or unit_bytes > 7 or readers.plugins  # a plugin reads a whole file
 
 
 @pytest.mark.parametrize(("code", "kind"), [(1, "B"), (3, "h"), (4, "i"), (5, "q"), (8, "H")])
 def test_every_whole_number_type_of_megatron_is_read(tmp_path: Path, tokenizer: Path, code: int, kind: str) -> None:
     documents = [[5, 6, 7], [255], [8] * 20]
     path = write_megatron(tmp_path, documents, code, kind)
-    opened = open_token_source(str(path), find_token_files(str(path.with_suffix(".idx"))), Tokenizer.open(tokenizer))
+    readers = readers_of(write_megatron)
+    files = find_token_files(str(path.with_suffix(".idx")), readers)
+    opened = open_token_source(str(path), files, Tokenizer.open(tokenizer), readers=readers)
     assert [ids.tolist() for unit in opened.units() for ids in unit.documents(ReadProgress())] == documents
 
 
@@ -180,7 +198,9 @@ def test_an_id_beyond_the_vocabulary_is_named_with_its_file(
     tmp_path: Path, tokenizer: Path, refused: Refusal, write: object
 ) -> None:
     source = write(tmp_path / "x" if write is write_fms else tmp_path, [[5, 6], [7, 261]])  # type: ignore[operator]
-    message = refused("prepare", source, tmp_path / "out", "--tokenizer", tokenizer)
+    plugins = readers_of(write).plugins
+    words = ["--plugins", *plugins] if plugins else []
+    message = refused("prepare", source, tmp_path / "out", "--tokenizer", tokenizer, *words)
     assert message.startswith(str(find_token_files(str(source))[0]))
     assert "is 261, beyond the vocabulary of 261: name the tokenizer that made these tokens" in message
 
@@ -198,23 +218,74 @@ def test_tokens_without_a_tokenizer_and_files_that_are_not_what_they_seem_are_re
     assert "the vocabulary has ids up to 260" in refused("prepare", source, out, *named, "--separator_id", 261)
     source.write_bytes(b"odd")
     assert "no tokens of nanoGPT" in refused("prepare", source, out, *named)
-    shard = write_llmc(tmp_path, [[5, 6]])
-    shard.write_bytes(shard.read_bytes()[:-1])
-    assert "its header says 3 tokens: truncated" in refused("prepare", shard, out, *named)
-    write_llmc(tmp_path, [[5, 6]], version=9)
-    assert "a file of llm.c of version 9" in refused("prepare", shard, out, *named)
-    shard.unlink()
-    pair = write_megatron(tmp_path / "pair", [[5, 6], [7]])
-    pair.write_bytes(pair.read_bytes()[:-1])
-    assert f"{pair}: truncated: its index has more tokens" in refused("prepare", pair, out, *named)
-    pair.with_suffix(".idx").write_bytes(b"MMIDIDX\x00\x00" + bytes(40))
-    assert "not a Megatron-LM index of version 1" in refused("prepare", pair, out, *named)
     folder = write_fms(tmp_path / "fms", [[5]], name="other")
     assert "no column tokens or input_ids: there are other" in refused("prepare", folder, out, *named)
     (folder / "part.arrow").write_bytes(b"no Arrow file")
     assert "cannot be read as an Arrow file" in refused("prepare", folder, out, *named)
     (folder / "notes.txt").write_text("text")
     assert "holds both tokens (part.arrow) and text (notes.txt)" in refused("prepare", folder, out, *named)
+
+
+def test_files_of_megatron_and_llmc_are_not_taken_for_nanogpts_and_the_plugin_is_named(
+    tmp_path: Path, tokenizer: Path, refused: Refusal
+) -> None:
+    named = (tmp_path / "out", "--tokenizer", tokenizer)
+    pair = write_megatron(tmp_path / "pair", [[5, 6], [7]])
+    expected = f"{pair}: tokens of Megatron-LM, which a plugin reads: --plugins examples/token_files/megatron.py"
+    assert refused("prepare", pair, *named) == expected
+    shard = write_llmc(tmp_path, [[5, 6]])
+    assert refused("prepare", shard, *named) == (
+        f"{shard}: tokens of llm.c, which a plugin reads: --plugins examples/token_files/llmc.py"
+    )
+
+
+def test_a_broken_file_of_llmc_is_named(tmp_path: Path, tokenizer: Path, refused: Refusal) -> None:
+    named = (tmp_path / "out", "--tokenizer", tokenizer, "--plugins", PLUGINS / "llmc.py")
+    shard = write_llmc(tmp_path, [[5, 6]])
+    shard.write_bytes(shard.read_bytes()[:-1])
+    assert "its header says 3 tokens: truncated" in refused("prepare", shard, *named)
+    write_llmc(tmp_path, [[5, 6]], version=9)
+    assert "a file of llm.c of version 9" in refused("prepare", shard, *named)
+    assert "not a file of llm.c; leave this plugin out" in refused("prepare", write_nanogpt(tmp_path, [[5]]), *named)
+
+
+def test_a_broken_pair_of_megatron_is_named(tmp_path: Path, tokenizer: Path, refused: Refusal) -> None:
+    named = (tmp_path / "out", "--tokenizer", tokenizer, "--plugins", PLUGINS / "megatron.py")
+    pair = write_megatron(tmp_path / "pair", [[5, 6], [7]])
+    pair.write_bytes(pair.read_bytes()[:-1])
+    assert f"{pair}: truncated: its index has more tokens" in refused("prepare", pair, *named)
+    pair.with_suffix(".idx").write_bytes(b"MMIDIDX\x00\x00" + bytes(40))
+    assert "not a Megatron-LM index of version 1" in refused("prepare", pair, *named)
+    pair.with_suffix(".idx").unlink()
+    assert "no such file: tokens of Megatron-LM are a pair" in refused("prepare", pair, *named)
+
+
+TOKENS_OF_MINE = """
+import numpy as np
+import lmforge
+
+@lmforge.register("document_source", "mine", gives="tokens")
+def read(path, options):
+    yield np.array([5, 6])
+    {then}
+"""
+
+
+@pytest.mark.parametrize(
+    ("then", "said"),
+    [
+        ("yield [7]", ", document 1: the plugin gave no array of whole numbers"),
+        ("yield np.array([0.5])", ", document 1: the plugin gave no array of whole numbers"),
+        ("raise KeyError('x')", ", after 1 documents: document source mine raised KeyError"),
+    ],
+)
+def test_what_a_plugin_of_tokens_gives_is_checked(
+    tmp_path: Path, tokenizer: Path, refused: Refusal, then: str, said: str
+) -> None:
+    (tmp_path / "plugin.py").write_text(TOKENS_OF_MINE.format(then=then))
+    (tmp_path / "a.mine").write_text("")
+    named = ("--tokenizer", tokenizer, "--plugins", tmp_path / "plugin.py")
+    assert refused("prepare", tmp_path / "a.mine", tmp_path / "out", *named).startswith(f"{tmp_path / 'a.mine'}{said}")
 
 
 def test_a_binary_file_in_a_folder_of_text_is_left_out_as_before(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Other trainers' checkpoints: the imported folder computes the same as they do.
+"""Other trainers' checkpoints, by the plugins of examples/checkpoint_layouts/: the imported folder computes as they do.
 
 The checkpoints are written here as those trainers write them, and computed here as they do, in their own conventions.
 """
@@ -25,6 +25,8 @@ from lmforge.hf.weights import load_folder
 from lmforge.serve.decoding.model_loading import load_model
 from tests.fuzzing import DAMAGED_PICKLES
 from tests.model.conftest import logits, one_document
+
+pytestmark = pytest.mark.usefixtures("registered")
 
 VOCABULARY, WIDTH, HEADS, GROUPS, INNER, LAYERS, THETA, EPSILON = 61, 24, 4, 2, 40, 3, 5000.0, 1e-5
 LM_HEAD_WEIGHT = WIDTH // HEADS
@@ -164,7 +166,9 @@ def assert_computes(folder: Path, tokens: Tensor, expected: Tensor) -> None:
     torch.testing.assert_close(theirs, expected, atol=2e-5, rtol=1e-5)
 
 
-TOLD = ["--num_attention_heads", str(HEADS), "--rope_theta", str(THETA)]
+PLUGINS = Path(__file__).parents[2] / "examples" / "checkpoint_layouts"
+LLAMA = ["--plugins", str(PLUGINS / "torchtitan_and_fms.py")]
+TOLD = ["--num_attention_heads", str(HEADS), "--rope_theta", str(THETA), *LLAMA]
 
 
 def saved_by_torchtitan(state: dict[str, Any], folder: Path) -> None:
@@ -236,7 +240,7 @@ def test_nanogpt_computes_as_before(bias: bool, activation: str, draw: random.Ra
     content = {"model": stored, "optimizer": optimizer, "model_args": {**arguments, "dropout": 0.0}, "iter_num": 5}
     content |= {"best_val_loss": torch.tensor(1.5), "config": {"dataset": "shakespeare", "device": "cpu"}}
     torch.save(content, tmp_path / "ckpt.pt")
-    more = [] if activation == "gelu" else ["--activation", activation]
+    more = ["--plugins", str(PLUGINS / "nanogpt.py"), *([] if activation == "gelu" else ["--activation", activation])]
     assert run(["import", str(tmp_path / "ckpt.pt"), str(tmp_path / "out"), *more]) == 0
     assert_computes(tmp_path / "out", tokens, expected)
 
@@ -246,7 +250,7 @@ def test_an_import_takes_shape_from_a_like_model_and_a_tokenizer_and_a_dtype(dra
     assert run(["import", str(tmp_path / "a"), str(tmp_path / "first"), *TOLD, "--max_position_embeddings", "77"]) == 0
     tokenizer = train_tokenizer(["a text"] * 9, 400)
     tokenizer.save(tmp_path / "tokenizer")
-    words = ["import", str(tmp_path / "a"), str(tmp_path / "second"), "--config_from", str(tmp_path / "first")]
+    words = ["import", str(tmp_path / "a"), str(tmp_path / "second"), "--config_from", str(tmp_path / "first"), *LLAMA]
     assert run([*words, "--tokenizer", str(tmp_path / "tokenizer")]) == 2  # larger than the model's vocabulary
     state = torchtitan_state()
     for name in ("tok_embeddings.weight", "output.weight"):
@@ -260,6 +264,7 @@ def test_an_import_takes_shape_from_a_like_model_and_a_tokenizer_and_a_dtype(dra
         str(tmp_path / "first"),
         "--dtype",
         "bf16",
+        *LLAMA,
     ]
     assert run([*words, "--tokenizer", str(tmp_path / "tokenizer" / "tokenizer.json")]) == 0
     opened = load_model(tmp_path / "third", torch.device("cpu"), torch.float32)
@@ -291,9 +296,13 @@ def test_what_cannot_be_imported_is_refused_in_one_line_and_nothing_is_executed(
         assert not Path("hacked").exists()
         return said
 
-    assert "does not say num_attention_heads; give --num_attention_heads, or --config_from" in refused("good")
-    assert "does not say rope_theta" in refused("good", "--num_attention_heads", "4")
-    assert "are not 5 heads" in refused("good", "--num_attention_heads", "5", "--rope_theta", "1")
+    assert "good: no layout of another trainer is known; name a plugin that registers it" in refused("good")
+    assert "--layout: expected torchtitan or fms, got" in refused("good", "--layout", "megatron", *TOLD)
+    assert "does not say num_attention_heads; give --num_attention_heads, or --config_from" in refused("good", *LLAMA)
+    assert "does not say rope_theta" in refused("good", "--num_attention_heads", "4", *LLAMA)
+    assert "are not 5 heads" in refused("good", "--num_attention_heads", "5", "--rope_theta", "1", *LLAMA)
+    kind = refused("good", "--config_from", "gpt2-124m", *LLAMA)
+    assert "gpt2-124m: a gpt2 model; --config_from needs one of the same kind, llama" in kind
     assert "not of layout fms: has no " in refused("good", "--layout", "fms", *TOLD)
     assert "no such file or folder" in refused("nothing", *TOLD)
     Path("empty").mkdir()
@@ -306,7 +315,7 @@ def test_what_cannot_be_imported_is_refused_in_one_line_and_nothing_is_executed(
     )
     assert "has nothing that could be model.layers.1.self_attn.o_proj.weight" in refused("part", *TOLD)
     dcp.save({"a": weight(3)}, checkpoint_id=tmp_path / "other")
-    assert "not of a known layout (nanogpt, torchtitan, fms); it has a" in refused("other", *TOLD)
+    assert "not of a known layout (torchtitan, fms); it has a" in refused("other", *TOLD)
 
     torch.save({"model": state, "config": Hostile()}, "hostile.pt")
     assert "holds more than tensors and numbers" in refused("hostile.pt", *TOLD)

@@ -71,7 +71,7 @@ def test_scores_while_training_are_those_of_the_checkpoints_and_the_best_can_be_
     words = [*tiny_options, "--run.folder", tmp_path, "--run.name", "run", "--validation.tasks", *files]
     words += ["--validation.at_start", "--validation.num_fewshot", 1, "--validation.task_limit", 2]
     words += ["--checkpoint.keep_best", 1, "--checkpoint.keep_last", 1, "--checkpoint.best_metric", "val/chosen/acc"]
-    done = lmforge("pretrain", *words, "--checkpoint.best_mode", "max")
+    done = lmforge("pretrain", *words)
     assert done.returncode == 0, done.stderr
     run = Run(tmp_path / "run")
     scores = scores_by_step(run)

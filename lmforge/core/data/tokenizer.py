@@ -9,6 +9,7 @@ import codecs
 import json
 import re
 import secrets
+import shlex
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property
@@ -23,7 +24,6 @@ import xxhash
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from lmforge.core.data import tokenizer_json
-from lmforge.core.data.sentencepiece_model import convert_sentencepiece
 from lmforge.core.data.tokenizer_json import CONFIG_FILES
 from lmforge.core.errors import UserError, prefix_errors
 from lmforge.core.files.atomic_files import atomic_write_text
@@ -56,6 +56,7 @@ LINE_END = re.compile(r"\S\s*\n(?=\S)")
 CUT_CONTEXT_CHARACTERS = 200
 MAX_CUT_ATTEMPTS = 20
 
+SENTENCEPIECE_FILE = "tokenizer.model"
 # Files beside a tokenizer.json with what it does not hold itself; copied with it.
 COMPANION_FILES = (*CONFIG_FILES, "chat_template.jinja")
 ADDITIONAL_TEMPLATES = "additional_chat_templates"  # a folder of NAME.jinja beside them
@@ -212,10 +213,9 @@ class Tokenizer:
 
     @classmethod
     def open(cls, path: str | Path) -> Self:
-        """Open a tokenizer.json, a folder with one, with the files beside it, or a SentencePiece `.model`. Raises UserError."""
+        """Open a tokenizer.json, or a folder with one, with the files beside it. Raises UserError."""
         file = Path(path) if isinstance(path, str) else path  # a path in a store is not a string
-        if file.suffix == ".model" and not file.is_dir():
-            return cls(*convert_sentencepiece(file), str(file))
+        refuse_sentencepiece(file)
         if file.is_dir():
             file = file / "tokenizer.json"
         try:
@@ -397,6 +397,22 @@ class Tokenizer:
                     token = token.replace("▁", " ")
                 pieces[id] = token.encode()
         return pieces
+
+
+def refuse_sentencepiece(path: Path) -> None:
+    """Raise UserError for a SentencePiece model, or a folder with no other tokenizer, with the command that converts it."""
+    if path.is_dir():
+        if (path / "tokenizer.json").exists():
+            return
+        path = path / SENTENCEPIECE_FILE
+    if path.suffix != ".model" or not path.is_file():
+        return
+    first = "" if path.name == SENTENCEPIECE_FILE else f"name it {SENTENCEPIECE_FILE}, and "
+    folder = str(path.parent)
+    program = f"from transformers import AutoTokenizer; AutoTokenizer.from_pretrained({folder!r}).save_pretrained({folder!r})"
+    raise UserError(
+        f"{path}: a SentencePiece model is not read; {first}write a tokenizer.json beside it: python -c {shlex.quote(program)}"
+    )
 
 
 def _with_named_templates(companions: dict[str, str], templates: dict[str, str], file: Path) -> dict[str, str]:

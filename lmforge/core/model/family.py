@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from importlib import import_module
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal
 
 from lmforge.core.errors import UserError
 from lmforge.core.files.untrusted import quoted
@@ -143,14 +143,6 @@ def read_rope(content: dict[str, Any], table: Any = None) -> dict[str, Any]:
     return {"rope_scaling": table} | ({} if theta is None else {"rope_theta": theta})
 
 
-class ForeignLayout(NamedTuple):
-    """How another trainer names the tensors of a family: `marker` is one that only it has; `names` are ours by its, of a block
-    and of the ends, several joined by " + " where it fuses them; empty: they are ours, but linear layers are transposed."""
-
-    marker: str
-    names: Mapping[str, str]
-
-
 @dataclass(frozen=True)
 class Family:
     """One model_type. The defaults are those of Llama.
@@ -190,8 +182,6 @@ class Family:
             rotary positions, too.
         optional_prefix: of tensor names on disk, which may leave it out.
         unread_layers: the field, and its default, of how many layers after the last one a folder may have that nothing reads.
-        foreign_layouts: checkpoints of other trainers that can be imported, by their names. foreign_fields: those of a config
-            that they may lack.
     """
 
     architecture: str
@@ -231,8 +221,6 @@ class Family:
     write: Callable[[ModelConfig], dict[str, Any]] = lambda config: {}
     optional_prefix: str = ""
     unread_layers: tuple[str, int] = ("", 0)
-    foreign_layouts: Mapping[str, ForeignLayout] = field(default_factory=dict)
-    foreign_fields: tuple[str, ...] = ()
 
     def norms(self, config: ModelConfig) -> tuple[Norm, ...]:
         """The norms of a block."""

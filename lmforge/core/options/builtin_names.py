@@ -24,7 +24,6 @@ DOCUMENT_SOURCES = {
     "JsonlUnit": "json jsonl ndjson",
     "ParquetUnit": "parquet",
     "TableUnit": "csv tsv",
-    "TarUnit": "tar",
 }
 # Each is a file of this name.
 FAMILIES = sorted(module.name for module in iter_modules([str(Path(__file__).parents[1] / "model" / "families")]))

@@ -28,14 +28,12 @@ class CheckpointOptions(Options):
     keep_every_steps: int | None = option(
         None, "steps between checkpoints that are kept; only a rollback deletes those after the step it returns to", **COUNT
     )
-    keep_every_minutes: float | None = option(
-        None, "minutes between checkpoints that are kept; a rollback deletes them likewise", **DURATION
-    )
     keep_best: int = option(0, "best checkpoints to keep in addition to the newest", **COUNT_OR_0)
     best_metric: str = option(
-        "val/loss", "metric in metrics.jsonl that decides which is best; a val/… metric is measured at each checkpoint"
+        "val/loss",
+        "metric in metrics.jsonl that decides which is best: the lowest, but the highest accuracy, reward or pass rate;"
+        " a val/… metric is measured at each checkpoint",
     )
-    best_mode: Literal["min", "max"] = option("min", "whether the lowest or the highest best_metric is best")
     last_save_model_only: bool = option(
         False, "save the last step without optimizer states: a third of the size, but no run can resume from it"
     )
@@ -45,8 +43,6 @@ class CheckpointOptions(Options):
         " (default: in the run's directory)",
     )
     async_save: bool = option(True, "write in the background; needs host memory for a copy of what a rank writes")
-    max_failures: int = option(3, "failed saves in a row after which the run ends; 0 never ends it", **COUNT_OR_0)
-    retry_seconds: float = option(60.0, "seconds until a failed save is tried again", **DURATION)
 
 
 class LogOptions(Options):

@@ -5,6 +5,7 @@ which bound them: another program may have written these files, or a disk damage
 """
 
 import os
+import re
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from itertools import islice
@@ -22,6 +23,8 @@ MAX_METRICS_LINE_BYTES = 2**20
 METRICS_TAIL_BYTES = 2**18
 COMPLETIONS_FOLDER = "completions"  # in the run
 MAX_COMPLETION_LINE_BYTES = 2**22  # with its prompt; longer ones are left out
+# The last words of metrics of which the highest is best; in pass@K any K. Of all others, such as losses, the lowest is.
+HIGHER_IS_BETTER = frozenset({"acc", "acc_norm", "exact_match", "contains", "regex", "accuracy", "margin", "reward", "pass@k"})
 LARGEST_METRIC = 1e100  # more than fp32 has; sums and products with numbers of steps stay finite
 
 
@@ -37,6 +40,15 @@ Measure = Annotated[float, Field(ge=-LARGEST_METRIC, le=LARGEST_METRIC)]
 EpochSeconds = Annotated[float, Field(ge=0, le=2.5e11)]  # Python has no date after the year 9999
 # A metric that is larger counts as not finite, so that the others of its line are kept.
 Metric = Annotated[FiniteFloat, AfterValidator(_known_metric)] | None
+
+
+def higher_is_better(metric: str) -> bool:
+    """Whether the highest value of a metric is best, by its name: an accuracy, a reward or a pass rate."""
+    name = metric.removeprefix("val/")
+    if name.startswith(("loss/", "bits_per_byte/")):  # then the last word is the name of a source
+        return False
+    word = name.rpartition("/")[2]
+    return re.sub(r"@\w+$", "@k", word) in HIGHER_IS_BETTER
 
 
 class MetricsRecord(BaseModel, extra="allow"):

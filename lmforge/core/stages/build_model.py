@@ -21,6 +21,7 @@ from lmforge.core.options.stage import StageConfig
 from lmforge.core.parallel.parallel_model import ParallelModel
 from lmforge.core.parallel.parallelize import parallelize
 from lmforge.core.parallel.precision import DTYPES, choose_compile
+from lmforge.core.records.run_records import higher_is_better
 from lmforge.core.stages.attempt import RunContext
 from lmforge.core.stages.inputs import RunInputs
 from lmforge.core.stages.parameter_counts import count_parameters, get_lora_config
@@ -141,7 +142,7 @@ def build_checkpointer(ctx: RunContext, inputs: RunInputs, built: BuiltModel) ->
     checkpointer = AsyncCheckpointer(
         ctx.run,
         ctx.dist_ctx,
-        RetentionPolicy(options.keep_last, options.keep_best, options.best_metric, options.best_mode == "max"),
+        RetentionPolicy(options.keep_last, options.keep_best, options.best_metric, higher_is_better(options.best_metric)),
         metadata=metadata,
         tokenizer=inputs.tokenizer,
         log=ctx.console.warn,

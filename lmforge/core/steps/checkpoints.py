@@ -20,6 +20,10 @@ from lmforge.core.steps.bad_steps import BadStep, BadStepDetector
 from lmforge.core.steps.callbacks import BatchSource
 from lmforge.core.steps.resume import find_resume_point, load_resume_point
 
+# Until a failed save is tried again, unless the next one is due before.
+RETRY_SECONDS = 60.0
+# A run ends after so many failed saves in a row, because its progress would be lost.
+MAX_FAILED_SAVES = 3
 # After the last step there is no later step at which to retry.
 FINAL_SAVE_ATTEMPTS = 3
 FINAL_RETRY_SECONDS = 5.0
@@ -55,7 +59,7 @@ class Checkpoints:
         self._max_rollbacks = config.faults.max_rollbacks
         self._parallel_model, self._optimizer = parallel_model, optimizer
         self._batches, self._detector = batches, detector
-        self._last_saved = dict.fromkeys((SaveRequest.REGULAR, SaveRequest.KEPT), time.monotonic())
+        self._last_saved = time.monotonic()
         self._last_request, self._deferred_request = SaveRequest.REGULAR, SaveRequest.NONE
         # Before tensors change, the device waits until a save in flight has copied them.
         self.wait_for_staging = checkpointer.wait_for_staging
@@ -72,24 +76,24 @@ class Checkpoints:
 
     def requested_by_clock(self) -> SaveRequest:
         """What rank 0 requests now; any rank, where it has lost the lock."""
-        options, checkpointer, now = self._options, self._checkpointer, time.monotonic()
+        checkpointer = self._checkpointer
+        now = time.monotonic()
         if checkpointer.run.has_lost_lock:
             return SaveRequest.LOCK_LOST
         if not checkpointer.dist_ctx.is_rank0:
             return SaveRequest.NONE
-        if options.max_failures and checkpointer.consecutive_failures >= options.max_failures:
+        if checkpointer.consecutive_failures >= MAX_FAILED_SAVES:
             return SaveRequest.GIVE_UP
-        if checkpointer.failed_at is not None and now - checkpointer.failed_at >= options.retry_seconds:
+        if checkpointer.failed_at is not None and now - checkpointer.failed_at >= RETRY_SECONDS:
             checkpointer.failed_at = None
             return self._last_request
         if self._deferred_request:
             deferred, self._deferred_request = self._deferred_request, SaveRequest.NONE
             return deferred
-        every_minutes = {SaveRequest.KEPT: options.keep_every_minutes, SaveRequest.REGULAR: options.every_minutes}
-        for request, minutes in every_minutes.items():
-            if minutes is not None and now - self._last_saved[request] >= 60 * minutes:
-                self._last_saved[request] = now
-                return request
+        minutes = self._options.every_minutes
+        if minutes is not None and now - self._last_saved >= 60 * minutes:
+            self._last_saved = now
+            return SaveRequest.REGULAR
         return SaveRequest.NONE
 
     def raise_if_ending(self, request: int, step: int) -> None:
@@ -117,8 +121,8 @@ class Checkpoints:
         dataset, read = self._batches.dataset, (step + self._detector.batch_offset) * self._batches.global_batch_size
         for attempt in range(FINAL_SAVE_ATTEMPTS):
             if attempt:
-                time.sleep(min(FINAL_RETRY_SECONDS, self._options.retry_seconds))
-            self._last_saved[SaveRequest.REGULAR] = time.monotonic()  # the clock of regular checkpoints starts again
+                time.sleep(FINAL_RETRY_SECONDS)
+            self._last_saved = time.monotonic()  # the clock of regular checkpoints starts again
             self._last_request = SaveRequest.KEPT if kept else SaveRequest.REGULAR
             state: StateDict = self._parallel_model.state_dict(self._optimizer, named_optimizer_state)
             if self._options.last_save_model_only and step == self._steps:

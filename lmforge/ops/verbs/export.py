@@ -28,7 +28,7 @@ from lmforge.core.parallel.precision import DTYPES
 from lmforge.core.records.kinds import Kind, kind_of
 from lmforge.hf.export import export_folder
 from lmforge.hf.hub import resolve_model_folder
-from lmforge.hf.layouts import LAYOUTS, LayoutHints, convert_checkpoint
+from lmforge.hf.layouts import LayoutHints, convert_checkpoint, find_layout
 from lmforge.hf.peft_folder import base_model_of, load_peft_folder, save_peft_folder
 from lmforge.hf.resolve import resolve_model_config
 from lmforge.hf.torch_checkpoints import open_tensor_source
@@ -124,7 +124,8 @@ def run_import(options: ImportOptions) -> int:
         way = f"use it as it is: lmforge generate {options.source}, or --model.source {options.source}"
         raise UserError(f"{options.source}: is a Hugging Face folder already; {way}")
     source = open_tensor_source(options.source)
-    converted = convert_checkpoint(options.source, source, options.layout, _layout_hints(options))
+    layout = find_layout(options.source, source, options.layout)
+    converted = convert_checkpoint(options.source, source, layout, _layout_hints(options, layout.facts["like"]))
     config = converted.config
     folder = resolve_model_folder(options.tokenizer, "tokenizer.json") if options.tokenizer else None
     if folder is not None and (entries := Tokenizer.open(folder).vocab_size) > config.vocab_size:
@@ -136,17 +137,18 @@ def run_import(options: ImportOptions) -> int:
     return 0
 
 
-def _layout_hints(options: ImportOptions) -> LayoutHints:
-    """Values that the checkpoint may lack: the options that were given, else those of --config_from."""
+def _layout_hints(options: ImportOptions, model_type: str) -> LayoutHints:
+    """Values that the checkpoint may lack: the options that were given, else those of --config_from, a model of that type."""
     names = {each.name: each.name for each in fields(LayoutHints)} | {"hidden_act": "activation"}
     given = {name: value for name, option in names.items() if (value := getattr(options, option, None)) is not None}
     if options.config_from is None:
         return LayoutHints(**given)
     model = resolve_model_config(options.config_from, {})
-    if not model.family.foreign_layouts:
-        kinds = " or ".join(sorted({model_type for model_type, _ in LAYOUTS.values()}))
-        raise UserError(f"{options.config_from}: a {model.model_type} model; --config_from needs one of the same kind, {kinds}")
-    return LayoutHints(**{name: getattr(model, name) for name in model.family.foreign_fields} | given)
+    if model.model_type != model_type:
+        raise UserError(
+            f"{options.config_from}: a {model.model_type} model; --config_from needs one of the same kind, {model_type}"
+        )
+    return LayoutHints(**{name: getattr(model, name) for name in names} | given)
 
 
 def _cast(name: str, value: Tensor, dtype: str | None) -> Tensor:

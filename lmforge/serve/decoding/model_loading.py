@@ -11,7 +11,7 @@ import torch
 
 from lmforge.core import checkpoint
 from lmforge.core.checkpoint import Manifest
-from lmforge.core.data.tokenizer import Tokenizer
+from lmforge.core.data.tokenizer import Tokenizer, refuse_sentencepiece
 from lmforge.core.distributed.distributed import choose_device, keep_freed_memory
 from lmforge.core.distributed.rank_info import threads_per_rank
 from lmforge.core.errors import UserError
@@ -152,6 +152,7 @@ def _from_folder(
 ) -> LoadedModel:
     config = resolve_model_config(folder, overrides, implementation="auto")
     check_reward_head(config, folder, reward_model)
+    refuse_sentencepiece(folder)
     if not (folder / "tokenizer.json").exists():
         raise UserError(f"{folder}: no tokenizer.json; put the model's tokenizer beside its weights")
     tokenizer = Tokenizer.open(folder)

@@ -167,28 +167,27 @@ class ExportOptions(Options):
 class ImportOptions(Options):
     """lmforge import SOURCE OUT: another trainer's checkpoint as a Hugging Face folder."""
 
-    source: Path = argument(..., "nanoGPT's ckpt.pt, a DCP folder of torchtitan, a DCP folder or a .pth of fms-fsdp")
+    source: Path = argument(..., "a DCP folder, or a file of torch.save, whose layout a plugin knows")
     out: Path = argument(..., "folder to write")
-    layout: Literal["auto", "nanogpt", "torchtitan", "fms"] = option("auto", "layout of its parameter names; auto detects it")
+    layout: str = option("auto", "layout of its parameter names, which a plugin registers; auto detects it")
     config_from: str | None = option(
         None, "a preset, a Hugging Face folder or a name on the hub that gives the next five options, unless they are given"
     )
     num_attention_heads: int | None = option(
-        None, "query heads (a nanogpt checkpoint has them)", **MODEL_RANGES["num_attention_heads"]
+        None, "query heads, where the checkpoint does not say", **MODEL_RANGES["num_attention_heads"]
     )
-    rope_theta: float | None = option(
-        None, "base of the rotary position embedding's frequencies (torchtitan and fms)", **MODEL_RANGES["rope_theta"]
-    )
+    rope_theta: float | None = option(None, "base of the rotary position embedding's frequencies", **MODEL_RANGES["rope_theta"])
     rms_norm_eps: float | None = option(None, "epsilon of the norms (default: 1e-5)", **MODEL_RANGES["rms_norm_eps"])
     max_position_embeddings: int | None = option(
         None, "longest sequence it was trained for (default: 4096)", **MODEL_RANGES["max_position_embeddings"]
     )
     activation: Literal["gelu", "gelu_new"] | None = option(
-        None, "nanogpt: gelu, or gelu_new where it was trained before June 2023 (default: gelu)"
+        None, "of nanoGPT: gelu, or gelu_new where it was trained before June 2023 (default: gelu)"
     )
     tokenizer: Path | None = option(None, "its tokenizer.json, a folder with one, or a name on the hub (default: none)")
     dtype: ExportDType | None = option(None, "dtype of the weights (default: as they are stored)")
     overwrite: bool = option(False, "replace OUT if it is a folder of a model")
+    plugins: tuple[str, ...] = PLUGINS
 
 
 class DownloadOptions(Options):

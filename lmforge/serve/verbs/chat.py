@@ -1,15 +1,13 @@
 """`lmforge chat`: a conversation with a model in the terminal, or over pipes with one line a turn."""
 
-import json
 import re
 import secrets
 import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from functools import partial
 from typing import Any, Protocol
 
@@ -18,8 +16,6 @@ from rich.console import Console
 from lmforge.core import registry
 from lmforge.core.data.order import derive_key
 from lmforge.core.errors import UserError
-from lmforge.core.files.atomic_files import create_file
-from lmforge.core.files.untrusted import expand_home
 from lmforge.serve.decoding.engine import Engine, GenerationRequest
 from lmforge.serve.decoding.model_loading import LoadedModel, load_model, resolve_device_and_dtype, resolve_max_length
 from lmforge.serve.decoding.prompts import MAX_PROMPT_BYTES, PromptTooLong, check_room
@@ -30,14 +26,9 @@ from lmforge.serve.options.models import ChatOptions
 CONTROL_CHARACTERS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 MAX_ANSWERS = 16  # to one turn, as long as they call tools
 HELP = """\
-/help            show this list
-/reset           start a new conversation with the same system prompt
-/undo            remove the last turn and its answer
-/retry           generate another answer to the last turn
-/system TEXT     set the system prompt; without TEXT, remove it
-/temperature X   set the sampling temperature; 0 is greedy
-/save FILE       write the conversation to a new file, in the format of training data
-/exit            leave, as does Ctrl-D; Ctrl-C stops an answer"""
+/help    show this list
+/reset   start a new conversation with the same system prompt
+/exit    leave, as does Ctrl-D; Ctrl-C stops an answer"""
 
 
 class ExitChat(Exception):
@@ -114,7 +105,7 @@ class ChatTools(Protocol):
 
 
 class ChatSession:
-    """A conversation, and the engine that answers it."""
+    """A conversation, and the engine that answers it. `turns` are its messages but for the system prompt."""
 
     def __init__(self, loaded: LoadedModel, options: ChatOptions, *, to_terminal: bool) -> None:
         """Raises UserError where the model has no chat template."""
@@ -129,55 +120,54 @@ class ChatSession:
         self._sampling = loaded.sampling(0.8, temperature=options.temperature, top_k=options.top_k, top_p=options.top_p)
         self._seed = secrets.randbelow(2**31) if options.seed is None else options.seed
         self._num_answers = 0
-        self._system = options.system
-        self._turns: list[dict[str, Any]] = []
+        self.turns: list[dict[str, Any]] = []
         self._tools: ChatTools | None = None
         if options.tools is not None:
             self._tools = registry.get("chat_tools", "environment").build(options.tools, loaded)
         self._to_terminal = to_terminal
-        self._commands: dict[str, Callable[[str], None]] = {
-            "/help": lambda _: print(HELP, file=sys.stderr),
-            "/reset": lambda _: self._turns.clear(),
-            "/undo": self._undo,
-            "/retry": self._retry,
-            "/system": self._set_system,
-            "/temperature": self._set_temperature,
-            "/save": self._save,
-            "/exit": self._exit,
-        }
 
     def handle_line(self, line: str) -> None:
         """Carry out a command, or answer a turn. Raises UserError, and then leaves the conversation as it was, or ExitChat."""
-        word, _, argument = line.strip().partition(" ")
-        previous = self._turns.copy()
+        words = line.split()
+        match words[0] if words else "":
+            case "":
+                return
+            case "/help":
+                print(HELP, file=sys.stderr)
+            case "/reset":
+                self.turns = []
+            case "/exit":
+                raise ExitChat
+            case command if command.startswith("/"):
+                raise UserError(f"{command}: no such command; /help lists them")
+            case _:
+                self._add_turn(line)
+
+    def _add_turn(self, text: str) -> None:
+        previous = self.turns.copy()
         try:
-            if word.startswith("/"):
-                if word not in self._commands:
-                    raise UserError(f"{word}: no such command; /help lists them")
-                self._commands[word](argument.strip())
-            elif word:
-                self._turns.append({"role": "user", "content": line})
-                self._answer()
+            self.turns.append({"role": "user", "content": text})
+            self._answer()
         except UserError:
-            self._turns = previous
+            self.turns = previous
             raise
 
     @property
-    def _messages(self) -> list[dict[str, Any]]:
-        system = [{"role": "system", "content": self._system}] if self._system else []
-        return system + self._turns
+    def messages(self) -> list[dict[str, Any]]:
+        system = [{"role": "system", "content": self._options.system}] if self._options.system else []
+        return system + self.turns
 
     def _answer(self) -> None:
         """Answer the last turn, and what the tools return that this calls. Raises UserError where there is no room for it."""
         for _ in range(MAX_ANSWERS):
             answer = self._read(self._stream_answer(self._request()))
-            self._turns.append(answer)
+            self.turns.append(answer)
             if self._tools is None or not answer.get("tool_calls"):
                 return
             for message in self._tools.call(answer):
-                self._turns.append(message)
+                self.turns.append(message)
                 self._print(f"{message['name']}: {message['content']}\n")
-        raise UserError(f"still calls tools after {MAX_ANSWERS} answers; use /retry")
+        raise UserError(f"still calls tools after {MAX_ANSWERS} answers")
 
     def _read(self, streamer: TextStreamer) -> dict[str, Any]:
         ended = streamer.finish_reason == "stop" and streamer.token_ids[-1] in self._loaded.chat_stop_ids
@@ -187,11 +177,11 @@ class ChatSession:
 
     def _request(self) -> GenerationRequest:
         schemas = self._tools and self._tools.encoder.tools
-        prompt = self._loaded.chat_template.encode_prompt(self._messages, schemas or None)
+        prompt = self._loaded.chat_template.encode_prompt(self.messages, schemas or None)
         try:
             available = check_room(len(prompt), self._max_length)
         except PromptTooLong as problem:
-            raise PromptTooLong(f"{problem}; use /undo or /reset") from None
+            raise PromptTooLong(f"{problem}; use /reset") from None
         self._num_answers += 1
         return GenerationRequest(
             prompt_ids=prompt,
@@ -224,42 +214,6 @@ class ChatSession:
             text = CONTROL_CHARACTERS.sub("\N{REPLACEMENT CHARACTER}", text)
         if text:
             print(text, end="", flush=True)
-
-    def _drop_answer(self) -> None:
-        """Leave the last turn of the user at the end."""
-        if not self._turns:
-            raise UserError("the conversation is empty")
-        while self._turns[-1]["role"] != "user":
-            self._turns.pop()
-
-    def _undo(self, _: str) -> None:
-        self._drop_answer()
-        self._turns.pop()
-
-    def _retry(self, _: str) -> None:
-        self._drop_answer()
-        self._answer()
-
-    def _set_system(self, text: str) -> None:
-        self._system = text or None
-
-    def _set_temperature(self, text: str) -> None:
-        try:
-            temperature = float(text)
-        except ValueError:
-            temperature = -1.0
-        if not 0 <= temperature < float("inf"):
-            raise UserError(f"/temperature {text}".rstrip() + ": expected a number of at least 0")
-        self._sampling = replace(self._sampling, temperature=temperature)
-
-    def _save(self, name: str) -> None:
-        if not name:
-            raise UserError("/save: expected the name of a file")
-        with create_file(expand_home(name)) as file:
-            file.write(json.dumps({"messages": self._messages}, ensure_ascii=False) + "\n")
-
-    def _exit(self, _: str) -> None:
-        raise ExitChat
 
 
 @contextmanager

@@ -30,10 +30,10 @@ class PrepareOptions(Options):
     out: Path = argument(Path("data/stdlib"), "folder to write (default: data/stdlib, of stdlib alone)")
     tokenizer: Path | None = option(
         None,
-        "tokenizer.json, folder with one, SentencePiece .model, name on the hub, bytes, or characters (default: train one)",
+        "tokenizer.json, folder with one, name on the hub, bytes, or characters (default: train one)",
     )
     vocab_size: int = option(4096, "vocabulary size of a tokenizer that is trained here", gt=300, le=1_000_000)
-    text_field: str = option("text", "field of the text in jsonl, parquet, csv, tsv and tar")
+    text_field: str = option("text", "field of the text in jsonl, parquet, csv and tsv")
     text_suffixes: tuple[str, ...] = option((), "suffixes of further files that are plain text, such as .log")
     split: str | None = option(None, "split of a Hugging Face dataset (default: train)")
     subset: str | None = option(None, "subset of a Hugging Face dataset, where it has several")

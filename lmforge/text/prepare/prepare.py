@@ -67,7 +67,7 @@ class PreparationSummary:
 class PreparationOptions:
     """How a corpus is prepared. Bounds are checked by `PrepareOptions` of the command.
 
-    tokenizer         a tokenizer.json, a folder with one, a SentencePiece model, "bytes", or "characters" (of the documents);
+    tokenizer         a tokenizer.json, a folder with one, "bytes", or "characters" (of the documents);
                       by default one of `vocab_size` ids is trained
     hook              FILE.py:FUNCTION that gets each document and returns it, or None to leave it out (see `DocumentHook`)
     deduplicate       "exact" keeps the first of equal documents, "near" also of nearly equal ones (see `near_duplicates`)
@@ -139,7 +139,7 @@ class PreparationOptions:
         dataset = is_dataset(spec, self.split, self.subset)
         if not dataset and (self.split or self.subset):
             raise UserError(f"{spec}: split and subset are of a Hugging Face dataset, which this is not; leave them out")
-        tokens = [] if dataset else find_token_files(spec)
+        tokens = [] if dataset else find_token_files(spec, self.readers)
         texts = [] if not tokens or expand_home(spec).is_file() else _find_text(expand_home(spec))
         if tokens and texts and tokenizer is None:
             tokens = []
@@ -155,7 +155,7 @@ class PreparationOptions:
             raise UserError(
                 f"{spec}: holds both tokens ({tokens[0].name}) and text ({texts[0].name}); name a file, or part them"
             )
-        return open_token_source(spec, tokens, tokenizer, self.separator_id)
+        return open_token_source(spec, tokens, tokenizer, self.separator_id, self.readers)
 
 
 def prepare(

@@ -2,7 +2,8 @@
 
 The implementation is called as `(file, options)`, with an open binary file (decompressed where its name ends in .gz or .zst)
 and the options of its own. It gives the documents in a fixed order, each as its text, or as a record with the text in
-`--text_field`.
+`--text_field`. One that is registered with `gives="tokens"` is called as `(path, options)`, and gives arrays of ids, which
+`token_files.py` reads.
 """
 
 import json
@@ -16,9 +17,14 @@ from lmforge.core.errors import UserError
 from lmforge.core.foreign_code import describe_exception
 from lmforge.core.options.options import Options
 from lmforge.core.plugins import describe_plugins, load_plugins
-from lmforge.core.registry import BUILT_IN
+from lmforge.core.registry import BUILT_IN, Entry
 from lmforge.text.sources.records import ReadProgress, open_decompressed
 from lmforge.text.sources.units import Document, FileUnit, record_documents
+
+
+def gives_tokens(entry: Entry) -> bool:
+    """Whether a document source gives ids instead of texts."""
+    return bool(entry.facts.get("gives") == "tokens")
 
 
 @dataclass(frozen=True)
@@ -39,16 +45,21 @@ class PluginReaders:
         return cls(options.plugins, tuple((name, each.model_dump_json()) for name, each in own.items()))  # type: ignore[attr-defined]
 
     def reads(self, suffix: str) -> bool:
-        """Whether files with this suffix, with its dot, are read by a plugin."""
+        """Whether files with this suffix, with its dot, are read by a plugin as text."""
         entry = registry.find("document_source", suffix.removeprefix("."))
-        return entry is not None and entry.origin != BUILT_IN
+        return entry is not None and entry.origin != BUILT_IN and not gives_tokens(entry)
+
+    def reads_tokens(self, suffix: str) -> bool:
+        """Whether files with this suffix, with its dot, are read by a plugin as tokens."""
+        entry = registry.find("document_source", suffix.removeprefix("."))
+        return entry is not None and gives_tokens(entry)
 
     def identity(self) -> list[Any]:
         """What the documents depend on besides the files."""
         return [describe_plugins(self.plugins), self.options]
 
     def documents(self, name: str, file: Any) -> Iterator[Any]:
-        """The documents that the plugin yields for an open file. Raises UserError where it fails."""
+        """The documents that the plugin yields for an open file, or for a path of tokens. Raises UserError where it fails."""
         load_plugins(self.plugins)  # a worker process has not loaded it yet
         entry = registry.get("document_source", name)
         options = entry.options(**json.loads(dict(self.options).get(name, "{}"))) if entry.options is not None else None

@@ -8,11 +8,13 @@ from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
+from importlib.metadata import version
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from lmforge.core import registry
-from lmforge.core.errors import UserError
+from lmforge.core.errors import UserError, how_to_install
 from lmforge.core.files.checksums import hash_json
 from lmforge.core.files.untrusted import cut, expand_home, list_names
 from lmforge.text.sources.folders import (
@@ -25,9 +27,10 @@ from lmforge.text.sources.folders import (
     list_files,
     unread_configs,
 )
-from lmforge.text.sources.plugin_unit import NO_READERS, PluginReaders, PluginUnit
+from lmforge.text.sources.plugin_unit import NO_READERS, PluginReaders, PluginUnit, gives_tokens
 from lmforge.text.sources.records import JSON_SUFFIXES, open_decompressed, open_parquet
 from lmforge.text.sources.units import (
+    HTML_SUFFIXES,
     TABLE_DELIMITERS,
     TEXT_FIELD_HINT,
     JsonlUnit,
@@ -35,7 +38,6 @@ from lmforge.text.sources.units import (
     PythonUnit,
     SourceUnit,
     TableUnit,
-    TarUnit,
     TextUnit,
 )
 
@@ -53,11 +55,11 @@ CONVERSIONS = {
         ".db",
     ),
     "extract its text to a .txt": (".pdf", ".doc", ".docx", ".odt", ".rtf", ".epub", ".mobi", ".ppt", ".pptx"),
-    "unpack it: of packed files .gz, .zst and .tar are read": (".zip", ".tgz", ".bz2", ".xz", ".7z", ".rar", ".lz4"),
+    "unpack it: of packed files .gz and .zst are read": (".tar", ".zip", ".tgz", ".bz2", ".xz", ".7z", ".rar", ".lz4"),
 }
 # fmt: on
 OTHER_CONVERSION = "if it is plain text, name its suffix in --text_suffixes; if not, extract its text"
-ROW_SUFFIXES = JSON_SUFFIXES | TABLE_DELIMITERS.keys() | {".parquet", ".tar"}
+ROW_SUFFIXES = JSON_SUFFIXES | TABLE_DELIMITERS.keys() | {".parquet"}
 TEXT_UNIT_BYTES = 2 << 20
 JSONL_UNIT_BYTES = 16 << 20
 # A corpus gets about this many units where they can be smaller, since at the end all processes wait for the last unit.
@@ -110,7 +112,24 @@ class TextSource(FileSource):
 
     def _identity(self, files: list[tuple[str, int, int]]) -> list[Any]:
         has_plugins = any(self.readers.reads(content_suffix(file.name)) for file in self.files)
-        return [self.text_field, files, *([self.readers.identity()] if has_plugins else [])]
+        has_pages = any(self._is_page(file) for file in self.files)
+        return [
+            self.text_field,
+            files,
+            *([self.readers.identity()] if has_plugins else []),
+            *([f"trafilatura {version('trafilatura')}"] if has_pages else []),
+        ]
+
+    def _is_page(self, file: SourceFile) -> bool:
+        """Whether the text of a page of HTML is extracted from it."""
+        suffix = content_suffix(file.name)
+        return suffix in HTML_SUFFIXES and not self.readers.reads(suffix)
+
+    def check_packages(self) -> None:
+        """Raise UserError where a package is missing that its files need."""
+        page = next((file for file in self.files if self._is_page(file)), None)
+        if page is not None and find_spec("trafilatura") is None:
+            raise UserError(f"{page.path}: a page of HTML needs the package trafilatura; {how_to_install('html')}")
 
     def units(self) -> list[SourceUnit]:
         """All units of work, in a fixed order."""
@@ -125,8 +144,6 @@ class TextSource(FileSource):
                 units.extend(_parquet_units(file, self.text_field))
             elif suffix in TABLE_DELIMITERS:
                 units.append(TableUnit(file.path, file.size, self.text_field))
-            elif suffix == ".tar":
-                units.append(TarUnit(file.path, file.size, self.text_field))
             elif suffix not in JSON_SUFFIXES:
                 if texts and size + file.size > TEXT_UNIT_BYTES:
                     units.append(self._text_unit(texts))
@@ -149,8 +166,8 @@ class TextSource(FileSource):
 
 
 def known_suffixes() -> frozenset[str]:
-    """Suffixes of files whose documents can be read, those of plugins included."""
-    return frozenset(f".{name}" for name in registry.names("document_source"))
+    """Suffixes of files whose documents can be read as text, those of plugins included."""
+    return frozenset(f".{entry.name}" for entry in registry.entries("document_source") if not gives_tokens(entry))
 
 
 def open_text_source(
@@ -162,11 +179,10 @@ def open_text_source(
 ) -> TextSource:
     """The corpus that `spec` names: "stdlib", a file, or a folder searched to any depth.
 
-    "stdlib" is the standard library of the running Python. A text file is one document, of HTML the text of the page; a line of
-    a .jsonl or a row of a .parquet, .csv or .tsv holds one in `text_field`; of a .tar each .txt, or `text_field` of each .json,
-    is one. .gz and .zst are decompressed. Files with `text_suffixes` are text too; `readers` read those of plugins. Of a folder
-    with files of several splits those of `split` are read. Raises UserError if there is nothing to read, or for a single file
-    of another kind.
+    "stdlib" is the standard library of the running Python. A text file is one document, of HTML the page's text; a line of
+    a .jsonl or a row of a .parquet, .csv or .tsv holds one in `text_field`. .gz and .zst are decompressed.
+    Files with `text_suffixes` are text too; `readers` read those of plugins. Of a folder with files of several splits those of
+    `split` are read. Raises UserError if there is nothing to read, or for a single file of another kind.
     """
     suffixes = {suffix.lower() for suffix in text_suffixes}
     left_out, known = Counter[str](), known_suffixes() | suffixes
@@ -191,7 +207,9 @@ def open_text_source(
     files = stat_files(paths, root)
     if not any(file.size for file in files):
         raise UserError(f"{spec}: empty: there is no text in it")
-    return TextSource(spec, files, text_field, readers, left_out=tuple(left_out.most_common()))
+    source = TextSource(spec, files, text_field, readers, left_out=tuple(left_out.most_common()))
+    source.check_packages()
+    return source
 
 
 def _documents_of_split(

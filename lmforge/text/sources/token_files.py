@@ -1,12 +1,11 @@
 """Corpora that other tools have tokenized, read as documents of ids.
 
     .arrow        fms-fsdp: an Arrow file whose record batches are documents, in a column `tokens`; or rows of lists of ids
-    .bin + .idx   Megatron-LM: ids, and an index with the documents
-    .bin          llm.c: a header of 256 int32 (magic 20240520 and version 1: uint16 ids; 20240801 and 7: uint32), then ids
     .bin          nanoGPT: uint16 ids and nothing else
+    any suffix    that a plugin registers with gives="tokens", such as those of examples/token_files/
 
-The last two say nowhere where documents end. In all of them an end-of-text or beginning-of-text id is a boundary: it is left
-out, and `prepare` ends each document with the tokenizer's own end-of-text id.
+nanoGPT's say nowhere where documents end. In all of them an end-of-text or beginning-of-text id is a boundary: it is left out,
+and `prepare` ends each document with the tokenizer's own end-of-text id.
 """
 
 from abc import ABC, abstractmethod
@@ -14,7 +13,6 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,7 +21,9 @@ import numpy as np
 from lmforge.core.data.tokenizer import Tokenizer
 from lmforge.core.errors import UserError
 from lmforge.core.files.untrusted import cut, expand_home, list_names
+from lmforge.core.foreign_code import describe_exception
 from lmforge.text.sources.folders import choose_split, list_files
+from lmforge.text.sources.plugin_unit import NO_READERS, PluginReaders
 from lmforge.text.sources.records import ReadProgress
 from lmforge.text.sources.text_sources import FileSource, stat_files
 
@@ -34,13 +34,11 @@ TOKEN_SUFFIXES = frozenset({".bin", ".arrow"})
 UNIT_BYTES = 16 << 20
 CHUNK_TOKENS = 1 << 20
 ARROW_COLUMNS = ("tokens", "input_ids")
+FLAT_DTYPE = "<u2"
 
-MEGATRON_MAGIC, MEGATRON_VERSION = b"MMIDIDX\x00\x00", 1
-MEGATRON_DTYPES = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
-MEGATRON_HEADER = np.dtype([("magic", "S9"), ("version", "<u8"), ("dtype", "u1"), ("sequences", "<u8"), ("documents", "<u8")])
-
-LLMC_HEADER_BYTES = 256 * 4
-LLMC_DTYPES = {(20240520, 1): "<u2", (20240801, 7): "<u4"}
+# The first int32 of a file of llm.c, which would otherwise be taken for one of nanoGPT.
+LLMC_MAGICS = (20240520, 20240801)
+PLUGIN_HINT = "which a plugin reads: --plugins examples/token_files/"
 
 
 @dataclass(frozen=True)
@@ -66,15 +64,27 @@ class TokenUnit(ABC):
         """
         try:
             for document, read in self._stored_documents():
-                edges = [-1, *np.flatnonzero(np.isin(document, self.separators)).tolist(), len(document)]
-                yield from (document[a + 1 : b] for a, b in pairwise(edges) if b - a > 1)
+                yield from self._split(document)
                 progress.bytes = int(self.size * read)
+            progress.bytes = self.size
         except OSError as error:
             raise UserError(f"{self.path}: cannot be read: {error.strerror or error}") from None
 
     @abstractmethod
     def _stored_documents(self) -> Iterator[tuple[np.ndarray, float]]:
         """The stored ids of each document, after a check, and the fraction of the unit that has been read."""
+
+    def _split(self, document: np.ndarray) -> Iterator[np.ndarray]:
+        """The parts between separators that are not empty. A document may be a whole file, so it is searched in chunks."""
+        start = 0
+        for first in range(0, len(document), CHUNK_TOKENS):
+            found = np.isin(document[first : first + CHUNK_TOKENS], self.separators)
+            for end in (first + np.flatnonzero(found)).tolist():
+                if end > start:
+                    yield document[start:end]
+                start = end + 1
+        if len(document) > start:
+            yield document[start:]
 
     def _check(self, ids: np.ndarray, part: str, first: int) -> np.ndarray:
         """`ids`, which begin with number `first` of `part`. Raises UserError if one is beyond the vocabulary."""
@@ -87,20 +97,16 @@ class TokenUnit(ABC):
         return ids
 
 
-@dataclass(frozen=True)
 class FlatUnit(TokenUnit):
-    """Ids from byte `offset` of a file on: the documents that begin with ids `start` … `stop` − 1."""
-
-    offset: int
-    dtype: str
+    """The ids of a file of nanoGPT: the documents that begin with ids `start` … `stop` − 1."""
 
     def _stored_documents(self) -> Iterator[tuple[np.ndarray, float]]:
         with open(self.path, "rb") as file:
             begins = self.start == 0  # else the first document begins after a separator, which may be the id before
             at = max(0, self.start - 1)
-            file.seek(self.offset + at * np.dtype(self.dtype).itemsize)
+            file.seek(at * np.dtype(FLAT_DTYPE).itemsize)
             pieces: list[np.ndarray] = []
-            while len(ids := np.fromfile(file, self.dtype, CHUNK_TOKENS)):
+            while len(ids := np.fromfile(file, FLAT_DTYPE, CHUNK_TOKENS)):
                 self._check(ids, "the file", at)
                 ends = np.flatnonzero(np.isin(ids, self.separators)).tolist()
                 first = 0
@@ -120,68 +126,6 @@ class FlatUnit(TokenUnit):
                 yield np.concatenate(pieces), 1.0
 
 
-class MegatronUnit(TokenUnit):
-    """The documents `start` … `stop` − 1 of a pair of files of Megatron-LM."""
-
-    def _stored_documents(self) -> Iterator[tuple[np.ndarray, float]]:
-        index = MegatronIndex.open(Path(self.path))
-        with open(self.path, "rb") as file:
-            for document in range(self.start, self.stop):
-                sequences = []
-                for sequence in range(*index.documents[document : document + 2].tolist()):
-                    file.seek(int(index.pointers[sequence]))
-                    sequences.append(np.fromfile(file, index.dtype, int(index.lengths[sequence])))
-                    if len(sequences[-1]) != index.lengths[sequence]:
-                        raise UserError(f"{self.path}: truncated: its index has more tokens")
-                ids = np.concatenate(sequences) if sequences else np.zeros(0, index.dtype)
-                yield self._check(ids, f"document {document:,}", 0), (document + 1 - self.start) / (self.stop - self.start)
-
-
-@dataclass(frozen=True)
-class MegatronIndex:
-    """An .idx file: tokens and first byte of each sequence; the first sequence of each document, and their number."""
-
-    dtype: np.dtype
-    lengths: np.ndarray
-    pointers: np.ndarray
-    documents: np.ndarray
-
-    @classmethod
-    def open(cls, tokens: Path) -> "MegatronIndex":
-        """The index beside a file of tokens. Raises UserError if it is not one."""
-        path = tokens.with_suffix(".idx")
-        if path.stat().st_size < MEGATRON_HEADER.itemsize:
-            raise UserError(f"{path}: not a Megatron-LM index: too short")
-        # Memory-mapped: it has an entry per sequence of the corpus, and a unit needs few of them.
-        content = np.memmap(path, np.uint8, "r")
-        header = content[: MEGATRON_HEADER.itemsize].view(MEGATRON_HEADER)[0]
-        dtype, sequences, documents = (
-            MEGATRON_DTYPES.get(int(header["dtype"])),
-            int(header["sequences"]),
-            int(header["documents"]),
-        )
-        if content[:9].tobytes() != MEGATRON_MAGIC or header["version"] != MEGATRON_VERSION or dtype is None:
-            raise UserError(f"{path}: not a Megatron-LM index of version {MEGATRON_VERSION} with integer ids")
-        at = MEGATRON_HEADER.itemsize
-        if len(content) < at + 12 * sequences + 8 * documents:
-            raise UserError(f"{path}: truncated: {len(content):,} bytes do not hold {sequences:,} sequences")
-        arrays = []
-        for count, kind in ((sequences, "<i4"), (sequences, "<i8"), (documents, "<i8")):
-            size = count * np.dtype(kind).itemsize
-            arrays.append(content[at : at + size].view(kind))
-            at += size
-        return cls(np.dtype(dtype), *arrays)
-
-    def count_documents(self, path: Path) -> int:
-        """How many documents it has. Raises UserError, naming `path`, if they are not contiguous."""
-        first = self.documents
-        if not len(first) or first[0] != 0 or first[-1] != len(self.lengths) or (first[1:] < first[:-1]).any():
-            raise UserError(f"{path}: the documents of its index do not follow each other")
-        if len(self.lengths) and (self.lengths.min() < 0 or self.pointers.min() < 0):
-            raise UserError(f"{path}: the sequences of its index have negative lengths")
-        return len(first) - 1
-
-
 class ArrowUnit(TokenUnit):
     """The record batches `start` … `stop` − 1 of an Arrow file."""
 
@@ -196,6 +140,28 @@ class ArrowUnit(TokenUnit):
                 for row in values if is_list else [values]:
                     ids = (row.values if hasattr(row, "values") else row).to_numpy(zero_copy_only=False)
                     yield self._check(ids, f"record batch {number:,}", 0), read
+
+
+@dataclass(frozen=True)
+class PluginTokenUnit(TokenUnit):
+    """One file of a kind that a plugin reads."""
+
+    kind: str
+    readers: PluginReaders
+
+    def _stored_documents(self) -> Iterator[tuple[np.ndarray, float]]:
+        number = 0
+        try:
+            for given in self.readers.documents(self.kind, Path(self.path)):
+                if not isinstance(given, np.ndarray) or given.ndim != 1 or given.dtype.kind not in "iu":
+                    raise UserError(f"{self.path}, document {number:,}: the plugin gave no array of whole numbers")
+                yield self._check(given, f"document {number:,}", 0), 0.0
+                number += 1
+        except (UserError, OSError):
+            raise
+        except Exception as error:
+            place = f"{self.path}, after {number:,} documents"
+            raise UserError(f"{place}: document source {self.kind} raised {describe_exception(error)}") from error
 
 
 @contextmanager
@@ -229,15 +195,17 @@ class TokenSource(FileSource):
 
     separators: tuple[int, ...]
     vocab_size: int
+    readers: PluginReaders = NO_READERS
 
     def _identity(self, files: list[tuple[str, int, int]]) -> list[Any]:
-        return ["tokens", self.separators, files]
+        has_plugins = any(self.readers.reads_tokens(Path(file.name).suffix) for file in self.files)
+        return ["tokens", self.separators, files, *([self.readers.identity()] if has_plugins else [])]
 
     def units(self) -> list[TokenUnit]:
         """All units of work, in a fixed order. Raises UserError naming a file that is none of these kinds."""
         units: list[TokenUnit] = []
         for file in self.files:
-            kind, total, options = _detect_kind(Path(file.path), file.size)
+            kind, total, options = _detect_kind(Path(file.path), file.size, self.readers)
             step = max(1, total * UNIT_BYTES // max(1, file.size))
             for start in range(0, total, step):
                 stop = min(start + step, total)
@@ -246,37 +214,43 @@ class TokenSource(FileSource):
         return units
 
 
-def _detect_kind(path: Path, size: int) -> tuple[type[TokenUnit], int, tuple[object, ...]]:
+def _detect_kind(path: Path, size: int, readers: PluginReaders) -> tuple[type[TokenUnit], int, tuple[object, ...]]:
     """The kind of a file, its number of items, and further arguments of its units."""
+    if readers.reads_tokens(path.suffix):
+        return PluginTokenUnit, 1, (path.suffix.removeprefix("."), readers)
     if path.suffix == ".arrow":
         with _open_arrow(str(path)) as (reader, _):
             return ArrowUnit, reader.num_record_batches, ()
     if path.with_suffix(".idx").exists():
-        return MegatronUnit, MegatronIndex.open(path).count_documents(path), ()
-    magic, version, tokens = (*np.fromfile(path, "<i4", 3).tolist(), 0, 0, 0)[:3]
-    if magic in {known for known, _ in LLMC_DTYPES}:
-        dtype = LLMC_DTYPES.get((magic, version))
-        if dtype is None:
-            raise UserError(f"{path}: a file of llm.c of version {version}, which is not read; write it with llm.c's dev/data")
-        if size != LLMC_HEADER_BYTES + tokens * np.dtype(dtype).itemsize:
-            raise UserError(f"{path}: {size:,} bytes, but its header says {tokens:,} tokens: truncated, or not of llm.c")
-        return FlatUnit, tokens, (LLMC_HEADER_BYTES, dtype)
+        raise UserError(f"{path}: tokens of Megatron-LM, {PLUGIN_HINT}megatron.py")
+    if np.fromfile(path, "<i4", 1).tolist() in [[magic] for magic in LLMC_MAGICS]:
+        raise UserError(f"{path}: tokens of llm.c, {PLUGIN_HINT}llmc.py")
     if size % 2:
         raise UserError(f"{path}: no tokens of nanoGPT, which are two bytes each: it has {size:,} bytes")
-    return FlatUnit, size // 2, (0, "<u2")
+    return FlatUnit, size // 2, ()
 
 
-def find_token_files(spec: str) -> list[Path]:
+def find_token_files(spec: str, readers: PluginReaders = NO_READERS) -> list[Path]:
     """The files of tokens that a path names: itself, or all in a folder; none if it is something else."""
     root = expand_home(spec)
+
+    def holds_tokens(path: Path) -> bool:
+        return path.suffix in TOKEN_SUFFIXES or readers.reads_tokens(path.suffix)
+
     if root.suffix == ".idx" and root.with_suffix(".bin").is_file():
         root = root.with_suffix(".bin")
     if root.is_file():
-        return [root] if root.suffix in TOKEN_SUFFIXES else []
-    return [path for path in list_files(root) if path.suffix in TOKEN_SUFFIXES] if root.is_dir() else []
+        return [root] if holds_tokens(root) else []
+    return [path for path in list_files(root) if holds_tokens(path)] if root.is_dir() else []
 
 
-def open_token_source(spec: str, paths: Sequence[Path], tokenizer: Tokenizer, separator_id: int | None = None) -> TokenSource:
+def open_token_source(
+    spec: str,
+    paths: Sequence[Path],
+    tokenizer: Tokenizer,
+    separator_id: int | None = None,
+    readers: PluginReaders = NO_READERS,
+) -> TokenSource:
     """The tokenized corpus in these files, of this tokenizer; those of the split train, where a folder's files name splits.
 
     Documents end at the tokenizer's end-of-text id, at `separator_id`, and before a beginning-of-text id.
@@ -288,4 +262,4 @@ def open_token_source(spec: str, paths: Sequence[Path], tokenizer: Tokenizer, se
     if root.is_dir():
         paths, left_out = choose_split(paths, root, "train")
     files = stat_files(paths, root if root.is_dir() else root.parent)
-    return TokenSource(spec, files, tuple(separators), tokenizer.vocab_size, left_out=tuple(left_out.most_common()))
+    return TokenSource(spec, files, tuple(separators), tokenizer.vocab_size, readers, left_out=tuple(left_out.most_common()))

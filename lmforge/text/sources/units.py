@@ -5,19 +5,17 @@ A unit is small, picklable, and the same on every run. Its documents come one at
 
 import csv
 import io
-import tarfile
+import logging
 import tokenize
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from pathlib import PurePosixPath
 from typing import NamedTuple
 
 from lmforge.core.errors import UserError
-from lmforge.core.files.untrusted import cut, parse_json, read_stream
-from lmforge.text.sources.html_text import extract_text
+from lmforge.core.files.untrusted import read_stream
 from lmforge.text.sources.records import (
     MAX_LINE_BYTES,
     ReadProgress,
@@ -33,6 +31,8 @@ from lmforge.text.sources.records import (
 
 TEXT_FIELD_HINT = "; `lmforge prepare --text_field` names another"
 HTML_SUFFIXES = frozenset({".html", ".htm", ".xhtml"})
+# It would print a line on standard error for each page without text, which is only an empty document.
+logging.getLogger("trafilatura").addHandler(logging.NullHandler())
 TABLE_DELIMITERS = {".csv": ",", ".tsv": "\t"}
 MAX_DOCUMENT_BYTES = 2**32  # of a text file, which is one document
 # A line is tokenized at once, which takes a hundred bytes of memory a character.
@@ -82,6 +82,13 @@ def check_lines(text: str, location: Callable[[], str]) -> None:
         if not start:
             limit = f"a line of more than {MAX_LINE_CHARACTERS:,} characters"
             raise UserError(f"{location()}: {limit}: break it, or leave the document out")
+
+
+def extract_text(page: str) -> str:
+    """The main text of a page of HTML by trafilatura, or all its visible text where that finds none; empty without text."""
+    import trafilatura
+
+    return trafilatura.extract(page, favor_recall=True, include_comments=False) or trafilatura.html2txt(page)
 
 
 @dataclass(frozen=True)
@@ -202,57 +209,3 @@ class TableUnit(FileUnit):
                 ) from None
             except UnicodeDecodeError:
                 raise UserError(f"{self.path}, after row {row_number}: not UTF-8; convert the file, or leave it out") from None
-
-
-class TarUnit(FileUnit):
-    """A tar file of .txt and .json members; others are passed over.
-
-    As in WebDataset, members whose names are the same up to the first dot of the last part, and which follow each other, are
-    one sample: its text is that of its .txt, else that in a field of its .json.
-    """
-
-    def documents(self, progress: ReadProgress, all_fields: bool) -> Iterator[Document]:
-        has_files, key, sample = False, "", dict[str, tuple[str, bytes]]()
-        for name, content in self._members(progress):
-            has_files = True
-            path = PurePosixPath(name)
-            next_key = str(path.with_name(path.name.partition(".")[0]))
-            if next_key != key:
-                yield from self._document(sample, progress)
-                key, sample = next_key, {}
-            elif path.suffix in sample:
-                raise UserError(f"{self.path}: {cut(name)}: its sample has another {path.suffix}; give each a name of its own")
-            sample[path.suffix] = name, content
-        yield from self._document(sample, progress)
-        if not has_files:
-            raise UserError(f"{self.path}: holds no .txt and no .json: a tar of other files is not read")
-
-    def _members(self, progress: ReadProgress) -> Iterator[tuple[str, bytes]]:
-        with open_decompressed(self.path) as file:
-            try:
-                with tarfile.open(fileobj=file, mode="r|") as archive:
-                    for member in archive:
-                        if not member.isfile() or PurePosixPath(member.name).suffix not in (".txt", ".json"):
-                            continue
-                        if member.size > MAX_DOCUMENT_BYTES:
-                            raise _overlong_text(f"{self.path}: {cut(member.name)}", "")
-                        content = archive.extractfile(member)
-                        assert content is not None
-                        yield member.name, content.read()
-                        progress.bytes = file.disk_position
-            except tarfile.TarError as problem:
-                raise UserError(f"{self.path}: cannot be read as tar: {problem}") from None
-
-    def _document(self, sample: dict[str, tuple[str, bytes]], progress: ReadProgress) -> Iterator[Document]:
-        fields: Record = {}
-        with progress.unusable.leave_out():
-            if ".json" in sample:
-                name, content = sample[".json"]
-                location = partial("{}: {}".format, self.path, name)
-                fields = parse_json(content, Record, location(), max_bytes=MAX_LINE_BYTES, allow_nan=True)
-                if ".txt" not in sample:
-                    yield from record_documents(fields, self.text_field, location, progress)
-            if ".txt" in sample:
-                name, content = sample[".txt"]
-                where = f"{self.path}: {name}"
-                yield Document(decode_utf8(content, where), {**fields, "path": name}, partial(str, where))

@@ -2,7 +2,7 @@
 matrix for queries, keys and values, no gate. Its modules are in core/model/modules/gpt2.py."""
 
 from lmforge.core.model.config import ModelConfig
-from lmforge.core.model.family import Family, ForeignLayout, Linear
+from lmforge.core.model.family import Family, Linear
 
 
 def _linears(config: ModelConfig) -> tuple[Linear, ...]:
@@ -52,6 +52,4 @@ FAMILY = Family(
     read=lambda content: {},
     dropouts=("attn_pdrop", "embd_pdrop", "resid_pdrop"),
     optional_prefix="transformer.",
-    foreign_layouts={"nanogpt": ForeignLayout("transformer.wte.weight", {})},
-    foreign_fields=("num_attention_heads", "hidden_act"),
 )
