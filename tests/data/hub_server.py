@@ -22,7 +22,7 @@ class Hub:
 
     models: files by the name of a model. gated, down: models whose files nobody may have; whether it answers at all.
     cut: bytes after which the body of a file breaks off, by the file's name; each cut is made `cuts_left` times.
-    spoilt: files that arrive with another content of the same length. datasets: files by the name of a dataset.
+    datasets: files by the name of a dataset.
     """
 
     models: dict[str, dict[str, bytes]]
@@ -30,7 +30,6 @@ class Hub:
     down: bool = False
     cut: dict[str, int] = field(default_factory=dict)
     cuts_left: int = 0
-    spoilt: set[str] = field(default_factory=set)
     datasets: dict[str, dict[str, bytes]] = field(default_factory=dict)
     requests: list[tuple[str, str, str | None]] = field(default_factory=list)
     address: str = ""
@@ -40,12 +39,38 @@ class Hub:
         return [span for method, path, span in self.requests if method == "GET" and path.endswith(f"/{file}")]
 
 
+def git_digest(content: bytes) -> str:
+    return hashlib.sha1(b"blob %d\0" % len(content) + content).hexdigest()
+
+
 def described(name: str, content: bytes) -> dict[str, Any]:
-    git = hashlib.sha1(b"blob %d\0" % len(content) + content).hexdigest()
-    entry: dict[str, Any] = {"rfilename": name, "size": len(content), "blobId": git}
+    entry: dict[str, Any] = {"rfilename": name, "size": len(content), "blobId": git_digest(content)}
     if len(content) >= LARGE:
         entry["lfs"] = {"sha256": hashlib.sha256(content).hexdigest(), "size": len(content), "pointerSize": 134}
     return entry
+
+
+def etag(content: bytes) -> str:
+    """What the hub calls a version of a file: its SHA-256 where it is large, else git's digest."""
+    return hashlib.sha256(content).hexdigest() if len(content) >= LARGE else git_digest(content)
+
+
+def listed(files: dict[str, bytes], prefix: str = "", recursive: bool = False) -> bytes:
+    """What is below a folder, as the hub's `tree` lists it; where not recursive, without what is in folders in it."""
+    entries: list[dict[str, Any]] = []
+    folders: set[str] = set()
+    for name, content in files.items():
+        inner = name.removeprefix(prefix)
+        if not name.startswith(prefix):
+            continue
+        if "/" in inner and not recursive:
+            folders.add(prefix + inner.split("/")[0])
+            continue
+        entries.append({"type": "file", "path": name, "size": len(content), "oid": git_digest(content)})
+        if len(content) >= LARGE:
+            entries[-1]["lfs"] = {"oid": hashlib.sha256(content).hexdigest(), "size": len(content), "pointerSize": 134}
+    entries += [{"type": "directory", "path": folder, "oid": "0" * 40} for folder in folders]
+    return json.dumps(entries).encode()
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -58,22 +83,15 @@ class Handler(BaseHTTPRequestHandler):
         self.do_GET()
 
     def answer_for_dataset(self) -> None:
-        """As far as `datasets` streams JSON lines: what is in a folder, and ranges of files."""
+        """What is in a folder, and ranges of files."""
         path, hub = self.path.partition("?")[0], self.hub
         name = next((each for each in hub.datasets if f"datasets/{each}/" in path), None)
         if name is None:
             return self.answer(404, {"X-Error-Code": "RepoNotFound"}, b'{"error": "Repository not found"}')
         files = hub.datasets[name]
         if match := re.fullmatch(rf"/api/datasets/{name}/tree/{COMMIT}/?(.*)", path):
-            below = [file.removeprefix(f"{match[1]}/") for file in files if file.startswith(f"{match[1]}/" if match[1] else "")]
             prefix = f"{match[1]}/" if match[1] else ""
-            results = [
-                {"type": "directory", "path": prefix + part} for part in {each.split("/")[0] for each in below if "/" in each}
-            ]
-            for each in below:
-                if "/" not in each:
-                    results.append({"type": "file", "path": prefix + each, "size": len(files[prefix + each])})
-            return self.answer(200, {}, json.dumps([{**each, "oid": "0" * 40} for each in results]).encode())
+            return self.answer(200, {}, listed(files, prefix, recursive="recursive=true" in self.path.lower()))
         if path.startswith("/api/"):
             siblings = [described(*each) for each in files.items()]
             return self.answer(200, {}, json.dumps({"id": name, "sha": COMMIT, "siblings": siblings}).encode())
@@ -81,14 +99,18 @@ class Handler(BaseHTTPRequestHandler):
         if content is None:
             return self.answer(404, {"X-Error-Code": "EntryNotFound"}, b"{}")
         first, last = map(int, re.findall(r"\d+", self.headers.get("Range") or f"bytes=0-{len(content) - 1}"))
-        headers = {"X-Repo-Commit": COMMIT, "ETag": '"x"', "Content-Range": f"bytes {first}-{last}/{len(content)}"}
+        headers = {
+            "X-Repo-Commit": COMMIT,
+            "ETag": f'"{etag(content)}"',
+            "Content-Range": f"bytes {first}-{last}/{len(content)}",
+        }
         return self.answer(206 if "Range" in self.headers else 200, headers, content[first : last + 1])
 
     def do_GET(self) -> None:
         hub = self.hub
         if self.path == "/api/agent-harnesses":  # of no concern to a model: who else uses the library
             return self.answer(404, {}, b"{}")
-        hub.requests.append(("GET", self.path.partition("?")[0], self.headers.get("Range")))
+        hub.requests.append((self.command, self.path.partition("?")[0], self.headers.get("Range")))
         if hub.down:
             return self.answer(503, {}, b"{}")
         if self.path.startswith(("/datasets/", "/api/datasets/")):
@@ -101,14 +123,14 @@ class Handler(BaseHTTPRequestHandler):
                 return self.answer(404, {"X-Error-Code": "RevisionNotFound"}, b'{"error": "Invalid rev id"}')
             siblings = [described(*each) for each in hub.models[name].items()]
             return self.answer(200, {}, json.dumps({"id": name, "sha": COMMIT, "siblings": siblings}).encode())
+        if match := re.match(rf"/api/models/([^/]+/[^/]+)/tree/{COMMIT}", self.path):
+            return self.answer(200, {}, listed(hub.models[match[1]], recursive=True))
         match = re.match(rf"/([^/]+/[^/]+)/resolve/{COMMIT}/(.+)", self.path)
         assert match, self.path
         if match[1] in hub.gated:
             return self.answer(401, {"X-Error-Code": "GatedRepo"}, b'{"error": "Access to this model is restricted"}')
         content = hub.models[match[1]][match[2]]
-        if match[2] in hub.spoilt:
-            content = bytes(byte ^ 1 for byte in content)
-        status, headers, start = 200, {"X-Repo-Commit": COMMIT, "ETag": '"x"', "Accept-Ranges": "bytes"}, 0
+        status, headers, start = 200, {"X-Repo-Commit": COMMIT, "ETag": f'"{etag(content)}"', "Accept-Ranges": "bytes"}, 0
         if span := self.headers.get("Range"):
             start = int(span.removeprefix("bytes=").rstrip("-"))
             status = 206

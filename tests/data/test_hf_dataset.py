@@ -12,7 +12,7 @@ import pytest
 from huggingface_hub import constants
 
 from lmforge.core.data.shards.folder import TokenFolder
-from lmforge.hf.hub import DOWNLOAD_RECORD
+from lmforge.hf.hub import COMPLETE_MARK
 from lmforge.text.prepare.prepare import prepare
 from lmforge.text.sources.hf_dataset import find_cached_dataset
 from tests.conftest import Refusal
@@ -123,7 +123,7 @@ def test_a_downloaded_dataset_is_prepared_where_no_hub_answers(tmp_path: Path) -
         (tmp_path / "pipeline.toml").write_text('[[stages]]\nverb = "prepare"\narguments = ["org/corpus", "data/corpus"]\n')
         done = command("download", tmp_path / "pipeline.toml")
         assert done.returncode == 0, done.stderr
-        assert "org/corpus at 0123456789abcdef0123456789abcdef01234567; fetched 3 files" in done.stdout
+        assert "org/corpus at 0123456789abcdef0123456789abcdef01234567; 3 files" in done.stdout
         assert hub.sent("load.py") == []
     done = command("prepare", "org/corpus", tmp_path / "offline", "--tokenizer", "bytes")
     assert done.returncode == 0, done.stderr
@@ -145,8 +145,5 @@ def test_a_partly_downloaded_dataset_is_not_taken_for_complete(tmp_path: Path, m
     folder.mkdir(parents=True)
     (folder / "train.jsonl").write_bytes(lines(["one"]))
     assert find_cached_dataset("org/corpus", hub_server.COMMIT) is None
-    size = (folder / "train.jsonl").stat().st_size
-    (folder / DOWNLOAD_RECORD).write_text(json.dumps({"files": [["train.jsonl", size, "0" * 40]]}))
+    (folder / COMPLETE_MARK).touch()
     assert find_cached_dataset("org/corpus", hub_server.COMMIT) == folder
-    (folder / "train.jsonl").write_bytes(b"")
-    assert find_cached_dataset("org/corpus", hub_server.COMMIT) is None

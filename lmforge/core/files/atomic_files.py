@@ -2,7 +2,8 @@
 there.
 
 Every file that another process may read, or that a crash must not damage, is written through this module. Heartbeats
-(ops/monitor/heartbeat.py, overwritten in place) and resumable downloads (hub.py) are the exceptions, for reasons given there.
+(ops/monitor/heartbeat.py, overwritten in place) are the exception, for reasons given there, and downloads (hub.py) are
+huggingface_hub's.
 Object stores have no rename: checkpoint/ writes the manifest last there. No torch here.
 """
 

@@ -29,14 +29,10 @@ MAX_BYTES = 16 * 2**20  # recipes, configs, indexes
 MAX_MANIFEST_BYTES = 2**28  # manifests that list every file or shard: checksums of some 40 TB
 MAX_RECORDS_BYTES = 2**29  # a million records of a run
 CHUNK_BYTES = 2**20
-MAX_DEPTH = 64  # of TOML; pydantic reads no JSON of more than 200 levels
-MAX_INT_BITS = 1024  # of a whole number, which neither TOML nor JSON bounds: no float is larger
+MAX_INT_BITS = 1024  # of a whole number, which JSON does not bound: no float is larger
 MAX_QUOTED, MAX_LISTED = 80, 400  # characters in a message: of a value, and of the names of fields
 MAX_NAME, MAX_NAME_BYTES = 100, 200  # of a run; a file system takes 255 bytes, and other files are called after it
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"  # Windows programs put it before UTF-8
-# A key of TOML of more parts than MAX_DEPTH, for each of which tomllib goes through all those before it.
-_PART = rb"""(?:[\w-]++|"[^"\n]*+"|'[^'\n]*+')[ \t]*+\.[ \t]*+"""
-LONG_KEY = re.compile(rb"(?<![\w-])(?:%b){%d}" % (_PART, MAX_DEPTH))
 # What a number that no float holds has: an exponent of three digits or more, or many digits.
 EXPONENTS = [re.compile(rb"%b\+?+\d{3,}+(?=[\s,\]}]|\Z)" % letter) for letter in (b"e", b"E")]
 ZEROS, MANY_ZEROS = bytes.maketrans(b"123456789", b"0" * 9), b"0" * 200
@@ -126,8 +122,8 @@ def check_content(value: Any, schema: type[T], source: str, error: Callable[[str
 
 
 def read_toml(path: Path) -> dict[str, Any]:
-    """The nested table of a TOML file. Raises UserError in one line where it is too large, too deep, not UTF-8 or not TOML, or
-    an empty pipe; OSError passes."""
+    """The nested table of a TOML file. Raises UserError in one line where it is too large, not UTF-8 or not TOML, or an empty
+    pipe; OSError passes."""
     content = read_bounded(path)
     if not content and path.is_fifo():
         raise UserError(f"{path}: nothing came through this pipe; write to it before it is read, or name a file")
@@ -136,26 +132,14 @@ def read_toml(path: Path) -> dict[str, Any]:
 
 def parse_toml(content: bytes, source: str) -> dict[str, Any]:
     """TOML `content` as a nested table. Raises UserError as `read_toml` does."""
-    content = content.removeprefix(BYTE_ORDER_MARK)
-    too_deep = UserError(f"{source}: nested more than {MAX_DEPTH} levels deep")
-    if LONG_KEY.search(content):
-        raise too_deep
     try:
-        table = tomllib.loads(content.decode())
+        return tomllib.loads(content.removeprefix(BYTE_ORDER_MARK).decode())
     except UnicodeDecodeError as problem:
         raise UserError(f"{source}: not UTF-8 text (byte {problem.start})") from None
     except RecursionError:
-        raise too_deep from None
-    except tomllib.TOMLDecodeError as problem:
+        raise UserError(f"{source}: nested too deeply") from None
+    except ValueError as problem:  # of tomllib, and Python's own where a number has thousands of digits
         raise UserError(f"{source}: not valid TOML: {problem}") from None
-    except ValueError:  # Python reads no whole number of more than 4300 digits
-        raise UserError(f"{source}: holds a whole number of thousands of digits") from None
-    for path, value in _iter_values(table):
-        if len(path) > MAX_DEPTH:  # without a bracket: a.b.c = 1
-            raise too_deep
-        if isinstance(value, int) and value.bit_length() > MAX_INT_BITS:
-            raise UserError(f"{source}: holds a whole number of {value.bit_length():,} bits, more than any option takes")
-    return table
 
 
 def describe(problem: ValidationError) -> str:
@@ -231,11 +215,6 @@ def compile_pattern(pattern: Any, field: str) -> re.Pattern[str]:
         return re.compile(pattern)
     except (re.error, OverflowError, RecursionError) as problem:
         raise UserError(f"{field}: not a regular expression: {cut(pattern)} ({problem})") from None
-
-
-def is_inner_path(name: str) -> bool:
-    """Whether a path with slashes, from outside, names a file below the folder that it is joined to."""
-    return "\0" not in name and not {"", ".", ".."} & set(name.split("/"))
 
 
 def expand_home(path: str | Path) -> Path:

@@ -118,7 +118,7 @@ def _read_models(config: StageConfig, findings: list[Finding]) -> dict[str, str]
         elif kind == Kind.MISSING:
             raise UserError(f"{source}: no such folder on this host")
         files = sorted((str(path.relative_to(folder)), path.stat().st_size) for path in folder.rglob("*") if path.is_file())
-        described = [each for each in files if not Path(each[0]).name.startswith(".")]
+        described = [each for each in files if not any(part.startswith(".") for part in Path(each[0]).parts)]
         contents[str(source)] = xxhash.xxh3_64_hexdigest(repr(described).encode())
         size = sum(size for _, size in files)
         findings.append(Finding("model", "pass", f"{source}: {format_bytes(size)} at {folder}"))

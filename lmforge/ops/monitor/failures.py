@@ -13,9 +13,10 @@ from pathlib import Path
 from typing import Literal
 
 from lmforge.core.errors import PEER_LOST_PATTERN
+from lmforge.core.files.untrusted import open_file
 from lmforge.core.records.runs import Run
 from lmforge.ops.monitor.heartbeat import MAX_HEARTBEAT_SECONDS
-from lmforge.ops.monitor.log_files import LogFile, LogLine, open_log
+from lmforge.ops.monitor.log_files import LogFile, LogLine
 from lmforge.ops.monitor.rank_log import FAILED, PEER_FAILED, TIMED_OUT_PATTERN
 from lmforge.ops.monitor.run_status import RUN_ENDED, RankStatus, RunStatus
 
@@ -76,7 +77,7 @@ def _bytes_from_first_mark(path: Path) -> int:
 
     Searching for a few words is twenty times as fast as parsing the lines, and most of a thousand ranks have no failure.
     """
-    with open_log(path) as file:
+    with open_file(path) as file:
         file.seek(max(0, file.seek(0, os.SEEK_END) - TAIL_BYTES))
         content = file.read(TAIL_BYTES)
     offsets = [at for mark in MARKS if (at := content.find(mark)) >= 0]

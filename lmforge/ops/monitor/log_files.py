@@ -8,16 +8,13 @@ thousand ranks need no thousand descriptors.
 import heapq
 import os
 import re
-import stat
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
-from typing import BinaryIO, NamedTuple
+from typing import NamedTuple
 
-from lmforge.core.errors import UserError
 from lmforge.core.files.untrusted import open_file
 from lmforge.ops.terminal.cells import clean
 
@@ -52,15 +49,6 @@ def printable(line: bytes) -> str:
     return clean(text)
 
 
-@contextmanager
-def open_log(path: Path) -> Iterator[BinaryIO]:
-    """A log to read. Raises UserError for anything but a file: a pipe makes its reader wait, and a device may be endless."""
-    with open_file(path) as file:
-        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-            raise UserError(f"{path}: expected a file, got a pipe or a device; move it away")
-        yield file
-
-
 @dataclass
 class LogFile:
     """One rank's log. `read` returns what follows the last read; `skip_to_tail` begins near the end."""
@@ -74,7 +62,7 @@ class LogFile:
 
     def skip_to_tail(self, num_lines: int) -> None:
         """Make the next read begin with the last `num_lines` lines. Reads backwards, only as far as needed."""
-        with open_log(self.path) as file:
+        with open_file(self.path) as file:
             offset, missing = file.seek(0, os.SEEK_END), num_lines + 1  # the last line's own end is one of them
             while offset > 0 and missing > 0:
                 begin = max(0, offset - CHUNK_BYTES)
@@ -89,7 +77,7 @@ class LogFile:
     def skip_to_last_bytes(self, count: int) -> None:
         """Make the next read begin with the first complete line of the last `count` bytes."""
         if (offset := os.path.getsize(self.path) - count) > 0:
-            with open_log(self.path) as file:
+            with open_file(self.path) as file:
                 file.seek(offset)
                 file.readline(MAX_LINE_BYTES)
                 self._offset = file.tell()
@@ -99,7 +87,7 @@ class LogFile:
 
         A last line without an end is left for later, unless this is `to_the_end` and nothing follows.
         """
-        with open_log(self.path) as file:
+        with open_file(self.path) as file:
             if os.fstat(file.fileno()).st_size < self._offset:  # it was replaced
                 self._offset = 0
             file.seek(self._offset)
@@ -156,7 +144,7 @@ class LogFile:
 
     def header(self) -> tuple[int, str]:
         """(number of ranks, host) from the first line of the file; (0, "") where it does not say."""
-        with open_log(self.path) as file:
+        with open_file(self.path) as file:
             first = printable(STAMP.sub(b"", file.readline(MAX_LINE_BYTES), count=1))
         match = HEADER.fullmatch(first)
         return (int(match[1]), match[2]) if match else (0, "")

@@ -66,11 +66,7 @@ def _download(item: HubItem, revision: str | None, folder: Path | None) -> None:
         include_weights=item.weights,
         report=lambda line: print(line, flush=True),
     )
-    sizes = [sum(file.size for file in files) for files in (result.downloaded, result.already_present)]
-    print(
-        f"{result.folder}: {name} at {result.commit}; fetched {len(result.downloaded)} files, {sizes[0]:,} bytes;"
-        f" {len(result.already_present)} were there, {sizes[1]:,} bytes"
-    )
+    print(f"{result.folder}: {name} at {result.commit}; {len(result.sizes)} files, {sum(result.sizes.values()):,} bytes")
 
 
 def _items_of_file(file: Path) -> Iterator[HubItem]:

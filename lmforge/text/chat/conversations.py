@@ -61,12 +61,10 @@ MESSAGE_FIELDS = ("messages", "conversations", "prompt", "completion", "chosen",
 # What is for the chat template alone.
 BESIDE_MESSAGES = ("system", "tools", "documents", "chat_template_kwargs")
 MEDIA = ("image", "video", "audio")
-# The names of columns with media, or of their files; those that metadata have too; and how the JSON of media looks.
-MEDIA_NAMES = "(image|img|picture|photo|video|audio|media)s?"
-MEDIA_FIELD = re.compile(MEDIA_NAMES + "(_?(path|url|file|data|byte)s?)?|pixel_values", re.IGNORECASE)
-FILE_FIELD = re.compile(MEDIA_NAMES + "_?names?|files|attachments", re.IGNORECASE)
-MEDIA_TYPES = "png|jpe?g|gif|webp|bmp|tiff?|heic|pdf|mp4|mov|mkv|avi|webm|wav|mp3|flac|ogg|m4a"
-MEDIA_VALUE = re.compile(rf'\.({MEDIA_TYPES})["?#]|"(data:|(image|video|audio)/)|"bytes": "', re.IGNORECASE)
+# The names of columns with media, or of their files.
+MEDIA_FIELD = re.compile(
+    "(image|img|picture|photo|video|audio|media)s?(_?(path|url|file|data|byte)s?)?|pixel_values", re.IGNORECASE
+)
 ENCODE_BATCH_SIZE = 1000
 
 ExampleT = TypeVar("ExampleT")
@@ -272,10 +270,7 @@ def _message_list(value: Any) -> list[Any]:
 
 def check_media(record: Record, ignored: bool) -> None:
     """Raises UserError where a record holds images, audio or videos, unless these are to be `ignored`."""
-    held = _media_field(record)
-    # Of videos and audio the text alone says too little: these are tags of HTML.
-    kinds = ("image", *(kind for kind in MEDIA[1:] if any(name.lower().startswith(kind) for name in record)))
-    held = held or next(filter(None, (_find_media(record.get(name), kinds) for name in TEXT_FIELDS)), None)
+    held = _media_field(record) or next(filter(None, (_find_media(record.get(name)) for name in TEXT_FIELDS)), None)
     if held and not ignored:
         raise UserError(f"holds {held!r}, and only text is trained on: leave it out, or set data.ignore_media")
 
@@ -284,22 +279,19 @@ def _media_field(fields: Mapping[str, Any]) -> str | None:
     """The first field that holds media by its name; lists of nothing are empty."""
     for name, value in fields.items():
         given = any(value) if isinstance(value, list) else value and not isinstance(value, int | float)  # a number of them
-        of_files = FILE_FIELD.fullmatch(name) and MEDIA_VALUE.search(json.dumps(value, default=str))
-        if given and (MEDIA_FIELD.fullmatch(name) or of_files):
+        if given and MEDIA_FIELD.fullmatch(name):
             return name
     return None
 
 
-def _find_media(value: Any, kinds: Sequence[str]) -> str | None:
-    """What in a value is no text, or stands for it: a placeholder of one of these `kinds`."""
-    if isinstance(value, str):
-        return next((f"<{kind}>" for kind in kinds if f"<{kind}>" in value), None)
+def _find_media(value: Any) -> str | None:
+    """The first image, audio or video among the parts of messages, or a field of a message that holds one."""
     if isinstance(value, dict):
         if _is_media(value):
             return str(value["type"])
         # Of a message; the arguments of a call may have any names.
-        return _media_field(value) or _find_media([value.get("content"), value.get("value"), value.get("text")], kinds)
-    return next(filter(None, (_find_media(each, kinds) for each in value)), None) if isinstance(value, list) else None
+        return _media_field(value) or _find_media(value.get("content"))
+    return next(filter(None, map(_find_media, value)), None) if isinstance(value, list) else None
 
 
 def _is_media(part: Any) -> bool:

@@ -13,12 +13,12 @@ from lmforge.core.errors import UserError, how_to_install
 from lmforge.core.files.untrusted import expand_home, list_names
 from lmforge.core.records.kinds import is_hub_name
 from lmforge.hf.hub import (
+    COMPLETE_MARK,
     LOOKUP_SECONDS,
     cache_folder,
     hub_errors_as_user_errors,
     offline_message,
     parse_model_name,
-    read_download_record,
 )
 from lmforge.text.sources.folders import list_files
 from lmforge.text.sources.records import ReadProgress
@@ -175,7 +175,6 @@ def find_cached_dataset(name: str, revision: str) -> Path | None:
     reference = root / "refs" / revision
     with suppress(OSError):
         folder = root / "snapshots" / (reference.read_text(encoding="utf-8").strip() if reference.is_file() else revision)
-        files = read_download_record(folder)
-        if files is not None and all((folder / file.name).stat().st_size == file.size for file in files):
+        if (folder / COMPLETE_MARK).is_file():
             return folder
     return None
