@@ -1,8 +1,7 @@
-"""What the tokenizers library would not survive in a tokenizer.json, or what would make a short text huge: checked before it
-is opened. And the tokens that the files beside it declare. How it is opened is in `tokenizer.py`."""
+"""What the tokenizers library would not survive in a tokenizer.json, checked before it is opened. And the tokens that the files
+beside it declare. How it is opened is in `tokenizer.py`."""
 
 import base64
-import math
 import re
 from collections.abc import Container, Iterator
 from contextlib import suppress
@@ -19,8 +18,6 @@ CONFIG_FILES = ("tokenizer_config.json", "special_tokens_map.json", "added_token
 # transformers' names of special tokens, in the order in which it gives them ids.
 ROLES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
-MAX_GROWTH = 1000  # of a text in its normalizer and decoder
-
 # The 256 characters in which byte-level tokenizers write bytes (Radford et al. 2019), each with its byte: bytes that print as
 # themselves stay; the others, in order, take the characters from U+0100 on.
 _PRINTABLE = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
@@ -30,9 +27,6 @@ BYTE_OF_CHARACTER = {chr(byte): byte for byte in _PRINTABLE} | {chr(0x100 + i): 
 
 def tokenizer_problem(content: dict[str, Any]) -> str | None:
     """Why the library must not open this tokenizer.json; None if it may."""
-    steps = [*_steps(content)]
-    if (growth := math.prod(map(_growth, steps))) > MAX_GROWTH:
-        return f"makes {growth:.3g} characters of one: expected at most {MAX_GROWTH:,}"
     problems = (_step_problem(step) for name in ("normalizer", "decoder") for step in _steps(content.get(name)))
     return next(filter(None, problems), None) or _prefix_problem(content.get("model"))
 
@@ -45,15 +39,6 @@ def _steps(part: Any) -> Iterator[dict[str, Any]]:
         for name, inner in part.items() if isinstance(part, dict) else enumerate(part):
             if name not in ("vocab", "merges", "added_tokens"):
                 yield from _steps(inner)
-
-
-def _growth(step: dict[str, Any]) -> float:
-    """The maximum factor by which a step can lengthen a text."""
-    if step.get("type") not in ("Replace", "Prepend"):
-        return 1.0
-    pattern = step.get("pattern")
-    replaced = pattern.get("String") if isinstance(pattern, dict) else None
-    return max(1.0, len(str(step.get("content", step.get("prepend")))) / max(1, len(str(replaced or ""))))
 
 
 def _step_problem(step: dict[str, Any]) -> str | None:
