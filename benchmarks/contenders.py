@@ -24,7 +24,7 @@ from lmforge.core.data.shards.folder import TokenFolder
 from lmforge.core.distributed import distributed as cluster
 from lmforge.core.loop import train
 from lmforge.core.losses.language import NextTokenObjective
-from lmforge.core.model import build_model
+from lmforge.core.model.build import build_model
 from lmforge.core.model.config import ModelConfig
 from lmforge.core.model.config_json import to_config_json
 from lmforge.core.model.init_weights import init_adapters, init_weights

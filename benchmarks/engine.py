@@ -23,7 +23,7 @@ from setting import benchmark_parser, machine, machine_lines, summarize, write_r
 
 from lmforge.core.distributed.distributed import keep_freed_memory
 from lmforge.core.distributed.rank_info import threads_per_rank
-from lmforge.core.model import build_model
+from lmforge.core.model.build import build_model
 from lmforge.core.model.config import ModelConfig
 from lmforge.core.model.flops import parameter_count
 from lmforge.core.model.init_weights import init_weights

@@ -18,7 +18,7 @@ import torch
 from setting import benchmark_parser, machine, machine_lines, run_lmforge, summarize, write_result
 
 from lmforge.core.data.tokenizer import train_tokenizer
-from lmforge.core.model import build_model
+from lmforge.core.model.build import build_model
 from lmforge.core.model.config import ModelConfig
 from lmforge.core.model.init_weights import init_weights
 from lmforge.hf.export import export_folder

@@ -2,6 +2,9 @@
 
 import ast
 import re
+import shutil
+import subprocess
+import sys
 from graphlib import TopologicalSorter
 from pathlib import Path
 
@@ -62,3 +65,30 @@ def test_links_to_the_glossary_lead_to_it() -> None:
     for page in (*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")):
         for target in re.findall(r"\]\(([^)]*#glossary)\)", page.read_text(encoding="utf-8")):
             assert (page.parent / target.partition("#")[0]).resolve() == ROOT / "docs" / "architecture.md", page
+
+
+def test_no_import_of_ours_stands_inside_a_function_of_the_core() -> None:
+    """What is needed only when chosen is imported by the registry, by its name."""
+    found = []
+    for path in (PACKAGE / "core").rglob("*.py"):
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        functions = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
+        inside = [node for function in functions for node in ast.walk(function)]
+        modules = {node.module for node in inside if isinstance(node, ast.ImportFrom)}
+        modules |= {alias.name for node in inside if isinstance(node, ast.Import) for alias in node.names}
+        found += [f"{path.name}: {name}" for name in modules if str(name).startswith("lmforge")]
+    assert found == []
+
+
+def test_the_digest_by_which_hosts_compare_their_code_is_of_all_wings(tmp_path: Path) -> None:
+    digests = []
+    for name in ("one", "other"):
+        package = tmp_path / name / "lmforge"
+        shutil.copytree(PACKAGE, package, ignore=shutil.ignore_patterns("__pycache__"))
+        if name == "other":
+            with (package / "lab" / "plan" / "planning.py").open("a") as file:
+                file.write("# another commit\n")
+        code = "from lmforge.core.distributed.distributed import code_digest; print(code_digest())"
+        done = subprocess.run([sys.executable, "-c", code], cwd=package.parent, capture_output=True, text=True, check=True)
+        digests.append(done.stdout)
+    assert digests[0] != digests[1]

@@ -26,7 +26,7 @@ import zstandard
 from lmforge.cli import parse_command
 from lmforge.core.data.tokenizer import train_tokenizer
 from lmforge.core.errors import how_to_install
-from lmforge.core.model import build_model
+from lmforge.core.model.build import build_model
 from lmforge.core.model.init_weights import init_weights
 from lmforge.core.options.options import iter_options
 from lmforge.core.options.verbs import VERBS

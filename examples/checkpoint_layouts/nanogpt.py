@@ -20,7 +20,7 @@ TRANSPOSED = re.compile(r"(c_attn|c_proj|c_fc)\.weight$")
 @lmforge.register("checkpoint_layout", "nanogpt", marker="transformer.wte.weight", like="gpt2")
 def convert_nanogpt(source: "TensorSource", hints: "LayoutHints") -> tuple["ModelConfig", "Parts"]:
     """The config, and which stored tensor each of ours is. Biases that a model lacks are zeros."""
-    from lmforge.core.model import build_model
+    from lmforge.core.model.build import build_model
     from lmforge.core.model.config import ModelConfig
     from lmforge.hf.layouts import StoredSlice, count_layers
 

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from lmforge.core.errors import UserError
 from lmforge.core.files.atomic_files import atomic_folder, check_output
-from lmforge.core.model import build_model
+from lmforge.core.model.build import build_model
 from lmforge.core.model.config import ModelConfig
 from lmforge.core.model.config_json import to_config_json
 from lmforge.core.model.init_weights import named_tensors

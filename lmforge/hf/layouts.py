@@ -16,7 +16,7 @@ from torch import Tensor
 
 from lmforge.core import registry
 from lmforge.core.errors import UserError, prefix_errors
-from lmforge.core.model import build_model
+from lmforge.core.model.build import build_model
 from lmforge.core.model.config import ModelConfig
 from lmforge.core.registry import Entry
 from lmforge.hf.torch_checkpoints import TensorSource

@@ -18,7 +18,7 @@ from typing_extensions import TypedDict
 
 from lmforge.core.errors import UserError
 from lmforge.core.files.untrusted import compile_pattern, read_json
-from lmforge.core.model import build_model
+from lmforge.core.model.build import build_model
 from lmforge.core.model.init_weights import LORA_SUFFIXES
 from lmforge.core.model.lora import ALL_LINEAR, LoraConfig, adapted_name
 from lmforge.core.model.merge_adapters import LM_HEAD_WEIGHT

@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor
 from lmforge.core.data.tokenizer import Tokenizer
 from lmforge.core.distributed.distributed import init_distributed
 from lmforge.core.errors import UserError
-from lmforge.core.model import build_model as build_module
+from lmforge.core.model.build import build_model as build_module
 from lmforge.core.model.init_weights import init_weights, named_tensors
 from lmforge.core.model.layers import LanguageModel
 from lmforge.core.options.options import validate_options

@@ -28,7 +28,7 @@ import torch
 from safetensors.torch import load_file
 
 from lmforge.core.data.tokenizer import train_tokenizer
-from lmforge.core.model import build_model
+from lmforge.core.model.build import build_model
 from lmforge.core.model.config import ModelConfig
 from lmforge.core.model.init_weights import init_weights
 from lmforge.core.records.runs import Run

@@ -11,7 +11,7 @@ from _pytest.mark import ParameterSet
 
 from lmforge.core import checkpoint
 from lmforge.core.checkpoint import Manifest
-from lmforge.core.model import build_model
+from lmforge.core.model.build import build_model
 from lmforge.core.model.init_weights import named_tensors
 from lmforge.core.model.resolve import stored_model_config
 from lmforge.core.records.runs import Run

@@ -16,7 +16,7 @@ import torch.distributed.checkpoint as dcp
 
 from lmforge.core.distributed import distributed as cluster
 from lmforge.core.losses.language import NextTokenObjective
-from lmforge.core.model import build_model
+from lmforge.core.model.build import build_model
 from lmforge.core.model.init_weights import init_weights
 from lmforge.core.model.layers import LanguageModel
 from lmforge.core.model.lora import LoraConfig, add_lora, disable_adapters

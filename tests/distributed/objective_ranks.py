@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from lmforge.core.data.batch import Batch, Metrics
 from lmforge.core.distributed import distributed as cluster
 from lmforge.core.losses.language import NextTokenObjective
-from lmforge.core.model import build_model
+from lmforge.core.model.build import build_model
 from lmforge.core.model.config import ModelConfig
 from lmforge.core.model.init_weights import init_weights
 from lmforge.core.model.layers import LanguageModel

@@ -11,7 +11,7 @@ import torch
 from lmforge.core.data.order import token_rng_keys
 from lmforge.core.distributed import distributed as cluster
 from lmforge.core.losses.language import NextTokenObjective
-from lmforge.core.model import build_model
+from lmforge.core.model.build import build_model
 from lmforge.core.model.init_weights import init_weights
 from lmforge.core.model.layers import LanguageModel
 from lmforge.core.parallel.parallelize import parallelize

@@ -23,7 +23,7 @@ from lmforge.core.data.labels import FUSED_LOGITS_BYTES, loss_chunk_tokens
 from lmforge.core.distributed.distributed import DistributedContext, destroy_distributed
 from lmforge.core.distributed.rank_info import RankInfo
 from lmforge.core.losses.language import NextTokenObjective, cross_entropy_and_z_loss
-from lmforge.core.model import build_model
+from lmforge.core.model.build import build_model
 from lmforge.core.model.config import ModelConfig
 from lmforge.core.model.init_weights import init_weights
 from lmforge.core.model.layers import HeadOptions

@@ -12,8 +12,8 @@ from lmforge.core.data.batch import Batch
 from lmforge.core.distributed.distributed import DistributedContext
 from lmforge.core.distributed.rank_info import RankInfo
 from lmforge.core.losses.language import NextTokenObjective
-from lmforge.core.model import build_model
 from lmforge.core.model.attention import AttentionMask, attend, create_attention_mask
+from lmforge.core.model.build import build_model
 from lmforge.core.model.init_weights import init_weights
 from lmforge.core.options.sections import ParallelOptions
 from lmforge.core.parallel.parallelize import parallelize

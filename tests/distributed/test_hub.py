@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from lmforge.core.data.tokenizer import Tokenizer
-from lmforge.core.model import build_model
+from lmforge.core.model.build import build_model
 from lmforge.core.model.init_weights import init_weights
 from lmforge.hf.export import export_folder
 from lmforge.hf.resolve import resolve_model_config

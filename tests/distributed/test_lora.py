@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from lmforge.core.errors import UserError
-from lmforge.core.model import build_model
+from lmforge.core.model.build import build_model
 from lmforge.core.model.lora import LoraConfig, add_lora
 from lmforge.core.parallel.pipeline_parallel import check_stages_are_trained, split_blocks
 from lmforge.lab.bench.bounds import FP32

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from lmforge.core.data.tokenizer import Tokenizer, train_tokenizer
-from lmforge.core.model import build_model
+from lmforge.core.model.build import build_model
 from lmforge.core.model.config import ModelConfig
 from lmforge.core.model.init_weights import init_weights
 from lmforge.core.model.layers import LanguageModel

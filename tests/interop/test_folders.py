@@ -16,7 +16,7 @@ from transformers.utils import logging
 from lmforge.cli import run as command
 from lmforge.core.data.tokenizer import Tokenizer, train_tokenizer
 from lmforge.core.errors import UserError
-from lmforge.core.model import build_model
+from lmforge.core.model.build import build_model
 from lmforge.core.model.config_json import to_config_json
 from lmforge.core.model.resolve import model_config_from_json
 from lmforge.hf import weights

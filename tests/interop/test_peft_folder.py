@@ -16,7 +16,7 @@ from lmforge.cli import run as command
 from lmforge.core.data.batch import Batch
 from lmforge.core.data.tokenizer import Tokenizer
 from lmforge.core.errors import UserError
-from lmforge.core.model import build_model
+from lmforge.core.model.build import build_model
 from lmforge.core.model.config import ModelConfig
 from lmforge.core.model.flops import active_parameters
 from lmforge.core.model.init_weights import init_weights

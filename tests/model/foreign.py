@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
-from lmforge.core.model import build_model
+from lmforge.core.model.build import build_model
 from lmforge.core.model.config import ModelConfig
 from lmforge.core.model.layers import LanguageModel
 from lmforge.core.model.resolve import model_config_from_json

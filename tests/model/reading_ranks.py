@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from lmforge.cli import exit_process
-from lmforge.core.model import build_model
+from lmforge.core.model.build import build_model
 from lmforge.hf.resolve import resolve_model_config
 from lmforge.hf.weights import load_folder
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from lmforge.core.model import build_model
+from lmforge.core.model.build import build_model
 from lmforge.core.model.config import ModelConfig
 from lmforge.core.model.incremental import DecodeGraphs, IncrementalDecoder, is_plain
 from lmforge.core.model.init_weights import init_weights

@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, GenerationConfig
 
 from lmforge.core.errors import UserError
-from lmforge.core.model import build_model
+from lmforge.core.model.build import build_model
 from lmforge.core.model.config import ModelConfig, get_preset
 from lmforge.core.model.config_json import config_fields_from_json, to_config_json
 from lmforge.core.model.init_weights import init_weights, named_tensors

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from lmforge.core.model import build_model
+from lmforge.core.model.build import build_model
 from lmforge.core.model.config import get_preset
 from lmforge.core.model.flops import active_parameters, flops_per_token, parameter_count
 from lmforge.core.model.presets import PRESETS

@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 from lmforge.core.data.batch import Batch
 from lmforge.core.errors import UserError
 from lmforge.core.losses.language import NextTokenObjective
-from lmforge.core.model import build_model
+from lmforge.core.model.build import build_model
 from lmforge.core.model.flops import parameter_count
 from lmforge.core.model.init_weights import init_weights
 from lmforge.core.parallel.activation_checkpointing import apply_activation_checkpointing

@@ -6,7 +6,7 @@ import random
 import pytest
 import torch
 
-from lmforge.core.model import build_model
+from lmforge.core.model.build import build_model
 from lmforge.core.model.config_json import to_config_json
 from lmforge.core.model.init_weights import init_weights
 from lmforge.core.model.mixture.experts import BIAS

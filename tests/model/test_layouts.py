@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM
 
 from lmforge.cli import run
 from lmforge.core.data.tokenizer import train_tokenizer
-from lmforge.core.model import build_model
+from lmforge.core.model.build import build_model
 from lmforge.hf.resolve import resolve_model_config
 from lmforge.hf.weights import load_folder
 from lmforge.serve.decoding.model_loading import load_model

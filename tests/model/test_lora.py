@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 from lmforge.core.data.batch import Batch
 from lmforge.core.errors import UserError
 from lmforge.core.losses.language import NextTokenObjective
-from lmforge.core.model import build_model
+from lmforge.core.model.build import build_model
 from lmforge.core.model.init_weights import init_adapters, init_weights
 from lmforge.core.model.layers import LanguageModel
 from lmforge.core.model.lora import LoraConfig, LoraLinear, adapter_parameters, add_lora, disable_adapters

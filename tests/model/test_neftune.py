@@ -9,7 +9,7 @@ from torch import Tensor
 from lmforge.core.data.batch import Batch
 from lmforge.core.data.order import token_rng_keys
 from lmforge.core.errors import UserError
-from lmforge.core.model import build_model
+from lmforge.core.model.build import build_model
 from lmforge.core.model.init_weights import init_weights
 from lmforge.core.model.layers import LanguageModel
 from lmforge.core.options.sections import ParallelOptions

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from lmforge.cli import run
 from lmforge.core.losses.language import NextTokenObjective
-from lmforge.core.model import build_model
+from lmforge.core.model.build import build_model
 from lmforge.core.model.config import ModelConfig, get_preset
 from lmforge.core.model.init_weights import init_weights
 from lmforge.core.model.layers import LanguageModel

@@ -7,7 +7,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from lmforge.core.model import build_model
+from lmforge.core.model.build import build_model
 from lmforge.core.model.config import get_preset
 from lmforge.core.model.config_json import to_config_json
 from lmforge.core.model.presets import PRESETS

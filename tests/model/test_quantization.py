@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
 from lmforge.core.errors import UserError
-from lmforge.core.model import build_model
+from lmforge.core.model.build import build_model
 from lmforge.core.model.init_weights import init_adapters, init_weights
 from lmforge.core.model.layers import LanguageModel
 from lmforge.core.model.lora import LoraConfig, adapter_parameters, add_lora, disable_adapters

@@ -14,7 +14,7 @@ from lmforge.core.data.batch import Batch
 from lmforge.core.distributed.distributed import DistributedContext
 from lmforge.core.distributed.rank_info import RankInfo
 from lmforge.core.losses.language import NextTokenObjective
-from lmforge.core.model import attention, build_model
+from lmforge.core.model import attention
 from lmforge.core.model.attention import AttentionMask, attend, create_attention_mask, cumulative_lengths
 from lmforge.core.model.attention_backend import (
     DENSE,
@@ -24,6 +24,7 @@ from lmforge.core.model.attention_backend import (
     choose_attention_backend,
     load_varlen_attn,
 )
+from lmforge.core.model.build import build_model
 from lmforge.core.model.init_weights import init_weights
 from lmforge.core.options.sections import ParallelOptions
 from lmforge.core.parallel.parallelize import parallelize

@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from lmforge.core.errors import UserError
-from lmforge.core.model import build_model
+from lmforge.core.model.build import build_model
 from lmforge.core.model.config import ModelConfig
 from lmforge.hf.export import export_folder
 from lmforge.hf.safetensors_file import SafetensorsFile
@@ -163,7 +163,7 @@ def test_an_export_that_fails_leaves_nothing(draw: random.Random, tmp_path: Path
     # A file-size limit is how a process of its own meets what a full disk does.
     text = (
         "import resource, signal, sys\n"
-        "from lmforge.core.model import build_model\n"
+        "from lmforge.core.model.build import build_model\n"
         "from lmforge.core.model.init_weights import init_weights\n"
         "from lmforge.hf.resolve import resolve_model_config\n"
         "from lmforge.hf.export import export_folder\n"

@@ -15,7 +15,7 @@ from torch import Tensor
 from lmforge.core.data.batch import Batch, Extras, Metrics
 from lmforge.core.data.labels import IGNORE_INDEX
 from lmforge.core.losses.logprobs import token_logprobs
-from lmforge.core.model import build_model
+from lmforge.core.model.build import build_model
 from lmforge.core.model.config import ModelConfig
 from lmforge.core.model.init_weights import init_weights
 from lmforge.core.model.layers import LanguageModel

@@ -14,7 +14,7 @@ from lmforge.core.data.labels import IGNORE_INDEX
 from lmforge.core.data.shards.folder import TokenFolder
 from lmforge.core.losses.language import NextTokenObjective
 from lmforge.core.losses.logprobs import score_text
-from lmforge.core.model import build_model
+from lmforge.core.model.build import build_model
 from lmforge.core.model.config import ModelConfig
 from lmforge.core.model.init_weights import init_weights
 from lmforge.core.model.layers import LanguageModel

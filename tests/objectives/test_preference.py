@@ -11,7 +11,7 @@ from torch import Tensor
 
 from lmforge.core.data.batch import Batch, Metrics
 from lmforge.core.losses.language import NextTokenObjective
-from lmforge.core.model import build_model
+from lmforge.core.model.build import build_model
 from lmforge.core.model.config import ModelConfig
 from lmforge.core.model.init_weights import init_weights
 from lmforge.core.model.layers import LanguageModel

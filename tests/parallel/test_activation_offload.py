@@ -11,7 +11,7 @@ from torch import Tensor
 from lmforge.core.distributed.distributed import DistributedContext
 from lmforge.core.distributed.rank_info import RankInfo
 from lmforge.core.losses.language import NextTokenObjective
-from lmforge.core.model import build_model
+from lmforge.core.model.build import build_model
 from lmforge.core.model.init_weights import init_weights
 from lmforge.core.model.lora import LoraConfig, add_lora
 from lmforge.core.options.sections import ParallelOptions

@@ -12,7 +12,7 @@ from lmforge.core.distributed import distributed as cluster
 from lmforge.core.distributed.distributed import DistributedContext
 from lmforge.core.distributed.rank_info import RankInfo
 from lmforge.core.losses.language import NextTokenObjective
-from lmforge.core.model import build_model
+from lmforge.core.model.build import build_model
 from lmforge.core.model.init_weights import init_weights
 from lmforge.core.options.activation_checkpointing import CHECKPOINTING_MODES
 from lmforge.core.options.sections import ParallelOptions

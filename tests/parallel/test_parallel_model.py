@@ -13,7 +13,7 @@ from lmforge.core.distributed.distributed import DistributedContext
 from lmforge.core.distributed.rank_info import RankInfo
 from lmforge.core.errors import UserError
 from lmforge.core.losses.language import NextTokenObjective
-from lmforge.core.model import build_model
+from lmforge.core.model.build import build_model
 from lmforge.core.options.sections import ParallelOptions
 from lmforge.core.parallel.parallel_model import _norm_by_rows
 from lmforge.core.parallel.parallelize import parallelize

@@ -14,7 +14,7 @@ from lmforge.core.distributed.distributed import DistributedContext
 from lmforge.core.distributed.rank_info import RankInfo
 from lmforge.core.errors import UserError
 from lmforge.core.losses.language import NextTokenObjective
-from lmforge.core.model import build_model
+from lmforge.core.model.build import build_model
 from lmforge.core.model.init_weights import init_weights
 from lmforge.core.options.load import parse_config
 from lmforge.core.options.sections import ParallelOptions

@@ -18,8 +18,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.profiler import ProfilerActivity, profile
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from lmforge.core.model import build_model
 from lmforge.core.model.attention import AttentionMask, create_attention_mask
+from lmforge.core.model.build import build_model
 from lmforge.core.model.config import ModelConfig
 from lmforge.core.model.family import load_family
 from lmforge.core.model.flops import active_parameters, block_parameters, flops_per_token, parameter_count

@@ -14,7 +14,7 @@ from lmforge.core.data.batch import Batch
 from lmforge.core.distributed.distributed import DistributedContext
 from lmforge.core.distributed.rank_info import RankInfo
 from lmforge.core.losses.language import NextTokenObjective
-from lmforge.core.model import build_model
+from lmforge.core.model.build import build_model
 from lmforge.core.model.config import ModelConfig
 from lmforge.core.model.layers import LanguageModel
 from lmforge.core.options.activation_checkpointing import CHECKPOINTING_MODES

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from lmforge.core.model import build_model
+from lmforge.core.model.build import build_model
 from lmforge.core.model.config import ModelConfig
 from lmforge.core.model.lora import LoraLinear, add_lora
 from lmforge.core.stages.parameter_counts import count_parameters, get_lora_config, training_flops_per_token

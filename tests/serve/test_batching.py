@@ -10,7 +10,7 @@ from torch import Tensor
 
 from lmforge.core.data.tokenizer import Tokenizer
 from lmforge.core.errors import RunFailed, UserError
-from lmforge.core.model import build_model
+from lmforge.core.model.build import build_model
 from lmforge.core.model.config import ModelConfig
 from lmforge.core.model.init_weights import init_weights
 from lmforge.core.model.layers import LanguageModel

@@ -23,7 +23,7 @@ from lmforge.core.distributed import distributed as cluster
 from lmforge.core.distributed.rank_info import RankInfo
 from lmforge.core.loop import train
 from lmforge.core.losses.language import NextTokenObjective
-from lmforge.core.model import build_model
+from lmforge.core.model.build import build_model
 from lmforge.core.model.config import ModelConfig
 from lmforge.core.model.init_weights import init_weights
 from lmforge.core.optim.optimizer import build_optimizer

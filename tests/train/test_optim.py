@@ -14,7 +14,7 @@ from torch import Tensor
 import lmforge.core.optim.schedules  # noqa: F401  imported when first used: the time of that is no example's
 from lmforge.core import registry
 from lmforge.core.errors import UserError
-from lmforge.core.model import build_model
+from lmforge.core.model.build import build_model
 from lmforge.core.model.config import ModelConfig
 from lmforge.core.model.init_weights import init_weights
 from lmforge.core.model.layers import LanguageModel

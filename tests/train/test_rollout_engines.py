@@ -28,7 +28,7 @@ import xxhash
 
 from lmforge.cli import run as command
 from lmforge.core.files.own_folders import TOKEN_NAME, make_own_folder
-from lmforge.core.model import build_model
+from lmforge.core.model.build import build_model
 from lmforge.core.model.init_weights import init_weights
 from lmforge.hf.export import export_folder
 from lmforge.post.rl.engines.rollout_server import RolloutServer, ServerProblem

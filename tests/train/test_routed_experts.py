@@ -16,7 +16,7 @@ from lmforge.core.data.batch import Batch, Extras
 from lmforge.core.data.tokenizer import Tokenizer
 from lmforge.core.losses.logprobs import token_logprobs
 from lmforge.core.losses.objective import apply_head
-from lmforge.core.model import build_model
+from lmforge.core.model.build import build_model
 from lmforge.core.model.config import ModelConfig
 from lmforge.core.model.init_weights import init_weights
 from lmforge.core.model.layers import LanguageModel

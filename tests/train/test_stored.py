@@ -8,7 +8,7 @@ import torchao.optim
 from torch import Tensor
 
 from lmforge.core.errors import UserError
-from lmforge.core.model import build_model
+from lmforge.core.model.build import build_model
 from lmforge.core.model.init_weights import init_weights
 from lmforge.core.model.quantization.blocks import pack_rows, row_bytes, unpack_rows
 from lmforge.core.optim.adamw import AdamW

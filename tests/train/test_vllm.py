@@ -13,7 +13,7 @@ from lmforge.cli import run as command
 from lmforge.core.data.batch import Batch
 from lmforge.core.data.tokenizer import Tokenizer
 from lmforge.core.losses.objective import label_logprobs
-from lmforge.core.model import build_model
+from lmforge.core.model.build import build_model
 from lmforge.core.model.config import ModelConfig
 from lmforge.core.model.init_weights import init_weights
 from lmforge.hf.export import export_folder

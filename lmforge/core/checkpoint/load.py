@@ -17,7 +17,7 @@ from lmforge.core.checkpoint.safe_reader import METADATA_FILE, SafeReader, flatt
 from lmforge.core.checkpoint.storage import VerifyingFileSystem
 from lmforge.core.errors import UserError
 from lmforge.core.files.untrusted import check_content
-from lmforge.core.model import build_model
+from lmforge.core.model.build import build_model
 from lmforge.core.model.init_weights import LORA_SUFFIXES, named_tensors
 from lmforge.core.model.layers import LanguageModel
 from lmforge.core.model.lora import LoraConfig, adapted_name, add_lora, lora_delta

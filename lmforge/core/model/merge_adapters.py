@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from lmforge.core.errors import UserError
-from lmforge.core.model import build_model
+from lmforge.core.model.build import build_model
 from lmforge.core.model.init_weights import LORA_SUFFIXES, local_part
 from lmforge.core.model.layers import LanguageModel
 from lmforge.core.model.lora import LoraConfig, adapted_name, lora_delta

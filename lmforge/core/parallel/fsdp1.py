@@ -19,7 +19,7 @@ from torch.distributed.fsdp.wrap import CustomPolicy
 from torch.optim import Optimizer
 
 from lmforge.core.errors import UserError
-from lmforge.core.model import build_model
+from lmforge.core.model.build import build_model
 from lmforge.core.model.init_weights import FlatShard
 from lmforge.core.model.layers import LanguageModel
 from lmforge.core.model.lora import add_lora

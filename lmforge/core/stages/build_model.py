@@ -8,7 +8,7 @@ import torch
 from lmforge.core.checkpoint import AsyncCheckpointer, CorruptCheckpoint, RetentionPolicy
 from lmforge.core.distributed.distributed import DistributedContext
 from lmforge.core.losses.objective import Objective
-from lmforge.core.model import build_model
+from lmforge.core.model.build import build_model
 from lmforge.core.model.config import ModelConfig
 from lmforge.core.model.init_weights import init_adapters, init_weights
 from lmforge.core.model.layers import LanguageModel

@@ -6,7 +6,7 @@ from functools import cache
 
 from torch import nn
 
-from lmforge.core.model import build_model
+from lmforge.core.model.build import build_model
 from lmforge.core.model.config import ModelConfig
 from lmforge.core.model.flops import adapted_flops_per_token, flops_per_token
 from lmforge.core.model.layers import LanguageModel

@@ -23,8 +23,8 @@ from lmforge.core.data.batch import Batch, Extras
 from lmforge.core.errors import UserError
 from lmforge.core.losses.language import NextTokenObjective
 from lmforge.core.losses.objective import Objective
-from lmforge.core.model import build_model
 from lmforge.core.model.attention import AttentionMask
+from lmforge.core.model.build import build_model
 from lmforge.core.model.config import ModelConfig
 from lmforge.core.model.layers import LanguageModel
 from lmforge.core.model.lora import LoraConfig, add_lora

@@ -18,7 +18,7 @@ from lmforge.core import checkpoint
 from lmforge.core.checkpoint import Manifest
 from lmforge.core.data.tokenizer import Tokenizer
 from lmforge.core.errors import UserError
-from lmforge.core.model import build_model
+from lmforge.core.model.build import build_model
 from lmforge.core.model.config import ModelConfig
 from lmforge.core.model.flops import parameter_count
 from lmforge.core.model.merge_adapters import LM_HEAD_WEIGHT

@@ -16,7 +16,7 @@ from lmforge.core.distributed.distributed import DistributedContext
 from lmforge.core.errors import UserError, prefix_errors
 from lmforge.core.files.untrusted import quoted
 from lmforge.core.losses.top_logprobs import top_log_probs
-from lmforge.core.model import build_model
+from lmforge.core.model.build import build_model
 from lmforge.core.model.layers import HeadOptions
 from lmforge.core.options.sections import ModelOptions
 from lmforge.core.parallel.parallel_model import ParallelModel

@@ -15,7 +15,7 @@ from lmforge.core.data.tokenizer import Tokenizer, refuse_sentencepiece
 from lmforge.core.distributed.distributed import choose_device, keep_freed_memory
 from lmforge.core.distributed.rank_info import threads_per_rank
 from lmforge.core.errors import UserError
-from lmforge.core.model import build_model
+from lmforge.core.model.build import build_model
 from lmforge.core.model.config import ModelConfig
 from lmforge.core.model.layers import LanguageModel
 from lmforge.core.model.merge_adapters import merge_adapters
