@@ -2,7 +2,7 @@
 
 Our tensor names are Hugging Face's, so nothing is converted, except for wrapped models whose stored tensors are in other pieces
 than the computed ones (transformers_causal_lm.py). Missing and unexpected tensors are refused. For a sharded model only this
-rank's bytes are read (safetensors_file.py). Nothing is unpickled. Writing is in export.py, our checkpoints in checkpoint/.
+rank's bytes are read (safetensors_file.py). Nothing is unpickled. Writing is in export.py, our checkpoints in core/checkpoint/.
 """
 
 from collections.abc import Collection, Mapping, Sequence

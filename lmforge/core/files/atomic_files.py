@@ -4,7 +4,7 @@ there.
 Every file that another process may read, or that a crash must not damage, is written through this module. Heartbeats
 (ops/monitor/heartbeat.py, overwritten in place) are the exception, for reasons given there, and downloads (hub.py) are
 huggingface_hub's.
-Object stores have no rename: checkpoint/ writes the manifest last there. No torch here.
+Object stores have no rename: core/checkpoint/ writes the manifest last there. No torch here.
 """
 
 import errno

@@ -227,7 +227,7 @@ def fp8_block(content: dict[str, Any]) -> tuple[int, int] | None:
 
 
 def is_nf4_folder(content: dict[str, Any]) -> bool:
-    """Whether the weights are in NF4, as bitsandbytes stores them (interop/quantized/)."""
+    """Whether the weights are in NF4, as bitsandbytes stores them (hf/quantized/)."""
     options = content.get("quantization_config")
     if not isinstance(options, dict) or options.get("quant_method", "bitsandbytes") != "bitsandbytes":
         return False

@@ -1,7 +1,7 @@
 """Incremental decoding: several sequences that grow by a token at a time, with each token computed once.
 
 Sequences join and leave while others continue; they are numbered 0, 1, … in the order in which they joined. Sampling the next
-token is in generate/.
+token is in serve/decoding/.
 
 On a GPU a decoding step is a CUDA graph: recorded once for a shape, then started by one call instead of hundreds. It computes
 one token of each sequence: so little that the host, which launches kernels one by one, takes longer than the GPU. A graph has

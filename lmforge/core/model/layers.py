@@ -118,7 +118,7 @@ class HeadOptions:
 
     bias: [vocab], added to the logits. softcap: logits become softcap · tanh(logits / softcap) (Gemma 2, arXiv 2408.00118).
     passes: what computes losses from logits. "operators" are torch's; others are compiled, those of a file NAME_passes.py in
-        objectives/.
+        core/losses/.
     """
 
     bias: Tensor | None = None

@@ -1,8 +1,7 @@
-"""The stages of training: what pretrain, sft and align open and build before they call the one loop, and what observes a run.
+"""What a run opens, builds and attaches before the loop begins, and what observes it.
 
-A stage is three functions (specs.py): they prepare the data, open and check the inputs, and make the source of batches. Its
-objective is built in objectives.py. What only alignment has is in alignment/. The loop is in train/, losses are in objectives/.
-Begin with run.py, which goes from the recipe to the loop, then observers.py: all that is attached to the loop.
-
-For other packages: `run.run_stage`; `pretrained.find_pretrained`; `build_model`, which bench/ times.
+A stage is three functions (specs.py): they prepare the data, open and check the inputs, and make the source of batches; that of
+pretraining is here, the others are in post/stages.py. enter_run.py locks a run and opens its inputs, attempt.py begins an
+attempt, build_model.py builds the model, and observers.py calls all that is attached to the loop (observer.py). Begin with
+core/run.py, which goes from the recipe to the loop.
 """

@@ -1,8 +1,5 @@
-"""The loop, and what it is given: optimizers, schedules, metrics, checkpoints and their resume, bad steps and rollback.
+"""What the loop is given: metrics, saves and their resume, bad steps and rollback, and what it calls (callbacks.py).
 
-What differs between stages, and what observes a run, is in core/stages/. Begin with loop.py, which reads from top to bottom,
-then callbacks.py, which says what a stage gives the loop.
-
-For other packages: `loop.train`; `callbacks.BatchSource` and `LoopCallbacks`;
-`optimizers.optimizer.build_optimizer`; `checkpoints`, `metrics`, `resume`, `determinism`.
+Begin with core/loop.py, which reads from top to bottom, then callbacks.py. What differs between stages, and what observes a
+run, is in core/stages/. Optimizers and schedules are in core/optim/.
 """

@@ -1,6 +1,5 @@
-"""What each verb prints: a module for a verb, or for two that are alike, each with the function that `table.py` names.
+"""Verbs that start runs and look at them: what each prints. A verb is a function that takes its options; it works on with the
+packages of its wing and those below, and prints the result.
 
-Begin with `table.py`. `running/` starts runs and looks at them, `show/` says what a thing is. A module here loads what the verb
-works on with the packages below, and prints the result; it computes nothing itself. The training verbs are in `stages/`,
-`bench` and `doctor` in `bench/`. Only `cli.py` imports this package.
+Begin with the file that `core/options/builtin_names.py` names. For others: nothing; `cli.py` calls these verbs.
 """

@@ -2,7 +2,7 @@
 
 Where a sampling session needs its requests together, all episodes of a set take their turns together: the answers of a turn are
 sampled, then the environment replies to each. Else each goes on by itself. Ids are only appended. What an environment is, and
-its processes, are in environments/.
+its processes, are in post/environments/.
 """
 
 import json

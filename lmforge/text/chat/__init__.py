@@ -1,4 +1,5 @@
-"""Conversations, preferences and prompts as tokens, with a mask of what is scored. Losses are in `objectives/`.
+"""Conversations, preferences and prompts as tokens, with a mask of what is scored. Losses are in core/losses/ and
+post/objectives/.
 
 Begin with `conversations.py` and `preferences.py` (records → tokens). `templates.py` applies a chat template, one of those in
 `template_sources.py`; its code runs in `jinja_sandbox.py`. `pieces.py` finds in its text what the conversation says. The text

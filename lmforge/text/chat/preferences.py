@@ -1,6 +1,6 @@
 """Files of preferences and of prompts: pairs of completions, completions with a label, and prompts to be answered.
 
-What an objective makes of them is in `objectives/`. A completion is everything after the prompt; a prompt is never scored.
+What an objective makes of them is in `post/objectives/`. A completion is everything after the prompt; a prompt is never scored.
 """
 
 import sys

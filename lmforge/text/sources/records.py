@@ -1,7 +1,7 @@
 """Records of files: JSON lines, one JSON list, or parquet, compressed or not. All other modules read these formats through this
 one.
 
-Callers interpret the fields: `text_sources.py` reads one text of each record, `chat/` reads conversations.
+Callers interpret the fields: `text_sources.py` reads one text of each record, `text/chat/` reads conversations.
 """
 
 import io
