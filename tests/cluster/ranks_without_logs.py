@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from lmforge.core import registry
 from lmforge.core.distributed import distributed as cluster
 from lmforge.core.errors import UserError
 from lmforge.core.options.options import validate_options
@@ -28,6 +29,7 @@ if __name__ == "__main__":
     dist_ctx = cluster.init_distributed("cpu", threads=1, timeout=collective_timeout(config))
     group = dist.distributed_c10d._get_default_group()._get_backend(torch.device("cpu"))
     print("time-out", group.options._timeout == timedelta(seconds=2 * watch_seconds), flush=True)
+    registry.get("monitor", "monitors").load()  # while files can be opened
     if dist_ctx.rank_info.rank == 1:
         for thread in threading.enumerate():
             if thread.name == "joining":  # it closes its connection to the store at some time
