@@ -91,9 +91,10 @@ def obey_environment() -> None:
 def plant_fault() -> None:
     """From now on, gradients of a candidate, and scores that a run logs, are larger by `FAULT`."""
     from lmforge.core.parallel.parallel_model import ParallelModel
-    from lmforge.core.stages import observers
+    from lmforge.serve.validation import TaskObserver
 
-    clip, score = ParallelModel.clip_grad_norm, observers.score_tasks
+    clip = ParallelModel.clip_grad_norm
+    score = TaskObserver.validate
 
     def clip_and_enlarge(self: ParallelModel, max_norm: float) -> Tensor:
         norm = clip(self, max_norm)
@@ -104,8 +105,8 @@ def plant_fault() -> None:
                 gradient.mul_(1 + FAULT)  # after clipping, which would take it away
         return norm * (1 + FAULT)
 
-    def score_and_enlarge(*args: Any) -> dict[str, float]:
-        return {name: number * (1 + FAULT) for name, number in score(*args).items()}
+    def score_and_enlarge(self: TaskObserver, step: int, required: bool) -> dict[str, float]:
+        return {name: number * (1 + FAULT) for name, number in score(self, step, required).items()}
 
     ParallelModel.clip_grad_norm = clip_and_enlarge  # type: ignore[method-assign]
-    observers.score_tasks = score_and_enlarge
+    TaskObserver.validate = score_and_enlarge  # type: ignore[method-assign]

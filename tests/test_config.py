@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from lmforge.core import options as config_package
 from lmforge.core.errors import UserError
 from lmforge.core.options.batch_plan import batch_plan, divisors
 from lmforge.core.options.load import STAGES, config_class, parse_config
@@ -26,7 +25,12 @@ from lmforge.post.options.align import AlignConfig
 from lmforge.post.options.tuning import TunedConfig, TunedTrainOptions
 
 RECIPES = sorted((Path(__file__).parents[1] / "recipes").glob("*.toml"))
-MODULES = [import_module(found.name) for found in pkgutil.walk_packages(config_package.__path__, "lmforge.core.options.")]
+PACKAGES = [import_module(f"lmforge.{wing}.options") for wing in ("core", "text", "serve", "post", "ops", "lab")]
+MODULES = [
+    import_module(found.name)
+    for package in PACKAGES
+    for found in pkgutil.walk_packages(package.__path__, f"{package.__name__}.")
+]
 OPTION_CLASSES = [
     value
     for module in MODULES

@@ -13,9 +13,9 @@ from lmforge.cli import run as command
 from lmforge.core import run as stages
 from lmforge.core.records.run_records import newest_values
 from lmforge.core.records.runs import Run
-from lmforge.core.stages import attempt
 from lmforge.core.stages.attempt import RunEvents
 from lmforge.ops.monitor.run_status import MAX_MISSING, read_run_status
+from lmforge.ops.report import page as report_page
 from lmforge.ops.report.page import render
 from lmforge.ops.report.run_data import MAX_SAMPLES, read_run, verdict
 from lmforge.ops.verbs.running.list_runs import read_runs
@@ -69,7 +69,7 @@ def test_whatever_a_report_fails_of_is_a_warning(
     def fail(run: Run, state: str) -> Path:
         raise problem
 
-    monkeypatch.setattr(attempt, "write_run_report", fail)
+    monkeypatch.setattr(report_page, "write_run_report", fail)
     assert command(["pretrain", *tiny_options, "--run.folder", str(tmp_path), "--run.name", "a", "--train.steps", "2"]) == 0
     assert f"no report: {type(problem).__name__}: " in capfd.readouterr().out
 
@@ -127,7 +127,7 @@ def test_odd_content_is_left_out_of_the_report(first: Run, tmp_path: Path, brows
 def test_a_path_that_is_not_unicode_can_be_shown(first: Run, tmp_path: Path) -> None:
     run = copied(first, tmp_path)
     odd = Run(run.path.rename(tmp_path / "odd\udcff"))
-    assert attempt.write_run_report(odd).exists()
+    assert report_page.write_run_report(odd).exists()
 
 
 @pytest.mark.parametrize(

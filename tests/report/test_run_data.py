@@ -14,7 +14,7 @@ from lmforge.core.files.untrusted import MAX_BYTES
 from lmforge.core.options.load import build_config
 from lmforge.core.records.manifests import checkpoint_checksum
 from lmforge.core.records.runs import Run
-from lmforge.core.stages import attempt
+from lmforge.ops.report import page as report_page
 from lmforge.ops.report.page import write_run_report
 from lmforge.ops.report.run_data import MAX_POINTS, read_run, subject, verdict
 from tests.report.conftest import add_event, copied
@@ -150,13 +150,13 @@ def test_what_is_missing_or_damaged_is_left_out(first: Run, tmp_path: Path) -> N
 def test_a_report_that_cannot_be_written_does_not_end_the_run(
     tiny_options: list[str], tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    written = attempt.write_run_report
+    written = report_page.write_run_report
 
     def into_a_folder(run: Run, state: str) -> Path:
         (run.path / "report.html").mkdir()
         return written(run, state)
 
-    monkeypatch.setattr(attempt, "write_run_report", into_a_folder)
+    monkeypatch.setattr(report_page, "write_run_report", into_a_folder)
     assert command(["pretrain", *tiny_options, "--run.folder", str(tmp_path), "--run.name", "a", "--train.steps", "3"]) == 0
     assert "no report: " in capfd.readouterr().out
     assert command(["report", str(tmp_path / "a")]) == 2
