@@ -42,6 +42,10 @@ class Extras:
         return Extras(**{name: function(tensor) for name, tensor in self.tensors.items()})
 
 
+# The bytes of a token in a batch: tokens, labels, positions and rng keys in int64, document ids in int32.
+BATCH_BYTES_PER_TOKEN = 4 * 8 + 4
+
+
 @dataclass(frozen=True)
 class Batch:
     """Tensors of shape [sequences, sequence_length].

@@ -42,15 +42,13 @@ def optimizer_state_bytes(optimizer: OptimizerOptions, master_dtype: str, counts
     AdamW has two moments; Muon has a momentum of each matrix of the blocks, and AdamW's moments of the other parameters.
     `OptimizerOptions.uses_state_dtype` says which dtype they have.
     """
-    states: int | None = {
-        "adamw": 2 * counts.trained,
-        "muon": 2 * counts.trained - counts.trained_block_matrices,
-    }.get(optimizer.name)
-    if states is None:
-        entry = registry.find("optimizer", optimizer.name)
-        states = (entry.facts.get("states_per_parameter", 2) if entry else 2) * counts.trained
+    entry = registry.find("optimizer", optimizer.name)
+    facts = entry.facts if entry else {}
+    per_parameter = facts.get("states_per_parameter", 2)
+    per_matrix = facts.get("states_per_matrix", per_parameter)
+    of_matrices = per_matrix * counts.trained_block_matrices
+    states = of_matrices + per_parameter * (counts.trained - counts.trained_block_matrices)
     if optimizer.state_dtype == "8bit":
-        of_matrices = (1 if optimizer.name == "muon" else 2) * counts.trained_block_matrices
         return (states - of_matrices) * DTYPE_BYTES["fp32"] + round(of_matrices * STATE_8BIT_BYTES)
     return states * DTYPE_BYTES[optimizer.state_dtype if optimizer.uses_state_dtype else master_dtype]
 

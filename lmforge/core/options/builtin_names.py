@@ -176,7 +176,7 @@ FACTS: dict[tuple[str, str], dict[str, Any]] = {
     ("stage", "align"): {"config": "lmforge.post.options.align:AlignConfig"},
     **{("objective", name): {"method": True} for name in ("dpo", "orpo", "simpo", "kto", "reward", "grpo")},
     ("optimizer", "adamw"): {"reads_found_inf": True},
-    ("optimizer", "muon"): {"reads_found_inf": True, "needs_matrices": True},
+    ("optimizer", "muon"): {"reads_found_inf": True, "needs_matrices": True, "states_per_matrix": 1},
     **{("model_family", name): {"like": name} for name in BUILT_IN_NAMES["model_family"]},
 }
 

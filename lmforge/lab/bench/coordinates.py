@@ -24,6 +24,7 @@ from lmforge.core.model.parametrization import relative_to_base
 from lmforge.core.model.proportions import in_proportion
 from lmforge.core.optim.optimizer import build_optimizer
 from lmforge.core.options.sections import ModelOptions, OptimizerOptions
+from lmforge.core.parallel.parallel_model import set_learning_rate
 
 SEEDS = 2
 SEQUENCES, LENGTH = 4, 32
@@ -86,8 +87,7 @@ def _measure(
     batch = _batch(config.vocab_size, seed)
     before = _outputs(model, batch)
     for _ in range(steps):
-        for group in optimizer.param_groups:
-            group["lr"] = optimizer_options.lr * group.get("lr_ratio", 1.0)
+        set_learning_rate(optimizer, optimizer_options.lr)
         total, _metrics = objective.loss(model, batch)
         (total / objective.num_items(batch)).backward()
         optimizer.step()

@@ -12,6 +12,7 @@ from typing import Self
 
 import torch
 
+from lmforge.core.data.batch import BATCH_BYTES_PER_TOKEN
 from lmforge.core.distributed.distributed import DistributedContext
 from lmforge.core.distributed.memory import check_fits, peak_resident_bytes
 from lmforge.core.errors import UserError
@@ -30,8 +31,6 @@ from lmforge.lab.plan.prediction.step_config import StepConfig
 MARGIN = MEMORY_INTERVAL[1]
 # Kinds of memory in a prediction that depend on the micro-batch.
 ACTIVATION_KINDS = ("activations", "activations of other micro-batches", "recomputed", "temporary", "loss")
-# The bytes of a token in a batch: tokens, labels, positions and rng keys in int64, document ids in int32.
-BATCH_BYTES_PER_TOKEN = 36
 
 
 @dataclass(frozen=True)
