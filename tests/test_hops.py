@@ -15,7 +15,7 @@ from pathlib import Path
 from lmforge import cli
 from lmforge.core.losses.language import _ChunkedCrossEntropy
 from lmforge.core.parallel.parallel_model import train_step
-from lmforge.core.stages import run  # so that importing it is not traced
+from lmforge.core import run  # so that importing it is not traced
 
 PACKAGE, found = str(Path(cli.__file__).parent), {}
 

@@ -58,7 +58,8 @@ import sys
 from lmforge.core.options.load import parse_config
 from lmforge.core.options.stage import PretrainConfig
 from lmforge.lab.options.plan import USABLE_FRACTION
-from lmforge.core.stages import build_model, run as stages
+from lmforge.core import run as stages
+from lmforge.core.stages import build_model
 def print_status(*arguments, **options):
     print(open("/proc/self/status").read())
     sys.exit()
