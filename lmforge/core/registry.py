@@ -44,7 +44,7 @@ KINDS = {
         RegistryKind("run_check", "log", "every run"),
         RegistryKind("attempt_observer", "log", "every run"),
         RegistryKind("observer", "log", "every run"),
-        RegistryKind("memory_estimator", "log", "every run"),
+        RegistryKind("memory_advice", "log", "every run"),
         RegistryKind("data_sheets", "log", "every run"),
         RegistryKind("objective", "objective", "objective.name"),
         RegistryKind("optimizer", "optimizer", "optimizer.name"),

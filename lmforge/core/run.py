@@ -9,7 +9,6 @@ from functools import partial
 
 import torch
 
-from lmforge.core import registry
 from lmforge.core.distributed.distributed import CONTROL_TIMEOUT, destroy_distributed, init_distributed
 from lmforge.core.distributed.standby import leave_out_ranks, stand_by
 from lmforge.core.errors import LockLost, RunFailed, UserError, format_duration
@@ -19,7 +18,6 @@ from lmforge.core.optim.schedules import build_schedule
 from lmforge.core.options.stage import StageConfig
 from lmforge.core.parallel.peak_flops import rank_peak_flops
 from lmforge.core.records.runs import Run
-from lmforge.core.seams import MemoryEstimator
 from lmforge.core.stages.attempt import (
     RunContext,
     describe_failure,
@@ -39,6 +37,7 @@ from lmforge.core.stages.inputs import RunInputs, describe_long_sequences
 from lmforge.core.stages.observer import ObservedRun
 from lmforge.core.stages.observers import Observers, build_throughput, log_summary
 from lmforge.core.stages.out_of_memory import explain_out_of_memory
+from lmforge.core.stages.run_memory import RunMemory
 from lmforge.core.stages.specs import StageSpec, spec_of
 from lmforge.core.steps.checkpoints import Checkpoints
 from lmforge.core.steps.determinism import set_determinism
@@ -62,18 +61,16 @@ def run_stage(config: StageConfig, custom: CustomCode = NO_CUSTOM_CODE) -> int:
         with explain_failures(run):
             config, inputs, point = enter_run(config, run, dist_ctx, spec.prepare_data, spec.open_inputs)
             with dist_ctx.raise_on_all():
-                estimator: MemoryEstimator = (
-                    registry.get("memory_estimator", "estimator")
-                    .load()
-                    .of_run(config, inputs.model_config, inputs.batch_plan, dist_ctx, step=point.step, teacher=inputs.teacher)
+                memory = RunMemory.of_run(
+                    config, inputs.model_config, inputs.batch_plan, dist_ctx, step=point.step, teacher=inputs.teacher
                 )
                 if point.step < config.train.steps:
-                    estimator.check(dist_ctx)
+                    memory.check()
                 objective, callbacks = custom.build(config)
             ctx = start_attempt(config, run, dist_ctx, callbacks)
             final_phase, error = "failed", None
             try:
-                status = _train(ctx, spec, inputs, point, estimator, objective)
+                status = _train(ctx, spec, inputs, point, memory, objective)
                 final_phase = "interrupted" if status else "done"
                 return status
             except BaseException as problem:
@@ -96,7 +93,7 @@ def _train(
     spec: StageSpec,
     inputs: RunInputs,
     point: ResumePoint,
-    estimator: MemoryEstimator,
+    memory: RunMemory,
     objective: Objective,
 ) -> int:
     """Train from `point` to the end of the recipe. Returns the exit status."""
@@ -116,7 +113,7 @@ def _train(
         log(f"{ctx.run.path}: trained to step {point.step} already; give a larger --train.steps to continue")
         return 0
     with explain_out_of_memory(
-        estimator.suggest_what_fits, dist_ctx, ctx.watch.describe_progress, ctx.memory_snapshot, ctx.run.holds_lock
+        memory.suggest_what_fits, dist_ctx, ctx.watch.describe_progress, ctx.memory_snapshot, ctx.run.holds_lock
     ):
         built = build(ctx, inputs, point, objective)
         peak_flops = rank_peak_flops(dist_ctx, built.dtype)
@@ -130,7 +127,7 @@ def _train(
                 batches = spec.build_batches(ctx, inputs, built)
                 stack.callback(batches.close)
                 throughput = build_throughput(ctx, inputs, built, batches, peak_flops)
-                observers = Observers(ObservedRun(ctx, inputs, built, batches, throughput, estimator), checkpointer)
+                observers = Observers(ObservedRun(ctx, inputs, built, batches, throughput, memory), checkpointer)
                 stack.callback(observers.close)
                 done, stopped_by = train(
                     built.parallel_model,

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple, Protocol, Self
 
 from lmforge.core.data.tokenizer import Tokenizer
-from lmforge.core.distributed.distributed import DistributedContext
 from lmforge.core.model.config import ModelConfig
 from lmforge.core.model.layers import LanguageModel
 from lmforge.core.options.lora import LoraOptions
@@ -152,13 +151,3 @@ class AttemptObserver(Protocol):
 
     def end(self, state: str) -> None:
         """The attempt has ended: done, interrupted or failed. It raises nothing."""
-
-
-class MemoryEstimator(Protocol):
-    """What a run needs on each rank."""
-
-    def check(self, dist_ctx: DistributedContext) -> None:
-        """Raise UserError, before anything is built, where the run certainly does not fit on this rank."""
-
-    def suggest_what_fits(self, available_bytes: float) -> str:
-        """Advice after the run did not fit into so many bytes on each rank."""

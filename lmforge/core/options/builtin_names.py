@@ -109,7 +109,7 @@ BUILT_IN_NAMES: dict[str, dict[str, str]] = {
         "tasks": "lmforge.serve.validation:TaskObserver",
         "samples": "lmforge.serve.validation:SampleObserver",
     },
-    "memory_estimator": {"estimator": "lmforge.lab.plan.out_of_memory:MemoryEstimator"},
+    "memory_advice": {"search": "lmforge.lab.plan.out_of_memory:suggest_for_run"},
     "data_sheets": {"gpus": "lmforge.lab.plan.hardware:gpu_peak_flops"},
     "doctor_check": {
         "parity": "lmforge.lab.bench.parity_table:check_parity",

@@ -169,6 +169,11 @@ class StageConfig(Options):
         return False
 
     @property
+    def copies_reference(self) -> bool:
+        """Whether a frozen copy of the model scores each batch, for certain."""
+        return False
+
+    @property
     def group_size(self) -> int:
         """Sequences of a batch that belong together and stay on one rank, such as completions of one prompt."""
         return 1

@@ -6,10 +6,10 @@ from typing import Any
 from lmforge.core import registry
 from lmforge.core.model.config import ModelConfig
 from lmforge.core.options.stage import StageConfig
-from lmforge.core.seams import MemoryEstimator
 from lmforge.core.stages.attempt import RunContext
 from lmforge.core.stages.build_model import BuiltModel
 from lmforge.core.stages.inputs import RunInputs
+from lmforge.core.stages.run_memory import RunMemory
 from lmforge.core.steps.callbacks import BatchSource, LoopCallbacks
 from lmforge.core.steps.metrics import Throughput
 
@@ -24,7 +24,7 @@ class ObservedRun:
     batches: BatchSource
     throughput: Throughput
     # Made before the model was built.
-    memory: MemoryEstimator | None = None
+    memory: RunMemory | None = None
 
 
 class Observer(LoopCallbacks):

@@ -31,6 +31,7 @@ from lmforge.core.parallel.precision import DTYPES, choose_compile, with_dtype
 from lmforge.core.parallel.validate import check_parallel, describe_unused_sharding
 from lmforge.core.stages.build_model import build_model_and_optimizer
 from lmforge.core.stages.dataset_batches import build_loader
+from lmforge.core.stages.run_memory import RunMemory
 from lmforge.core.stages.training_data import TokenSources, find_missing_folders
 from lmforge.core.stages.weight_source import find_weights, resolve_model_config
 from lmforge.core.steps.determinism import set_determinism
@@ -69,9 +70,9 @@ class _Trial:
         with dist_ctx.raise_on_all():
             if config.bench.trace and self._is_rank0:
                 check_output(config.bench.trace, "--trace")
-            estimator = MemoryEstimator.of_run(config, self._model_config, self._plan, dist_ctx)
-            estimator.check(dist_ctx)
-        self._prediction = estimator.predict_run(config, self._device)
+            memory = RunMemory.of_run(config, self._model_config, self._plan, dist_ctx)
+            memory.check()
+        self._prediction = MemoryEstimator.of_run(memory).predict_run(config, self._device)
         self._dtype = DTYPES[config.train.dtype]
         self._compiled, _ = choose_compile(config, self._device, config.train.steps)
         self._objective = NextTokenObjective(z_loss=config.train.z_loss)

@@ -22,8 +22,8 @@ class PredictionObserver(Observer):
         self._check: PredictionCheck | None = None
         if not run.ctx.dist_ctx.is_rank0:
             return
-        assert isinstance(run.memory, MemoryEstimator)
-        prediction = run.memory.predict_run(run.ctx.config, run.ctx.dist_ctx.device)
+        assert run.memory is not None
+        prediction = MemoryEstimator.of_run(run.memory).predict_run(run.ctx.config, run.ctx.dist_ctx.device)
         log = run.ctx.console.info
         log(f"predicted  {prediction if isinstance(prediction, str) else prediction.describe()}")
         self._check = PredictionCheck(prediction, run.inputs.batch_plan.tokens, run.built.point.step, log)

@@ -12,16 +12,13 @@ from typing import Self
 
 import torch
 
-from lmforge.core.data.batch import BATCH_BYTES_PER_TOKEN
-from lmforge.core.distributed.distributed import DistributedContext
-from lmforge.core.distributed.memory import check_fits, peak_resident_bytes
 from lmforge.core.errors import UserError
-from lmforge.core.model.config import ModelConfig
-from lmforge.core.model.state_bytes import DTYPE_BYTES, ParameterCounts, checkpoint_bytes
+from lmforge.core.model.state_bytes import ParameterCounts
 from lmforge.core.options.batch_plan import BatchPlan
 from lmforge.core.options.stage import StageConfig
 from lmforge.core.parallel.precision import choose_compile
 from lmforge.core.stages.parameter_counts import count_parameters, get_lora_config
+from lmforge.core.stages.run_memory import RunMemory
 from lmforge.lab.plan.planning import RunPrediction, build_step_config, predict_run
 from lmforge.lab.plan.prediction.predict import CONTEXT_BYTES, MEMORY_INTERVAL, OVERHEAD, peak_memory
 from lmforge.lab.plan.prediction.search import suggest_what_fits
@@ -45,31 +42,23 @@ class MemoryEstimator:
     resident_bytes: int = 0
 
     @classmethod
-    def of_run(
-        cls,
-        config: StageConfig,
-        model_config: ModelConfig,
-        plan: BatchPlan,
-        dist_ctx: DistributedContext,
-        *,
-        step: int = 0,
-        teacher: ModelConfig | None = None,
-    ) -> Self:
-        """The estimator of a recipe on these ranks, for a run that continues from `step`, beside its teacher."""
-        on_gpu = dist_ctx.device.type == "cuda"
-        compiled, _ = choose_compile(config, dist_ctx.device, config.train.steps - step)
+    def of_run(cls, run: RunMemory) -> Self:
+        """The estimator of a run."""
+        config = run.config
+        compiled, _ = choose_compile(config, run.device, config.train.steps - run.step)
         step_config = build_step_config(
             config,
-            model_config,
-            plan,
-            world_size=dist_ctx.world_size,
-            gpus_per_host=dist_ctx.rank_info.local_world_size,
-            on_gpu=on_gpu,
+            run.model_config,
+            run.plan,
+            world_size=run.rank_info.world_size,
+            gpus_per_host=run.rank_info.local_world_size,
+            on_gpu=run.device.type == "cuda",
             dtype=config.train.dtype,
             compiled=compiled,
-            teacher=teacher,
+            teacher=run.teacher,
         )
-        return cls(step_config, plan, count_parameters(model_config, get_lora_config(config)), peak_resident_bytes())
+        counts = count_parameters(run.model_config, get_lora_config(config))
+        return cls(step_config, run.plan, counts, run.resident_bytes)
 
     def required_bytes(self, step_config: StepConfig) -> float:
         """All memory that a rank needs for a step, including margins."""
@@ -93,39 +82,6 @@ class MemoryEstimator:
         except Exception as problem:
             return f"failed, and the run continues: {traceback.format_exception_only(problem)[-1].strip()}"
 
-    def least_state_bytes(self) -> float:
-        """Bytes of a rank that do not depend on the batch: weights, optimizer states, gradients, and weights of a step."""
-        step_config, counts = self.step_config, self.counts
-        master, options = DTYPE_BYTES[step_config.master_dtype], step_config.options
-        state_bytes = checkpoint_bytes(step_config.optimizer, step_config.master_dtype, counts)
-        state_bytes += (counts.trained + (counts.total if step_config.reference == "copy" else 0)) * master
-        if step_config.teacher is not None:
-            state_bytes += step_config.teacher.parameters.weight_bytes(step_config.dtype)
-        if options.cpu_offload and step_config.on_gpu:
-            state_bytes = 0
-        working = 0
-        if not step_config.is_fsdp and step_config.dtype_bytes < master:
-            working = (counts.total - counts.quantized) * step_config.dtype_bytes
-        return (state_bytes / step_config.shards + working) / (
-            options.tensor_parallel_degree * options.pipeline_parallel_degree
-        )
-
-    def check(self, dist_ctx: DistributedContext) -> None:
-        """Raise UserError, before anything is built, where the run certainly does not fit on this rank. The model's state and
-        the batch are exact. A compiler keeps fewer activations than are predicted: they count only with their smallest part,
-        the input of each block.
-        """
-        step_config, plan = self.step_config, self.plan
-        hidden = (
-            step_config.tokens * step_config.model.hidden_size * step_config.model.num_hidden_layers // step_config.pipeline
-        )
-        batch = plan.accumulation * plan.micro_batch_size * plan.sequence_length * BATCH_BYTES_PER_TOKEN
-        what, ranks = "model, gradients, optimizer and activations of a rank", step_config.gpus_per_host
-        least = self.least_state_bytes() + hidden * step_config.dtype_bytes
-        check_fits(least, dist_ctx.device, what, self.suggest_what_fits, num_ranks=ranks)
-        what = f"a batch of {plan.tokens:,} tokens"
-        check_fits(batch, torch.device("cpu"), what, "use a smaller global batch", num_ranks=ranks)
-
     def suggest_what_fits(self, available_bytes: float) -> str:
         """Advice after the run did not fit into `available_bytes` on each rank: only what fits by estimate."""
         step_config = self.step_config
@@ -137,3 +93,8 @@ class MemoryEstimator:
             )
         except UserError as problem:
             return f"there is no estimate of what would fit: {problem}"
+
+
+def suggest_for_run(run: RunMemory, available_bytes: float) -> str:
+    """Advice after a run did not fit into `available_bytes` on each rank."""
+    return MemoryEstimator.of_run(run).suggest_what_fits(available_bytes)

@@ -251,6 +251,11 @@ class AlignConfig(TunedConfig):
         return self.align.method == "reward"
 
     @property
+    def copies_reference(self) -> bool:
+        """Whether policy optimization reads the reference may depend on its preset; then it is not for certain."""
+        return self.reference == "copy" and (self.align.method != "grpo" or self.rollout.kl_estimator not in (None, "none"))
+
+    @property
     def group_size(self) -> int:
         return self.rollout.num_generations if self.align.method == "grpo" else 1
 
