@@ -169,6 +169,7 @@ FACTS: dict[tuple[str, str], dict[str, Any]] = {
     ("observer", "tasks"): {"when": "config.validation.tasks"},
     ("observer", "samples"): {"when": "config.sample.every_steps"},
     ("attempt_observer", "trackers"): {"when": "config.log.trackers"},
+    ("run_check", "job"): {"when": "run.has_job"},
     ("run_check", "trackers"): {"when": "config.log.trackers"},
     ("stage", "pretrain"): {"config": "lmforge.core.options.stage:PretrainConfig"},
     ("stage", "sft"): {"config": "lmforge.post.options.tuning:SftConfig"},

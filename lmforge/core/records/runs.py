@@ -46,6 +46,8 @@ from lmforge.core.records.run_records import COMPLETIONS_FOLDER, read_last_metri
 if TYPE_CHECKING:
     from filelock import BaseFileLock
 
+# What `lmforge launch` records of a job, in the run directory.
+LAUNCH_FOLDER, JOB_FILE = "launch", "job.json"
 STEP_PREFIX = "step-"
 MANIFEST = "manifest.json"
 MAX_PATH_QUOTED = 200  # characters of a path in a message
@@ -194,6 +196,11 @@ class Run:
     @property
     def events_path(self) -> Path:
         return self.path / "events.jsonl"
+
+    @property
+    def has_job(self) -> bool:
+        """Whether `lmforge launch` has started a job for it (ops/jobs/job.py)."""
+        return (self.path / LAUNCH_FOLDER / JOB_FILE).exists()
 
     @property
     def health_folder(self) -> Path:

@@ -119,7 +119,7 @@ def lock_run(run: Run, config: StageConfig) -> tuple[bool, str]:
         raise UserError(f"{run.path}: a file, where the run's directory would be; choose another --run.name")
     if run.is_not_a_run():
         raise UserError(f"{run.path}: not empty and not a run of lmforge; choose another --run.name")
-    for entry in registry.chosen("run_check", config=config):
+    for entry in registry.chosen("run_check", config=config, run=run):
         entry.build(config, run)
     # On this machine a run of another machine may have only checkpoints.
     exists = run.exists() or bool(run.external_checkpoints and run.checkpoint_steps())

@@ -13,8 +13,9 @@ from lmforge.core.errors import UserError
 from lmforge.core.files.atomic_files import atomic_write_json
 from lmforge.core.files.untrusted import cut, describe_os_error, open_file, read_bounded, read_json
 from lmforge.core.options.operation import LauncherName, LaunchOptions
+from lmforge.core.records.runs import JOB_FILE, LAUNCH_FOLDER
 
-LAUNCH_FOLDER, JOB_FILE, JOB_SCRIPT, NODE_SCRIPT = "launch", "job.json", "job.sh", "node.sh"
+JOB_SCRIPT, NODE_SCRIPT = "job.sh", "node.sh"
 MAX_STATUS_BYTES = 1024  # of the small files of a job
 LAST_BYTES, MAX_REASON = 2**14, 300  # of its output; characters of the reason in it
 DELETE_HINT = "delete it; the run itself is not changed"

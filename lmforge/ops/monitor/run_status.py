@@ -13,8 +13,7 @@ from typing import Any, Literal
 
 from lmforge.core.errors import UserError
 from lmforge.core.records.kinds import Kind, unexpected
-from lmforge.core.records.runs import Run
-from lmforge.ops.jobs.job import JOB_FILE, LAUNCH_FOLDER
+from lmforge.core.records.runs import JOB_FILE, LAUNCH_FOLDER, Run
 from lmforge.ops.monitor.heartbeat import FINAL_PHASES, SILENT_AFTER_SECONDS, heartbeat_paths
 from lmforge.ops.monitor.stall import PeerStatus, classify_ranks, read_peer
 from lmforge.ops.monitor.usage.host import HostUsage, read_published

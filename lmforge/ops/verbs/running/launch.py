@@ -12,9 +12,9 @@ from lmforge.core.files.atomic_files import atomic_write_text
 from lmforge.core.options.operation import LaunchOptions
 from lmforge.core.options.options import to_toml
 from lmforge.core.options.stage import StageConfig
-from lmforge.core.records.runs import Run
+from lmforge.core.records.runs import LAUNCH_FOLDER, Run
 from lmforge.ops.jobs.code_snapshot import save_code
-from lmforge.ops.jobs.job import JOB_SCRIPT, LAUNCH_FOLDER, NODE_SCRIPT, Job, JobPlan, write_job
+from lmforge.ops.jobs.job import JOB_SCRIPT, NODE_SCRIPT, Job, JobPlan, write_job
 from lmforge.ops.jobs.launchers import check, find_hosts, plan_scripts, submit
 from lmforge.ops.jobs.sessions import Hosts
 from lmforge.ops.options.running import LaunchRequest
