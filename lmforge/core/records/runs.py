@@ -63,7 +63,7 @@ RUN_FOLDERS = (
     "tensorboard",
     "trackers",
     "profile",
-    "launch",
+    LAUNCH_FOLDER,
 )
 MAX_HOLDER_CHARACTERS = 200
 CHECKPOINT_FOLDER_HINT = "check the folder or address and the right to write there, or choose another --checkpoint.folder"
