@@ -18,14 +18,11 @@ ROOT = Path(lmforge.__file__).parent
 # Where what was written is read.
 READERS = [
     "text/chat",
-    "environments",
-    "evaluate",
-    "foreign_code.py",
-    "generate",
-    "rewards",
+    "post/environments",
+    "core/foreign_code.py",
+    "post/rewards",
     "serve",
-    "untrusted.py",
-    "serve/verbs/chat.py",
+    "core/files/untrusted.py",
 ]
 METHODS = {"match": "match", "fullmatch": "fullmatch", "search": "search"}  # others go through the whole text
 # Read other things: what users wrote in files of their own, or what is cut to 80 characters before.

@@ -38,7 +38,7 @@ sys.stdin.read()
 
 WITHOUT_FLOCK = ["-m", "tests.without_flock"]
 LEASE_SECONDS = 2.0
-HOLD_FOR_SECONDS = f"from lmforge import locks\nlocks.LEASE_SECONDS = {LEASE_SECONDS}\n{HOLD}"
+HOLD_FOR_SECONDS = f"from lmforge.core.files import locks\nlocks.LEASE_SECONDS = {LEASE_SECONDS}\n{HOLD}"
 
 
 @contextmanager

@@ -33,7 +33,7 @@ LIBRARY_PATHS = (
     "dist-packages",
     f"{os.sep}lib{os.sep}python",
     "<frozen",
-    __name__.split(".")[0] + "/monitor/stragglers.py",
+    str(Path(__file__).with_name("stragglers.py")),
 )
 HEALTHY, STUCK, WAITING = "", "stuck", "waits"
 
