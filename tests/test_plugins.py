@@ -14,12 +14,14 @@ from typing import Any
 import pyarrow.parquet
 import pytest
 
+from lmforge.cli import run as command
 from lmforge.core import plugins, registry
 from lmforge.core.data.shards.folder import TokenFolder
 from lmforge.core.errors import UserError
 from lmforge.core.options.builtin_names import BUILT_IN_NAMES, DOCUMENT_SOURCES
 from lmforge.core.options.extend import extended
 from lmforge.core.options.load import parse_config
+from lmforge.core.options.options import Options
 from lmforge.core.options.stage import PretrainConfig
 from lmforge.post.rewards.functions import load_reward_functions
 from lmforge.text.sources.text_sources import open_text_source
@@ -503,3 +505,64 @@ def test_a_reward_of_a_plugin_is_called_with_its_options(tmp_path: Path) -> None
     for options, expected in (({}, [1.0, 1.0]), ({"short": '{"most": 1}'}, [1.0, 0.0])):
         with load_reward_functions(["short"], options=options) as rewards:
             assert rewards(["p", "p"], ["one", "one two"], {"other": ["a", "b"]}).rewards == expected
+
+
+@pytest.mark.parametrize("kind", ["verb", "stage", "monitor", "weight_source"])
+def test_names_of_kinds_that_only_lmforge_registers_are_refused(kind: str) -> None:
+    with pytest.raises(UserError, match=f"^{kind} mine: only lmforge registers names of this kind"):
+        registry.register(kind, "mine", "my_module:thing")
+
+
+def test_an_observer_has_no_options() -> None:
+    class Own(Options):
+        """Of nothing."""
+
+    with pytest.raises(UserError, match="this kind has no options; leave them out"):
+        registry.register("observer", "mine", "my_module:thing", options=Own)
+
+
+OBSERVING = """
+from lmforge.core import registry
+from lmforge.core.stages.observer import Observer
+
+
+class Steps(Observer):
+    @classmethod
+    def open(cls, config, inputs, resumes):
+        return {"steps": config.train.steps, "resumes": resumes}
+
+    def __init__(self, run):
+        super().__init__(run)
+        self.opened, self.file = run.inputs.opened["steps"], run.ctx.run.path / "observed.txt"
+
+    def on_step_end(self, step, record, is_stopping):
+        with self.file.open("a") as file:
+            file.write(f"{step} of {self.opened['steps']}, {self.opened['resumes']}\\n")
+
+    def close(self):
+        with self.file.open("a") as file:
+            file.write("closed\\n")
+
+
+def refuse(config, run):
+    if run.path.name == "refused":
+        raise ValueError("no run of this name")
+
+
+registry.register("observer", "steps", Steps)
+registry.register("run_check", "names", refuse)
+"""
+
+
+def test_an_observer_and_a_check_of_a_plugin_see_a_run(
+    tiny_options: list[str], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "observing.py").write_text(OBSERVING)
+    words = ["pretrain", *tiny_options, "--plugins", str(tmp_path / "observing.py"), "--run.folder", str(tmp_path)]
+    for steps in ("2", "3"):
+        assert command([*words, "--run.name", "a", "--train.steps", steps]) == 0
+    seen = (tmp_path / "a" / "observed.txt").read_text().splitlines()
+    assert seen == ["1 of 2, False", "2 of 2, False", "closed", "3 of 3, True", "closed"]
+    capfd.readouterr()
+    assert command([*words, "--run.name", "refused", "--train.steps", "2"]) == 2
+    assert "run_check names: raised ValueError: no run of this name" in capfd.readouterr().err

@@ -16,7 +16,7 @@ PAGES = {
     "recipes/chess/README.md": "chess-recipe.md",
     "LICENSE": "license.md",
     "benchmarks/results": "performance.md",
-    "lmforge/config": "reference/options.md",
+    "lmforge/core/options": "reference/options.md",
 }
 LANGUAGES = {".py": "python", ".toml": "toml"}
 LINK = re.compile(r"(?<=\]\()(?!\w+:|#)([^)\s#]+)(#[^)\s]*)?(?=\))")

@@ -31,27 +31,30 @@ class RegistryKind:
     name: str
     section: str
     chosen_by: str
+    # Whether plugins may register names, and with options that reach the implementation.
+    is_open: bool = True
+    has_options: bool = True
 
 
 KINDS = {
     kind.name: kind
     for kind in (
-        RegistryKind("verb", "", "the command line"),
-        RegistryKind("doctor_check", "", "lmforge doctor"),
-        RegistryKind("chat_tools", "", "lmforge chat --tools"),
-        RegistryKind("stage", "run", "run.stage"),
-        RegistryKind("monitor", "log", "every run"),
-        RegistryKind("run_check", "log", "every run"),
-        RegistryKind("attempt_observer", "log", "every run"),
-        RegistryKind("observer", "log", "every run"),
-        RegistryKind("memory_advice", "log", "every run"),
-        RegistryKind("data_sheets", "log", "every run"),
+        RegistryKind("verb", "", "the command line", is_open=False),
+        RegistryKind("doctor_check", "", "lmforge doctor", is_open=False),
+        RegistryKind("chat_tools", "", "lmforge chat --tools", is_open=False),
+        RegistryKind("stage", "run", "run.stage", is_open=False),
+        RegistryKind("monitor", "log", "every run", is_open=False),
+        RegistryKind("run_check", "log", "every run", has_options=False),
+        RegistryKind("attempt_observer", "log", "every run", has_options=False),
+        RegistryKind("observer", "log", "every run", has_options=False),
+        RegistryKind("memory_advice", "log", "every run", is_open=False),
+        RegistryKind("data_sheets", "log", "every run", is_open=False),
         RegistryKind("objective", "objective", "objective.name"),
         RegistryKind("optimizer", "optimizer", "optimizer.name"),
         RegistryKind("schedule", "schedule", "schedule.name"),
         RegistryKind("model_family", "model", "model.model_type"),
-        RegistryKind("implementation", "model", "model.implementation"),
-        RegistryKind("weight_source", "model", "model.source"),
+        RegistryKind("implementation", "model", "model.implementation", is_open=False),
+        RegistryKind("weight_source", "model", "model.source", is_open=False),
         RegistryKind("document_source", "", "the suffix of a file"),
         RegistryKind("checkpoint_layout", "layout", "--layout"),
         RegistryKind("reward", "rollout", "rollout.reward_functions"),
@@ -97,6 +100,12 @@ class Entry:
         with self._plugin_errors("raised"):
             return implementation(*arguments)
 
+    def call(self, method: str, *arguments: Any) -> Any:
+        """What a method of the implementation returns for `arguments`. Raises UserError where a plugin's raises anything."""
+        implementation = self.load()
+        with self._plugin_errors(f"{method} raised"):
+            return getattr(implementation, method)(*arguments)
+
     @contextmanager
     def _plugin_errors(self, what: str) -> Iterator[None]:
         """Turns any exception of a plugin into a UserError."""
@@ -124,7 +133,8 @@ def register(kind: str, name: str, implementation: Any = None, *, options: type[
     """Make `name` a value of the option that chooses a `kind`: see `KINDS`, and docs/extending.md for what each is called with.
 
     `implementation` is a function or class, or "module:name", which is imported when it is first used. Without it this is a
-    decorator of one. Raises UserError for an unknown kind, a name that is taken, or one that is not letters, digits and dashes.
+    decorator of one. Raises UserError for an unknown kind or one of lmforge alone, a name that is taken, or one that is not
+    letters, digits and dashes.
     """
     if kind not in KINDS:
         raise UserError(f"{kind}: nothing of this kind is registered{did_you_mean(kind, KINDS)}; there are {', '.join(KINDS)}")
@@ -133,6 +143,10 @@ def register(kind: str, name: str, implementation: Any = None, *, options: type[
     if (there := _entries.get((kind, name))) is not None:
         raise UserError(f"{kind} {name}: this name is taken by {there.origin}; choose another")
     origin = _origin.get()
+    if origin != BUILT_IN and not KINDS[kind].is_open:
+        raise UserError(f"{kind} {name}: only lmforge registers names of this kind; docs/extending.md lists the others")
+    if options is not None and not KINDS[kind].has_options:
+        raise UserError(f"{kind} {name}: this kind has no options; leave them out")
     if kind == "model_family" and origin != BUILT_IN and facts.get("like") not in names(kind):
         raise UserError(f"{kind} {name}: give like=…, the model_type whose config it has: {', '.join(names(kind))}")
     if kind == "checkpoint_layout" and not {"marker", "like"} <= facts.keys():

@@ -17,6 +17,7 @@ from lmforge.core.losses.objective import Objective
 from lmforge.core.optim.schedules import build_schedule
 from lmforge.core.options.stage import StageConfig
 from lmforge.core.parallel.peak_flops import rank_peak_flops
+from lmforge.core.parallel.precision import choose_compile
 from lmforge.core.records.runs import Run
 from lmforge.core.stages.attempt import (
     RunContext,
@@ -64,6 +65,8 @@ def run_stage(config: StageConfig, custom: CustomCode = NO_CUSTOM_CODE) -> int:
                 memory = RunMemory.of_run(
                     config, inputs.model_config, inputs.batch_plan, dist_ctx, step=point.step, teacher=inputs.teacher
                 )
+                # Refuses what cannot be compiled here.
+                choose_compile(config, dist_ctx.device, config.train.steps - point.step)
                 if point.step < config.train.steps:
                     memory.check()
                 objective, callbacks = custom.build(config)

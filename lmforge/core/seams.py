@@ -149,5 +149,8 @@ class AttemptObserver(Protocol):
     def on_record(self) -> None:
         """A record was added to metrics.jsonl."""
 
+    def close(self) -> None:
+        """Nothing is written after this but what `end` writes. Called at the end of every attempt."""
+
     def end(self, state: str) -> None:
-        """The attempt has ended: done, interrupted or failed. It raises nothing."""
+        """The attempt has ended: done, interrupted or failed. Called if the run is still this attempt's. It raises nothing."""

@@ -11,14 +11,13 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from lmforge.core import registry
 from lmforge.core.distributed import distributed as cluster
 from lmforge.core.errors import UserError
 from lmforge.core.options.options import validate_options
 from lmforge.core.options.stage import PretrainConfig
 from lmforge.core.records.runs import Run
 from lmforge.core.run import collective_timeout
-from lmforge.core.stages.attempt import start_attempt
+from lmforge.core.stages.attempt import load_monitors, start_attempt
 from lmforge.core.stages.custom_code import PluginCallbacks
 
 if __name__ == "__main__":
@@ -29,7 +28,7 @@ if __name__ == "__main__":
     dist_ctx = cluster.init_distributed("cpu", threads=1, timeout=collective_timeout(config))
     group = dist.distributed_c10d._get_default_group()._get_backend(torch.device("cpu"))
     print("time-out", group.options._timeout == timedelta(seconds=2 * watch_seconds), flush=True)
-    registry.get("monitor", "monitors").load()  # while files can be opened
+    load_monitors(config)  # as when a run is entered
     if dist_ctx.rank_info.rank == 1:
         for thread in threading.enumerate():
             if thread.name == "joining":  # it closes its connection to the store at some time

@@ -22,7 +22,6 @@ from lmforge.core.options.sections import ParallelOptions
 from lmforge.core.options.stage import PretrainConfig, StageConfig
 from lmforge.core.parallel.dims import plan_batches
 from lmforge.core.parallel.precision import MIN_STEPS_TO_COMPILE, choose_compile
-from lmforge.core.stages.parameter_counts import count_parameters, get_lora_config
 from lmforge.core.stages.run_memory import RunMemory
 from lmforge.hf.resolve import model_config_from_options
 from lmforge.lab.plan.hardware import data_sheets
@@ -89,7 +88,7 @@ def estimator_of(
         dtype=dtype,
         compiled=on_gpu and config.train.compile != "off",
     )
-    return MemoryEstimator(step_config, plan, count_parameters(model_config, get_lora_config(config)))
+    return MemoryEstimator(step_config)
 
 
 def pretrain_within(limit: int, *words: str) -> subprocess.CompletedProcess[str]:
@@ -184,18 +183,16 @@ def test_adapters_are_predicted_without_gradients_and_optimizer_states_of_frozen
     words = ["--data.files", str(tmp_path / "a.jsonl"), "--model.num_hidden_layers", "4", "--train.global_batch_size", "8"]
     configs = [parse_config(SftConfig, [*words, "--train.dtype", "fp32", *more]) for more in ([], ["--lora.rank", "4"])]
     whole, adapted = (estimator_of(config, 4, 5000) for config in configs)
-    counts = adapted.counts
+    counts = adapted.step_config.parameters
     assert counts.trained < counts.total / 20
     for parameters, estimator in ((counts.total - counts.trained, whole), (counts.total, adapted)):
-        assert estimator.counts == estimator.step_config.parameters
         memory = peak_memory(replace(estimator.step_config.with_options(engine="ddp"), world_size=4))
         assert memory["weights"] == 4 * parameters
-        assert memory["optimizer states"] == 8 * estimator.counts.trained
-        assert memory["gradients"] == 4 * estimator.counts.trained
-    least = [
-        RunMemory(config, whole.step_config.model, whole.plan, RankInfo(0, 4), torch.device("cpu")).least_state_bytes()
-        for config in configs
-    ]
+        assert memory["optimizer states"] == 8 * estimator.step_config.parameters.trained
+        assert memory["gradients"] == 4 * estimator.step_config.parameters.trained
+    ranks, cpu = RankInfo(0, 4), torch.device("cpu")
+    memories = [RunMemory(config, whole.step_config.model, plan_batches(config, 4), ranks, cpu) for config in configs]
+    least = [memory.least_state_bytes() for memory in memories]
     assert least[1] < least[0] / 3
     assert adapted.required_bytes(adapted.step_config) < whole.required_bytes(whole.step_config)
 

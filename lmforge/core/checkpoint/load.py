@@ -1,7 +1,7 @@
 """Loading a checkpoint: into existing tensors, on any number of ranks and under any strategy, or as the weights of a model.
 
 Each rank reads only what it needs, and verifies it as it reads (storage.py). Metadata is unpickled safely
-(hf/torch_checkpoints.py).
+(safe_reader.py).
 """
 
 import warnings

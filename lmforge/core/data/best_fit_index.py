@@ -12,7 +12,7 @@ cut every `sequence_length` tokens. A token at a cut is the label of one span an
 within a document is scored exactly once.
 
 Documents are packed in groups that are neighbours in a shard, so that a sequence is read from near places, and the time and
-memory of packing do not depend on the size of a shard. Writing the index of a folder is in prepare/pack.py.
+memory of packing do not depend on the size of a shard. Writing the index of a folder is in text/prepare/pack.py.
 """
 
 from bisect import bisect_right

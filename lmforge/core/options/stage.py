@@ -170,7 +170,7 @@ class StageConfig(Options):
 
     @property
     def copies_reference(self) -> bool:
-        """Whether a frozen copy of the model scores each batch, for certain."""
+        """Whether a frozen copy of the model scores each batch."""
         return False
 
     @property

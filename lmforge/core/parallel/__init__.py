@@ -8,5 +8,5 @@ For others: `parallelize`, `ParallelModel` (what the training loop calls, the sa
 `pipeline_parallel`) and transforms (`tensor_parallel`, `activation_checkpointing`) are used by `parallelize` only.
 
 Not here: how attention gathers keys and values with context parallelism (core/model/attention.py), the options themselves
-(config), process groups (cluster), the losses (objectives), checkpoints (checkpoint).
+(core/options/), process groups (core/distributed/), the losses (core/losses/), checkpoints (core/checkpoint/).
 """

@@ -135,6 +135,12 @@ class RunContext:
         return self.log.path.with_suffix(".memory.pickle")
 
 
+def load_monitors(config: StageConfig) -> None:
+    """Import what `start_attempt` opens, before a rank can fail alone at it."""
+    for entry in [registry.get("monitor", "monitors"), *registry.chosen("attempt_observer", config=config)]:
+        entry.load()
+
+
 def start_attempt(config: StageConfig, run: Run, dist_ctx: DistributedContext, callbacks: PluginCallbacks) -> RunContext:
     """Write the recipe, open this rank's log, and start the watchdog. Ranks other than 0 print to their logs from now on."""
     attempt = dist_ctx.decide_on_rank0(partial(run.start_attempt, config))
@@ -198,8 +204,9 @@ def end_attempt(ctx: RunContext, final_phase: str, error: str | None) -> None:
     """Write how the attempt ended, `error` in one line if it failed, and close what `start_attempt` has opened."""
     ctx.watch.stop(final_phase)
     ctx.events.add("end", None, state=final_phase, error=error)
-    if ctx.run.holds_lock():
-        for observer in ctx.observers:
+    for observer in ctx.observers:
+        observer.close()
+        if ctx.run.holds_lock():
             observer.end(final_phase)
     ctx.console.close()
     ctx.log.close()

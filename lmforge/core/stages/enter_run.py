@@ -21,7 +21,7 @@ from lmforge.core.parallel.precision import DTYPES, with_dtype
 from lmforge.core.parallel.validate import choose_engine
 from lmforge.core.plugins import describe_changes, describe_plugins
 from lmforge.core.records.runs import Run, is_local, parse_location
-from lmforge.core.stages.attempt import again_if_restarted
+from lmforge.core.stages.attempt import again_if_restarted, load_monitors
 from lmforge.core.stages.inputs import RunInputs
 from lmforge.core.stages.observer import chosen_observers
 from lmforge.core.stages.weight_source import ConfigT, find_weights, pin_checkpoints, with_original_sources
@@ -62,6 +62,7 @@ def enter_run(
     resumes, token = dist_ctx.decide_on_rank0(partial(lock_run, run, config))
     run.share_lock(token)
     with dist_ctx.raise_on_all():
+        load_monitors(config)
         if config.log.memory_snapshot and dist_ctx.device.type != "cuda":
             raise UserError(f"log.memory_snapshot: only for a GPU, and this run is on a {dist_ctx.device.type}; leave it out")
         choose_engine(config.parallel, dist_ctx.world_size, dist_ctx.device.type)
@@ -80,10 +81,11 @@ def enter_run(
                 f" of them {size // sequences_per_epoch:,} times; use a smaller batch"
             )
         config = config.with_steps(sequences_per_epoch, size)
-    opened = {
-        entry.name: dist_ctx.decide_on_rank0(partial(entry.load().open, config, inputs, resumes))
-        for entry in chosen_observers(config, inputs.model_config)
-    }
+    with dist_ctx.raise_on_all():
+        observers = chosen_observers(config, inputs.model_config)
+        for entry in observers:
+            entry.load()
+    opened = {entry.name: dist_ctx.decide_on_rank0(partial(entry.call, "open", config, inputs, resumes)) for entry in observers}
     inputs = replace(inputs, opened=opened)
     point = dist_ctx.decide_on_rank0(partial(find_resume_point, run, config.train.steps)) if resumes else ResumePoint()
     config, notes = with_original_sources(config, point.manifest)

@@ -1,5 +1,5 @@
 """The inputs of a run, and whether its model can be trained as the recipe says: what is known before anything of the run is
-written. Those of pretraining are opened here; the others in examples.py and alignment/prompt_inputs.py."""
+written. Those of pretraining are opened here; the others in post/examples.py and post/rl/prompt_inputs.py."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace

@@ -2,7 +2,7 @@
 
 The loop (core/loop.py) knows none of it, and would train the same without it. Here are the files of the run, the callbacks of
 plugins and the profiler; what wings attach is registered as "observer" (core/stages/observer.py), what watches an attempt as
-"monitor" and "run_observer" (core/seams.py). The list of all is in core/options/builtin_names.py.
+"monitor" and "attempt_observer" (core/seams.py). The list of all is in core/options/builtin_names.py.
 """
 
 from collections.abc import Callable

@@ -71,8 +71,9 @@ class _Trial:
             if config.bench.trace and self._is_rank0:
                 check_output(config.bench.trace, "--trace")
             memory = RunMemory.of_run(config, self._model_config, self._plan, dist_ctx)
+            estimator = MemoryEstimator.of_run(memory)
             memory.check()
-        self._prediction = MemoryEstimator.of_run(memory).predict_run(config, self._device)
+        self._prediction = estimator.predict_run(config, self._device)
         self._dtype = DTYPES[config.train.dtype]
         self._compiled, _ = choose_compile(config, self._device, config.train.steps)
         self._objective = NextTokenObjective(z_loss=config.train.z_loss)

@@ -13,11 +13,8 @@ from typing import Self
 import torch
 
 from lmforge.core.errors import UserError
-from lmforge.core.model.state_bytes import ParameterCounts
-from lmforge.core.options.batch_plan import BatchPlan
 from lmforge.core.options.stage import StageConfig
 from lmforge.core.parallel.precision import choose_compile
-from lmforge.core.stages.parameter_counts import count_parameters, get_lora_config
 from lmforge.core.stages.run_memory import RunMemory
 from lmforge.lab.plan.planning import RunPrediction, build_step_config, predict_run
 from lmforge.lab.plan.prediction.predict import CONTEXT_BYTES, MEMORY_INTERVAL, OVERHEAD, peak_memory
@@ -32,13 +29,9 @@ ACTIVATION_KINDS = ("activations", "activations of other micro-batches", "recomp
 
 @dataclass(frozen=True)
 class MemoryEstimator:
-    """What a run needs on each rank. step_config: of the recipe. counts: parameters of the trained model, a wrapped one too.
-    resident_bytes: of this process, before it builds anything.
-    """
+    """What a run needs on each rank. step_config: of the recipe. resident_bytes: of this process, before it builds anything."""
 
     step_config: StepConfig
-    plan: BatchPlan
-    counts: ParameterCounts
     resident_bytes: int = 0
 
     @classmethod
@@ -57,8 +50,7 @@ class MemoryEstimator:
             compiled=compiled,
             teacher=run.teacher,
         )
-        counts = count_parameters(run.model_config, get_lora_config(config))
-        return cls(step_config, run.plan, counts, run.resident_bytes)
+        return cls(step_config, run.resident_bytes)
 
     def required_bytes(self, step_config: StepConfig) -> float:
         """All memory that a rank needs for a step, including margins."""

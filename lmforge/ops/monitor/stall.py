@@ -33,7 +33,7 @@ LIBRARY_PATHS = (
     "dist-packages",
     f"{os.sep}lib{os.sep}python",
     "<frozen",
-    str(Path(__file__).with_name("stragglers.py")),
+    os.path.join("lmforge", "ops", "monitor", "stragglers.py"),
 )
 HEALTHY, STUCK, WAITING = "", "stuck", "waits"
 

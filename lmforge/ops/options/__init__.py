@@ -1,5 +1,5 @@
-"""The options of the verbs that do not train; a file for those that are alike. What they share is in operation.py above.
+"""The options of the verbs that start runs, look at them and examine machines; a file for those that are alike.
 
-Begin with the class that `core/options/verbs.py` names for a verb. For others: these classes. Not here: the options of training
-stages (stage.py, tuning.py, align.py above). No torch here.
+Begin with the class that `core/options/builtin_names.py` names for a verb. What they share with training is in core/options/.
+No torch here.
 """

@@ -100,9 +100,11 @@ class RunReport:
     def on_record(self) -> None:
         self._thread.write_if_due()
 
+    def close(self) -> None:
+        self._thread.close()
+
     def end(self, state: str) -> None:
         """Nothing is printed for an interrupted run, whose last line says how to resume."""
-        self._thread.close()
         with suppress(OSError, ValueError):  # the log cannot be written either on a full disk
             try:
                 path = write_run_report(self._run, state)

@@ -258,5 +258,8 @@ class RunTrackers:
     def on_record(self) -> None:
         self._threads.wake()
 
+    def close(self) -> None:
+        """Their threads end with `end`, or with the process."""
+
     def end(self, state: str) -> None:
         self._threads.finish(state)

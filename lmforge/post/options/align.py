@@ -211,6 +211,10 @@ class RolloutOptions(Options):
                 yield f"rollout.engine_urls: {url}: expected http://HOST:PORT"
 
 
+# The values of rollout.loss_type that keep near the reference where the recipe does not say (post/objectives/policy.py).
+WITH_KL = ("grpo", "rloo")
+
+
 def is_model_folder(spec: str) -> bool:
     """Whether a reward is named by a folder, which is a reward model's."""
     return Path(spec).is_dir()
@@ -252,8 +256,11 @@ class AlignConfig(TunedConfig):
 
     @property
     def copies_reference(self) -> bool:
-        """Whether policy optimization reads the reference may depend on its preset; then it is not for certain."""
-        return self.reference == "copy" and (self.align.method != "grpo" or self.rollout.kl_estimator not in (None, "none"))
+        if self.reference != "copy" or self.align.method != "grpo":
+            return self.reference == "copy"
+        if self.rollout.kl_estimator is None:
+            return self.rollout.loss_type in WITH_KL
+        return self.rollout.kl_estimator != "none"
 
     @property
     def group_size(self) -> int:

@@ -5,5 +5,5 @@ Begin with functions.py: `load_reward_functions` opens the functions that a reci
 sandbox.py, whose processes (code_server.py) confine each program and watch what it takes (confinement.py).
 For others: `load_reward_functions`, `RewardFunctions`, `RewardWorker` and `FunctionResult` of functions.py, and `Sandbox` of
 sandbox.py. How rewards become advantages is in post/objectives/policy.py; reward models are trained by
-post/objectives/preference.py and opened by core/stages/. No torch here.
+post/objectives/preference.py and opened by post/rl/. No torch here.
 """
