@@ -17,11 +17,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from lmforge.cli import run as command
 from lmforge.core.errors import UserError
 from lmforge.core.files.atomic_files import atomic_write_text
 from lmforge.core.files.locks import hold_lock, try_lock
 from lmforge.core.options.options import validate_options
 from lmforge.core.options.stage import PretrainConfig
+from lmforge.core.parallel import precision
 from lmforge.core.records.runs import MANIFEST, Run, describe_environment
 from lmforge.ops.report.run_data import read_events
 from tests.conftest import Refusal
@@ -273,3 +275,16 @@ def test_records_that_end_in_a_hole_of_a_tebibyte_are_read_up_to_it(tmp_path: Pa
     os.truncate(tmp_path / name, 2**40)
     read = run.read_metrics() if name == "metrics.jsonl" else read_events(run)[0]
     assert [each["step"] for each in read] == [1]
+
+
+def test_a_run_that_cannot_be_compiled_is_refused_before_the_old_one_is_overwritten(
+    tiny_options: list[str], tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = ["pretrain", *tiny_options, "--run.folder", str(tmp_path), "--run.name", "a", "--train.steps", "2"]
+    assert command(words) == 0
+    before = (tmp_path / "a" / "metrics.jsonl").read_bytes()
+    monkeypatch.setattr(precision, "missing_for_compile", lambda device: "no C++ compiler (g++)")
+    capfd.readouterr()
+    assert command([*words, "--run.overwrite", "true", "--train.compile", "on"]) == 2
+    assert "train.compile = on: no C++ compiler (g++)" in capfd.readouterr().err
+    assert (tmp_path / "a" / "metrics.jsonl").read_bytes() == before

@@ -21,6 +21,7 @@ from lmforge.post.objectives.policy import (
     has_nonzero_std,
     subtract_kl_penalty,
 )
+from lmforge.post.options.align import WITH_KL
 from tests.objectives import tiny
 from tests.objectives.oracle import (
     Document,
@@ -369,3 +370,7 @@ def test_under_the_sampling_policy_every_ratio_is_one_and_nothing_is_clipped() -
     _, metrics = PolicyObjective(PolicyLossConfig()).loss(model, batch)
     assert float(metrics["ratio"][0] / metrics["ratio"][1]) == pytest.approx(1.0, abs=1e-6)
     assert metrics["clip/low"][0].item() == metrics["clip/high"][0].item() == 0
+
+
+def test_the_loss_types_that_keep_near_a_reference_are_those_that_options_know() -> None:
+    assert {name for name, preset in LOSS_TYPE_PRESETS.items() if preset.kl_estimator != "none"} == {*WITH_KL}
