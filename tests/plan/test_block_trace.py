@@ -33,6 +33,7 @@ from lmforge.core.parallel.tensor_parallel import apply_tensor_parallel
 from lmforge.core.parallel.validate import why_not_compiled
 from lmforge.lab.plan.operators import Product
 from lmforge.lab.plan.traces import TracedModel, model_shapes, trace_block
+from tests.grids import grid
 
 # No dimension of a parameter is their product, or the first.
 SEQUENCES, LENGTH = 2, 96
@@ -159,8 +160,7 @@ def possible_differences(config: ModelConfig) -> tuple[int, ...]:
     return 0, ends, -number, ends - number
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("family", CONFIGS)
+@pytest.mark.parametrize(("family", "mode"), grid([*CONFIGS], MODES))
 def test_a_block_keeps_what_its_trace_keeps(family: str, mode: str) -> None:
     config = CONFIGS[family]
     with real_block(config, mode) as (block, args):
