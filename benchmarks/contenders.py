@@ -44,13 +44,14 @@ from lmforge.core.options.stage import PretrainConfig, StageConfig
 from lmforge.core.parallel.precision import DTYPES
 from lmforge.core.records.runs import Run
 from lmforge.core.seams import Monitors
-from lmforge.core.stages.attempt import RunContext, RunEvents
 from lmforge.core.stages.build_model import BuiltModel, build_model_and_optimizer
+from lmforge.core.stages.context import RunContext
 from lmforge.core.stages.dataset_batches import DatasetBatches
 from lmforge.core.stages.inputs import RunInputs
 from lmforge.core.stages.observer import ObservedRun
 from lmforge.core.stages.observers import Observers
 from lmforge.core.stages.parameter_counts import get_lora_config, training_flops_per_token
+from lmforge.core.stages.run_files import RunEvents
 from lmforge.core.steps.bad_steps import BadStepDetector
 from lmforge.core.steps.checkpoints import Checkpoints
 from lmforge.core.steps.metrics import Throughput, peak_memory_gib

@@ -20,7 +20,6 @@ from lmforge.core.parallel.peak_flops import rank_peak_flops
 from lmforge.core.parallel.precision import choose_compile
 from lmforge.core.records.runs import Run
 from lmforge.core.stages.attempt import (
-    RunContext,
     describe_failure,
     describe_stop,
     describe_used_up_restarts,
@@ -32,6 +31,7 @@ from lmforge.core.stages.attempt import (
     write_memory,
 )
 from lmforge.core.stages.build_model import build, build_checkpointer
+from lmforge.core.stages.context import RunContext
 from lmforge.core.stages.custom_code import NO_CUSTOM_CODE, CustomCode
 from lmforge.core.stages.enter_run import describe_config_changes, enter_run
 from lmforge.core.stages.inputs import RunInputs, describe_long_sequences

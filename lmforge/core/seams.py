@@ -154,3 +154,32 @@ class AttemptObserver(Protocol):
 
     def end(self, state: str) -> None:
         """The attempt has ended: done, interrupted or failed. Called if the run is still this attempt's. It raises nothing."""
+
+
+class RunCallbacks(Protocol):
+    """User code that is called at named points of a run (core/stages/custom_code.py)."""
+
+    def has(self, point: str) -> bool:
+        """Whether something is called there."""
+
+    def call(self, point: str, run: Any, step: int, value: Any) -> None:
+        """Call it. Every rank does. Raises RunFailed on all ranks where one raises."""
+
+    def run_failed(self, run: Any) -> None:
+        """The run has failed. It raises nothing, and does not communicate."""
+
+
+class _NoCallbacks:
+    """Nothing is called."""
+
+    def has(self, point: str) -> bool:
+        return False
+
+    def call(self, point: str, run: Any, step: int, value: Any) -> None:
+        """Nothing."""
+
+    def run_failed(self, run: Any) -> None:
+        """Nothing."""
+
+
+NO_CALLBACKS: RunCallbacks = _NoCallbacks()

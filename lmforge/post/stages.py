@@ -8,8 +8,8 @@ from functools import cache, partial
 
 import torch
 
-from lmforge.core.stages.attempt import RunContext
 from lmforge.core.stages.build_model import BuiltModel
+from lmforge.core.stages.context import RunContext
 from lmforge.core.stages.dataset_batches import DatasetBatches
 from lmforge.core.stages.inputs import RunInputs
 from lmforge.core.stages.specs import StageSpec

@@ -12,7 +12,7 @@ from lmforge.core.model.config import ModelConfig
 from lmforge.core.options.sections import COMFORTABLE_MICRO_BATCH_TOKENS
 from lmforge.core.options.stage import StageConfig
 from lmforge.core.parallel.parallel_model import ParallelModel, unsharded_for_decoding
-from lmforge.core.stages.attempt import RunContext
+from lmforge.core.stages.context import RunContext
 from lmforge.core.stages.inputs import RunInputs
 from lmforge.core.stages.observer import ObservedRun, Observer
 from lmforge.core.steps.callbacks import is_due

@@ -13,7 +13,7 @@ from lmforge.cli import run as command
 from lmforge.core import run as stages
 from lmforge.core.records.run_records import newest_values
 from lmforge.core.records.runs import Run
-from lmforge.core.stages.attempt import RunEvents
+from lmforge.core.stages.run_files import RunEvents
 from lmforge.ops.monitor.run_status import MAX_MISSING, read_run_status
 from lmforge.ops.report import page as report_page
 from lmforge.ops.report.page import render

@@ -34,11 +34,12 @@ from lmforge.core.options.stage import PretrainConfig
 from lmforge.core.parallel.parallelize import parallelize
 from lmforge.core.records.runs import Run
 from lmforge.core.seams import Monitors
-from lmforge.core.stages.attempt import MetricsFile, RunContext, RunEvents
 from lmforge.core.stages.build_model import BuiltModel
+from lmforge.core.stages.context import RunContext
 from lmforge.core.stages.inputs import RunInputs
 from lmforge.core.stages.observer import ObservedRun
 from lmforge.core.stages.observers import Observers, StepProfiler
+from lmforge.core.stages.run_files import MetricsFile, RunEvents
 from lmforge.core.steps import metrics
 from lmforge.core.steps.bad_steps import BadStepDetector
 from lmforge.core.steps.callbacks import LoopCallbacks

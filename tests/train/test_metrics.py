@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from lmforge.core.distributed.distributed import DistributedContext
 from lmforge.core.distributed.rank_info import RankInfo
 from lmforge.core.errors import format_duration
-from lmforge.core.stages.attempt import MetricsFile
+from lmforge.core.stages.run_files import MetricsFile
 from lmforge.core.steps.metrics import MetricsAccumulator, peak_memory_gib
 from lmforge.ops.monitor.console import ConsoleLogger
 from tests.seeds import fresh_seed

@@ -1,7 +1,6 @@
 """An attempt at a run, from the recipe that it writes to its report: what watches it, what it writes for reports and trackers,
 and how its failures are described."""
 
-import json
 import os
 import platform
 import re
@@ -9,11 +8,8 @@ import shlex
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
-from datetime import UTC, datetime
 from functools import partial
-from pathlib import Path
-from typing import Any, BinaryIO, TypeVar
+from typing import TypeVar
 
 from lmforge.core import registry
 from lmforge.core.distributed import distributed as cluster
@@ -24,13 +20,15 @@ from lmforge.core.distributed.processes import signal_name
 from lmforge.core.distributed.rank_info import count_restarts, has_used_up_restarts, launcher_identity, threads_per_rank
 from lmforge.core.distributed.standby import describe_standby
 from lmforge.core.errors import DISK_FULL_ERRNOS, PEER_LOST_PATTERN, PeerLost, RunFailed, UserError, name_some, typed_command
-from lmforge.core.files.atomic_files import atomic_write_json, without_non_finite
+from lmforge.core.files.atomic_files import atomic_write_json
 from lmforge.core.files.untrusted import cut, read_json
 from lmforge.core.options.stage import StageConfig
 from lmforge.core.parallel.validate import describe_unused_sharding
 from lmforge.core.records.runs import Run
-from lmforge.core.seams import AttemptLog, AttemptObserver, Console, Monitors, Watch
+from lmforge.core.seams import AttemptObserver, Monitors
+from lmforge.core.stages.context import RunContext
 from lmforge.core.stages.custom_code import PluginCallbacks
+from lmforge.core.stages.run_files import RunEvents
 from lmforge.core.steps.determinism import explain_nondeterministic_op
 from lmforge.core.steps.resume import last_checkpoint_message
 
@@ -54,85 +52,6 @@ def again_if_restarted(config: ConfigT, run: Run, dist_ctx: DistributedContext) 
         return config
 
     return dist_ctx.decide_on_rank0(choose)
-
-
-def has_torn_end(file: BinaryIO) -> bool:
-    """Whether the last line of an open file was not finished: its writer was killed, or the disk was full."""
-    size = file.seek(0, os.SEEK_END)
-    file.seek(max(0, size - 1))
-    return file.read(1) not in (b"", b"\n")
-
-
-class MetricsFile:
-    """Appends JSON objects, a line each, to `metrics.jsonl` or `experts.jsonl`."""
-
-    def __init__(self, path: Path) -> None:
-        self._file = open(path, "a+b")  # noqa: SIM115
-        if has_torn_end(self._file):
-            self._file.write(b"\n")
-
-    def write(self, record: dict[str, Any]) -> None:
-        self._file.write(json.dumps(without_non_finite(record)).encode() + b"\n")
-        self._file.flush()
-
-    def close(self) -> None:
-        self._file.close()
-
-
-class RunEvents:
-    """Appends events to `events.jsonl`, one object a line. Without a run, as on ranks other than 0, it does nothing.
-
-    Every event has `time` (ISO 8601, UTC), `kind` and `step` (steps done, None where not known). Kinds, and their fields:
-
-      start        an attempt begins: ranks, hosts, device     checkpoint   a save is requested: kept
-      model        model_type, parameters, trained             completions  sampled and scored: table, in `completions/`
-      sample       generated text: prompt, text                bad step     a step that was not used: reason
-      rollback     weights of an earlier step: to, reason      end          state (done, interrupted, failed), error
-      stall        no rank makes progress: reason              stall over   they do again: reason
-      failed rewards  the first of each kind: reason
-    """
-
-    def __init__(self, run: Run | None) -> None:
-        self._run = run
-
-    def add(self, kind: str, step: int | None, **fields: Any) -> None:
-        """Append an event. A file that cannot be written does not stop the training."""
-        if self._run is None or not self._run.holds_lock():
-            return
-        record = {"time": datetime.now(UTC).isoformat(timespec="milliseconds"), "kind": kind, "step": step, **fields}
-        line = json.dumps(record, ensure_ascii=False).encode(errors="replace")  # of a lone surrogate, which UTF-8 lacks
-        with suppress(OSError), open(self._run.events_path, "a+b") as file:
-            file.write((b"\n" if has_torn_end(file) else b"") + line + b"\n")
-
-
-@dataclass(frozen=True)
-class RunContext:
-    """The recipe, the run directory, the ranks, and where progress is reported. Every rank has one, with its own log."""
-
-    config: StageConfig
-    run: Run
-    dist_ctx: DistributedContext
-    monitors: Monitors
-    events: RunEvents
-    observers: tuple[AttemptObserver, ...] = ()
-    callbacks: PluginCallbacks = field(default_factory=PluginCallbacks)
-
-    @property
-    def log(self) -> AttemptLog:
-        return self.monitors.log
-
-    @property
-    def watch(self) -> Watch:
-        return self.monitors.watch
-
-    @property
-    def console(self) -> Console:
-        return self.monitors.console
-
-    @property
-    def memory_snapshot(self) -> Path:
-        """The file with what a GPU's memory held, for `log.memory_snapshot` and where memory runs out."""
-        return self.log.path.with_suffix(".memory.pickle")
 
 
 def load_monitors(config: StageConfig) -> None:

@@ -22,7 +22,7 @@ from lmforge.core.parallel.parallel_model import ParallelModel
 from lmforge.core.parallel.parallelize import parallelize
 from lmforge.core.parallel.precision import DTYPES, choose_compile
 from lmforge.core.records.run_records import higher_is_better
-from lmforge.core.stages.attempt import RunContext
+from lmforge.core.stages.context import RunContext
 from lmforge.core.stages.inputs import RunInputs
 from lmforge.core.stages.parameter_counts import count_parameters, get_lora_config
 from lmforge.core.steps.bad_steps import BadStepDetector

@@ -8,7 +8,7 @@ the run on all ranks.
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from lmforge.core import registry
 from lmforge.core.errors import RunFailed, UserError
@@ -17,30 +17,28 @@ from lmforge.core.losses.objective import Objective
 from lmforge.core.model.layers import LanguageModel
 from lmforge.core.options.extend import entry_options
 from lmforge.core.options.stage import StageConfig
+from lmforge.core.stages.context import RunContext
 from lmforge.core.stages.objectives import build_objective, check_objective
-
-if TYPE_CHECKING:
-    from lmforge.core.stages.attempt import RunContext
 
 
 class CallbackPoints:
     """The points of a run, in order. `run` has the config, the run directory (`run.run.path`), the ranks (`run.dist_ctx`) and
     the console (`run.console.info`); `step` counts the steps that are done."""
 
-    def on_run_start(self, run: "RunContext", step: int, model: LanguageModel) -> None:
+    def on_run_start(self, run: RunContext, step: int, model: LanguageModel) -> None:
         """Before the first step of an attempt. `model` is this rank's, as it is trained: sharded, its blocks wrapped."""
 
-    def on_step_end(self, run: "RunContext", step: int, metrics: dict[str, Any]) -> None:
+    def on_step_end(self, run: RunContext, step: int, metrics: dict[str, Any]) -> None:
         """After each step, unless it ends in a rollback. At log steps `metrics` has the values of metrics.jsonl, at other
         steps those of a validation, if there was one: the host does not wait for the device."""
 
-    def on_validation_end(self, run: "RunContext", step: int, metrics: dict[str, float]) -> None:
+    def on_validation_end(self, run: RunContext, step: int, metrics: dict[str, float]) -> None:
         """After a validation, except that of `validation.at_start`, with its metrics, such as val/loss."""
 
-    def on_checkpoint_saved(self, run: "RunContext", step: int, folder: Path) -> None:
+    def on_checkpoint_saved(self, run: RunContext, step: int, folder: Path) -> None:
         """Once the checkpoint of `step` is complete on the disk, which can be some steps later."""
 
-    def on_run_end(self, run: "RunContext", step: int | None, state: str) -> None:
+    def on_run_end(self, run: RunContext, step: int | None, state: str) -> None:
         """At the end: `state` is done, interrupted (a signal; the step is saved) or failed. For a failed run, `step` is None,
         and an exception in this method is only logged."""
 
@@ -71,21 +69,21 @@ class PluginCallbacks:
     def has(self, point: str) -> bool:
         return any(hasattr(callback, point) for callback in self._callbacks.values())
 
-    def call(self, point: str, run: "RunContext", step: int, value: Any) -> None:
+    def call(self, point: str, run: RunContext, step: int, value: Any) -> None:
         """Call the method `point` of each callback that has it. Every rank calls it. Raises RunFailed on all ranks where one
         raises."""
         if self.has(point):
             with run.dist_ctx.raise_on_all():
                 self._call(point, run, step, value)
 
-    def run_failed(self, run: "RunContext") -> None:
+    def run_failed(self, run: RunContext) -> None:
         """Call on_run_end for a failed run. Other ranks may be lost, so it does not communicate, and raises nothing."""
         try:
             self._call("on_run_end", run, None, "failed")
         except RunFailed as problem:
             run.console.warn(str(problem))
 
-    def _call(self, point: str, run: "RunContext", step: int | None, value: Any) -> None:
+    def _call(self, point: str, run: RunContext, step: int | None, value: Any) -> None:
         for name, callback in self._callbacks.items():
             method = getattr(callback, point, None)
             if method is None:

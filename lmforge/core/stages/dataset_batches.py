@@ -16,8 +16,8 @@ from lmforge.core.losses.logprobs import score_text
 from lmforge.core.options.batch_plan import BatchPlan
 from lmforge.core.options.stage import StageConfig
 from lmforge.core.parallel.dims import data_parallel_rank_and_size
-from lmforge.core.stages.attempt import RunContext
 from lmforge.core.stages.build_model import BuiltModel
+from lmforge.core.stages.context import RunContext
 from lmforge.core.stages.inputs import RunInputs
 from lmforge.core.steps.metrics import MetricsAccumulator
 from lmforge.core.steps.perplexity import evaluate_loss, local_batches

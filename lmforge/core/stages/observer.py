@@ -6,8 +6,8 @@ from typing import Any
 from lmforge.core import registry
 from lmforge.core.model.config import ModelConfig
 from lmforge.core.options.stage import StageConfig
-from lmforge.core.stages.attempt import RunContext
 from lmforge.core.stages.build_model import BuiltModel
+from lmforge.core.stages.context import RunContext
 from lmforge.core.stages.inputs import RunInputs
 from lmforge.core.stages.run_memory import RunMemory
 from lmforge.core.steps.callbacks import BatchSource, LoopCallbacks

@@ -20,11 +20,12 @@ from lmforge.core.model.attention_backend import describe_attention_backend
 from lmforge.core.model.flops import describe_experts
 from lmforge.core.model.state_bytes import DTYPE_BYTES
 from lmforge.core.parallel.precision import has_compiled_blocks
-from lmforge.core.stages.attempt import MetricsFile, RunContext
 from lmforge.core.stages.build_model import BuiltModel
+from lmforge.core.stages.context import RunContext
 from lmforge.core.stages.inputs import RunInputs
 from lmforge.core.stages.observer import ObservedRun, chosen_observers
 from lmforge.core.stages.parameter_counts import count_parameters, get_lora_config, training_flops_per_token
+from lmforge.core.stages.run_files import MetricsFile
 from lmforge.core.stages.weight_source import find_weights
 from lmforge.core.steps.bad_steps import BadStep
 from lmforge.core.steps.callbacks import BatchSource, LoopCallbacks, is_due

@@ -9,8 +9,8 @@ from typing import Any
 from lmforge.core import registry
 from lmforge.core.distributed.distributed import DistributedContext
 from lmforge.core.options.stage import PretrainConfig, StageConfig
-from lmforge.core.stages.attempt import RunContext
 from lmforge.core.stages.build_model import BuiltModel
+from lmforge.core.stages.context import RunContext
 from lmforge.core.stages.dataset_batches import DatasetBatches
 from lmforge.core.stages.inputs import RunInputs, open_pretrain_inputs
 from lmforge.core.stages.weight_source import download_weights

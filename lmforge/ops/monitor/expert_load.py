@@ -12,8 +12,8 @@ from torch import Tensor
 from lmforge.core.distributed.distributed import DistributedContext
 from lmforge.core.errors import name_some
 from lmforge.core.model.layers import LanguageModel
-from lmforge.core.stages.attempt import MetricsFile
 from lmforge.core.stages.observer import ObservedRun, Observer
+from lmforge.core.stages.run_files import MetricsFile
 
 # After so many steps without a token an expert is called dead.
 DEAD_AFTER_STEPS = 100

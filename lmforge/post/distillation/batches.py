@@ -10,8 +10,8 @@ from torch import Tensor
 from lmforge.core.data.batch import Batch, Extras
 from lmforge.core.data.labels import IGNORE_INDEX
 from lmforge.core.data.order import derive_key
-from lmforge.core.stages.attempt import RunContext
 from lmforge.core.stages.build_model import BuiltModel
+from lmforge.core.stages.context import RunContext
 from lmforge.core.stages.dataset_batches import DatasetBatches
 from lmforge.core.stages.inputs import RunInputs
 from lmforge.core.steps.callbacks import BatchSource

@@ -25,7 +25,7 @@ from lmforge.core.errors import UserError
 from lmforge.core.files.atomic_files import atomic_write_json
 from lmforge.core.files.untrusted import read_json
 from lmforge.core.records.runs import storage_errors
-from lmforge.core.stages.attempt import RunContext
+from lmforge.core.stages.context import RunContext
 from lmforge.core.stages.inputs import RunInputs
 from lmforge.post.options.tuning import DistillConfig
 from lmforge.post.rl.reference import CHECKSUM_BYTES, CHUNK_SEQUENCES, chunk_checksum, chunk_paths, write_chunks

@@ -21,8 +21,8 @@ from lmforge.core.model.layers import HeadOptions
 from lmforge.core.options.sections import ModelOptions
 from lmforge.core.parallel.parallel_model import ParallelModel
 from lmforge.core.parallel.validate import check_parallel
-from lmforge.core.stages.attempt import RunContext
 from lmforge.core.stages.build_model import BuiltModel
+from lmforge.core.stages.context import RunContext
 from lmforge.core.stages.inputs import RunInputs
 from lmforge.hf.hub import cache_folder
 from lmforge.hf.pretrained import Pretrained, find_pretrained

@@ -11,8 +11,8 @@ from queue import SimpleQueue
 import torch
 
 from lmforge.core.errors import UserError
-from lmforge.core.stages.attempt import RunContext
 from lmforge.core.stages.build_model import BuiltModel
+from lmforge.core.stages.context import RunContext
 from lmforge.core.stages.inputs import RunInputs
 from lmforge.post.options.align import AlignConfig
 from lmforge.post.rl.async_sampling import AsyncSampler

@@ -27,7 +27,7 @@ from lmforge.core.files.checksums import hash_json
 from lmforge.core.files.untrusted import parse_json
 from lmforge.core.parallel.dims import data_parallel_rank_and_size
 from lmforge.core.plugins import describe_plugins
-from lmforge.core.stages.attempt import RunContext
+from lmforge.core.stages.context import RunContext
 from lmforge.core.stages.inputs import RunInputs
 from lmforge.post.environments.process import identify
 from lmforge.post.options.align import AlignConfig, is_model_folder

@@ -34,8 +34,8 @@ from lmforge.core.parallel.dims import data_parallel_rank_and_size
 from lmforge.core.parallel.parallel_model import ParallelModel
 from lmforge.core.parallel.parallelize import parallelize
 from lmforge.core.parallel.validate import choose_engine
-from lmforge.core.stages.attempt import RunContext
 from lmforge.core.stages.build_model import BuiltModel, empty_model
+from lmforge.core.stages.context import RunContext
 from lmforge.core.stages.inputs import RunInputs
 from lmforge.hf.pretrained import Pretrained
 from lmforge.post.options.align import AlignConfig

@@ -16,7 +16,7 @@ from torch import Tensor
 from lmforge.core.data.order import derive_key
 from lmforge.core.distributed.distributed import use_device_in_thread
 from lmforge.core.errors import RunFailed, format_count
-from lmforge.core.stages.attempt import RunContext
+from lmforge.core.stages.context import RunContext
 from lmforge.core.stages.inputs import RunInputs
 from lmforge.post.objectives.policy import has_nonzero_std
 from lmforge.post.options.align import AlignConfig, RolloutOptions

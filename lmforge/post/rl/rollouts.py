@@ -21,8 +21,8 @@ from lmforge.core import checkpoint
 from lmforge.core.data.batch import Batch, Extras
 from lmforge.core.errors import LockLost, UserError
 from lmforge.core.parallel.dims import data_parallel_rank_and_size
-from lmforge.core.stages.attempt import RunContext
 from lmforge.core.stages.build_model import BuiltModel
+from lmforge.core.stages.context import RunContext
 from lmforge.core.stages.inputs import RunInputs
 from lmforge.post.objectives.policy import MEAN_DIFFERENCE, build_policy_loss_config, completion_metric_names
 from lmforge.post.options.align import AlignConfig

@@ -18,7 +18,7 @@ from lmforge.core.data.batch import Batch
 from lmforge.core.data.tokenizer import Tokenizer
 from lmforge.core.parallel.dims import data_parallel_rank_and_size
 from lmforge.core.records.run_records import completions_path
-from lmforge.core.stages.attempt import RunContext
+from lmforge.core.stages.context import RunContext
 from lmforge.post.environments.process import EnvironmentPool
 from lmforge.post.objectives.preference import document_rewards
 from lmforge.post.options.align import RolloutOptions
