@@ -10,10 +10,10 @@ import pytest
 from tests.codesize import PACKAGE, brought_by, modules, tokens_in
 
 MAX_TOKENS = 474_000
-MAX_CORE_TOKENS = 163_500
+MAX_CORE_TOKENS = 164_000
 MAX_ROOMS = 14
 # What an import brings, in tokens.
-MAX_BROUGHT = {"lmforge.core.run": 151_000, "lmforge.core.loop": 123_500}
+MAX_BROUGHT = {"lmforge.core.run": 151_000, "lmforge.core.loop": 110_000}
 MAX_LOADED_TOKENS = 187_500
 # What a run attaches by default: log, watchdog and console, the report, and who else trains here.
 ATTACHED = ("lmforge.ops.monitor", "lmforge.ops.report", "lmforge.ops.terminal")

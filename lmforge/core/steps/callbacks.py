@@ -5,15 +5,27 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from lmforge.core.data.batch import Batch
-from lmforge.core.data.mixture import TrainingDataset
 from lmforge.core.steps.bad_steps import BadStep
+
+
+class ReadOrder(Protocol):
+    """The order of what is read, such as a dataset's: what samples before a number depend on."""
+
+    def plan_at(self, n: int) -> Any:
+        """What samples before n depend on, as JSON."""
+
+    def plan_hash_at(self, n: int) -> str:
+        """A hash of `plan_at(n)`."""
+
+    def tokens_until(self, n: int) -> int:
+        """The tokens of samples before n, padding included."""
 
 
 class BatchSource(Protocol):
     """Where batches come from. Every rank has one, and calls each method for the same steps."""
 
     @property
-    def dataset(self) -> TrainingDataset:
+    def dataset(self) -> ReadOrder:
         """The order of what is read: a checkpoint names how far it was read, and by which plan."""
 
     @property
